@@ -1,0 +1,41 @@
+"""Reshard a trainer's DTensor shards into a live SGLang engine, shard to shard, with no gather.
+
+Names are imported on first use: SGLang loads this package in every process it starts, and most of
+them need little of it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from sglang_reshard.version import __version__
+
+if TYPE_CHECKING:
+    from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+    from sglang_reshard.report import UpdateReport
+    from sglang_reshard.sender import WeightSender
+    from sglang_reshard.verl_engine import VerlEngine
+
+_HOME = {
+    "DistributedUpdateWeightsOutput": "messages",
+    "DistributedUpdateWeightsReq": "messages",
+    "UpdateReport": "report",
+    "VerlEngine": "verl_engine",
+    "WeightSender": "sender",
+}
+
+__all__ = [
+    "DistributedUpdateWeightsOutput",
+    "DistributedUpdateWeightsReq",
+    "UpdateReport",
+    "VerlEngine",
+    "WeightSender",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

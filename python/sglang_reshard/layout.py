@@ -1,0 +1,149 @@
+"""Where the elements of a tensor are: boxes, strided regions, and who holds them.
+
+Everything here is integer arithmetic on element indices and needs no torch, so that the algebra
+can be tested by brute force. All boxes are half-open, `start <= index < stop`, one entry a
+tensor dimension; a zero-dimensional tensor has one element and empty tuples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, global shape (elements) and dtype (torch's name for it, "bfloat16") of a checkpoint tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """A half-open box of element indices of one tensor."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(max(0, b - a) for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common elements, or None when there are none."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start, stop)
+
+    def slices(self) -> tuple[slice, ...]:
+        """An index expression: `tensor[box.slices()]` is the box of a tensor that starts at 0."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def relative_to(self, origin: tuple[int, ...]) -> Box:
+        """The same box with its indices counted from `origin`."""
+        return Box(
+            tuple(a - o for a, o in zip(self.start, origin, strict=True)),
+            tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A strided box: along each dimension `count` indices from `start`, `step` apart."""
+
+    start: tuple[int, ...]
+    count: tuple[int, ...]
+    step: tuple[int, ...]
+
+    @classmethod
+    def of_box(cls, box: Box) -> Region:
+        return cls(box.start, box.shape, (1,) * len(box.start))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.count)
+
+    @property
+    def hull(self) -> Box:
+        """The smallest box around it."""
+        stop = tuple(a + (n - 1) * s + 1 for a, n, s in zip(self.start, self.count, self.step, strict=True))
+        return Box(self.start, stop)
+
+    def intersect(self, box: Box) -> tuple[Region, tuple[int, ...]] | None:
+        """Its elements inside `box`, and how many steps into this region they begin; None if none."""
+        start, count, skipped = [], [], []
+        for a, n, s, lo, hi in zip(self.start, self.count, self.step, box.start, box.stop, strict=True):
+            first = max(0, -((a - lo) // s)) if a < lo else 0
+            last = min(n, -((a - hi) // s)) if hi > a else 0  # one past the end
+            if last <= first:
+                return None
+            start.append(a + first * s)
+            count.append(last - first)
+            skipped.append(first)
+        return Region(tuple(start), tuple(count), self.step), tuple(skipped)
+
+    def slices(self, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
+        """`tensor[region.slices(origin)]`: the region of a tensor whose first element is `origin`."""
+        origin = origin or (0,) * len(self.start)
+        return tuple(
+            slice(a - o, a - o + (n - 1) * s + 1, s)
+            for a, n, s, o in zip(self.start, self.count, self.step, origin, strict=True)
+        )
+
+
+def split(box: Box, max_elements: int) -> Iterator[Box]:
+    """Cut `box` into boxes of at most `max_elements` elements, in row-major order of their elements.
+
+    Each part is contiguous in the row-major order of `box`, so that a buffer filled part after
+    part is the row-major box itself.
+    """
+    if max_elements < 1:
+        raise ValueError(f"max_elements must be at least 1, not {max_elements}")
+    shape = box.shape
+    if math.prod(shape) <= max_elements:
+        yield box
+        return
+    axis = next(i for i, n in enumerate(shape) if n > 1)
+    row = math.prod(shape[axis + 1 :])
+    rows = max(1, max_elements // row)
+    for first in range(box.start[axis], box.stop[axis], rows):
+        last = min(first + rows, box.stop[axis])
+        part = Box(
+            (*box.start[:axis], first, *box.start[axis + 1 :]),
+            (*box.stop[:axis], last, *box.stop[axis + 1 :]),
+        )
+        if part.numel <= max_elements:
+            yield part
+        else:
+            yield from split(part, max_elements)

@@ -1,0 +1,201 @@
+"""Where a trainer rank's elements are, against torch's own DTensor."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.sources import Mesh, Placement, describe
+from sglang_reshard.sources.placements import holdings
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@contextlib.contextmanager
+def as_rank(rank, size):
+    """This process plays one rank of a world: no process group of torch's talks to anyone."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def assembled(held, rank, tensor):
+    """What a rank's pieces say its local tensor is, cut from the whole tensor."""
+    local = torch.full(held.local_shapes[rank], -1, dtype=tensor.dtype)
+    for piece in held.pieces:
+        if rank in piece.ranks:
+            stop = (a + n for a, n in zip(piece.at, piece.box.shape, strict=True))
+            local[tuple(slice(a, b) for a, b in zip(piece.at, stop, strict=True))] = tensor[piece.box.slices()]
+    return local
+
+
+@st.composite
+def layouts(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
+    dims = st.sampled_from(range(len(shape)))
+    placements = tuple(draw(st.one_of(st.just(Replicate()), dims.map(Shard))) for _ in mesh_shape)
+    return shape, mesh_shape, placements
+
+
+def world_of(mesh_shape):
+    return torch.Size(mesh_shape).numel()
+
+
+def ours(p):
+    if isinstance(p, Replicate):
+        return Placement()
+    return Placement(p.dim, getattr(p, "split_factor", 1))
+
+
+def check_against_torch(shape, mesh_shape, placements):
+    world = world_of(mesh_shape)
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+    mesh = Mesh(mesh_shape, tuple(range(world)))
+    held = holdings(shape, mesh, tuple(map(ours, placements)))
+    for rank in range(world):
+        with as_rank(rank, world):
+            device_mesh = DeviceMesh("cpu", torch.arange(world).view(mesh_shape))
+            local = distribute_tensor(tensor, device_mesh, placements, src_data_rank=None).to_local()
+        if local.numel():
+            assert torch.equal(assembled(held, rank, tensor), local), (shape, mesh_shape, placements, rank)
+        else:
+            assert torch.Size(held.local_shapes[rank]).numel() == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts())
+def test_shard_and_replicate_as_distribute_tensor_does(layout):
+    check_against_torch(*layout)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 2), (2, 4)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_strided_shard_is_fsdp2_over_tensor_parallelism(mesh_shape, dim):
+    """FSDP2 shards the tensor-parallel shard: rows of one rank are a slice of its TP rows."""
+    dp, tp = mesh_shape
+    shape = (dp * tp * 2, dp * tp * 2)
+    check_against_torch(shape, mesh_shape, (_StridedShard(dim, split_factor=tp), Shard(dim)))
+
+
+@pytest.mark.parametrize(("length", "dp", "tp"), [(7, 3, 2), (10, 3, 4), (9, 2, 2), (5, 4, 3)])
+def test_uneven_fsdp2_over_tp_splits_tp_first(length, dp, tp):
+    held = holdings((length,), Mesh((dp, tp), tuple(range(dp * tp))), (Placement(0, tp), Placement(0)))
+    rows = torch.arange(length)
+    for rank in range(dp * tp):
+        tp_shards = rows.chunk(tp)
+        tp_shard = tp_shards[rank % tp] if rank % tp < len(tp_shards) else rows[:0]
+        chunks = tp_shard.chunk(dp) if len(tp_shard) else []
+        expected = chunks[rank // tp] if rank // tp < len(chunks) else rows[:0]
+        assert assembled(held, rank, rows).tolist() == expected.tolist()
+
+
+@given(layouts())
+def test_pieces_cover_every_element_once(layout):
+    shape, mesh_shape, placements = layout
+    held = holdings(shape, Mesh(mesh_shape, tuple(range(world_of(mesh_shape)))), tuple(map(ours, placements)))
+    count = torch.zeros(shape, dtype=torch.int64)
+    for box in {piece.box for piece in held.pieces}:
+        count[box.slices()] += 1
+    assert (count == 1).all()
+
+
+def test_a_tensor_on_the_tp_part_of_a_mesh_is_replicated_over_the_rest():
+    descriptions = []
+    for rank in range(4):
+        with as_rank(rank, 4):
+            mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            tensor = distribute_tensor(torch.arange(8.0), mesh["tp"], [Shard(0)], src_data_rank=None)
+            descriptions.append(describe([("w", tensor)], trainer_rank=rank, global_ranks=(0, 1, 2, 3)).layout)
+    assert all(d == descriptions[0] for d in descriptions)
+    pieces = descriptions[0].holdings(descriptions[0].tensors[0]).pieces
+    assert [(p.box.start, p.ranks) for p in pieces] == [((0,), (0, 2)), ((4,), (1, 3))]
+
+
+def test_views_and_plain_tensors_stay_where_they_are():
+    flat = torch.arange(12.0)
+    with as_rank(0, 2):
+        state = describe([("a", flat[:8].view(2, 4)), ("b", flat[8:])], trainer_rank=0, global_ranks=(0, 1))
+    assert [s.data_ptr() for s in state.shards] == [flat.data_ptr(), flat[8:].data_ptr()]
+    assert [p.ranks for t in state.layout.tensors for p in state.layout.holdings(t).pieces] == [
+        (0, 1),
+        (0, 1),
+    ]
+
+
+def test_verl_shard_specs_are_read_by_their_attributes():
+    class Spec:
+        full_shape = (5, 2)
+        placements = (Shard(0),)
+
+        def __init__(self, mesh):
+            self.mesh = mesh
+
+    for rank, rows in enumerate((3, 2)):
+        with as_rank(rank, 2):
+            spec = Spec(DeviceMesh("cpu", torch.arange(2)))
+            state = describe([("w", torch.zeros(rows * 2), spec)], trainer_rank=rank, global_ranks=(0, 1))
+            assert state.shards[0].shape == (rows, 2)
+
+
+def on_mesh(local, placements, shape=None):
+    mesh = DeviceMesh("cpu", torch.arange(2))
+    stride = local.stride() if shape else None
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: on_mesh(torch.zeros(2, 2), [Partial()]), Unsupported, "summands"),
+        (lambda: torch.zeros(2, device="meta"), Unsupported, "meta device"),
+        (lambda: torch.zeros(2, 2).to_sparse(), Unsupported, "dense"),
+        (lambda: torch.zeros(2, dtype=torch.complex64), Unsupported, "complex64"),
+        (
+            lambda: on_mesh(torch.zeros(3, 2), [Shard(0)], torch.Size((4, 2))),
+            Mismatch,
+            r"\(3, 2\).*\(2, 2\)",
+        ),
+    ],
+)
+def test_what_cannot_be_carried_is_refused_by_name_and_rank(make, error, says):
+    with as_rank(1, 2), pytest.raises(error, match=says) as caught:
+        describe([("layers.0.w", make())], trainer_rank=1, global_ranks=(0, 1))
+    assert "layers.0.w" in str(caught.value)
+
+
+def test_a_mesh_whose_ranks_do_not_all_take_part_is_refused():
+    with as_rank(0, 4):
+        mesh = DeviceMesh("cpu", torch.arange(4))
+        sharded = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)], src_data_rank=None)
+        with pytest.raises(Unsupported, match="hold 4 of its 8 elements"):
+            describe([("w", sharded)], trainer_rank=0, global_ranks=(0, 1))
+
+
+def test_a_name_given_twice_and_no_tensors_are_refused():
+    with as_rank(0, 1):
+        with pytest.raises(Mismatch, match="given twice"):
+            describe([("w", torch.zeros(1)), ("w", torch.zeros(1))], trainer_rank=0, global_ranks=(0,))
+        with pytest.raises(Mismatch, match="no tensors"):
+            describe([], trainer_rank=0, global_ranks=(0,))
+
+
+def test_piece_positions_tile_the_local_tensor():
+    mesh = Mesh((3, 2), tuple(range(6)))
+    held = holdings((11, 4), mesh, (Placement(0, 2), Placement(0)))
+    for rank, shape in held.local_shapes.items():
+        seen = [
+            index
+            for piece in held.pieces
+            if rank in piece.ranks
+            for index in itertools.product(*(range(a, a + n) for a, n in zip(piece.at, piece.box.shape, strict=True)))
+        ]
+        assert sorted(seen) == list(itertools.product(*map(range, shape)))
