@@ -1,0 +1,72 @@
+"""The live tensors of a model: parameters, buffers and tensors kept as plain attributes of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from sglang_reshard.trace.buffers import Storage
+
+
+def live_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Path and tensor of every live tensor, parameters first; one storage may come under several paths."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, parameter.data
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield name, buffer
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute in ("_parameters", "_buffers", "_modules"):
+                continue
+            name = f"{path}.{attribute}" if path else attribute
+            if isinstance(value, torch.Tensor):
+                yield name, value
+            elif isinstance(value, (list, tuple, dict)):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                for key, item in items:
+                    if isinstance(item, torch.Tensor):
+                        yield f"{name}.{key}", item
+
+
+def live_signature(model: torch.nn.Module) -> int:
+    """Changes when a live tensor was moved, reshaped, added or removed: then trace again.
+
+    Comparable within one process only. What the tensors hold does not enter into it.
+    """
+    # hash() of a tuple keeps the order, and a tensor that two paths lead to counts under both.
+    return hash(
+        tuple(
+            (name, t.data_ptr(), tuple(t.shape), t.stride(), t.dtype)
+            for name, t in live_tensors(model)
+            if t.layout is torch.strided
+        )
+    )
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage; 0 when it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse tensors, other subclasses
+        return 0
+
+
+def live_storages(model: torch.nn.Module) -> dict[int, Storage]:
+    """Every live storage by address, named after the first path that leads to it."""
+    storages: dict[int, Storage] = {}
+    for name, tensor in live_tensors(model):
+        if tensor.device.type == "meta" or tensor.numel() == 0:
+            continue
+        key = storage_key(tensor)
+        if key and key not in storages:
+            numel = tensor.untyped_storage().nbytes() // tensor.element_size()
+            storages[key] = Storage(name, tensor.detach(), numel)
+    return storages
+
+
+def flat(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The whole storage of a tensor as one dimension of `dtype`."""
+    storage = tensor.untyped_storage()
+    numel = storage.nbytes() // dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(storage, 0, (numel,), (1,))
