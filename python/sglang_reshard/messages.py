@@ -1,0 +1,111 @@
+"""Everything that crosses a process boundary, and how: msgspec, typed, never a pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from typing import Any, TypeVar
+
+import msgspec
+
+from sglang_reshard import errors
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.report import RankReport
+
+T = TypeVar("T")
+
+DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
+DEFAULT_TIMEOUT_S = 300.0
+
+
+class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
+    """The one request of an update. It carries no tensor and no handle, only where to find them.
+
+    session         names the rendezvous; engine ranks keep plans and open handles as long as it stays the same
+    store_host/port where the session's key-value store listens
+    update          number of the update within the session
+    layout          content hash of the source layout in the store
+    handles         content hash of each trainer rank's memory handles in the store
+    weight_version  what the engine calls the weights once all ranks have them; None keeps its name
+    bucket_bytes    size of a broadcast bucket; a rank holds at most two
+    timeout_s       seconds that any one wait of this update may last
+    package_version of the sender; the engine's must be the same
+    """
+
+    session: str
+    store_host: str
+    store_port: int
+    update: int
+    layout: str
+    handles: tuple[str, ...]
+    trainer_hosts: tuple[str, ...]
+    weight_version: str | None = None
+    transport: str = "auto"
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    package_version: str = ""
+
+
+class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's answer. `torn` says that weights were partly written: only a successful update heals that."""
+
+    success: bool
+    message: str
+    torn: bool = False
+    transport: str = ""
+    transport_reason: str = ""
+    read_bytes: dict[int, int] = {}  # trainer rank -> bytes that engine ranks read from its memory
+    ranks: tuple[RankReport, ...] = ()
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An error on its way to another process; `kind` is the name of its class in `errors`."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        if isinstance(error, ReshardError):
+            return cls(type(error).__name__, str(error))
+        return cls("ReshardError", f"{type(error).__name__}: {error}")
+
+    def error(self) -> ReshardError:
+        kind = getattr(errors, self.kind, ReshardError)
+        return kind(self.message)
+
+
+class TrainerNote(msgspec.Struct, frozen=True):
+    """What each trainer rank announces at the start of an update; `failure` is why it cannot take part."""
+
+    host: str
+    layout: str
+    handles: str
+    failure: Failure | None = None
+
+
+def encode(message: Any) -> bytes:
+    return msgspec.msgpack.encode(message, enc_hook=_as_list)
+
+
+def _as_list(value: Any) -> Any:
+    """Tensors and arrays in an engine's output travel as lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    return msgspec.msgpack.decode(data, type=kind)
+
+
+def pack_blob(message: Any) -> tuple[str, bytes]:
+    """A compressed message and its content hash."""
+    raw = encode(message)
+    return hashlib.sha256(raw).hexdigest(), zlib.compress(raw, 1)
+
+
+def unpack_blob(data: bytes, kind: type[T]) -> T:
+    return decode(zlib.decompress(data), kind)

@@ -1,0 +1,293 @@
+"""What a ModelRunner runs: an update as one engine rank lives it.
+
+Between the phases all engine ranks exchange verdicts, so that they go on or stop together:
+
+    look     alone: has anything changed? If so: fetch the layout, trace the loader, list what is lacking
+    plan     all needs are known: plan, map the trainer ranks' memory, check what can be checked
+    connect  make groups and views
+    move     bytes into the live parameters, then the loader's local steps
+
+Up to `connect` nothing has been written. A failure after that leaves the rank torn until an update
+succeeds. An update for which nothing has changed goes from `look` straight to `move`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import torch
+
+from sglang_reshard.checks import check_casts
+from sglang_reshard.control import Control
+from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.peak_memory import PeakMemory
+from sglang_reshard.plan import Needs, Pieces, Plan, make_plan, needs_of
+from sglang_reshard.report import RankReport
+from sglang_reshard.session import Address, Session
+from sglang_reshard.sources.placements import Layout
+from sglang_reshard.trace import Program, live_signature, trace
+from sglang_reshard.transports.base import Here, Transport
+from sglang_reshard.transports.broadcast import BroadcastTransport
+from sglang_reshard.transports.groups import Groups
+from sglang_reshard.transports.memory import Handles, PeerMemory, host_identity
+from sglang_reshard.version import __version__
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class _Looked(msgspec.Struct, frozen=True):
+    """A rank's verdict on `look`: `current` when its plan still stands, else what it lacks."""
+
+    error: str = ""
+    current: bool = False
+    needs: Needs | None = None
+
+
+class _Verdict(msgspec.Struct, frozen=True):
+    error: str = ""
+    plan: str = ""
+
+
+class _Moved(msgspec.Struct, frozen=True):
+    error: str = ""
+    report: RankReport | None = None
+    read_bytes: dict[int, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """The session with the trainer, and this rank's groups, whose members found each other through it."""
+
+    session: Session
+    groups: Groups
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The traced loader, good for one layout and one set of live addresses."""
+
+    layout: str
+    signature: int | str
+    pieces: Pieces
+    program: Program
+    needs: Needs
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """A transport ready to move, good for one target, one set of handles and one bucket size."""
+
+    target: _Target
+    handles: tuple[str, ...]
+    bucket_bytes: int
+    transport: Transport
+
+
+class WeightReceiver:
+    """Keeps what can be reused between updates: session, traced loader, mapped memory, groups, views."""
+
+    def __init__(self, model: torch.nn.Module, control: Control, device: torch.device) -> None:
+        self._model, self._control, self._device = model, control, device
+        self._link: _Link | None = None
+        self._target: _Target | None = None
+        self._memory: dict[int, tuple[str, PeerMemory]] = {}
+        self._route: _Route | None = None
+        self.torn = ""  # why the weights are partly written, while they are
+
+    def update(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> DistributedUpdateWeightsOutput:
+        """Bring the live parameters to the trainer's weights. All engine ranks call it together.
+
+        refusal  why this rank must not be updated now, as its surroundings know it; the others are told
+
+        Never raises for a failed update: every rank returns the same refusal instead.
+        """
+        try:
+            return self._update(request, refusal)
+        except ReshardError as error:  # the verdicts themselves could not be exchanged
+            self._forget()
+            return DistributedUpdateWeightsOutput(success=False, message=str(error), torn=bool(self.torn))
+
+    def _update(self, request: DistributedUpdateWeightsReq, refusal: str) -> DistributedUpdateWeightsOutput:
+        clock = _Clock()
+        meter = PeakMemory(self._device)
+        looked, error = (None, refusal) if refusal else _attempt(lambda: self._look(request, clock))
+        opening = looked or _Looked(error=error)
+        openings = self._control.gather(opening, request.timeout_s)
+        if refused := self._refused("prepare", [o.error for o in openings]):
+            return refused
+        if not all(o.current for o in openings):
+            needs = [o.needs for o in openings if o.needs is not None]
+            if refused := self._prepare(request, needs, clock):
+                return refused
+        return self._move(request, clock, meter)
+
+    def _look(self, request: DistributedUpdateWeightsReq, clock: _Clock) -> _Looked:
+        if request.package_version != __version__:
+            raise Mismatch(
+                f"the trainer has sglang-reshard {request.package_version}, the engine {__version__}; "
+                "install the same version on both"
+            )
+        if request.transport not in ("auto", "broadcast"):
+            raise Mismatch(f"transport {request.transport!r} is not one of: auto, broadcast")
+        link = self._join(request)
+        signature = live_signature(self._model)
+        target = self._target
+        if target is None or (target.layout, target.signature) != (request.layout, signature):
+            with clock("trace"):
+                layout = link.session.get_layout(request.layout, Layout, request.timeout_s)
+                program = trace(self._model, [t.spec for t in layout.tensors])
+                check_casts(layout, program, self._control.rank)
+                pieces = Pieces.of(layout)
+                needs = needs_of(pieces, program.copies, host_identity())
+                target = _Target(request.layout, signature, pieces, program, needs)
+        self._target = target
+        route = self._route
+        current = (
+            route is not None
+            and route.target is target
+            and (route.handles, route.bucket_bytes) == (request.handles, request.bucket_bytes)
+        )
+        return _Looked(current=current, needs=target.needs)
+
+    def _join(self, request: DistributedUpdateWeightsReq) -> _Link:
+        address = Address(request.session, request.store_host, request.store_port)
+        if self._link is None or self._link.session.address != address:
+            self._forget()
+            session = Session.join(address, request.timeout_s)
+            groups = Groups(session.store, self._control.rank, self._device, request.timeout_s, request.update)
+            self._link = _Link(session, groups)
+        return self._link
+
+    def _forget(self) -> None:
+        """Drop all that was agreed with others; the next update starts from a new connection."""
+        self._link = self._route = None
+        self._memory = {}
+
+    def _prepare(
+        self, request: DistributedUpdateWeightsReq, needs: Sequence[Needs], clock: _Clock
+    ) -> DistributedUpdateWeightsOutput | None:
+        """Plan and connect, after a `look` that succeeded on all ranks; the refusal if that fails on any."""
+        link, target = self._link, self._target
+        assert link is not None
+        assert target is not None
+        self._route = None
+        with clock("plan"):
+            plan, error = _attempt(lambda: self._plan(request, needs, link, target))
+            digest = plan.digest() if plan else ""
+            verdicts = self._control.gather(_Verdict(error, digest), request.timeout_s)
+        if refused := self._refused("plan", [v.error for v in verdicts]):
+            return refused
+        if plan is None or len({v.plan for v in verdicts}) > 1:
+            return self._refused("plan", ["engine ranks made different plans; this is a bug, please report it"])
+        with clock("connect"):
+            route, error = _attempt(lambda: self._connect(request, plan, link, target))
+            verdicts = self._control.gather(_Verdict(error), request.timeout_s)
+        if refused := self._refused("connect", [v.error for v in verdicts]):
+            self._forget()  # a group that was made by some of its members only cannot be used
+            return refused
+        self._route = route
+        return None
+
+    def _plan(self, request: DistributedUpdateWeightsReq, needs: Sequence[Needs], link: _Link, target: _Target) -> Plan:
+        """The plan, with the memory that this rank reads mapped."""
+        plan = make_plan(target.pieces, needs, request.trainer_hosts, request.bucket_bytes)
+        memory = {}
+        for trainer_rank in plan.trainer_ranks_read_by(self._control.rank):
+            digest = request.handles[trainer_rank]
+            known = self._memory.get(trainer_rank)
+            if known is None or known[0] != digest:
+                handles = link.session.get_handles(trainer_rank, digest, Handles, request.timeout_s)
+                known = (digest, PeerMemory(trainer_rank, handles))
+            memory[trainer_rank] = known
+        self._memory = memory  # what is no longer read is unmapped
+        return plan
+
+    def _connect(self, request: DistributedUpdateWeightsReq, plan: Plan, link: _Link, target: _Target) -> _Route:
+        memory = {rank: peer for rank, (_, peer) in self._memory.items()}
+        here = Here(self._control.rank, self._device, target.pieces, plan, target.program, memory, link.groups)
+        return _Route(target, request.handles, request.bucket_bytes, BroadcastTransport(here))
+
+    def _move(
+        self, request: DistributedUpdateWeightsReq, clock: _Clock, meter: PeakMemory
+    ) -> DistributedUpdateWeightsOutput:
+        assert self._route is not None
+        transport, target = self._route.transport, self._route.target
+
+        self.torn = f"update {request.update} broke off while weights were being written"
+
+        def move() -> None:
+            with clock("move"):
+                transport.move()
+            with clock("finish"):
+                target.program.finish()
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+
+        _, error = _attempt(move)
+        report = RankReport(
+            self._control.rank,
+            transport.received_bytes,
+            target.needs.least_bytes,
+            meter.extra_bytes(),
+            clock.seconds,
+        )
+        moved = self._control.gather(_Moved(error, report, transport.read_bytes), request.timeout_s)
+        if refused := self._refused("move", [m.error for m in moved]):
+            self._forget()
+            return refused
+        self.torn = ""
+        read: dict[int, int] = {}
+        for m in moved:
+            for trainer_rank, n in m.read_bytes.items():
+                read[trainer_rank] = read.get(trainer_rank, 0) + n
+        return DistributedUpdateWeightsOutput(
+            success=True,
+            message="",
+            transport="broadcast",
+            transport_reason="the only transport of this version",
+            read_bytes=read,
+            ranks=tuple(m.report for m in moved if m.report is not None),
+        )
+
+    def _refused(self, phase: str, errors: Sequence[str]) -> DistributedUpdateWeightsOutput | None:
+        """The answer when any rank failed: what the first of them said, and who else failed."""
+        failed = [rank for rank, error in enumerate(errors) if error]
+        if not failed:
+            return None
+        others = f" (engine ranks {failed} failed)" if len(failed) > 1 else ""
+        message = f"{phase}, engine rank {failed[0]}: {errors[failed[0]]}{others}"
+        return DistributedUpdateWeightsOutput(success=False, message=message, torn=bool(self.torn))
+
+
+class _Clock:
+    """Seconds per phase: `with clock("move"): ...`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = time.perf_counter() - started
+
+
+def _attempt(step: Callable[[], T]) -> tuple[T | None, str]:
+    """A step's result, or what went wrong. The other ranks must hear of any failure, so all are caught."""
+    try:
+        return step(), ""
+    except ReshardError as error:
+        return None, str(error)
+    except Exception as error:
+        logger.exception("update failed")
+        return None, f"{type(error).__name__}: {error}"

@@ -1,0 +1,49 @@
+"""What an update did, as every trainer rank is told: bytes, seconds, memory, per phase and rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class RankReport(msgspec.Struct, frozen=True):
+    """One engine rank's part.
+
+    received_bytes    bytes that reached it: over its groups, or read from a trainer rank's memory
+    least_bytes       bytes it lacked, in the trainer's dtypes: no transport can receive less
+    peak_extra_bytes  the most memory it held at one time beyond what it held before (on CPU the rise
+                      of its resident memory less pages shared with the trainer, on GPU the allocator's)
+    seconds           phase -> seconds
+    """
+
+    rank: int
+    received_bytes: int
+    least_bytes: int
+    peak_extra_bytes: int
+    seconds: dict[str, float]
+
+
+class TrainerRankReport(msgspec.Struct, frozen=True):
+    """One trainer rank's part: bytes of its shards, and how many of them engine ranks read from its memory."""
+
+    rank: int
+    shard_bytes: int
+    sent_bytes: int
+
+
+class UpdateReport(msgspec.Struct, frozen=True):
+    """One update, the same on every trainer rank. `seconds` holds the slowest rank's time per phase."""
+
+    success: bool
+    message: str
+    weight_version: str | None
+    transport: str
+    transport_reason: str
+    bucket_bytes: int
+    seconds: dict[str, float]
+    engine_ranks: tuple[RankReport, ...]
+    trainer_ranks: tuple[TrainerRankReport, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self)

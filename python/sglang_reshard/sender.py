@@ -1,0 +1,255 @@
+"""What a trainer rank runs.
+
+    sender = WeightSender.over(group, send)          # on every trainer rank; `send` is used on rank 0 only
+    report = sender.update(model.named_parameters(), weight_version="42")
+
+A trainer rank hands out its shards by handle and then only waits: engine ranks read its memory.
+Its weights must not change until `update` returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sglang_reshard.collectives import broadcast_message
+from sglang_reshard.errors import EngineRefused, Mismatch, ReshardError, TornWeights
+from sglang_reshard.messages import (
+    DEFAULT_BUCKET_BYTES,
+    DEFAULT_TIMEOUT_S,
+    DistributedUpdateWeightsOutput,
+    DistributedUpdateWeightsReq,
+    Failure,
+    TrainerNote,
+)
+from sglang_reshard.report import TrainerRankReport, UpdateReport
+from sglang_reshard.session import Address, Session
+from sglang_reshard.sources import Layout, describe
+from sglang_reshard.transports.memory import Handles, MemoryExporter, host_identity
+from sglang_reshard.version import __version__
+
+logger = logging.getLogger(__name__)
+_LEAVING_S = 10.0  # how long rank 0 waits at the end for ranks that may have died
+Send = Callable[[DistributedUpdateWeightsReq], DistributedUpdateWeightsOutput]
+
+
+class WeightSender:
+    """One trainer rank's end of a session with one engine.
+
+    global_ranks  the global rank of each trainer rank, to read device meshes by
+    send          how rank 0 reaches the engine; None on the others
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        trainer_rank: int,
+        global_ranks: tuple[int, ...],
+        send: Send | None,
+        transport: str = "auto",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        if (send is not None) != (trainer_rank == 0):
+            raise ValueError("trainer rank 0, and only it, sends the request to the engine")
+        if bucket_bytes < 1 or timeout_s <= 0:
+            raise ValueError(f"bucket_bytes={bucket_bytes} and timeout_s={timeout_s} must be positive")
+        self._session, self._rank, self._global_ranks = session, trainer_rank, global_ranks
+        self._send, self._transport = send, transport
+        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self._memory = MemoryExporter(trainer_rank)
+        self._layout: Layout | None = None
+        self._handles: Handles | None = None
+        self._layout_digest, self._handles_digest = "", ""
+        self._update = 0
+
+    @classmethod
+    def over(cls, group: dist.ProcessGroup, send: Send | None, **options: Any) -> WeightSender:
+        """A sender on every rank of `group` (a CPU process group of the trainer ranks). Collective.
+
+        options: interface (address that rank 0 listens on, 127.0.0.1), transport, bucket_bytes, timeout_s
+        """
+        interface = options.pop("interface", "127.0.0.1")
+        rank = dist.get_rank(group)
+        timeout_s = options.get("timeout_s", DEFAULT_TIMEOUT_S)
+        session = Session.host(interface, timeout_s) if rank == 0 else None
+        address = broadcast_message(session.address if session else None, Address, group)
+        return cls(
+            session or Session.join(address, timeout_s),
+            trainer_rank=rank,
+            global_ranks=tuple(dist.get_process_group_ranks(group)),
+            send=send,
+            **options,
+        )
+
+    def update(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        weight_version: str | None = None,
+        flush_cache: bool = True,
+        abort_all_requests: bool = False,
+    ) -> UpdateReport:
+        """Bring the engine to these weights. Every trainer rank calls it, with the same names in the same order.
+
+        named_tensors  see `sglang_reshard.sources.describe`; nothing is gathered, the shards stay where they are
+        weight_version what the engine shall call the weights; None keeps its name
+
+        Raises, on every trainer rank: Unsupported or Mismatch for what cannot be sent, DeadlineExceeded for a
+        rank that does not show up, EngineRefused for what the engine says. The old weights keep serving then,
+        except after TornWeights, which only a successful update heals.
+        """
+        started = time.perf_counter()
+        self._update += 1
+        layout = self._announce(named_tensors)
+        published = time.perf_counter() - started
+        if self._send is None:
+            return self._session.await_result(self._update, 2 * self._timeout_s)
+        try:
+            answer = self._lead(self._send, weight_version, flush_cache, abort_all_requests)
+            seconds = {"publish": published, "total": time.perf_counter() - started}
+            assert layout is not None  # an error of this rank's own is among the notes and was raised
+            report = _report(answer, layout, weight_version, self._bucket_bytes, seconds)
+        except BaseException as error:
+            self._session.publish_result(self._update, Failure.of(error))
+            raise
+        self._session.publish_result(self._update, report)
+        return report
+
+    def close(self) -> None:
+        """End the session; every rank calls it. Engine ranks keep what they mapped until their next session."""
+        self._memory.close()
+        if self._rank == 0:
+            self._session.await_leaving(len(self._global_ranks), _LEAVING_S)
+        else:
+            self._session.leave(self._rank)
+
+    def _announce(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Layout | None:
+        """Publish what is new about this rank's shards, and say to rank 0 that it is ready, or why not."""
+        layout, failure = None, None
+        try:
+            state = describe(named_tensors, trainer_rank=self._rank, global_ranks=self._global_ranks)
+            layout = state.layout
+            handles = self._memory.export(state.shards)
+            if any(shard.is_cuda for shard in state.shards):
+                torch.cuda.synchronize()  # an engine rank reads from another process: no stream orders us
+            self._publish(layout, handles)
+        except Exception as error:
+            failure = Failure.of(error)
+            if not isinstance(error, ReshardError):
+                logger.exception("trainer rank %d cannot take part in update %d", self._rank, self._update)
+        note = TrainerNote(host_identity(), self._layout_digest, self._handles_digest, failure)
+        self._session.announce(self._update, self._rank, note)
+        return layout
+
+    def _publish(self, layout: Layout, handles: Handles) -> None:
+        if layout != self._layout:
+            self._layout_digest = self._session.put_layout(layout)
+            self._layout = layout
+        if handles != self._handles:
+            if self._handles_digest:
+                self._session.forget_handles(self._rank, self._handles_digest)
+            self._handles_digest = self._session.put_handles(self._rank, handles)
+            self._handles = handles
+
+    def _lead(
+        self, send: Send, weight_version: str | None, flush_cache: bool, abort_all_requests: bool
+    ) -> DistributedUpdateWeightsOutput:
+        """Trainer rank 0: all ranks ready and agreed? Then one request, which carries metadata only."""
+        size = len(self._global_ranks)
+        notes = self._session.collect_notes(self._update, size, self._timeout_s)
+        if self._update > 1:  # every rank has announced this update, so every rank has read the last one's result
+            self._session.forget_update(self._update - 1, size)
+        for note in notes:
+            if note.failure is not None:
+                raise note.failure.error()
+        self._check_agreement(notes)
+        answer = send(
+            DistributedUpdateWeightsReq(
+                session=self._session.address.session,
+                store_host=self._session.address.host,
+                store_port=self._session.address.port,
+                update=self._update,
+                layout=notes[0].layout,
+                handles=tuple(note.handles for note in notes),
+                trainer_hosts=tuple(note.host for note in notes),
+                weight_version=weight_version,
+                transport=self._transport,
+                bucket_bytes=self._bucket_bytes,
+                timeout_s=self._timeout_s,
+                flush_cache=flush_cache,
+                abort_all_requests=abort_all_requests,
+                package_version=__version__,
+            )
+        )
+        if answer.success:
+            return answer
+        if answer.torn:
+            raise TornWeights(f"{answer.message}. The engine's weights are torn: repeat the update before generating")
+        raise EngineRefused(answer.message)
+
+    def _check_agreement(self, notes: list[TrainerNote]) -> None:
+        for rank, note in enumerate(notes):
+            if note.layout == notes[0].layout:
+                continue
+            mine, other = (
+                self._session.get_layout(digest, Layout, self._timeout_s) for digest in (notes[0].layout, note.layout)
+            )
+            raise Mismatch(first_difference(mine, other, rank))
+
+
+def first_difference(layout: Layout, other: Layout, other_rank: int) -> str:
+    """How trainer rank `other_rank` differs from trainer rank 0, by the first tensor that does."""
+    for a, b in zip(layout.tensors, other.tensors, strict=False):
+        for what in ("name", "shape", "dtype"):
+            if getattr(a, what) != getattr(b, what):
+                return (
+                    f"trainer ranks disagree at tensor {a.name}: its {what} is {getattr(a, what)} on trainer rank 0 "
+                    f"and {getattr(b, what)} ({b.name}) on trainer rank {other_rank}; give all ranks the same "
+                    "tensors in the same order"
+                )
+        ours = layout.meshes[a.mesh], layout.placements[a.placements]
+        theirs = other.meshes[b.mesh], other.placements[b.placements]
+        if ours != theirs:
+            return (
+                f"trainer ranks disagree at tensor {a.name}: trainer rank 0 has it as {ours}, "
+                f"trainer rank {other_rank} as {theirs}"
+            )
+    return (
+        f"trainer rank 0 has {len(layout.tensors)} tensors, trainer rank {other_rank} has {len(other.tensors)}; "
+        "give all ranks the same tensors in the same order"
+    )
+
+
+def _report(
+    answer: DistributedUpdateWeightsOutput,
+    layout: Layout,
+    weight_version: str | None,
+    bucket_bytes: int,
+    seconds: dict[str, float],
+) -> UpdateReport:
+    slowest = dict(seconds)
+    for rank in answer.ranks:
+        for phase, s in rank.seconds.items():
+            slowest[phase] = max(s, slowest.get(phase, 0.0))
+    trainers = tuple(
+        TrainerRankReport(rank, layout.local_bytes(rank), answer.read_bytes.get(rank, 0))
+        for rank in range(layout.trainer_ranks)
+    )
+    return UpdateReport(
+        success=True,
+        message=answer.message,
+        weight_version=weight_version,
+        transport=answer.transport,
+        transport_reason=answer.transport_reason,
+        bucket_bytes=bucket_bytes,
+        seconds=slowest,
+        engine_ranks=answer.ranks,
+        trainer_ranks=trainers,
+    )

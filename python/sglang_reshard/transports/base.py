@@ -1,0 +1,44 @@
+"""What a transport is: built once from a plan, run once an update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sglang_reshard.plan import Pieces, Plan
+from sglang_reshard.trace.program import Program
+from sglang_reshard.transports.groups import Groups
+from sglang_reshard.transports.memory import PeerMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """One engine rank's side of a plan.
+
+    memory  trainer rank -> its mapped memory, for the trainer ranks that the plan has this rank read
+    """
+
+    engine_rank: int
+    device: torch.device
+    pieces: Pieces
+    plan: Plan
+    program: Program
+    memory: dict[int, PeerMemory]
+    groups: Groups
+
+
+class Transport(Protocol):
+    """Moves what an engine rank lacks into its live parameters, every time `move` is called.
+
+    received_bytes  bytes that reach this rank in one update
+    read_bytes      trainer rank -> bytes that this rank reads from its memory in one update
+    extra_bytes     bytes of the buffers that it holds on to
+    """
+
+    received_bytes: int
+    read_bytes: dict[int, int]
+    extra_bytes: int
+
+    def move(self) -> None: ...

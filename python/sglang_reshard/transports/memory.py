@@ -1,0 +1,181 @@
+"""Handing a trainer rank's memory to engine ranks on the same host, by handle.
+
+A handle names a storage, not a tensor, so views of one flat buffer cost one handle. On CPU the
+storage is moved once, in place, into POSIX shared memory that has no name: every tensor on it
+follows, nothing is copied in later updates, and only a process that may open the trainer's own
+file descriptors (the same user, the same PID namespace) can map it. On GPU it is a CUDA IPC handle.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from sglang_reshard.errors import Mismatch, Unsupported
+
+
+class ShmStorage(msgspec.Struct, frozen=True, tag="shm"):
+    """POSIX shared memory: an open file descriptor of a process, with the inode to recognise it by."""
+
+    pid: int
+    fd: int
+    inode: int
+    nbytes: int
+
+
+class CudaStorage(msgspec.Struct, frozen=True, tag="cuda"):
+    """A CUDA IPC handle as torch makes it, and the UUID of the GPU it is on (indices differ by process)."""
+
+    device_uuid: str
+    handle: bytes
+    nbytes: int
+    offset_bytes: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
+
+class ShardView(msgspec.Struct, frozen=True, array_like=True):
+    """A shard as a view of a storage: offset and strides in elements; storage -1 for an empty shard."""
+
+    storage: int
+    offset: int
+    strides: tuple[int, ...]
+
+
+class Handles(msgspec.Struct, frozen=True):
+    """All shards of one trainer rank, in the layout's order."""
+
+    storages: tuple[ShmStorage | CudaStorage, ...]
+    shards: tuple[ShardView, ...]
+
+
+def host_identity() -> str:
+    """Equal for processes that can map each other's memory: same machine, same PID namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as f:
+        boot = f.read().strip()
+    return f"{socket.gethostname()}/{boot[:8]}/{os.readlink('/proc/self/ns/pid')}"
+
+
+class MemoryExporter:
+    """A trainer rank's side: makes handles, and keeps what they name alive."""
+
+    def __init__(self, trainer_rank: int) -> None:
+        self._rank = trainer_rank
+        self._storages: dict[int, tuple[torch.UntypedStorage, ShmStorage | CudaStorage]] = {}
+
+    def export(self, shards: Sequence[torch.Tensor]) -> Handles:
+        """Handles of these shards. Storages that were exported before and have not moved are not touched.
+
+        Raises Unsupported when shared memory is too small, naming how much is needed.
+        """
+        self._check_room(shards)
+        kept: dict[int, tuple[torch.UntypedStorage, ShmStorage | CudaStorage]] = {}
+        index_of: dict[int, int] = {}
+        views = []
+        for shard in shards:
+            if shard.numel() == 0:
+                views.append(ShardView(-1, 0, ()))
+                continue
+            storage = shard.untyped_storage()
+            entry = self._storages.get(storage.data_ptr()) or kept.get(storage.data_ptr())
+            if entry is None:
+                entry = (storage, _export_storage(storage))  # may move the storage into shared memory
+            kept[storage.data_ptr()] = entry
+            index = index_of.setdefault(storage.data_ptr(), len(index_of))
+            views.append(ShardView(index, int(shard.storage_offset()), tuple(shard.stride())))
+        self._storages = kept
+        return Handles(tuple(handle for _, handle in kept.values()), tuple(views))
+
+    def close(self) -> None:
+        self._storages = {}
+
+    def _check_room(self, shards: Sequence[torch.Tensor]) -> None:
+        new = {}
+        for shard in shards:
+            if shard.device.type == "cpu" and shard.numel():
+                storage = shard.untyped_storage()
+                if storage.data_ptr() not in self._storages:
+                    new[storage.data_ptr()] = storage.nbytes()
+        if not new:
+            return
+        room = os.statvfs("/dev/shm")
+        free = room.f_bavail * room.f_frsize
+        if free < sum(new.values()):
+            raise Unsupported(
+                f"trainer rank {self._rank} has to move {sum(new.values()):,} bytes of shards into shared memory, "
+                f"but /dev/shm has {free:,} bytes free; enlarge it (docker: --shm-size, or mount -o remount,size=)"
+            )
+
+
+def _export_storage(storage: torch.UntypedStorage) -> ShmStorage | CudaStorage:
+    if storage.device.type == "cpu":
+        fd, nbytes = storage._share_fd_cpu_()
+        return ShmStorage(os.getpid(), fd, os.fstat(fd).st_ino, nbytes)
+    if storage.device.type == "cuda":
+        device, handle, nbytes, offset, ref_handle, ref_offset, event, sync = storage._share_cuda_()
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        return CudaStorage(uuid, handle, nbytes, offset, ref_handle, ref_offset, event, sync)
+    raise Unsupported(f"shards on a {storage.device.type} device cannot be handed over; use CPU or CUDA")
+
+
+class PeerMemory:
+    """An engine rank's side: one trainer rank's storages, mapped."""
+
+    def __init__(self, trainer_rank: int, handles: Handles) -> None:
+        self._rank = trainer_rank
+        self._views = handles.shards
+        self._storages = [self._open(handle) for handle in handles.storages]
+
+    def shard(self, tensor: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        """The local tensor of the layout's tensor number `tensor`, in the trainer's own memory."""
+        view = self._views[tensor]
+        flat = torch.empty(0, dtype=getattr(torch, dtype), device=self._storages[view.storage].device)
+        return flat.set_(self._storages[view.storage], view.offset, shape, view.strides)
+
+    def _open(self, handle: ShmStorage | CudaStorage) -> torch.UntypedStorage:
+        return self._open_shm(handle) if isinstance(handle, ShmStorage) else self._open_cuda(handle)
+
+    def _open_shm(self, handle: ShmStorage) -> torch.UntypedStorage:
+        path = f"/proc/{handle.pid}/fd/{handle.fd}"
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise Unsupported(
+                f"the memory of trainer rank {self._rank} (process {handle.pid}) cannot be opened: {error}. Trainer "
+                "and engine must run as the same user in the same PID namespace, and the trainer must be alive"
+            ) from error
+        if (found.st_ino, found.st_size) != (handle.inode, handle.nbytes):
+            raise Mismatch(
+                f"the memory of trainer rank {self._rank} (process {handle.pid}) is not what it announced; "
+                "did the trainer restart? Start a new session"
+            )
+        # Mapped by path rather than by descriptor, so that no descriptor stays open per storage.
+        mapped = torch.UntypedStorage.from_file(path, shared=True, nbytes=handle.nbytes)
+        assert isinstance(mapped, torch.UntypedStorage)
+        return mapped
+
+    def _open_cuda(self, handle: CudaStorage) -> torch.UntypedStorage:
+        uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+        if handle.device_uuid not in uuids:
+            raise Unsupported(
+                f"GPU {handle.device_uuid} of trainer rank {self._rank} is not visible here; "
+                "let the engine see the trainer's GPUs (CUDA_VISIBLE_DEVICES)"
+            )
+        arguments: tuple[Any, ...] = (
+            uuids.index(handle.device_uuid),
+            handle.handle,
+            handle.nbytes,
+            handle.offset_bytes,
+            handle.ref_counter_handle,
+            handle.ref_counter_offset,
+            handle.event_handle,
+            handle.event_sync_required,
+        )
+        return torch.UntypedStorage._new_shared_cuda(*arguments)

@@ -1,0 +1,149 @@
+"""Nothing gathers: every collective and every byte of an update, counted on every rank.
+
+The counters sit on the process groups' own methods and on the session's store, so that they see whatever
+the code may call, not only what it is known to call.
+"""
+
+import collections
+
+import torch
+import torch.distributed as dist
+from sglang_reshard.control import Control
+from sglang_reshard.receiver import WeightReceiver
+from sglang_reshard.sender import WeightSender
+from support.toy import ToyRank, checkpoint
+from support.world import run_world
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+HIDDEN = 512  # 9.8 MB of weights: shards far larger than any metadata
+BUCKET = 256 * 1024
+METADATA = 64 * 1024  # bytes that may converge on one rank
+MIB = 1 << 20
+COLLECTIVES = (
+    "allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce",
+    "allreduce_coalesced", "alltoall", "alltoall_base", "broadcast", "gather", "scatter", "reduce",
+    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "send", "recv", "recv_anysource",
+)  # fmt: skip
+
+
+def tensor_bytes(arguments):
+    """Bytes of all tensors among a call's arguments, however nested."""
+    if isinstance(arguments, torch.Tensor):
+        return arguments.numel() * arguments.element_size()
+    if isinstance(arguments, (list, tuple)):
+        return sum(map(tensor_bytes, arguments))
+    return 0
+
+
+class Counters:
+    """Bytes by collective, and by key of the store. Made before the update, in every process."""
+
+    def __init__(self):
+        self.collectives = collections.Counter()
+        self.store = collections.Counter()
+        self.forbidden = []
+        for owner in (dist.ProcessGroup, dist.ProcessGroupGloo):
+            for name in COLLECTIVES:
+                if hasattr(owner, name):
+                    self._count(owner, name)
+        for owner, name in (
+            (DTensor, "full_tensor"),
+            (dist, "gather_object"),
+            (dist, "all_gather_object"),
+            (dist, "gather"),
+        ):
+            setattr(owner, name, lambda *_, name=name, **__: self.forbidden.append(name))
+        for name in ("set", "get"):
+            self._count_store(dist.PrefixStore, name)
+
+    def _count(self, owner, name):
+        original = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            self.collectives[name] += tensor_bytes(args[1:]) + tensor_bytes(list(kwargs.values()))
+            return original(*args, **kwargs)
+
+        setattr(owner, name, counted)
+
+    def _count_store(self, owner, name):
+        original = getattr(owner, name)
+
+        def counted(store, key, *value):
+            result = original(store, key, *value)
+            self.store[name] += len(result if name == "get" else value[0])
+            return result
+
+        setattr(owner, name, counted)
+
+
+def train(trainer):
+    mesh = init_device_mesh("cpu", (trainer.size,), mesh_dim_names=("tp",))
+    placements = {"down.weight": [Shard(1)], "norm.weight": [Replicate()]}
+    state = {
+        name: distribute_tensor(tensor, mesh, placements.get(name, [Shard(0)]), src_data_rank=None)
+        for name, tensor in checkpoint(1, hidden=HIDDEN).items()
+    }
+    sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=BUCKET)
+    counters = Counters()
+    report = sender.update(state.items())
+    seen = report, counters.collectives, counters.store, counters.forbidden
+    sender.close()
+    return seen
+
+
+def serve(rank, size, requests):
+    model = ToyRank(rank, size, hidden=HIDDEN)
+    receiver = WeightReceiver(model, Control(dist.group.WORLD, rank, size), torch.device("cpu"))
+    counters = Counters()
+    for request in requests:
+        requests.answer(receiver.update(request))
+    stock = ToyRank(rank, size, hidden=HIDDEN)
+    stock.load_weights(checkpoint(1, hidden=HIDDEN).items())
+    equal = all(torch.equal(p, getattr(model, n)) for n, p in stock.named_parameters())
+    return equal, counters.collectives, counters.store, counters.forbidden
+
+
+def test_only_metadata_converges_on_any_rank():
+    trainers, engines = run_world(4, 16, train, serve)
+    report = trainers[0][0]
+    shard = report.trainer_ranks[0].shard_bytes
+    assert shard > 30 * METADATA, "the shards must dwarf what is allowed as metadata"
+    for rank, (_, collectives, store, forbidden) in enumerate(trainers):
+        assert forbidden == []
+        assert sum(collectives.values()) == 0, f"trainer rank {rank} took part in {collectives}"
+        assert sum(store.values()) < METADATA, f"trainer rank {rank} moved {store} through the store"
+    for rank, (equal, collectives, store, forbidden) in enumerate(engines):
+        assert equal
+        assert forbidden == []
+        moved = collectives.pop("broadcast")
+        assert sum(collectives.values()) < METADATA, f"engine rank {rank} took part in {collectives}"
+        assert sum(store.values()) < METADATA
+        received = report.engine_ranks[rank].received_bytes
+        assert received - report.engine_ranks[rank].least_bytes < moved + METADATA
+        assert moved <= 1.5 * shard, f"engine rank {rank}: {moved} bytes moved by groups, a shard is {shard}"
+
+
+def test_no_rank_receives_or_holds_more_than_stated():
+    trainers, _ = run_world(4, 16, train, serve)
+    report = trainers[0][0]
+    whole = sum(t.numel() * 4 for t in checkpoint(1, hidden=HIDDEN).values())
+    for rank in report.engine_ranks:
+        assert rank.least_bytes <= rank.received_bytes <= 0.3 * whole
+        assert rank.peak_extra_bytes <= 2 * BUCKET + 8 * MIB
+    for trainer in report.trainer_ranks:
+        assert trainer.sent_bytes <= 1.05 * trainer.shard_bytes
+
+
+def test_the_counters_see_a_gather():
+    """Negative control: a funnel to one rank shows in the counters."""
+    told, _ = run_world(2, 0, gather_to_rank_0, serve)
+    assert told[0] > HIDDEN * HIDDEN * 4
+
+
+def gather_to_rank_0(trainer):
+    counters = Counters()
+    shard = torch.zeros(HIDDEN, HIDDEN)
+    parts = [torch.zeros_like(shard) for _ in range(trainer.size)]
+    dist.all_gather(parts, shard)
+    return sum(counters.collectives.values())

@@ -1,0 +1,186 @@
+"""Whole updates in real processes on gloo: DTensor shards in, bit-exact engine parameters out."""
+
+import os
+
+import pytest
+import torch
+from sglang_reshard.control import Control
+from sglang_reshard.errors import EngineRefused, Mismatch, ReshardError
+from sglang_reshard.receiver import WeightReceiver
+from sglang_reshard.sender import WeightSender
+from support.toy import ToyRank, checkpoint
+from support.world import run_world
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+MIB = 1 << 20
+TP = {"down.weight": 1, "norm.weight": None}
+
+
+def tp_placement(name):
+    dim = TP.get(name, 0)
+    return Replicate() if dim is None else Shard(dim)
+
+
+def sharded(version, mesh_shape, kind, dtype):
+    """A training state on a mesh: "tp", "fsdp" (everything Shard(0)), or "fsdp_tp" (FSDP2 over TP)."""
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp")[-len(mesh_shape) :])
+    for name, tensor in checkpoint(version, dtype).items():
+        if kind == "plain":
+            yield name, tensor
+            continue
+        tp = tp_placement(name)
+        placements = {"tp": [tp], "fsdp": [Shard(0)]}.get(kind)
+        if kind == "fsdp_tp":
+            over_tp = isinstance(tp, Shard) and tp.dim == 0
+            placements = [_StridedShard(0, split_factor=mesh_shape[1]) if over_tp else Shard(0), tp]
+        yield name, distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates):
+    sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=bucket_bytes, timeout_s=30)
+    state = dict(sharded(0, mesh_shape, kind, dtype))
+    reports = []
+    for version in range(1, updates + 1):
+        for name, tensor in sharded(version, mesh_shape, kind, dtype):  # in place, as an optimizer writes
+            local = getattr(state[name], "_local_tensor", state[name])
+            local.copy_(getattr(tensor, "_local_tensor", tensor))
+        reports.append(sender.update(state.items(), weight_version=str(version)))
+    sender.close()
+    return reports
+
+
+def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, live_dtype=None):
+    live_dtype = live_dtype or dtype
+    model, control = ToyRank(rank, size, live_dtype), None
+    control = Control(torch.distributed.group.WORLD, rank, size)
+    receiver = WeightReceiver(model, control, torch.device("cpu"))
+    addresses = {n: p.data_ptr() for n, p in model.named_parameters()}
+    differing = []
+    for version, request in enumerate(requests, start=1):
+        requests.answer(receiver.update(request))
+        stock = ToyRank(rank, size, live_dtype)
+        stock.load_weights(checkpoint(version, dtype).items())
+        for name, parameter in stock.named_parameters():
+            live = getattr(model, name)
+            if not torch.equal(live, parameter):
+                differing.append((version, name))
+    assert addresses == {n: p.data_ptr() for n, p in model.named_parameters()}
+    return differing
+
+
+def run(mesh_shape, engines, kind, dtype=torch.float32, bucket_bytes=MIB, updates=2):
+    trainers = int(torch.Size(mesh_shape).numel())
+    reports, differing = run_world(trainers, engines, train, serve, mesh_shape, kind, dtype, bucket_bytes, updates)
+    assert differing == [[]] * engines
+    assert all(r == reports[0] for r in reports), "trainer ranks were told different things"
+    return reports[0]
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "engines", "kind"),
+    [
+        ((4,), 16, "tp"),
+        ((4,), 2, "tp"),
+        ((3,), 2, "tp"),
+        ((3,), 4, "fsdp"),
+        ((2, 2), 4, "fsdp_tp"),
+        ((2,), 2, "plain"),
+        ((1,), 1, "tp"),
+    ],
+)
+def test_every_parameter_is_bit_exact_after_each_update(mesh_shape, engines, kind):
+    run(mesh_shape, engines, kind)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 4096])
+def test_any_bucket_size_carries_the_same_bits(bucket_bytes):
+    report = run((2,), 4, "tp", bucket_bytes=bucket_bytes)[-1]
+    assert report.bucket_bytes == bucket_bytes
+
+
+def test_half_precision():
+    run((2,), 4, "tp", dtype=torch.bfloat16)
+
+
+def test_a_broadcast_rank_receives_its_trainer_ranks_shard_and_no_more():
+    report = run((4,), 16, "tp")[-1]
+    shard = report.trainer_ranks[0].shard_bytes
+    assert report.transport == "broadcast"
+    for rank in report.engine_ranks:
+        assert rank.least_bytes <= rank.received_bytes
+    assert [t.rank for t in report.trainer_ranks] == list(range(4))
+    total = sum(t.sent_bytes for t in report.trainer_ranks)
+    assert total < 2 * sum(t.shard_bytes for t in report.trainer_ranks)
+    assert shard > 0
+
+
+def test_the_second_update_neither_traces_nor_plans():
+    first, second = run((2,), 4, "tp")
+    assert {"trace", "plan", "connect", "move"} <= set(first.seconds)
+    assert not {"trace", "plan", "connect"} & set(second.seconds)
+
+
+# -- mistakes: refused on every trainer rank, nothing written
+
+
+def train_mistaken(trainer, mistake):
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=5)
+    state = checkpoint(1)
+    if mistake == "order" and trainer.rank == 1:
+        state = dict(reversed(state.items()))
+    if mistake == "missing":
+        del state["down.weight"]
+    if mistake == "shape":
+        state["norm.weight"] = torch.zeros(5)
+    if mistake == "absent" and trainer.rank == 1:
+        sender.close()
+        return None
+    try:
+        sender.update(state.items())
+    except ReshardError as error:
+        return type(error).__name__, str(error)
+    finally:
+        sender.close()
+    return "no error"
+
+
+def serve_untouched(rank, size, requests, mistake):
+    model = ToyRank(rank, size)
+    model.load_weights(checkpoint(0).items())
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    receiver = WeightReceiver(model, Control(torch.distributed.group.WORLD, rank, size), torch.device("cpu"))
+    for request in requests:
+        requests.answer(receiver.update(request))
+    assert not receiver.torn
+    return all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("mistake", "kind", "says"),
+    [
+        ("order", Mismatch, ["trainer rank 1", "embed.weight"]),
+        ("missing", EngineRefused, ["down"]),
+        ("shape", EngineRefused, ["norm"]),
+    ],
+)
+def test_a_mistake_is_told_to_every_trainer_rank_and_writes_nothing(mistake, kind, says):
+    told, untouched = run_world(2, 2, train_mistaken, serve_untouched, mistake)
+    assert untouched == [True, True]
+    assert told[0] == told[1]
+    assert told[0][0] == kind.__name__
+    assert all(word in told[0][1] for word in says), told[0][1]
+
+
+def test_a_trainer_rank_that_never_shows_up_is_named():
+    told, untouched = run_world(2, 1, train_mistaken, serve_untouched, "absent")
+    assert told[0][0] == "DeadlineExceeded"
+    assert "trainer ranks [1]" in told[0][1]
+    assert untouched == [True]
+
+
+def test_no_shared_memory_is_left_behind():
+    before = set(os.listdir("/dev/shm"))
+    run((2,), 2, "tp")
+    assert set(os.listdir("/dev/shm")) <= before
