@@ -1,0 +1,41 @@
+"""sglang.srt.managers.io_struct: envelopes that carry our messages between SGLang's processes.
+
+SGLang's processes exchange subclasses of its `BaseReq`. The messages themselves are msgspec structs,
+encoded, so that they are typed and checked at both ends whatever SGLang does to an envelope.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.managers.io_struct import BaseReq
+from sglang_reshard.messages import (
+    DistributedUpdateWeightsOutput,
+    DistributedUpdateWeightsReq,
+    decode,
+    encode,
+)
+
+
+@dataclass
+class UpdateWeightsDistributedReqInput(BaseReq):
+    payload: bytes = b""
+
+    @classmethod
+    def of(cls, request: DistributedUpdateWeightsReq) -> UpdateWeightsDistributedReqInput:
+        return cls(payload=encode(request))
+
+    def open(self) -> DistributedUpdateWeightsReq:
+        return decode(self.payload, DistributedUpdateWeightsReq)
+
+
+@dataclass
+class UpdateWeightsDistributedReqOutput(BaseReq):
+    payload: bytes = b""
+
+    @classmethod
+    def of(cls, output: DistributedUpdateWeightsOutput) -> UpdateWeightsDistributedReqOutput:
+        return cls(payload=encode(output))
+
+    def open(self) -> DistributedUpdateWeightsOutput:
+        return decode(self.payload, DistributedUpdateWeightsOutput)

@@ -1,0 +1,77 @@
+"""sglang.srt.managers.scheduler: the request's handler, which every TP rank enters in the same turn of its loop."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.patches.io_struct import (
+    UpdateWeightsDistributedReqInput,
+    UpdateWeightsDistributedReqOutput,
+)
+from sglang_reshard.version import __version__
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+def apply() -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    Scheduler.update_weights_distributed = update_weights_distributed
+    Scheduler.check_reshard_version = check_reshard_version
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher", _dispatch, HookType.AFTER)
+
+
+def _dispatch(_result: Any, scheduler: Scheduler, *_: Any, **__: Any) -> None:
+    from sglang.utils import TypeBasedDispatcher
+
+    scheduler._request_dispatcher += TypeBasedDispatcher(
+        [(UpdateWeightsDistributedReqInput, scheduler.update_weights_distributed)]
+    )
+
+
+def update_weights_distributed(
+    self: Scheduler, envelope: UpdateWeightsDistributedReqInput
+) -> UpdateWeightsDistributedReqOutput:
+    """Update, then flush the cache. An exception here would end the server, so none gets out."""
+    try:
+        request = envelope.open()
+        refusal = _refusal(self, request)
+        output = self.tp_worker.update_weights_distributed(request, refusal)
+        if output.success and request.flush_cache:
+            self.flush_cache()
+    except Exception as error:
+        logger.exception("update_weights_distributed failed")
+        message = f"engine rank {self.tp_rank}: {type(error).__name__}: {error}"
+        output = DistributedUpdateWeightsOutput(success=False, message=message)
+    return UpdateWeightsDistributedReqOutput.of(output)
+
+
+def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq) -> str:
+    """Why the scheduler's state forbids the update now; empty if it does not."""
+    if "weights" in scheduler.offload_tags:
+        return (
+            "the weights are offloaded by release_memory_occupation; "
+            "call resume_memory_occupation(['weights']) before the update"
+        )
+    if scheduler.draft_worker is not None:
+        return "a draft model is loaded, which is not carried yet; start the engine without speculative decoding"
+    if request.flush_cache and not scheduler.is_fully_idle():
+        return (
+            f"the cache cannot be flushed: {len(scheduler.running_batch.reqs)} requests are running and "
+            f"{len(scheduler.waiting_queue)} wait; pause with mode='abort', pass abort_all_requests=True, or pass "
+            "flush_cache=False to go on with what was computed from the old weights"
+        )
+    return ""
+
+
+def check_reshard_version(self: Scheduler, version: str) -> None:
+    """Raise Mismatch unless this process has sglang-reshard `version`."""
+    if version != __version__:
+        raise Mismatch(f"the engine has sglang-reshard {__version__}, the trainer has {version}")

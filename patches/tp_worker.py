@@ -1,0 +1,22 @@
+"""sglang.srt.managers.tp_worker: from the scheduler to the model runner."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tp_worker import BaseTpWorker
+
+
+def apply() -> None:
+    from sglang.srt.managers.tp_worker import BaseTpWorker
+
+    BaseTpWorker.update_weights_distributed = update_weights_distributed
+
+
+def update_weights_distributed(
+    self: BaseTpWorker, request: DistributedUpdateWeightsReq, refusal: str
+) -> DistributedUpdateWeightsOutput:
+    return self.model_runner.update_weights_distributed(request, refusal)

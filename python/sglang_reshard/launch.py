@@ -1,0 +1,80 @@
+"""Starting an engine's processes from inside a torchrun worker."""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from sglang_reshard.errors import ReshardError
+
+# What torchrun tells its workers. An engine rank that inherits them takes itself for a trainer rank and
+# waits, without a word, for a rendezvous that never comes.
+TORCHRUN_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)  # fmt: skip
+
+
+@contextmanager
+def without_torchrun_variables() -> Iterator[None]:
+    """Children started inside do not see torchrun's variables; this process has them back afterwards."""
+    saved = {name: os.environ.pop(name) for name in TORCHRUN_VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(saved)
+
+
+def require_main_guard() -> None:
+    """Raise when the script's engine start is not under `if __name__ == "__main__":`.
+
+    The engine spawns its processes, each of which imports the script again: unguarded, every one would
+    start trainers and engines of its own, which looks like a hang.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ReshardError(_ADVICE)  # we are such a child, importing the script
+    frame = _main_module_frame()
+    if frame is None:
+        return
+    path = frame.f_code.co_filename
+    try:
+        with open(path) as f:
+            tree = ast.parse(f.read())
+    except (OSError, SyntaxError):
+        return  # python -c, a notebook: nothing that a child would import again
+    for statement in tree.body:
+        if statement.lineno <= frame.f_lineno <= (statement.end_lineno or statement.lineno):
+            if not _is_main_guard(statement):
+                raise ReshardError(f"{path}, line {frame.f_lineno}: {_ADVICE}")
+            return
+
+
+_ADVICE = (
+    "the engine is started at the script's top level. Its processes import the script again and would start "
+    'it over; put the script\'s work into a function and call it under `if __name__ == "__main__":`'
+)
+
+
+def _main_module_frame() -> FrameType | None:
+    """The frame of the main script's top level, if that is where we are called from."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _is_main_guard(statement: ast.stmt) -> bool:
+    if not isinstance(statement, ast.If):
+        return False
+    names = {node.id for node in ast.walk(statement.test) if isinstance(node, ast.Name)}
+    texts = {node.value for node in ast.walk(statement.test) if isinstance(node, ast.Constant)}
+    return "__name__" in names and "__main__" in texts
