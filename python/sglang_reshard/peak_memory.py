@@ -8,9 +8,9 @@ import torch
 class PeakMemory:
     """Measures from its making to `extra_bytes()`.
 
-    On CPU: the high-water mark of resident memory, less what was resident before and less pages
-    mapped from a trainer rank meanwhile (they are the trainer's memory). It sees the whole process,
-    so a few hundred KB of allocator noise belong to it. On GPU: the caching allocator's peak.
+    On CPU: the high-water mark of resident memory, less what was resident before and less shared and
+    file pages mapped meanwhile (a trainer rank's memory, libraries' code). It sees the whole process, so
+    what Python and torch allocate on a first use belongs to it. On GPU: the caching allocator's peak.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,19 +22,23 @@ class PeakMemory:
         with open("/proc/self/clear_refs", "w") as f:
             f.write("5")  # sets the high-water mark back to what is resident now
         status = _status()
-        self._before, self._shared = status["VmRSS"], status["RssShmem"]
+        self._before, self._mapped = status["VmRSS"], _mapped(status)
 
     def extra_bytes(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._before
         status = _status()
-        mapped = max(0, status["RssShmem"] - self._shared)
+        mapped = max(0, _mapped(status) - self._mapped)
         return max(0, status["VmHWM"] - self._before - mapped)
+
+
+def _mapped(status: dict[str, int]) -> int:
+    return status["RssShmem"] + status["RssFile"]
 
 
 def _status() -> dict[str, int]:
     """Bytes by field of /proc/self/status."""
-    wanted = ("VmRSS", "VmHWM", "RssShmem")
+    wanted = ("VmRSS", "VmHWM", "RssShmem", "RssFile")
     with open("/proc/self/status") as f:
         fields = (line.split() for line in f if line.startswith(wanted))
         return {field[0].rstrip(":"): int(field[1]) * 1024 for field in fields}

@@ -23,7 +23,6 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from sglang_reshard.checks import check_casts
 from sglang_reshard.control import Control
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
@@ -123,11 +122,15 @@ class WeightReceiver:
         openings = self._control.gather(opening, request.timeout_s)
         if refused := self._refused("prepare", [o.error for o in openings]):
             return refused
-        if not all(o.current for o in openings):
+        kept_bytes = 0
+        if all(o.current for o in openings):
+            assert self._route is not None
+            kept_bytes = self._route.transport.extra_bytes
+        else:
             needs = [o.needs for o in openings if o.needs is not None]
             if refused := self._prepare(request, needs, clock):
                 return refused
-        return self._move(request, clock, meter)
+        return self._move(request, clock, meter, kept_bytes)
 
     def _look(self, request: DistributedUpdateWeightsReq, clock: _Clock) -> _Looked:
         if request.package_version != __version__:
@@ -144,7 +147,6 @@ class WeightReceiver:
             with clock("trace"):
                 layout = link.session.get_layout(request.layout, Layout, request.timeout_s)
                 program = trace(self._model, [t.spec for t in layout.tensors])
-                check_casts(layout, program, self._control.rank)
                 pieces = Pieces.of(layout)
                 needs = needs_of(pieces, program.copies, host_identity())
                 target = _Target(request.layout, signature, pieces, program, needs)
@@ -216,7 +218,7 @@ class WeightReceiver:
         return _Route(target, request.handles, request.bucket_bytes, BroadcastTransport(here))
 
     def _move(
-        self, request: DistributedUpdateWeightsReq, clock: _Clock, meter: PeakMemory
+        self, request: DistributedUpdateWeightsReq, clock: _Clock, meter: PeakMemory, kept_bytes: int
     ) -> DistributedUpdateWeightsOutput:
         assert self._route is not None
         transport, target = self._route.transport, self._route.target
@@ -236,7 +238,7 @@ class WeightReceiver:
             self._control.rank,
             transport.received_bytes,
             target.needs.least_bytes,
-            meter.extra_bytes(),
+            meter.extra_bytes() + kept_bytes,  # buffers that an earlier update left in place count too
             clock.seconds,
         )
         moved = self._control.gather(_Moved(error, report, transport.read_bytes), request.timeout_s)
