@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
 from sglang_reshard import VerlEngine, cpu_host
 from sglang_reshard.demo import text, tiny_model
 from sglang_reshard.demo.reference import greedy_tokens
 from sglang_reshard.demo.trainer import Trainer
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.oracle.digests import LOADER, read_live_digests
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 
@@ -148,3 +147,12 @@ def life_of_an_engine(job: dict[str, Any]) -> dict[str, Any]:
     seen["version"] = first.tokenizer_manager.server_args.weight_version if first is not None else None
     run.engine.shutdown()
     return seen
+
+
+def start_only(job: dict[str, Any]) -> list[str]:
+    """How the start of an engine that cannot be updated fails."""
+    try:
+        Job(job)
+    except ReshardError as error:
+        return [type(error).__name__, str(error)]
+    return ["", "it started"]

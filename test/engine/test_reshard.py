@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.trainers import run_trainers
-
 from sglang_reshard.oracle.stock import stock_digests
+from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 MIB = 1 << 20
@@ -102,3 +101,20 @@ def test_a_smaller_engine_is_bit_exact_and_says_what_transformers_says(tmp_path:
     assert seen["tokens"][0] != seen["tokens"][1]
     for report in seen["reports"]:
         assert all(r["received_bytes"] >= r["least_bytes"] for r in report["engine_ranks"])
+
+
+def test_an_engine_without_the_plugin_is_noticed_at_its_start(tmp_path: Path) -> None:
+    ranks = run_trainers(
+        2,
+        "reshard_job:start_only",
+        tmp_path,
+        environment={"SGLANG_PLUGINS": "somebody-elses"},
+        source_tp=2,
+        target_tp=1,
+        dtype="float32",
+        bucket_bytes=MIB,
+    )
+    assert ranks[0] == ranks[1]
+    kind, message = ranks[0]
+    assert kind == "Unsupported"
+    assert "SGLANG_PLUGINS" in message

@@ -12,13 +12,22 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 TEST = Path(__file__).parent.parent
 
 
-def run_trainers(ranks: int, function: str, folder: Path, *, deadline_s: float = 300, **job: Any) -> list[Any]:
+def run_trainers(
+    ranks: int,
+    function: str,
+    folder: Path,
+    *,
+    deadline_s: float = 300,
+    environment: Mapping[str, str] | None = None,
+    **job: Any,
+) -> list[Any]:
     """What `function` ("module:name" of a module beside the tests) returned on each of `ranks` trainer ranks."""
     from sglang_reshard import cpu_host
 
@@ -30,7 +39,7 @@ def run_trainers(ranks: int, function: str, folder: Path, *, deadline_s: float =
         process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m",
              "support.trainers", function, json.dumps({"folder": str(folder), **job})],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -1,0 +1,46 @@
+"""What the trainer ranks of test_server.py do: a server that somebody else started, reached by URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import torch.distributed as dist
+from sglang_reshard import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, WeightSender
+from sglang_reshard.demo import text, tiny_model
+from sglang_reshard.demo.reference import greedy_tokens
+from sglang_reshard.demo.trainer import Trainer
+from torch.distributed.device_mesh import init_device_mesh
+
+PROMPTS = [[5, 6, 7, 8], [100, 200]]
+
+
+def update_a_server(job: dict[str, Any]) -> dict[str, Any]:
+    url, folder = job["url"], Path(job["folder"])
+    admin = {"Authorization": f"Bearer {job['key']}"}
+
+    def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
+        body = msgspec.json.encode(request)
+        answer = httpx.post(f"{url}/update_weights_distributed", content=body, headers=admin, timeout=None)
+        return msgspec.json.decode(answer.content, type=DistributedUpdateWeightsOutput)
+
+    def tokens() -> list[list[int]]:
+        sampling = {"temperature": 0, "max_new_tokens": text.NEW_TOKENS, "ignore_eos": True}
+        body = {"input_ids": PROMPTS, "sampling_params": sampling}
+        answers = httpx.post(f"{url}/generate", json=body, headers=admin, timeout=60).json()
+        return [answer["output_ids"] for answer in answers]
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), mesh)
+    trainer.save_checkpoint(folder / "checkpoint")
+    dist.barrier()
+    sender = WeightSender.over(mesh.get_group(), send if rank == 0 else None, timeout_s=60)
+    before = tokens()
+    report = sender.update(trainer.model.named_parameters(), weight_version="from afar").as_dict()
+    after = tokens()
+    sender.close()
+    expected, _ = greedy_tokens(folder / "checkpoint", PROMPTS, text.NEW_TOKENS, "float32")
+    return {"before": before, "after": after, "expected": expected, "report": report}
