@@ -19,10 +19,10 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
             self._before = torch.cuda.memory_allocated(device)
             return
-        with open("/proc/self/clear_refs", "w") as f:
-            f.write("5")  # sets the high-water mark back to what is resident now
+        reset = _reset_high_water_mark()
         status = _status()
-        self._before, self._mapped = status["VmRSS"], _mapped(status)
+        # Where the mark cannot be reset, only what rises above the old one is seen: a lower bound.
+        self._before, self._mapped = status["VmRSS" if reset else "VmHWM"], _mapped(status)
 
     def extra_bytes(self) -> int:
         if self._device.type == "cuda":
@@ -30,6 +30,16 @@ class PeakMemory:
         status = _status()
         mapped = max(0, _mapped(status) - self._mapped)
         return max(0, status["VmHWM"] - self._before - mapped)
+
+
+def _reset_high_water_mark() -> bool:
+    """Set it back to what is resident now; False where the system does not let us."""
+    try:
+        with open("/proc/self/clear_refs", "w") as f:
+            f.write("5")
+    except OSError:
+        return False
+    return True
 
 
 def _mapped(status: dict[str, int]) -> int:

@@ -43,6 +43,7 @@ class VerlEngine:
     nnodes           nodes that the engine spans; the mesh's ranks are spread evenly over them
     backend          "engine"; SGLang's old "server" backend is not carried
     tp_size          the engine's tensor parallel size; the mesh's size when not given
+    interface        address of the first rank's host that engine ranks reach it by; loopback suits one node
     transport, bucket_bytes, timeout_s   of updates, see `WeightSender`
     server_args      all else goes to `sglang.Engine`
     """
@@ -57,6 +58,7 @@ class VerlEngine:
         transport: str = "auto",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        interface: str = "127.0.0.1",
         **server_args: Any,
     ) -> None:
         require_main_guard()
@@ -68,6 +70,11 @@ class VerlEngine:
             )
         if device_mesh_cpu.size() % nnodes:
             raise Unsupported(f"{device_mesh_cpu.size()} trainer ranks cannot be spread over {nnodes} nodes")
+        if nnodes > 1 and interface.startswith("127."):
+            raise Unsupported(
+                f"nnodes={nnodes}, but the session listens on {interface}, which other nodes cannot reach; "
+                "pass interface=, the first node's address in your private network"
+            )
         self._group = device_mesh_cpu.get_group()
         self._rank = device_mesh_cpu.get_local_rank()
         self._torn = ""
@@ -88,6 +95,7 @@ class VerlEngine:
             transport=transport,
             bucket_bytes=bucket_bytes,
             timeout_s=timeout_s,
+            interface=interface,
         )
 
     def update_weights_from_tensor(

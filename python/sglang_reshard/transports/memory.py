@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_reshard.errors import Mismatch, Unsupported
 
@@ -64,11 +65,15 @@ def host_identity() -> str:
 
 
 class MemoryExporter:
-    """A trainer rank's side: makes handles, and keeps what they name alive."""
+    """A trainer rank's side: makes handles, once for each storage.
+
+    It does not keep storages alive: a trainer that offloads its weights gets their memory back.
+    """
 
     def __init__(self, trainer_rank: int) -> None:
         self._rank = trainer_rank
-        self._storages: dict[int, tuple[torch.UntypedStorage, ShmStorage | CudaStorage]] = {}
+        # By address. The weak reference tells a storage from a later one at the same address.
+        self._exported: dict[int, tuple[StorageWeakRef, ShmStorage | CudaStorage]] = {}
 
     def export(self, shards: Sequence[torch.Tensor]) -> Handles:
         """Handles of these shards. Storages that were exported before and have not moved are not touched.
@@ -76,7 +81,7 @@ class MemoryExporter:
         Raises Unsupported when shared memory is too small, naming how much is needed.
         """
         self._check_room(shards)
-        kept: dict[int, tuple[torch.UntypedStorage, ShmStorage | CudaStorage]] = {}
+        kept: dict[int, tuple[StorageWeakRef, ShmStorage | CudaStorage]] = {}
         index_of: dict[int, int] = {}
         views = []
         for shard in shards:
@@ -84,24 +89,26 @@ class MemoryExporter:
                 views.append(ShardView(-1, 0, ()))
                 continue
             storage = shard.untyped_storage()
-            entry = self._storages.get(storage.data_ptr()) or kept.get(storage.data_ptr())
-            if entry is None:
-                entry = (storage, _export_storage(storage))  # may move the storage into shared memory
-            kept[storage.data_ptr()] = entry
+            handle = self._known(storage) or _export_storage(storage)  # may move it into shared memory
+            kept[storage.data_ptr()] = self._exported[storage.data_ptr()] = (StorageWeakRef(storage), handle)
             index = index_of.setdefault(storage.data_ptr(), len(index_of))
             views.append(ShardView(index, int(shard.storage_offset()), tuple(shard.stride())))
-        self._storages = kept
+        self._exported = kept
         return Handles(tuple(handle for _, handle in kept.values()), tuple(views))
 
+    def _known(self, storage: torch.UntypedStorage) -> ShmStorage | CudaStorage | None:
+        known = self._exported.get(storage.data_ptr())
+        return known[1] if known is not None and not known[0].expired() else None
+
     def close(self) -> None:
-        self._storages = {}
+        self._exported = {}
 
     def _check_room(self, shards: Sequence[torch.Tensor]) -> None:
         new = {}
         for shard in shards:
             if shard.device.type == "cpu" and shard.numel():
                 storage = shard.untyped_storage()
-                if storage.data_ptr() not in self._storages:
+                if self._known(storage) is None:
                     new[storage.data_ptr()] = storage.nbytes()
         if not new:
             return

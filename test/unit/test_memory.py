@@ -1,0 +1,107 @@
+"""Handing memory over by handle: one handle a storage, none again while nothing moves, nothing left behind."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.transports.memory import MemoryExporter, PeerMemory
+
+
+def open_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_views_of_one_buffer_share_a_handle_and_are_seen_through_it():
+    flat = torch.arange(24.0)
+    shards = [flat[:12].view(3, 4), flat[12:].view(4, 3).t(), torch.empty(0, 7), torch.ones(2)]
+    handles = MemoryExporter(0).export(shards)
+    assert len(handles.storages) == 2
+    peer = PeerMemory(0, handles)
+    for i in (0, 1, 3):
+        assert torch.equal(peer.shard(i, tuple(shards[i].shape), "float32"), shards[i])
+
+
+def test_what_the_trainer_writes_later_is_seen_without_new_handles():
+    weight = torch.zeros(5)
+    exporter = MemoryExporter(0)
+    first = exporter.export([weight])
+    peer = PeerMemory(0, first)
+    weight.add_(3)
+    assert exporter.export([weight]) == first
+    assert peer.shard(0, (5,), "float32").tolist() == [3.0] * 5
+
+
+def test_optimizers_and_other_views_follow_the_storage():
+    weight = torch.nn.Parameter(torch.ones(4))
+    flat_view = weight.detach()[1:]
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    peer = PeerMemory(0, MemoryExporter(0).export([weight.detach()]))
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    assert peer.shard(0, (4,), "float32").tolist() == [0.0] * 4
+    assert flat_view.tolist() == [0.0] * 3
+
+
+def test_a_storage_that_was_replaced_gets_a_new_handle():
+    exporter = MemoryExporter(0)
+    first = exporter.export([torch.zeros(5)])  # freed at once
+    second = exporter.export([weight := torch.ones(5)])
+    assert first != second
+    assert weight.is_shared()
+    assert PeerMemory(0, second).shard(0, (5,), "float32").tolist() == [1.0] * 5
+
+
+def test_exporting_does_not_keep_memory_alive():
+    exporter = MemoryExporter(0)
+    before = open_descriptors()
+    weight = torch.zeros(1000)
+    exporter.export([weight])
+    assert open_descriptors() == before + 1
+    del weight
+    assert open_descriptors() == before
+
+
+def test_mapping_keeps_no_descriptor_open():
+    weights = [torch.zeros(10) for _ in range(20)]
+    handles = MemoryExporter(0).export(weights)
+    before = open_descriptors()
+    peer = PeerMemory(0, handles)
+    assert open_descriptors() == before
+    assert peer.shard(19, (10,), "float32").sum() == 0
+
+
+def test_handles_survive_the_wire():
+    handles = MemoryExporter(0).export([torch.zeros(2)])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(handles), type=type(handles)) == handles
+
+
+def test_too_little_shared_memory_is_refused_before_anything_is_moved(monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=1000))
+    weight = torch.zeros(1000)
+    with pytest.raises(Unsupported, match=r"trainer rank 3 .* 4,000 bytes .* 1,000 bytes free"):
+        MemoryExporter(3).export([weight])
+    assert not weight.is_shared()
+
+
+def test_the_memory_of_a_process_that_ended_is_refused():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    handles = MemoryExporter(0).export([weight := torch.zeros(4)])
+    gone = msgspec.structs.replace(handles.storages[0], pid=ended.pid)
+    with pytest.raises(Unsupported, match=r"trainer rank 2 .*cannot be opened"):
+        PeerMemory(2, msgspec.structs.replace(handles, storages=(gone,)))
+    assert weight.is_shared()
+
+
+def test_another_file_under_the_same_number_is_refused():
+    handles = MemoryExporter(0).export([weight := torch.zeros(4)])
+    other = msgspec.structs.replace(handles.storages[0], inode=handles.storages[0].inode + 1)
+    with pytest.raises(Mismatch, match="not what it announced"):
+        PeerMemory(2, msgspec.structs.replace(handles, storages=(other,)))
+    assert weight.is_shared()
