@@ -67,12 +67,13 @@ def _check_storage(storage: Storage, parameters: list[tuple[str, torch.Tensor]],
     unit = min(storage.tensor.dtype.itemsize, *(r.dtype.itemsize for r in records))
     wanted = [(name, _geometry(p, unit)) for name, p in parameters]
     writes = [(_label(r), _scaled(r.walk.writes, r.dtype.itemsize // unit)) for r in records]
+    walks = [(label, Walk.over(g).simplified()) for label, g in (*wanted, *writes)]
     shape = grid(
         storage.tensor.untyped_storage().nbytes() // unit,
-        [loop.read for _, g in (*wanted, *writes) for loop in Walk.over(g).simplified().loops],
+        {loop.read for _, walk in walks for loop in walk.loops},
     )
     try:
-        placed = [_Placed(label, onto(Walk.over(g), shape, unit_steps=True)) for label, g in (*wanted, *writes)]
+        placed = [_Placed(label, _boxes(walk, shape)) for label, walk in walks]
     except TooFine:
         raise Unsupported(f"{storage.name} is written in pieces too fine to be checked.") from None
     cells = _Cells(shape, [box for p in placed for box in p.boxes])
@@ -96,6 +97,13 @@ def _check_storage(storage: Storage, parameters: list[tuple[str, torch.Tensor]],
             f"{storage.name} has elements that are written more than once while loading, by {_some(guilty)}. Send "
             "each weight once, under one name."
         )
+
+
+def _boxes(walk: Walk, shape: tuple[int, ...]) -> list[Landing]:
+    if len(shape) == 1 and len(walk.loops) == 1:
+        # A run of elements, as nearly all of them are; the same as below, only faster.
+        return [Landing((walk.read,), (walk.loops[0].times,), (1,), 0, (1,))]
+    return onto(walk, shape, unit_steps=True)
 
 
 def _label(record: Record) -> str:

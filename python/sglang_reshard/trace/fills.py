@@ -16,12 +16,7 @@ from sglang_reshard.trace.ledger import Record
 
 def without_overwritten_fills(records: Sequence[Record]) -> list[Record]:
     """The records with each fill cut down to the elements that no later copy or fill writes."""
-    read = {
-        leaf.buffer.base
-        for r in records
-        if isinstance(r.content, Reference)
-        for leaf in leaves(r.content)
-    }
+    read = {leaf.buffer.base for r in records if isinstance(r.content, Reference) for leaf in leaves(r.content)}
     on: dict[Storage, list[tuple[int, Record]]] = defaultdict(list)
     for i, record in enumerate(records):
         on[record.storage].append((i, record))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,6 +43,18 @@ def inline_thread_pools() -> Iterator[None]:
         yield
     finally:
         ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """A trace makes many small objects that all stay; the garbage collector would walk them over and over."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager

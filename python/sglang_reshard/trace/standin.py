@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.buffers import Buffer
 
 
@@ -57,6 +58,10 @@ class StandIn(torch.Tensor):
     def item(self) -> float:
         # Past torch's own item(), which would turn a TracedScalar into a plain float.
         return self.handler.item(self)
+
+    def data_ptr(self) -> int:
+        # torch would say 0, and a kernel would go there.
+        raise Unsupported("The loader takes the address of a checkpoint tensor; the trace has no bytes.")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -14,7 +14,7 @@ from sglang_reshard.layout import TensorSpec
 from sglang_reshard.trace.audit import Change, Snapshot, TensorSlots
 from sglang_reshard.trace.coverage import check_coverage, check_order
 from sglang_reshard.trace.fills import without_overwritten_fills
-from sglang_reshard.trace.loader import HeldCall, held_post_load, inline_thread_pools
+from sglang_reshard.trace.loader import HeldCall, collector_paused, held_post_load, inline_thread_pools
 from sglang_reshard.trace.lowering import Lowering
 from sglang_reshard.trace.operators import mapped
 from sglang_reshard.trace.program import Program, Step
@@ -37,7 +37,7 @@ def trace(
     """
     began = time.perf_counter()
     _check_names(specs)
-    with torch.no_grad():
+    with torch.no_grad(), collector_paused():
         recorder = Recorder(model, dict(scalars or {}))
         held = _run_loader(model, specs, recorder)
         records = without_overwritten_fills(recorder.records)

@@ -1,0 +1,133 @@
+"""A strided view of a contiguous tensor, and the boxes it is rewritten as, are the same elements."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang_reshard.trace.geometry import Geometry, Loop, TooFine, Walk, common_box, grid, onto, row_major
+
+
+def geometry_of(tensor):
+    return Geometry(tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+
+def pairs(walk):
+    """Every (element read, element written), by brute force."""
+    return sorted(
+        (
+            walk.read + sum(i * loop.read for i, loop in zip(index, walk.loops, strict=True)),
+            walk.write + sum(i * loop.write for i, loop in zip(index, walk.loops, strict=True)),
+        )
+        for index in itertools.product(*(range(loop.times) for loop in walk.loops))
+    )
+
+
+def pairs_of(landings, shape):
+    return sorted(pair for landing in landings for pair in pairs(landing.walk(shape)))
+
+
+@st.composite
+def views(draw):
+    """A contiguous tensor of few elements, and what some view operations made of it."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    view = tensor
+    for _ in range(draw(st.integers(0, 5))):
+        kind = draw(st.sampled_from(["narrow", "step", "transpose", "unflatten", "flatten", "select", "expand"]))
+        dim = draw(st.integers(0, view.dim() - 1)) if view.dim() else None
+        if dim is None:
+            break
+        size = view.size(dim)
+        if kind == "narrow":
+            start = draw(st.integers(0, size - 1))
+            view = view.narrow(dim, start, draw(st.integers(1, size - start)))
+        elif kind == "step":
+            index = [slice(None)] * view.dim()
+            index[dim] = slice(draw(st.integers(0, size - 1)), None, draw(st.integers(1, 3)))
+            view = view[tuple(index)]
+        elif kind == "transpose":
+            view = view.transpose(dim, draw(st.integers(0, view.dim() - 1)))
+        elif kind == "unflatten":
+            factor = draw(st.sampled_from([f for f in range(1, size + 1) if size % f == 0]))
+            view = view.unflatten(dim, (factor, size // factor))
+        elif kind == "flatten" and dim + 1 < view.dim():
+            with contextlib.suppress(RuntimeError):  # not any two dimensions can be viewed as one
+                view = view.view(*view.shape[:dim], size * view.size(dim + 1), *view.shape[dim + 2 :])
+        elif kind == "select":
+            view = view.select(dim, draw(st.integers(0, size - 1)))
+        elif kind == "expand" and size == 1:
+            view = view.expand(*view.shape[:dim], 3, *view.shape[dim + 1 :])
+    return tensor, view
+
+
+@settings(max_examples=500, deadline=None)
+@given(views(), st.randoms(use_true_random=False), st.booleans())
+def test_boxes_of_a_view_are_its_elements(drawn, random, unit_steps):
+    tensor, view = drawn
+    order = list(range(view.dim()))
+    random.shuffle(order)
+    into = torch.empty([view.size(d) for d in order]).permute([order.index(d) for d in range(view.dim())])
+    walk = Walk.between(geometry_of(view), geometry_of(into))
+    landings = onto(walk, tuple(tensor.shape), unit_steps=unit_steps)
+    assert pairs_of(landings, tensor.shape) == pairs(walk)
+    assert not unit_steps or all(set(x.step) == {1} for x in landings)
+    # What a Copy does with them.
+    got = torch.full((max(1, into.numel()),), -1)
+    for x in landings:
+        index = tuple(slice(a, a + (n - 1) * s + 1, s) for a, n, s in zip(x.start, x.size, x.step, strict=True))
+        got.as_strided(x.size, x.stride, x.write).copy_(tensor[index])
+    assert torch.equal(got.as_strided(into.shape, into.stride(), 0), view)
+
+
+@settings(max_examples=200, deadline=None)
+@given(views(), views())
+def test_common_boxes_on_a_grid_are_the_common_elements(one, other):
+    """Two views of one storage, however they are strided, compared as boxes of one grid."""
+    a, b = geometry_of(one[1]), geometry_of(other[1])
+    numel = max(one[0].numel(), other[0].numel())
+    shape = grid(numel, (*a.stride, *b.stride))
+    mine, theirs = (onto(Walk.over(g), shape, unit_steps=True) for g in (a, b))
+    elements = {
+        read
+        for x, y in itertools.product(mine, theirs)
+        if (common := common_box(x, y))
+        for read, _ in pairs(x.cut(*common).walk(shape))
+    }
+    assert elements == {r for r, _ in pairs(Walk.over(a))} & {r for r, _ in pairs(Walk.over(b))}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_what_is_left_of_a_box(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    box = onto(Walk.over(Geometry(0, shape, row_major(shape))), shape)
+    if not box:
+        return
+    (box,) = onto(Walk.over(Geometry(0, shape, row_major(shape))), shape, unit_steps=True)
+    start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    size = tuple(data.draw(st.integers(1, n - a)) for a, n in zip(start, shape, strict=True))
+    parts = [*box.without(start, size), box.cut(start, size)]
+    assert pairs_of(parts, shape) == pairs_of([box], shape)
+
+
+def test_interleaved_heads_are_one_box_a_head():
+    """view(heads, 3, d)[:, 0] of a fused QKV weight: the outer of two loops along one dimension is unrolled."""
+    fused = torch.empty(4 * 3 * 8, 16)
+    query = fused.view(4, 3, 8, 16)[:, 0]
+    landings = onto(Walk.over(geometry_of(query)), tuple(fused.shape))
+    assert [x.start for x in landings] == [(0, 0), (24, 0), (48, 0), (72, 0)]
+    assert {x.size for x in landings} == {(8, 16)}
+
+
+def test_every_other_row_stays_one_box():
+    landings = onto(Walk.over(geometry_of(torch.empty(2, 8, 4)[:, 1::2])), (2, 8, 4))
+    assert [(x.start, x.size, x.step) for x in landings] == [((0, 1, 0), (2, 4, 4), (1, 2, 1))]
+
+
+def test_a_walk_in_too_many_pieces_is_refused():
+    walk = Walk(0, 0, (Loop(70_000, 3, 1), Loop(2, 1, 100_000)))
+    with pytest.raises(TooFine):
+        onto(walk, (210_001,))

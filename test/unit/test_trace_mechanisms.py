@@ -1,0 +1,421 @@
+"""Whatever a loader does with its tensors, the program leaves the same bytes in the same memory."""
+
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import pytest
+import torch
+from sglang_reshard.oracle.replay import replay
+from sglang_reshard.trace import trace
+from toy_loader import Toy, check, contents, fill_with_garbage, specs_of
+
+BF16 = torch.bfloat16
+
+
+def random(*shape, dtype=BF16, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def one(load, shape, **weights):
+    """A model with the one parameter `w`; the loader is given all weights at once."""
+    return check(lambda: Toy(lambda m, ws: load(m.w, dict(ws)), w=shape), weights)
+
+
+def only_copies(program):
+    return not program.steps and not program.scratch_bytes
+
+
+# ---- pure movement: copies and nothing else
+
+
+def test_slices_of_a_fused_parameter():
+    def load(w, ws):
+        w.data[:4].copy_(ws["q"].narrow(0, 4, 4))
+        w.data.narrow(0, 4, 2).copy_(ws["k"])
+
+    program = one(load, (6, 8), q=random(8, 8), k=random(2, 8, seed=1))
+    assert only_copies(program)
+    assert [(c.source, c.region.start, c.offset) for c in program.copies] == [("q", (4, 0), 0), ("k", (0, 0), 32)]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t.t(),
+        lambda t: t.t().contiguous(),
+        lambda t: t.reshape(4, 2, 12).transpose(1, 2).reshape(12, 8),
+        lambda t: t.view(4, 24).t().reshape(12, 8),
+        lambda t: t[:, ::2].repeat(1, 1).reshape(6, 8).expand(2, 6, 8).reshape(12, 8)[:12],
+        lambda t: torch.cat([t[:, 6:], t[:, :6]], dim=1).t(),
+        lambda t: torch.stack([t[:4], t[4:]], dim=1).reshape(12, 8),
+        lambda t: torch.stack(list(t.unbind(0))[::-1]).t(),
+        lambda t: t.view(2, 2, 2, 12).permute(1, 3, 0, 2).flatten(1).reshape(12, 8),
+        lambda t: torch.nn.functional.pad(t[:6, :10], (1, 1, 0, 2)).t(),
+    ],
+)
+def test_views_and_rearrangements(view):
+    one(lambda w, ws: w.data.copy_(view(ws["t"])), (12, 8), t=random(8, 12))
+
+
+def test_interleaved_heads():
+    def load(w, ws):
+        heads = ws["qkv"].view(4, 3, 2, 8)
+        for i in range(3):
+            w.data[i * 8 : (i + 1) * 8].copy_(heads[:, i].reshape(8, 8))
+
+    program = one(load, (24, 8), qkv=random(24, 8))
+    assert only_copies(program)
+    assert len(program.copies) == 12
+
+
+def test_interleaved_gate_and_up_stay_strided():
+    def load(w, ws):
+        w.data[:, :4].copy_(ws["gate_up"][..., ::2])
+        w.data[:, 4:].copy_(ws["gate_up"][..., 1::2])
+
+    program = one(load, (3, 8), gate_up=random(3, 8))
+    assert only_copies(program)
+    assert [c.region.step for c in program.copies] == [(1, 2), (1, 2)]
+
+
+def test_strided_parameters():
+    make = lambda: Toy(lambda m, ws: [m.w.data.copy_(w) for _, w in ws], w=torch.empty(8, 6).t())  # noqa: E731
+    assert only_copies(check(make, {"t": random(6, 8, dtype=torch.float32)}))
+
+
+def test_parts_of_a_concatenation():
+    """DeepSeek's fused A projections: two tensors are kept, joined, and a shard of the whole is taken."""
+
+    def load(w, ws):
+        joined = torch.cat([ws["a"], ws["b"]], dim=0)
+        w.data.copy_(joined.narrow(0, 2, 4))
+
+    program = one(load, (4, 8), a=random(4, 8), b=random(4, 8, seed=1))
+    assert only_copies(program)
+    assert [(c.source, c.region.start, c.region.count) for c in program.copies] == [
+        ("b", (0, 0), (2, 8)),
+        ("a", (2, 0), (2, 8)),
+    ]
+
+
+def test_a_buffer_that_the_loader_fills_part_by_part():
+    def load(w, ws):
+        buffer = torch.zeros(6, 8, dtype=BF16)
+        buffer[:2] = ws["a"]
+        buffer[3:5].copy_(ws["b"])
+        w.data.copy_(buffer)
+
+    program = one(load, (6, 8), a=random(2, 8), b=random(2, 8, seed=1))
+    assert {c.source for c in program.copies} == {"a", "b"}
+    assert not program.scratch_bytes
+
+
+def test_a_source_that_is_mutated():
+    """gpt-oss zeroes a bias off rank 0: the record sees it, the caller's tensor does not."""
+
+    def load(w, ws):
+        w.data[0].copy_(ws["bias"])
+        ws["bias"].zero_()
+        ws["bias"][2:4].add_(1)
+        w.data[1].copy_(ws["bias"])
+
+    one(load, (2, 8), bias=random(8))
+
+
+def test_a_copy_is_a_copy():
+    """What is done to a clone afterwards is not in what was copied out of it before."""
+
+    def load(w, ws):
+        kept = ws["t"].clone()
+        half = kept[:2] * 2
+        w.data[:2].copy_(kept[:2])
+        kept.zero_()
+        w.data[2:4].copy_(half)
+        w.data[4:].copy_(kept[:2])
+
+    one(load, (6, 8), t=random(4, 8))
+
+
+def test_small_expansions_become_copies():
+    program = one(lambda w, ws: w.data.copy_(ws["t"]), (4, 8), t=random(8))
+    assert only_copies(program)
+    assert len(program.copies) == 4
+
+
+def test_large_expansions_are_computed_from_one_copy():
+    program = one(lambda w, ws: w.data.copy_(ws["t"]), (100, 8), t=random(8))
+    assert len(program.copies) == 1
+    assert program.scratch_bytes == 16
+
+
+# ---- casts
+
+
+@pytest.mark.parametrize(
+    ("source", "cast", "copies"),
+    [
+        (torch.float32, None, True),
+        (torch.float32, BF16, True),
+        (BF16, torch.float32, True),
+        (torch.float32, torch.float16, False),
+        (torch.float16, torch.float32, True),
+    ],
+)
+def test_casts(source, cast, copies):
+    def load(w, ws):
+        t = ws["t"] if cast is None else ws["t"].to(cast)
+        w.data.copy_(t[:, 1:])
+
+    program = one(load, (4, 7), t=random(4, 8, dtype=source) * 1.001)
+    assert only_copies(program) == copies
+
+
+def test_bytes_of_another_dtype():
+    """A uint8 parameter filled with the bits of an fp8 tensor: no cast."""
+    fp8 = random(4, 8).to(torch.float8_e4m3fn)
+    make = lambda: Toy(  # noqa: E731
+        lambda m, ws: [m.w.data.copy_(w.view(torch.uint8)) for _, w in ws], w=torch.empty(4, 8, dtype=torch.uint8)
+    )
+    program = check(make, {"t": fp8})
+    assert only_copies(program)
+    assert list(program.targets) == ["w as float8_e4m3fn"]
+
+
+def test_one_storage_as_two_dtypes():
+    def load(m, ws):
+        ws = dict(ws)
+        m.w.data[:8].copy_(ws["a"])
+        m.w.data[8:].view(BF16).copy_(ws["b"])
+
+    weights = {"a": torch.arange(8, dtype=torch.uint8), "b": random(4)}
+    program = check(lambda: Toy(load, w=torch.empty(16, dtype=torch.uint8)), weights)
+    assert set(program.targets) == {"w", "w as bfloat16"}
+
+
+# ---- fills and expressions
+
+
+def test_vocabulary_padding_is_filled():
+    def load(w, ws):
+        w[:5].data.copy_(ws["t"])
+        w[5:].data.fill_(0)
+
+    assert [s.what for s in one(load, (8, 4), t=random(5, 4)).steps] == ["fill 0"]
+
+
+def test_a_fill_that_is_loaded_over():
+    """Steps run last; a fill that came first must leave alone what was loaded into it."""
+
+    def load(w, ws):
+        w.data.zero_()
+        w.data[1:3, 2:].copy_(ws["t"])
+
+    one(load, (4, 6), t=random(2, 4))
+
+
+def test_reading_back_what_was_loaded():
+    """Gemma: a buffer is rebound to weight + 1; its memory is kept."""
+
+    def load(m, ws):
+        for _, w in ws:
+            m.w.data.copy_(w)
+            m.plus_one = m.w.data + 1.0
+
+    def make():
+        toy = Toy(load, w=(8,))
+        toy.register_buffer("plus_one", torch.empty(8, dtype=BF16))
+        return toy
+
+    program = check_addresses(make, {"t": random(8)})
+    assert [s.target for s in program.steps] == ["plus_one"]
+
+
+def check_addresses(make, weights):
+    """Like `check` for a loader that rebinds, which the comparison with stock must not hold against it."""
+    traced, stock = make(), make()
+    fill_with_garbage(traced)
+    addresses = {n: t.data_ptr() for n, t in (*traced.named_parameters(), *traced.named_buffers())}
+    program = trace(traced, specs_of(weights))
+    replay(program, weights)
+    stock.load_weights(iter(weights.items()))
+    assert contents(traced) == contents(stock)
+    after = {n: t.data_ptr() for n, t in (*traced.named_parameters(), *traced.named_buffers())}
+    assert after == addresses
+    return program
+
+
+def test_a_rebound_parameter():
+    def load(m, ws):
+        for _, w in ws:
+            m.w = torch.nn.Parameter(w[:4].clone(), requires_grad=False)
+
+    program = check_addresses(lambda: Toy(load, w=(4, 8)), {"t": random(6, 8)})
+    assert only_copies(program)
+
+
+def test_in_place_update_of_a_loaded_parameter():
+    def load(w, ws):
+        w.data.copy_(ws["t"])
+        w.data[2:].mul_(3)
+
+    one(load, (4, 8), t=random(4, 8))
+
+
+def test_expressions_land_their_operands_in_scratch():
+    def load(w, ws):
+        w.data.copy_((ws["a"].float() * ws["s"][:, None] - 1).to(BF16))
+
+    program = one(load, (4, 8), a=random(4, 8), s=random(4, dtype=torch.float32))
+    assert {c.target.split("/")[0] for c in program.copies} == {"scratch"}
+    assert program.scratch_bytes == 4 * 8 * 2 + 4 * 4
+
+
+def test_only_the_part_that_is_read_goes_to_scratch():
+    program = one(lambda w, ws: w.data.copy_(ws["t"][2:4] * 2), (2, 8), t=random(100, 8))
+    assert program.scratch_bytes == 2 * 8 * 2
+
+
+def test_a_concatenation_of_copied_and_computed_parts():
+    def load(w, ws):
+        w.data.copy_(torch.cat([ws["a"], ws["b"] * 2]))
+
+    program = one(load, (4, 8), a=random(2, 8), b=random(2, 8, seed=1))
+    assert {(c.source, c.target) for c in program.copies} == {("a", "w"), ("b", "scratch/0")}
+
+
+def test_operators_with_several_results_and_constants():
+    def load(w, ws):
+        values, order = torch.sort(ws["t"], dim=1)
+        w.data[:2].copy_(values)
+        w.data[2:].copy_(order[:, torch.arange(7, -1, -1)].to(BF16))
+
+    one(load, (4, 8), t=random(2, 8))
+
+
+def test_one_parameter_copied_to_another():
+    def load(m, ws):
+        for _, w in ws:
+            m.a.data.copy_(w)
+            m.b.data.copy_(m.a.data)
+
+    check(lambda: Toy(load, a=(4, 8), b=(4, 8)), {"t": random(4, 8)})
+
+
+# ---- scalars
+
+
+def test_a_scalar_by_item():
+    def load(w, ws):
+        for i, name in enumerate(ws):
+            w.data[i].fill_(ws[name].item())
+
+    weights = {f"scale{i}": random(1, dtype=torch.float32, seed=i) for i in range(3)}
+    program = one(load, (3,), **weights)
+    assert only_copies(program)
+    assert [c.source for c in program.copies] == list(weights)
+
+
+def test_a_scalar_into_many_elements():
+    one(lambda w, ws: w.data.fill_(float(ws["s"])), (200,), s=random(1, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("value", [1.0, 0.0, -2.5, float("inf")])
+def test_a_loader_may_look_at_a_known_scalar(value):
+    """The value decides which way the loader goes; the fill still follows the tensor, whatever it holds later."""
+
+    def load(m, ws):
+        for _, w in ws:
+            scale = w.item()
+            assert scale == value
+            assert abs(scale - value) < 1e-6 or scale == float("inf")
+            m.w.data.fill_(scale)
+
+    weights = {"s": torch.full((1,), value)}
+    program = trace(Toy(load, w=(1,)), specs_of(weights), {"s": value})
+    assert [c.source for c in program.copies] == ["s"]
+    assert not program.steps
+
+
+# ---- how the loader runs
+
+
+def test_worker_threads():
+    def load(m, ws):
+        with ThreadPoolExecutor(4) as pool:
+            futures = [pool.submit(lambda n, w: m.get_parameter(n).data.copy_(w), n, w) for n, w in ws]
+            for future in as_completed(futures):
+                future.result()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda p: p.data[1:].fill_(0), [m.c]))
+
+    weights = {"a": random(4, 8), "b": random(4, 8, seed=1)}
+
+    def loader(m, ws):
+        load(m, ws)
+        m.c.data[0].fill_(1)
+
+    check(lambda: Toy(loader, a=(4, 8), b=(4, 8), c=(2,)), weights)
+
+
+def test_post_load_weights_runs_after_the_copies_and_keeps_addresses():
+    class Attention(Toy):
+        calls = 0
+
+        def post_load_weights(self, names):
+            Attention.calls += 1
+            self.w_kc = self.w.data.t().contiguous() * 2
+
+    def load(m, ws):
+        names = []
+        for name, w in ws:
+            m.w.data.copy_(w)
+            names.append(name)
+        m.post_load_weights(names)
+
+    def make():
+        toy = Attention(load, w=(4, 8))
+        toy.w_kc = torch.empty(8, 4, dtype=BF16)
+        return toy
+
+    traced = make()
+    memory = traced.w_kc
+    weights = {"t": random(4, 8)}
+    program = trace(traced, specs_of(weights))
+    assert Attention.calls == 0
+    assert program.steps[-1].what == "post_load_weights"
+    replay(program, weights)
+    assert Attention.calls == 1
+    assert traced.w_kc is memory
+    assert torch.equal(memory, weights["t"].t() * 2)
+
+
+def test_inference_mode():
+    """An engine's request handlers may run in it."""
+    with torch.inference_mode():
+        one(lambda w, ws: w.data.copy_(ws["t"].t() * 2), (4, 8), t=random(8, 4))
+        program = one(lambda w, ws: w.data.copy_(torch.cat([ws["t"].t()])), (4, 8), t=random(8, 4))
+    assert only_copies(program)
+
+
+def test_tensors_that_this_rank_does_not_need_are_told():
+    def load(m, ws):
+        for name, w in ws:
+            if name != "rotary.inv_freq":
+                m.w.data.copy_(w)
+
+    program = check(lambda: Toy(load, w=(4,)), {"rotary.inv_freq": random(8), "t": random(4)})
+    assert program.unused == ("rotary.inv_freq",)
+
+
+def test_plain_attributes_and_lists_are_live():
+    def load(m, ws):
+        for _, w in ws:
+            m.plain.copy_(w)
+            m.several[1].copy_(w * 2)
+
+    def make():
+        toy = Toy(load)
+        toy.plain = torch.empty(4)
+        toy.several = [torch.empty(4), torch.empty(4)]
+        return toy
+
+    assert set(check(make, {"t": random(4, dtype=torch.float32)}).targets) >= {"plain", "several.1"}

@@ -1,0 +1,61 @@
+"""A model of a few tensors whose loader a test writes as one function, and the comparison with running it."""
+
+import torch
+from sglang_reshard.layout import TensorSpec
+from sglang_reshard.oracle.replay import replay
+from sglang_reshard.trace import live_signature, trace
+from sglang_reshard.trace.live import live_tensors
+
+
+class Toy(torch.nn.Module):
+    """Parameters by name (in bfloat16 unless given as a tensor); `load(model, weights)` is the loader."""
+
+    def __init__(self, load, **parameters):
+        super().__init__()
+        for name, value in parameters.items():
+            tensor = value if isinstance(value, torch.Tensor) else torch.empty(value, dtype=torch.bfloat16)
+            setattr(self, name, torch.nn.Parameter(tensor, requires_grad=False))
+        self.load = load
+
+    def load_weights(self, weights):
+        self.load(self, weights)
+
+
+def specs_of(weights):
+    return [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
+
+
+def contents(model):
+    return {name: as_bytes(t) for name, t in live_tensors(model)}
+
+
+def as_bytes(tensor):
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+def fill_with_garbage(model):
+    generator = torch.Generator().manual_seed(5)
+    for _, tensor in live_tensors(model):
+        tensor.untyped_storage()
+        flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        flat.copy_(torch.randint(0, 60, flat.shape, generator=generator, dtype=torch.uint8))
+
+
+def check(make, weights, scalars=None):
+    """Trace, replay, and compare with what the loader does itself; twice, as updates repeat. The program."""
+    traced, stock = make(), make()
+    fill_with_garbage(traced)
+    before, signature = contents(traced), live_signature(traced)
+    program = trace(traced, specs_of(weights), scalars)
+    assert contents(traced) == before, "the trace wrote to the model"
+    assert live_signature(traced) == signature, "the trace moved something"
+    for _ in range(2):
+        fill_with_garbage(traced)
+        fill_with_garbage(stock)
+        replay(program, weights)
+        with torch.no_grad():
+            stock.load_weights(iter([(n, t.clone()) for n, t in weights.items()]))
+        assert contents(traced) == contents(stock)
+        assert live_signature(traced) == signature, "the update moved something"
+        weights = {n: t.flip(0) if t.dim() else -t for n, t in weights.items()}
+    return program
