@@ -133,6 +133,16 @@ def needs_of(pieces: Pieces, copies: Iterable[Copy], host: str) -> Needs:
     return Needs(np.packbits(needed, bitorder="little").tobytes(), least, host)
 
 
+def unneeded(pieces: Pieces, needs: Sequence[Needs]) -> tuple[str, ...]:
+    """Names of the tensors that no engine rank needs any part of; empty ones are not counted."""
+    needed = np.any([_unpack(n.pieces, len(pieces.all)) for n in needs], axis=0)
+    return tuple(
+        tensor.name
+        for i, tensor in enumerate(pieces.layout.tensors)
+        if tensor.spec.numel and not needed[pieces.first[i] : pieces.first[i + 1]].any()
+    )
+
+
 def make_plan(pieces: Pieces, needs: Sequence[Needs], trainer_hosts: Sequence[str], bucket_bytes: int) -> Plan:
     """The plan for engine ranks with these needs.
 

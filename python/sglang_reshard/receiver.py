@@ -27,7 +27,7 @@ from sglang_reshard.control import Control
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.peak_memory import PeakMemory
-from sglang_reshard.plan import Needs, Pieces, Plan, make_plan, needs_of
+from sglang_reshard.plan import Needs, Pieces, Plan, make_plan, needs_of, unneeded
 from sglang_reshard.report import RankReport
 from sglang_reshard.session import Address, Session
 from sglang_reshard.sources.placements import Layout
@@ -82,12 +82,16 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """A transport ready to move, good for one target, one set of handles and one bucket size."""
+    """A transport ready to move, good for one target, one set of handles and one bucket size.
+
+    remark  what the trainer should know about the plan
+    """
 
     target: _Target
     handles: tuple[str, ...]
     bucket_bytes: int
     transport: Transport
+    remark: str
 
 
 class WeightReceiver:
@@ -190,7 +194,7 @@ class WeightReceiver:
         if plan is None or len({v.plan for v in verdicts}) > 1:
             return self._refused("plan", ["engine ranks made different plans; this is a bug, please report it"])
         with clock("connect"):
-            route, error = _attempt(lambda: self._connect(request, plan, link, target))
+            route, error = _attempt(lambda: self._connect(request, plan, link, target, _remark(target.pieces, needs)))
             verdicts = self._control.gather(_Verdict(error), request.timeout_s)
         if refused := self._refused("connect", [v.error for v in verdicts]):
             self._forget()  # a group that was made by some of its members only cannot be used
@@ -212,10 +216,12 @@ class WeightReceiver:
         self._memory = memory  # what is no longer read is unmapped
         return plan
 
-    def _connect(self, request: DistributedUpdateWeightsReq, plan: Plan, link: _Link, target: _Target) -> _Route:
+    def _connect(
+        self, request: DistributedUpdateWeightsReq, plan: Plan, link: _Link, target: _Target, remark: str
+    ) -> _Route:
         memory = {rank: peer for rank, (_, peer) in self._memory.items()}
         here = Here(self._control.rank, self._device, target.pieces, plan, target.program, memory, link.groups)
-        return _Route(target, request.handles, request.bucket_bytes, BroadcastTransport(here))
+        return _Route(target, request.handles, request.bucket_bytes, BroadcastTransport(here), remark)
 
     def _move(
         self, request: DistributedUpdateWeightsReq, clock: _Clock, meter: PeakMemory, kept_bytes: int
@@ -252,7 +258,7 @@ class WeightReceiver:
                 read[trainer_rank] = read.get(trainer_rank, 0) + n
         return DistributedUpdateWeightsOutput(
             success=True,
-            message="",
+            message=self._route.remark,
             transport="broadcast",
             transport_reason="the only transport of this version",
             read_bytes=read,
@@ -282,6 +288,15 @@ class _Clock:
             yield
         finally:
             self.seconds[phase] = time.perf_counter() - started
+
+
+def _remark(pieces: Pieces, needs: Sequence[Needs]) -> str:
+    """Names that the engine has no use for: a tied head or another stage's layer, or a misspelt name."""
+    names = unneeded(pieces, needs)
+    if not names:
+        return ""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"the engine has no use for {', '.join(names[:5])}{more}"
 
 
 def _attempt(step: Callable[[], T]) -> tuple[T | None, str]:

@@ -32,6 +32,11 @@ def update_a_server(job: dict[str, Any]) -> dict[str, Any]:
         answers = httpx.post(f"{url}/generate", json=body, headers=admin, timeout=60).json()
         return [answer["output_ids"] for answer in answers]
 
+    def control(path: str, body: dict[str, str]) -> None:
+        if rank == 0:
+            httpx.post(f"{url}/{path}", json=body, headers=admin, timeout=60).raise_for_status()
+        dist.barrier()
+
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), mesh)
@@ -41,6 +46,17 @@ def update_a_server(job: dict[str, Any]) -> dict[str, Any]:
     before = tokens()
     report = sender.update(trainer.model.named_parameters(), weight_version="from afar").as_dict()
     after = tokens()
+    control("pause_generation", {"mode": "abort"})
+    paused = sender.update(trainer.model.named_parameters(), weight_version="while paused").as_dict()
+    control("continue_generation", {})
+    after_pause = tokens()
     sender.close()
     expected, _ = greedy_tokens(folder / "checkpoint", PROMPTS, text.NEW_TOKENS, "float32")
-    return {"before": before, "after": after, "expected": expected, "report": report}
+    return {
+        "before": before,
+        "after": after,
+        "after_pause": after_pause,
+        "expected": expected,
+        "report": report,
+        "paused": paused,
+    }

@@ -80,8 +80,10 @@ def test_a_trainer_updates_a_server_by_url(server: str, tmp_path: Path) -> None:
     assert seen["before"] != seen["expected"]
     assert seen["after"] == seen["expected"]
     assert all(rank["report"] == seen["report"] for rank in ranks)
+    assert seen["paused"]["success"]
+    assert seen["after_pause"] == seen["expected"]
     info = httpx.get(f"{server}/server_info", headers={"Authorization": f"Bearer {KEY}"}).json()
-    assert info["weight_version"] == "from afar"
+    assert info["weight_version"] == "while paused"
 
 
 def test_a_stranger_is_turned_away(server: str) -> None:

@@ -122,6 +122,18 @@ def test_the_second_update_neither_traces_nor_plans():
     assert not {"trace", "plan", "connect"} & set(second.seconds)
 
 
+def train_with_a_name_too_many(trainer):
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    report = sender.update([*checkpoint(1).items(), ("rotary.inv_freq", torch.ones(3))])
+    sender.close()
+    return report.message
+
+
+def test_names_that_the_engine_has_no_use_for_are_told():
+    told, _ = run_world(1, 2, train_with_a_name_too_many, serve_untouched, deadline_s=60)
+    assert told == ["the engine has no use for rotary.inv_freq"]
+
+
 # -- mistakes: refused on every trainer rank, nothing written
 
 
@@ -146,7 +158,7 @@ def train_mistaken(trainer, mistake):
     return "no error"
 
 
-def serve_untouched(rank, size, requests, mistake):
+def serve_untouched(rank, size, requests, mistake=None):
     model = ToyRank(rank, size)
     model.load_weights(checkpoint(0).items())
     before = {n: p.clone() for n, p in model.named_parameters()}

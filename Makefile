@@ -1,0 +1,44 @@
+# Two commands: `make demo` and `make test`. Each sets up what it needs first, once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test lint lock clean
+
+setup: $(STAMP)
+
+# Again when the lock, or what is installed of this project, changes. requirements.lock was resolved with
+# overrides (see overrides.txt), so it is synced and not resolved again. Compiled at once: an engine of sixteen
+# ranks imports everything sixteen times, and without bytecode that takes minutes.
+$(STAMP): requirements.lock pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v == (3, 11) or sys.exit( \
+	  "requirements.lock is resolved for Python 3.11 and %s is Python %d.%d. Install 3.11 and run: make PYTHON=python3.11 ..." \
+	  % (sys.executable, *v))'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip sync --compile-bytecode requirements.lock
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --no-deps -e .
+	touch $@
+
+# SOURCE_TP=2 TARGET_TP=4 DTYPE=float32 make demo, and so on; `.venv/bin/sglang-reshard demo --help` lists them.
+demo: setup
+	@$(BIN)/sglang-reshard demo
+
+# PYTEST_ARGS="test/unit -k plan" for a part.
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+lock: setup
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip compile requirements.in --override overrides.txt \
+	  --no-emit-index-url --python-version 3.11 -o requirements.lock
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis python/*.egg-info
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,56 @@
+"""The environment of a CPU engine, and its use in this process and those it starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from sglang_reshard.errors import Unsupported
+
+# The folder that holds a package named `sgl_kernel`: the folder goes on the path, not the package.
+STAND_IN = Path(__file__).parent / "stand_in"
+
+
+class GpuHost(Unsupported):
+    """A usable GPU is here; SGLang needs no help to run on it."""
+
+
+def environment(tp_size: int) -> dict[str, str]:
+    """All variables a CPU engine of `tp_size` ranks needs, PYTHONPATH among them."""
+    if tp_size < 1:
+        raise ValueError(f"tp_size must be at least 1, not {tp_size}")
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+    binding = "|".join(str(cores[rank % len(cores)]) for rank in range(tp_size))
+    path = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(STAND_IN)]
+    return {
+        "PYTHONPATH": os.pathsep.join([str(STAND_IN), *path]),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        # A library that does not exist: SGLang then leaves NCCL alone and uses gloo.
+        "SGLANG_NCCL_SO_PATH": "none",
+        # One entry a rank, or SGLang wants as many NUMA nodes as ranks.
+        "SGLANG_CPU_OMP_THREADS_BIND": binding,
+        # Else the first request compiles for 20 s and more.
+        "TORCHDYNAMO_DISABLE": "1",
+        # Each rank would start a thread for each core.
+        "OMP_NUM_THREADS": str(max(1, len(cores) // tp_size)),
+    }
+
+
+def activate(tp_size: int) -> None:
+    """Apply `environment` to this process; the processes it starts inherit it. Repeatable."""
+    import torch
+
+    if torch.cuda.is_available():
+        raise GpuHost(
+            f"cpu_host is for hosts without a GPU, and this one has {torch.cuda.get_device_name(0)}. "
+            "Start the engine without it, or set CUDA_VISIBLE_DEVICES='' to try the CPU path here."
+        )
+    loaded = sys.modules.get("sgl_kernel")
+    if loaded is not None and not str(loaded.__file__).startswith(str(STAND_IN)):
+        raise Unsupported(
+            f"sgl_kernel is already imported, from {loaded.__file__}. Call cpu_host.activate() before the "
+            "first import of sglang."
+        )
+    os.environ.update(environment(tp_size))
+    sys.path[:] = [str(STAND_IN), *(p for p in sys.path if p != str(STAND_IN))]

@@ -1,0 +1,89 @@
+"""The demo, run as a user runs it: what it prints last is a proof, and its numbers keep the bounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from sglang_reshard.demo import memory
+from sglang_reshard.demo.verdict import SLACK_BYTES
+
+BUCKET_MIB = 1
+
+pytestmark = pytest.mark.engine
+
+
+def run_demo(folder: Path, source_tp: int, target_tp: int, dtype: str) -> tuple[dict[str, Any], str]:
+    """(the line of JSON, standard error)."""
+    if complaint := memory.complaint(source_tp, target_tp, memory.available_bytes()):
+        pytest.skip(complaint)
+    environment = {
+        **os.environ,
+        "SOURCE_TP": str(source_tp),
+        "TARGET_TP": str(target_tp),
+        "DTYPE": dtype,
+        "BUCKET_MIB": str(BUCKET_MIB),
+        "TMPDIR": str(folder),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_reshard.cli", "demo"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def assert_proved(line: dict[str, Any], dtypes: list[str]) -> None:
+    assert line["ok"]
+    assert line["tokens_equal"]
+    assert line["bit_exact"]
+    assert [u["dtype"] for u in line["updates"]] == [dtype for dtype in dtypes for _ in range(2)]
+    for update in line["updates"]:
+        assert update["tensors_compared"] > 0
+        assert not update["tokens_equal_before"]
+        first = update["engine_ranks"][0]
+        assert first["received_bytes"] <= update["trainer_ranks"][0]["shard_bytes"]
+        for rank in update["engine_ranks"]:
+            assert rank["peak_extra_bytes"] <= 2 * BUCKET_MIB * 1024 * 1024 + SLACK_BYTES
+            assert rank["received_bytes"] >= rank["least_bytes"] > 0
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Not pytest's own: the engine has sockets below it, and a socket's path holds 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="demo-") as made:
+        yield Path(made)
+
+
+@pytest.mark.timeout(400)
+def test_two_to_four_in_both_precisions(folder: Path) -> None:
+    line, progress = run_demo(folder, 2, 4, "both")
+    assert_proved(line, ["float32", "bfloat16"])
+    assert "start the engine: TP=4, float32" in progress
+    assert list(folder.iterdir()) == []  # checkpoints, digests and the log are gone
+
+
+@pytest.mark.timeout(900)
+def test_four_to_sixteen(folder: Path) -> None:
+    line, _ = run_demo(folder, 4, 16, "float32")
+    assert_proved(line, ["float32"])
+    assert len(line["updates"][0]["engine_ranks"]) == 16
+
+
+def test_too_many_ranks_for_the_memory_are_refused_before_anything_starts(folder: Path) -> None:
+    ranks = 1 + psutil.virtual_memory().total // memory.ENGINE_RANK_BYTES
+    environment = {**os.environ, "TARGET_TP": str(ranks), "TMPDIR": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_reshard.cli", "demo"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "These fit: SOURCE_TP=" in done.stderr or "No sizes fit" in done.stderr
+    assert done.stdout == ""
+    assert list(folder.iterdir()) == []
