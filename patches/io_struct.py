@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang.srt.managers.io_struct import BaseReq
+
 from sglang_reshard.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,

@@ -23,6 +23,7 @@ def update_weights_distributed(
 ) -> DistributedUpdateWeightsOutput:
     """Bring this engine rank's parameters to the trainer's; `refusal` is why this rank must not."""
     from sglang.srt.distributed import get_tp_group
+
     from sglang_reshard.control import Control
     from sglang_reshard.receiver import WeightReceiver
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
 from sglang_reshard import VerlEngine, cpu_host
 from sglang_reshard.demo import text, tiny_model
 from sglang_reshard.demo.reference import greedy_tokens
 from sglang_reshard.demo.trainer import Trainer
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.oracle.digests import LOADER, read_live_digests
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 
@@ -123,9 +124,7 @@ def life_of_an_engine(job: dict[str, Any]) -> dict[str, Any]:
     without = {n: p for n, p in parameters.items() if not n.endswith("layers.1.mlp.down_proj.weight")}
     seen["refusals"]["missing"] = run.refusal(None, named=without.items())
     unknown = {**parameters, "model.layers.1.mlp.no_such_proj.weight": torch.zeros(3)}
-    seen["refusals"]["partly on one rank"] = run.refusal(
-        None, named=(unknown if run.rank == 1 else parameters).items()
-    )
+    seen["refusals"]["partly on one rank"] = run.refusal(None, named=(unknown if run.rank == 1 else parameters).items())
     if first is not None:
         first.release_memory_occupation(["weights"])
     seen["refusals"]["offloaded"] = run.refusal(None)

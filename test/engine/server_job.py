@@ -8,11 +8,12 @@ from typing import Any
 import httpx
 import msgspec
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
 from sglang_reshard import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, WeightSender
 from sglang_reshard.demo import text, tiny_model
 from sglang_reshard.demo.reference import greedy_tokens
 from sglang_reshard.demo.trainer import Trainer
-from torch.distributed.device_mesh import init_device_mesh
 
 PROMPTS = [[5, 6, 7, 8], [100, 200]]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+
 from sglang_reshard.demo import memory
 from sglang_reshard.demo.verdict import SLACK_BYTES
 

@@ -1,6 +1,7 @@
 """The digests of stock loading, taken without an engine, are those of a live engine's ranks."""
 
 import pytest
+
 from sglang_reshard import cpu_host
 from sglang_reshard.oracle.digests import LOADER, read_live_digests
 from sglang_reshard.oracle.forks import ChildFailed

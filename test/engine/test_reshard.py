@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from sglang_reshard.oracle.stock import stock_digests
 from support.trainers import run_trainers
 

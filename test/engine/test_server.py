@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from sglang_reshard import cpu_host
 from sglang_reshard.demo import tiny_model
 from support.trainers import run_trainers

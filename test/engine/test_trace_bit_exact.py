@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from trace_cases import ANSWER, CPU_CASES, GPU_CASES, MODELS_WITH_EXPERTS, Case
 
 pytestmark = pytest.mark.engine

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from sglang_reshard.layout import TensorSpec
 
 _BODY = {"hidden_size": 256, "num_hidden_layers": 3, "max_position_embeddings": 512}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
 from sglang_reshard.oracle.digests import digests
 from sglang_reshard.oracle.forks import in_forks
 from sglang_reshard.oracle.rank import build_rank, choose_code_paths

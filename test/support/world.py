@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from sglang_reshard.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,

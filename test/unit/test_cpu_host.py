@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from sglang_reshard import cpu_host
 from sglang_reshard.errors import Unsupported
 

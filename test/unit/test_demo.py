@@ -13,6 +13,7 @@ import msgspec
 import psutil
 import pytest
 from rich.console import Console
+
 from sglang_reshard.demo import children, memory, tiny_model
 from sglang_reshard.demo.events import EventReader, EventWriter, Finished, Note, Started, Updated
 from sglang_reshard.demo.progress import Progress

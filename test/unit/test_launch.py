@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import pytest
+
 from sglang_reshard.launch import TORCHRUN_VARIABLES, without_torchrun_variables
 
 GUARDED = """

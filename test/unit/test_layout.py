@@ -5,6 +5,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sglang_reshard.layout import Box, Region, TensorSpec, split
 
 DIMS = st.integers(0, 3)

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+
 from sglang_reshard.errors import DeadlineExceeded
 from sglang_reshard.oracle.digests import digest, digests
 from sglang_reshard.oracle.forks import ChildFailed, in_forks

@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.sources import Mesh, Placement, describe
-from sglang_reshard.sources.placements import holdings
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.sources import Mesh, Placement, describe
+from sglang_reshard.sources.placements import holdings
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout import Box, Region
 from sglang_reshard.plan import ALIGN_BYTES, Pieces, make_plan, needs_of

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout import TensorSpec
 from sglang_reshard.trace import live_signature, trace

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sglang_reshard.trace.geometry import Geometry, Loop, TooFine, Walk, common_box, grid, onto, row_major
 
 

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import pytest
 import torch
+
 from sglang_reshard.oracle.replay import replay
 from sglang_reshard.trace import trace
 from toy_loader import Toy, check, contents, fill_with_garbage, specs_of

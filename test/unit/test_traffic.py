@@ -8,13 +8,14 @@ import collections
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
 from sglang_reshard.control import Control
 from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.sender import WeightSender
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 HIDDEN = 512  # 9.8 MB of weights: shards far larger than any metadata
 BUCKET = 256 * 1024

@@ -4,15 +4,16 @@ import os
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
 from sglang_reshard.control import Control
 from sglang_reshard.errors import EngineRefused, Mismatch, ReshardError
 from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.sender import WeightSender
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
 MIB = 1 << 20
 TP = {"down.weight": 1, "norm.weight": None}

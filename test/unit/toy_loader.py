@@ -1,6 +1,7 @@
 """A model of a few tensors whose loader a test writes as one function, and the comparison with running it."""
 
 import torch
+
 from sglang_reshard.layout import TensorSpec
 from sglang_reshard.oracle.replay import replay
 from sglang_reshard.trace import live_signature, trace

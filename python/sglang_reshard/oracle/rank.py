@@ -51,6 +51,7 @@ def build_rank(
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
@@ -85,6 +86,9 @@ def build_rank(
         rank=pp_rank * tp_size + tp_rank,
     )
     config = ModelConfig.from_server_args(args)
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        # As ModelRunner does on a CPU: heads that the ranks do not divide are padded, not repeated.
+        config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(load_format="dummy"), tp_size)
     initialize_dp_attention(server_args=args, model_config=config)
     model = get_model(
         model_config=config,

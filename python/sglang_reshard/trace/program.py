@@ -64,9 +64,7 @@ class Program:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the tensors that exist only to hold operands of expressions."""
-        return sum(
-            t.numel() * t.element_size() for n, t in self.targets.items() if n.startswith("scratch/")
-        )
+        return sum(t.numel() * t.element_size() for n, t in self.targets.items() if n.startswith("scratch/"))
 
     def finish(self) -> None:
         """Run the local steps. To be called once all copies of an update have landed."""
