@@ -93,6 +93,11 @@ class _Route:
     transport: Transport
     remark: str
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of buffers that stay between updates."""
+        return self.transport.extra_bytes + self.target.program.scratch_bytes
+
 
 class WeightReceiver:
     """Keeps what can be reused between updates: session, traced loader, mapped memory, groups, views."""
@@ -129,7 +134,7 @@ class WeightReceiver:
         kept_bytes = 0
         if all(o.current for o in openings):
             assert self._route is not None
-            kept_bytes = self._route.transport.extra_bytes
+            kept_bytes = self._route.held_bytes
         else:
             needs = [o.needs for o in openings if o.needs is not None]
             if refused := self._prepare(request, needs, clock):
@@ -240,11 +245,12 @@ class WeightReceiver:
                     torch.cuda.synchronize(self._device)
 
         _, error = _attempt(move)
+        # Buffers of an earlier update count too, and so do those that found room in freed memory.
         report = RankReport(
             self._control.rank,
             transport.received_bytes,
             target.needs.least_bytes,
-            meter.extra_bytes() + kept_bytes,  # buffers that an earlier update left in place count too
+            max(meter.extra_bytes() + kept_bytes, self._route.held_bytes),
             clock.seconds,
         )
         moved = self._control.gather(_Moved(error, report, transport.read_bytes), request.timeout_s)

@@ -12,8 +12,9 @@ class RankReport(msgspec.Struct, frozen=True):
 
     received_bytes    bytes that reached it: over its groups, or read from a trainer rank's memory
     least_bytes       bytes it lacked, in the trainer's dtypes: no transport can receive less
-    peak_extra_bytes  the most memory it held at one time beyond what it held before (on CPU the rise
-                      of its resident memory less pages shared with the trainer, on GPU the allocator's)
+    peak_extra_bytes  the most memory that the update took beyond the engine's own: on CPU the rise of
+                      resident memory without mapped pages, on GPU the allocator's peak; at least the
+                      buffers, whether they are new, kept from the last update or in freed memory
     seconds           phase -> seconds
     """
 

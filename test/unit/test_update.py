@@ -193,6 +193,56 @@ def test_a_trainer_rank_that_never_shows_up_is_named():
     assert untouched == [True]
 
 
+# -- a failure while bytes are moving
+
+
+def train_through_a_fault(trainer):
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=5)
+    state = checkpoint(0)
+
+    def update(version):
+        for name, tensor in checkpoint(version).items():
+            state[name].copy_(tensor)
+        try:
+            return sender.update(state.items()).success
+        except ReshardError as error:
+            return type(error).__name__, str(error)
+
+    told = [update(version) for version in (1, 2, 3)]
+    sender.close()
+    return told
+
+
+def serve_with_a_fault(rank, size, requests):
+    """Engine rank 1 fails in the middle of the second update."""
+    model = ToyRank(rank, size)
+    receiver = WeightReceiver(model, Control(torch.distributed.group.WORLD, rank, size), torch.device("cpu"))
+    torn = []
+    for version, request in enumerate(requests, start=1):
+        if (version, rank) == (2, 1):
+
+            def fail():
+                raise OSError("the wire was cut")
+
+            receiver._route.transport.move = fail
+        requests.answer(receiver.update(request))
+        torn.append(bool(receiver.torn))
+    stock = ToyRank(rank, size)
+    stock.load_weights(checkpoint(3).items())
+    return torn, all(torch.equal(p, getattr(model, n)) for n, p in stock.named_parameters())
+
+
+def test_an_update_that_broke_off_tears_all_ranks_and_the_next_one_heals_them():
+    told, served = run_world(2, 2, train_through_a_fault, serve_with_a_fault)
+    assert told[0] == told[1]
+    assert told[0][0] is True
+    kind, message = told[0][1]
+    assert kind == "TornWeights"
+    assert "engine rank 1: OSError: the wire was cut" in message
+    assert told[0][2] is True
+    assert served == [([False, True, False], True)] * 2
+
+
 def test_no_shared_memory_is_left_behind():
     before = set(os.listdir("/dev/shm"))
     run((2,), 2, "tp")

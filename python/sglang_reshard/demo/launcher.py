@@ -18,7 +18,7 @@ import msgspec
 from rich.console import Console
 
 from sglang_reshard import cpu_host
-from sglang_reshard.demo import children, memory
+from sglang_reshard.demo import children, host, memory
 from sglang_reshard.demo.events import TRAINER_START, EventReader, EventWriter, Finished, Started, Updated
 from sglang_reshard.demo.expected import Question, read_answer
 from sglang_reshard.demo.model_modules import DISABLED_VARIABLE, unneeded_modules
@@ -62,7 +62,7 @@ def run(settings: Settings, deadline_s: float) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=140)
     print_result(console, settings, updates, verdict)
     seconds["total"] = time.monotonic() - begin
-    print(json.dumps(summary(settings, updates, verdict, seconds)), flush=True)
+    print(json.dumps(summary(settings, updates, verdict, seconds) | {"host": host.facts()}), flush=True)
     return 0 if verdict.ok else 1
 
 
