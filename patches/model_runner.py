@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 
 if TYPE_CHECKING:
@@ -36,4 +38,21 @@ def update_weights_distributed(
         setattr(self, _RECEIVER, receiver)
     if device.type == "cuda":
         self.forward_stream.synchronize()  # a forward pass in flight still reads the old weights
-    return receiver.update(request, refusal)
+    return receiver.update(request, refusal or repacked(self.model))
+
+
+def repacked(model: torch.nn.Module) -> str:
+    """Why the live weights are not laid out as the loader writes them; empty if they are, as far as can be told.
+
+    Most repacking changes shapes, which the trace refuses by itself. These kinds keep the shape and
+    reorder what is in it, so that weights written in the loader's layout would be wrong in silence.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "use_intel_amx_backend", False):
+            return f"{name} was packed for AMX after loading, which an update cannot redo; start the engine without AMX"
+        if getattr(getattr(module, "quant_method", None), "use_flashinfer_trtllm_moe", False):
+            return (
+                f"{name} was reordered for flashinfer-trtllm after loading, which an update cannot redo; "
+                "start the engine with another moe_runner_backend, triton for example"
+            )
+    return ""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.patches.io_struct import (
     UpdateWeightsDistributedReqInput,
     UpdateWeightsDistributedReqOutput,
 )
-
-from sglang_reshard.errors import Mismatch
-from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.version import __version__
 
 if TYPE_CHECKING:

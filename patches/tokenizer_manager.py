@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.patches.io_struct import (
     UpdateWeightsDistributedReqInput,
     UpdateWeightsDistributedReqOutput,
 )
-
-from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
