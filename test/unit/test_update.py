@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from sglang_reshard.control import Control
-from sglang_reshard.errors import EngineRefused, Mismatch, ReshardError
+from sglang_reshard.errors import EngineRefused, Mismatch, ReshardError, Unsupported
 from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.sender import WeightSender
 from support.toy import ToyRank, checkpoint
@@ -147,6 +147,8 @@ def train_mistaken(trainer, mistake):
         del state["down.weight"]
     if mistake == "shape":
         state["norm.weight"] = torch.zeros(5)
+    if mistake == "meta" and trainer.rank == 1:
+        state["norm.weight"] = torch.zeros(16, device="meta")
     if mistake == "absent" and trainer.rank == 1:
         sender.close()
         return None
@@ -174,6 +176,7 @@ def serve_untouched(rank, size, requests, mistake=None):
     ("mistake", "kind", "says"),
     [
         ("order", Mismatch, ["trainer rank 1", "embed.weight"]),
+        ("meta", Unsupported, ["trainer rank 1", "norm.weight", "meta device"]),
         ("missing", EngineRefused, ["down"]),
         ("shape", EngineRefused, ["norm"]),
     ],
