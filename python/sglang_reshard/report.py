@@ -34,7 +34,11 @@ class TrainerRankReport(msgspec.Struct, frozen=True):
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
-    """One update, the same on every trainer rank. `seconds` holds the slowest rank's time per phase."""
+    """One update, the same on every trainer rank.
+
+    message  what the trainer should know, such as names that the engine has no use for
+    seconds  phase -> seconds: `publish` and `total` as trainer rank 0 saw them, the others of the slowest engine rank
+    """
 
     success: bool
     message: str

@@ -9,12 +9,16 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from sglang_reshard import cpu_host
+from sglang_reshard.demo import children
+from sglang_reshard.errors import ReshardError
 
 TEST = Path(__file__).parent.parent
 
@@ -29,49 +33,18 @@ def run_trainers(
     **job: Any,
 ) -> list[Any]:
     """What `function` ("module:name" of a module beside the tests) returned on each of `ranks` trainer ranks."""
-    from sglang_reshard import cpu_host
-
     results = folder / "results"
     results.mkdir()
-    log = folder / "log"
     path = os.pathsep.join([str(TEST), str(TEST / "engine"), cpu_host.environment(1)["PYTHONPATH"]])
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m",
-             "support.trainers", function, json.dumps({"folder": str(folder), **job})],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _end(process)
-    errors = "\n".join(f.read_text() for f in sorted(results.glob("*.error")))
-    assert code == 0, f"trainer ranks ended with {code}\n{errors}\n{log.read_text()[-6000:]}"
-    return [json.loads((results / f"{rank}.json").read_text()) for rank in range(ranks)]
-
-
-def _end(process: subprocess.Popen[Any]) -> None:
-    """End torchrun, its workers, and the engine's processes, which are all of the session that we started."""
-    import psutil
-
-    ours = [p for p in psutil.process_iter() if _session_of(p.pid) == process.pid]
-    for p in ours:
-        if p.pid != process.pid:
-            p.kill()
-    process.kill()
-    process.wait()
-
-
-def _session_of(pid: int) -> int | None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+               "-m", "support.trainers", function, json.dumps({"folder": str(folder), **job})]  # fmt: skip
+    variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})}
     try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
+        children.run(command, variables, folder / "log", time.monotonic() + deadline_s, lambda: None)
+    except ReshardError as error:
+        errors = "\n".join(f.read_text() for f in sorted(results.glob("*.error")))
+        raise AssertionError(f"{errors}\n{error}") from error
+    return [json.loads((results / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def main() -> None:
