@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 from typing import TYPE_CHECKING
+
+import psutil
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.shared_segments import forget, remove, segments_of
 from sglang_reshard.version import __version__
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
+
+_END_S = 60.0  # a killed process may need a while to give back a GPU's memory
 
 
 def apply() -> None:
@@ -21,6 +29,31 @@ def apply() -> None:
 def update_weights_distributed(self: Engine, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
     """Reshard a trainer's weights into the live parameters; see `sglang_reshard.sender` for the other side."""
     return self.loop.run_until_complete(self.tokenizer_manager.update_weights_distributed(request))
+
+
+def end(engine: Engine) -> None:
+    """End an engine's processes and what they leave in shared memory.
+
+    SGLang's own `Engine.shutdown` kills every child of this process, a trainer's data loaders and Python's
+    resource tracker among them, and leaves the shared memory.
+    """
+    manager = engine.tokenizer_manager
+    if manager is not None and manager._subprocess_watchdog is not None:
+        manager._subprocess_watchdog.stop()  # it would take their end for a crash
+    family = []
+    for pid in engine.get_all_child_pids():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            family += [process, *process.children(recursive=True)]
+    segments = segments_of(p.pid for p in family) - segments_of([os.getpid()])
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(family, timeout=_END_S)
+    present = [segment for segment in segments if segment.exists()]
+    remove(present)
+    forget(present)
+    atexit.unregister(engine.shutdown)
 
 
 def check_installed(engine: Engine) -> None:

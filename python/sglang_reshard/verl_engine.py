@@ -172,10 +172,12 @@ class VerlEngine:
         self._on_first_rank(call)
 
     def shutdown(self) -> None:
-        """End the engine. Every rank calls it."""
+        """End the engine's processes, and no others. Every rank calls it."""
+        from sglang_reshard.patches.engine import end
+
         self._sender.close()
         if self.engine is not None:
-            self.engine.shutdown()
+            end(self.engine)
             self.engine = None
 
     @property
@@ -184,10 +186,15 @@ class VerlEngine:
         return self.engine
 
     def _start_first(self, arguments: dict[str, Any]) -> None:
-        from sglang_reshard.patches.engine import check_installed
+        from sglang_reshard.patches.engine import check_installed, end
 
-        self.engine = _start_engine(arguments)
-        check_installed(self.engine)
+        engine = _start_engine(arguments)
+        try:
+            check_installed(engine)
+        except Unsupported:
+            end(engine)
+            raise
+        self.engine = engine
 
     def _send(self, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
         return self._first.update_weights_distributed(request)

@@ -6,6 +6,7 @@ from sglang_reshard import cpu_host
 from sglang_reshard.oracle.digests import LOADER, read_live_digests
 from sglang_reshard.oracle.forks import ChildFailed
 from sglang_reshard.oracle.stock import stock_digests
+from sglang_reshard.patches.engine import end
 from tiny_models import write_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -38,7 +39,7 @@ def test_stock_digests_are_a_live_engines(tmp_path):
         assert engine.update_weights_from_disk(second)[0]
         assert read_live_digests(engine, tmp_path / "digests") == [stock[1][rank] for rank in range(2)]
     finally:
-        engine.shutdown()
+        end(engine)
 
 
 def test_what_goes_wrong_in_a_child_is_told(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -14,10 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from sglang_reshard import cpu_host
 from sglang_reshard.demo import tiny_model
+from sglang_reshard.shared_segments import remove, segments_of
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -57,9 +58,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         _await_health(url, process, folder / "log")
         yield url
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        segments = segments_of(p.pid for p in family)
+        for p in family:
+            p.kill()
         process.wait()
+        remove(segments)
         log.close()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
+from sglang_reshard.shared_segments import remove, segments_of
 
 _POLL_S = 0.2
 _CENSUS_EVERY_S = 2.0
@@ -81,9 +82,11 @@ class _Family:
         for member in [*self._members]:
             with contextlib.suppress(psutil.Error):
                 self._members.update(member.children(recursive=True))
+        segments = segments_of(member.pid for member in self._members if member.is_running())
         for member in self._members:
             with contextlib.suppress(psutil.Error):
                 member.kill()
         if process.poll() is None:
             process.kill()
         process.wait()
+        remove(segments)
