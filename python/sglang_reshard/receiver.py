@@ -43,10 +43,16 @@ logger = logging.getLogger(__name__)
 
 
 class _Looked(msgspec.Struct, frozen=True):
-    """A rank's verdict on `look`: `current` when its plan still stands, else what it lacks."""
+    """A rank's verdict on `look`.
+
+    current  its plan still stands
+    grouped  it has the groups of this session; when some rank has not, all make them anew
+    needs    what it lacks
+    """
 
     error: str = ""
     current: bool = False
+    grouped: bool = False
     needs: Needs | None = None
 
 
@@ -59,14 +65,6 @@ class _Moved(msgspec.Struct, frozen=True):
     error: str = ""
     report: RankReport | None = None
     read_bytes: dict[int, int] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """The session with the trainer, and this rank's groups, whose members found each other through it."""
-
-    session: Session
-    groups: Groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,8 @@ class WeightReceiver:
 
     def __init__(self, model: torch.nn.Module, control: Control, device: torch.device) -> None:
         self._model, self._control, self._device = model, control, device
-        self._link: _Link | None = None
+        self._session: Session | None = None
+        self._groups: Groups | None = None
         self._target: _Target | None = None
         self._memory: dict[int, tuple[str, PeerMemory]] = {}
         self._route: _Route | None = None
@@ -136,6 +135,8 @@ class WeightReceiver:
             assert self._route is not None
             kept_bytes = self._route.held_bytes
         else:
+            if not all(o.grouped for o in openings):
+                self._groups = None
             needs = [o.needs for o in openings if o.needs is not None]
             if refused := self._prepare(request, needs, clock):
                 return refused
@@ -149,12 +150,12 @@ class WeightReceiver:
             )
         if request.transport not in ("auto", "broadcast"):
             raise Mismatch(f"transport {request.transport!r} is not one of: auto, broadcast")
-        link = self._join(request)
+        session = self._join(request)
         signature = live_signature(self._model)
         target = self._target
         if target is None or (target.layout, target.signature) != (request.layout, signature):
             with clock("trace"):
-                layout = link.session.get_layout(request.layout, Layout, request.timeout_s)
+                layout = session.get_layout(request.layout, Layout, request.timeout_s)
                 program = trace(self._model, [t.spec for t in layout.tensors])
                 pieces = Pieces.of(layout)
                 needs = needs_of(pieces, program.copies, host_identity())
@@ -166,32 +167,34 @@ class WeightReceiver:
             and route.target is target
             and (route.handles, route.bucket_bytes) == (request.handles, request.bucket_bytes)
         )
-        return _Looked(current=current, needs=target.needs)
+        return _Looked(current=current, grouped=self._groups is not None, needs=target.needs)
 
-    def _join(self, request: DistributedUpdateWeightsReq) -> _Link:
+    def _join(self, request: DistributedUpdateWeightsReq) -> Session:
         address = Address(request.session, request.store_host, request.store_port)
-        if self._link is None or self._link.session.address != address:
+        if self._session is None or self._session.address != address:
             self._forget()
-            session = Session.join(address, request.timeout_s)
-            groups = Groups(session.store, self._control.rank, self._device, request.timeout_s, request.update)
-            self._link = _Link(session, groups)
-        return self._link
+            self._session = Session.join(address, request.timeout_s)
+        return self._session
 
     def _forget(self) -> None:
         """Drop all that was agreed with others; the next update starts from a new connection."""
-        self._link = self._route = None
+        self._session = self._groups = self._route = None
         self._memory = {}
 
     def _prepare(
         self, request: DistributedUpdateWeightsReq, needs: Sequence[Needs], clock: _Clock
     ) -> DistributedUpdateWeightsOutput | None:
         """Plan and connect, after a `look` that succeeded on all ranks; the refusal if that fails on any."""
-        link, target = self._link, self._target
-        assert link is not None
+        session, target = self._session, self._target
+        assert session is not None
         assert target is not None
         self._route = None
+        # By the number of this update all ranks find each other, and none what a broken group left behind.
+        groups = self._groups = self._groups or Groups(
+            session.store, self._control.rank, self._device, request.timeout_s, epoch=request.update
+        )
         with clock("plan"):
-            plan, error = _attempt(lambda: self._plan(request, needs, link, target))
+            plan, error = _attempt(lambda: self._plan(request, needs, session, target))
             digest = plan.digest() if plan else ""
             verdicts = self._control.gather(_Verdict(error, digest), request.timeout_s)
         if refused := self._refused("plan", [v.error for v in verdicts]):
@@ -199,7 +202,7 @@ class WeightReceiver:
         if plan is None or len({v.plan for v in verdicts}) > 1:
             return self._refused("plan", ["engine ranks made different plans; this is a bug, please report it"])
         with clock("connect"):
-            route, error = _attempt(lambda: self._connect(request, plan, link, target, _remark(target.pieces, needs)))
+            route, error = _attempt(lambda: self._connect(request, plan, groups, target, _remark(target.pieces, needs)))
             verdicts = self._control.gather(_Verdict(error), request.timeout_s)
         if refused := self._refused("connect", [v.error for v in verdicts]):
             self._forget()  # a group that was made by some of its members only cannot be used
@@ -207,7 +210,9 @@ class WeightReceiver:
         self._route = route
         return None
 
-    def _plan(self, request: DistributedUpdateWeightsReq, needs: Sequence[Needs], link: _Link, target: _Target) -> Plan:
+    def _plan(
+        self, request: DistributedUpdateWeightsReq, needs: Sequence[Needs], session: Session, target: _Target
+    ) -> Plan:
         """The plan, with the memory that this rank reads mapped."""
         plan = make_plan(target.pieces, needs, request.trainer_hosts, request.bucket_bytes)
         memory = {}
@@ -215,17 +220,17 @@ class WeightReceiver:
             digest = request.handles[trainer_rank]
             known = self._memory.get(trainer_rank)
             if known is None or known[0] != digest:
-                handles = link.session.get_handles(trainer_rank, digest, Handles, request.timeout_s)
+                handles = session.get_handles(trainer_rank, digest, Handles, request.timeout_s)
                 known = (digest, PeerMemory(trainer_rank, handles))
             memory[trainer_rank] = known
         self._memory = memory  # what is no longer read is unmapped
         return plan
 
     def _connect(
-        self, request: DistributedUpdateWeightsReq, plan: Plan, link: _Link, target: _Target, remark: str
+        self, request: DistributedUpdateWeightsReq, plan: Plan, groups: Groups, target: _Target, remark: str
     ) -> _Route:
         memory = {rank: peer for rank, (_, peer) in self._memory.items()}
-        here = Here(self._control.rank, self._device, target.pieces, plan, target.program, memory, link.groups)
+        here = Here(self._control.rank, self._device, target.pieces, plan, target.program, memory, groups)
         return _Route(target, request.handles, request.bucket_bytes, BroadcastTransport(here), remark)
 
     def _move(

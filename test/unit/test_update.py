@@ -196,10 +196,28 @@ def test_a_trainer_rank_that_never_shows_up_is_named():
     assert untouched == [True]
 
 
+def serve_refusing_once_on_one_rank(rank, size, requests):
+    model = ToyRank(rank, size)
+    receiver = WeightReceiver(model, Control(torch.distributed.group.WORLD, rank, size), torch.device("cpu"))
+    for version, request in enumerate(requests, start=1):
+        requests.answer(receiver.update(request, "busy" if (version, rank) == (1, 1) else ""))
+    stock = ToyRank(rank, size)
+    stock.load_weights(checkpoint(3).items())
+    return all(torch.equal(p, getattr(model, n)) for n, p in stock.named_parameters())
+
+
+def test_ranks_that_stopped_at_different_points_meet_again_in_the_next_update():
+    told, exact = run_world(1, 2, train_through_refusals, serve_refusing_once_on_one_rank)
+    (refused, *rest) = told[0]
+    assert refused == ("EngineRefused", "prepare, engine rank 1: busy")
+    assert rest == [True, True]
+    assert exact == [True, True]
+
+
 # -- a failure while bytes are moving
 
 
-def train_through_a_fault(trainer):
+def train_through_refusals(trainer):
     sender = WeightSender.over(trainer.group, trainer.send, timeout_s=5)
     state = checkpoint(0)
 
@@ -236,7 +254,7 @@ def serve_with_a_fault(rank, size, requests):
 
 
 def test_an_update_that_broke_off_tears_all_ranks_and_the_next_one_heals_them():
-    told, served = run_world(2, 2, train_through_a_fault, serve_with_a_fault)
+    told, served = run_world(2, 2, train_through_refusals, serve_with_a_fault)
     assert told[0] == told[1]
     assert told[0][0] is True
     kind, message = told[0][1]
