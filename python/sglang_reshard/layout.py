@@ -86,19 +86,9 @@ class Region:
     count: tuple[int, ...]
     step: tuple[int, ...]
 
-    @classmethod
-    def of_box(cls, box: Box) -> Region:
-        return cls(box.start, box.shape, (1,) * len(box.start))
-
     @property
     def numel(self) -> int:
         return math.prod(self.count)
-
-    @property
-    def hull(self) -> Box:
-        """The smallest box around it."""
-        stop = tuple(a + (n - 1) * s + 1 for a, n, s in zip(self.start, self.count, self.step, strict=True))
-        return Box(self.start, stop)
 
     def intersect(self, box: Box) -> tuple[Region, tuple[int, ...]] | None:
         """Its elements inside `box`, and how many steps into this region they begin; None if none."""

@@ -26,7 +26,8 @@ def tensor_parallel(trainers, shapes, dims, dtype="bfloat16"):
 
 
 def wanted(layout, tensor, box):
-    return Copy(layout.tensors[tensor].name, Region.of_box(box), "live", 0, (0,) * len(box.start))
+    dims = len(box.start)
+    return Copy(layout.tensors[tensor].name, Region(box.start, box.shape, (1,) * dims), "live", 0, (0,) * dims)
 
 
 def tp_slice(layout, tensor, dim, rank, size):
