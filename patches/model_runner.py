@@ -29,16 +29,18 @@ def update_weights_distributed(
     from sglang_reshard.control import Control
     from sglang_reshard.receiver import WeightReceiver
 
-    receiver: WeightReceiver | None = getattr(self, _RECEIVER, None)
     device = next(self.model.parameters()).device
-    if receiver is None:
+    kept: tuple[WeightReceiver, str] | None = getattr(self, _RECEIVER, None)
+    if kept is None:
         tp = get_tp_group()
         control = Control(tp.cpu_group, tp.rank_in_group, tp.world_size)
-        receiver = WeightReceiver(self.model, control, device)
-        setattr(self, _RECEIVER, receiver)
+        # Repacking is a matter of how the engine was started: one look at the modules is enough.
+        kept = WeightReceiver(self.model, control, device), repacked(self.model)
+        setattr(self, _RECEIVER, kept)
+    receiver, cannot = kept
     if device.type == "cuda":
         self.forward_stream.synchronize()  # a forward pass in flight still reads the old weights
-    return receiver.update(request, refusal or repacked(self.model))
+    return receiver.update(request, refusal or cannot)
 
 
 def repacked(model: torch.nn.Module) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from sglang_reshard.errors import Mismatch
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.patches.io_struct import (
     UpdateWeightsDistributedReqInput,
     UpdateWeightsDistributedReqOutput,
 )
-from sglang_reshard.version import __version__
+from sglang_reshard.version import check_same_version
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -72,6 +71,5 @@ def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq) -> str:
 
 
 def check_reshard_version(self: Scheduler, version: str) -> None:
-    """Raise Mismatch unless this process has sglang-reshard `version`."""
-    if version != __version__:
-        raise Mismatch(f"the engine has sglang-reshard {__version__}, the trainer has {version}")
+    """For SGLang's collective_rpc, which calls methods of the scheduler by name."""
+    check_same_version(version)

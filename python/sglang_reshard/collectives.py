@@ -1,4 +1,4 @@
-"""Small typed messages over a trainer's process group; nothing is pickled."""
+"""Small typed messages over process groups; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ from sglang_reshard.messages import decode, encode
 T = TypeVar("T")
 
 
+def as_tensor(message: object) -> torch.Tensor:
+    """An encoded message as bytes that a collective can carry."""
+    return torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
+
+
+def from_tensor(data: torch.Tensor, kind: type[T]) -> T:
+    return decode(data.numpy().tobytes(), kind)
+
+
 def broadcast_message(message: T | None, kind: type[T], group: dist.ProcessGroup) -> T:
     """The message of the group's first rank, on every rank. Collective over a CPU group."""
     root = dist.get_process_group_ranks(group)[0]
-    data = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8) if message is not None else None
+    data = as_tensor(message) if message is not None else None
     size = torch.tensor([data.numel() if data is not None else 0])
     dist.broadcast(size, root, group=group)
     if data is None:
         data = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(data, root, group=group)
-    return decode(data.numpy().tobytes(), kind)
+    return from_tensor(data, kind)

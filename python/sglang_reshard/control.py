@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from sglang_reshard.collectives import as_tensor, from_tensor
 from sglang_reshard.errors import DeadlineExceeded
-from sglang_reshard.messages import decode, encode
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class Control:
         Collective: a rank that fails must still come here and say so, or the others wait until the
         deadline, which raises DeadlineExceeded.
         """
-        data = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
+        data = as_tensor(message)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self._all_gather(sizes, torch.tensor([data.numel()]), timeout_s)
         longest = max(int(n) for n in sizes)
@@ -34,7 +34,7 @@ class Control:
         padded[: data.numel()] = data
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         self._all_gather(parts, padded, timeout_s)
-        return [decode(part[: int(n)].numpy().tobytes(), type(message)) for part, n in zip(parts, sizes, strict=True)]
+        return [from_tensor(part[: int(n)], type(message)) for part, n in zip(parts, sizes, strict=True)]
 
     def _all_gather(self, into: list[torch.Tensor], tensor: torch.Tensor, timeout_s: float) -> None:
         try:

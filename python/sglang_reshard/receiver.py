@@ -36,7 +36,7 @@ from sglang_reshard.transports.base import Here, Transport
 from sglang_reshard.transports.broadcast import BroadcastTransport
 from sglang_reshard.transports.groups import Groups
 from sglang_reshard.transports.memory import Handles, PeerMemory, host_identity
-from sglang_reshard.version import __version__
+from sglang_reshard.version import check_same_version
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -143,11 +143,7 @@ class WeightReceiver:
         return self._move(request, clock, meter, kept_bytes)
 
     def _look(self, request: DistributedUpdateWeightsReq, clock: _Clock) -> _Looked:
-        if request.package_version != __version__:
-            raise Mismatch(
-                f"the trainer has sglang-reshard {request.package_version}, the engine {__version__}; "
-                "install the same version on both"
-            )
+        check_same_version(request.package_version)
         if request.transport not in ("auto", "broadcast"):
             raise Mismatch(f"transport {request.transport!r} is not one of: auto, broadcast")
         session = self._join(request)

@@ -7,11 +7,11 @@ made once by `trace()`; the copies are what a plan moves, the rest is local to t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from sglang_reshard.layout import Region, TensorSpec
+from sglang_reshard.layout import Box, Region, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,15 @@ class Copy:
     target: str
     offset: int
     strides: tuple[int, ...]
+
+    def within(self, box: Box) -> Copy | None:
+        """The part of it whose elements lie in `box` of the checkpoint tensor; None if there are none."""
+        common = self.region.intersect(box)
+        if common is None:
+            return None
+        region, skipped = common
+        offset = self.offset + sum(n * s for n, s in zip(skipped, self.strides, strict=True))
+        return replace(self, region=region, offset=offset)
 
     def landing(self, flat: torch.Tensor) -> torch.Tensor:
         """The view of the target's flat storage tensor that the region lands in."""

@@ -43,13 +43,9 @@ class Landings:
         """Append the copies that take what this rank needs of `box` from `data`, a tensor of just that box."""
         name = self._pieces.layout.tensors[self._pieces.tensor_of[piece]].name
         for copy in self._copies.get(name, ()):
-            common = copy.region.intersect(box)
-            if common is None:
-                continue
-            region, skipped = common
-            first = copy.offset + sum(n * s for n, s in zip(skipped, copy.strides, strict=True))
-            live = self._targets[copy.target].as_strided(region.count, copy.strides, first)
-            to.add(live, data[region.slices(box.start)])
+            part = copy.within(box)
+            if part is not None:
+                to.add(part.landing(self._targets[part.target]), data[part.region.slices(box.start)])
 
 
 def payload_bytes(pieces: Pieces, r: Round) -> int:
