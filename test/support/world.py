@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
@@ -25,9 +26,18 @@ from sglang_reshard.messages import (
     encode,
 )
 
+_TIMEOUT = timedelta(seconds=60)
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed.tensor", "torch._dynamo", "sglang_reshard.receiver", "support.toy"]
+    [
+        "torch",
+        "torch.distributed.tensor.parallel",
+        "torch.distributed.fsdp",
+        "torch._dynamo",
+        "sglang_reshard.receiver",
+        "support.layouts",
+        "support.toy",
+    ]
 )
 
 
@@ -51,32 +61,38 @@ def run_world(
     serve: Callable[..., Any],
     *args: Any,
     deadline_s: float = 90.0,
+    context: BaseContext = _CONTEXT,
+    engines_apart: bool = False,
 ) -> tuple[list[Any], list[Any]]:
     """Run `train(trainer, *args)` on every trainer rank and `serve(rank, size, requests, *args)` on every engine rank.
 
     `serve` iterates over `requests`, a `Requests`, and returns when it ends. Both results must be picklable.
     A process that fails, or all of them not ending within `deadline_s`, fails the test; none is left behind.
+
+    context        how processes are started
+    engines_apart  engine ranks are left without a default process group: SGLang makes one of its own
     """
-    pipes = [_CONTEXT.Pipe() for _ in range(engines)]
+    pipes = [context.Pipe() for _ in range(engines)]
     jobs = [(_trainer, (r, trainers, [a for a, _ in pipes] if r == 0 else [], train, args)) for r in range(trainers)]
-    jobs += [(_engine, (r, engines, pipes[r][1], serve, args)) for r in range(engines)]
-    # The stores are hosted here, so that they end last.
-    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    jobs += [(_engine, (r, engines, pipes[r][1], engines_apart, serve, args)) for r in range(engines)]
     results: list[Any] = [None] * len(jobs)
-    processes, readers = [], {}
+    processes, links = [], {}
     try:
         for i, (target, arguments) in enumerate(jobs):
-            reader, writer = _CONTEXT.Pipe(duplex=False)
-            port = stores[0 if i < trainers else 1].port
-            process = _CONTEXT.Process(target=target, args=(writer, port, *arguments), daemon=True)
+            link, its_end = context.Pipe()
+            process = context.Process(target=target, args=(its_end, *arguments), daemon=True)
             process.start()
-            writer.close()
+            its_end.close()
             processes.append(process)
-            readers[reader] = i
+            links[link] = i
         for a, b in pipes:
             b.close()
             a.close()
-        _collect(readers, results, trainers, time.monotonic() + deadline_s)
+        # Hosted here, so that they end last; and only now, as a fork beside a store's thread may hang.
+        stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+        for link, i in links.items():
+            link.send(stores[0 if i < trainers else 1].port)
+        _collect(links, results, trainers, time.monotonic() + deadline_s)
     finally:
         for process in processes:
             process.join(timeout=5 if process.exitcode is None else 0)
@@ -86,41 +102,44 @@ def run_world(
     return results[:trainers], results[trainers:]
 
 
-def _collect(readers: dict[Connection, int], results: list[Any], trainers: int, end: float) -> None:
+def _collect(links: dict[Connection, int], results: list[Any], trainers: int, end: float) -> None:
     def name(i: int) -> str:
         return f"trainer rank {i}" if i < trainers else f"engine rank {i - trainers}"
 
-    while readers:
-        ready = wait(list(readers), timeout=max(0.0, end - time.monotonic()))
+    while links:
+        ready = wait(list(links), timeout=max(0.0, end - time.monotonic()))
         if not ready:
-            raise TimeoutError(f"still running at the deadline: {[name(i) for i in readers.values()]}")
-        for reader in ready:
-            i = readers.pop(reader)  # type: ignore[call-overload]
+            raise TimeoutError(f"still running at the deadline: {[name(i) for i in links.values()]}")
+        for link in ready:
+            i = links.pop(link)  # type: ignore[call-overload]
             try:
-                ok, value = reader.recv()  # type: ignore[union-attr]
-            except EOFError:
+                ok, value = link.recv()  # type: ignore[union-attr]
+            except (EOFError, ConnectionResetError):
                 raise RuntimeError(f"{name(i)} ended without a word") from None
             if not ok:
                 raise RuntimeError(f"{name(i)} failed:\n{value}")
             results[i] = value
 
 
-def _report(writer: Connection, run: Callable[[], Any]) -> None:
+def _report(link: Connection, run: Callable[[int], Any]) -> None:
+    """Run with the port of the store to join, which comes over `link`; send the result back."""
     try:
-        writer.send((True, run()))
+        link.send((True, run(link.recv())))
     except BaseException:
-        writer.send((False, traceback.format_exc()))
+        link.send((False, traceback.format_exc()))
 
 
-def _join(rank: int, size: int, port: int) -> None:
+def _join(rank: int, size: int, port: int, apart: bool = False) -> Any:
+    """The group of these ranks; the default one, unless `apart`."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    if apart:
+        return dist.ProcessGroupGloo(store, rank, size, timeout=_TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+    return dist.group.WORLD
 
 
-def _trainer(
-    writer: Connection, port: int, rank: int, size: int, engines: list[Connection], train: Any, args: Any
-) -> None:
+def _trainer(link: Connection, rank: int, size: int, engines: list[Connection], train: Any, args: Any) -> None:
     def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
         for engine in engines:
             engine.send_bytes(encode(request))
@@ -128,7 +147,7 @@ def _trainer(
         assert all(o == outputs[0] for o in outputs), "engine ranks answered differently"
         return outputs[0]
 
-    def run() -> Any:
+    def run(port: int) -> Any:
         _join(rank, size, port)
         try:
             return train(Trainer(rank, size, send if rank == 0 else None), *args)
@@ -136,14 +155,14 @@ def _trainer(
             for engine in engines:
                 engine.send_bytes(b"")  # the end of the requests
 
-    _report(writer, run)
+    _report(link, run)
 
 
 class Requests:
-    """The requests that reach an engine rank; `answer` each of them."""
+    """The requests that reach an engine rank; `answer` each of them. `group` connects the engine ranks."""
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
+    def __init__(self, pipe: Connection, group: Any) -> None:
+        self._pipe, self.group = pipe, group
 
     def __iter__(self) -> Requests:
         return self
@@ -158,9 +177,8 @@ class Requests:
         self._pipe.send_bytes(encode(output))
 
 
-def _engine(writer: Connection, port: int, rank: int, size: int, pipe: Connection, serve: Any, args: Any) -> None:
-    def run() -> Any:
-        _join(rank, size, port)
-        return serve(rank, size, Requests(pipe), *args)
+def _engine(link: Connection, rank: int, size: int, pipe: Connection, apart: bool, serve: Any, args: Any) -> None:
+    def run(port: int) -> Any:
+        return serve(rank, size, Requests(pipe, _join(rank, size, port, apart)), *args)
 
-    _report(writer, run)
+    _report(link, run)

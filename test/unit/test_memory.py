@@ -89,6 +89,40 @@ def test_too_little_shared_memory_is_refused_before_anything_is_moved(monkeypatc
     assert not weight.is_shared()
 
 
+def test_memory_that_is_shared_already_needs_no_room(monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=1))
+    weight = torch.arange(1000.0).share_memory_()
+    handles = MemoryExporter(0).export([weight])
+    weight.add_(1)
+    assert PeerMemory(0, handles).shard(0, (1000,), "float32").sum() == weight.sum()
+
+
+def test_one_buffer_of_several_dtypes_and_offsets_is_one_handle():
+    buffer = torch.zeros(64, dtype=torch.uint8)
+    shards = [buffer[8:24].view(torch.float32), buffer[24:32].view(torch.bfloat16).view(2, 2), buffer[1:4]]
+    handles = MemoryExporter(0).export(shards)
+    assert len(handles.storages) == 1
+    assert [view.offset for view in handles.shards] == [2, 12, 1]
+    for i, shard in enumerate(shards):
+        shard.fill_(i + 1)
+    peer = PeerMemory(0, handles)
+    for i, shard in enumerate(shards):
+        seen = peer.shard(i, tuple(shard.shape), str(shard.dtype).removeprefix("torch."))
+        assert torch.equal(seen, shard)
+
+
+def test_what_has_no_memory_to_hand_over_is_refused_by_name(tmp_path):
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(40))
+    mapped = torch.empty(0).set_(torch.UntypedStorage.from_file(str(file), shared=True, nbytes=40))
+    with pytest.raises(Unsupported, match=r"trainer rank 3: head is mapped from a file .* clone\(\)"):
+        MemoryExporter(3).export([torch.ones(1), mapped[2:4]], ["norm", "head"])
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(Unsupported, match="trainer rank 3: tensor number 0 has no memory any more"):
+        MemoryExporter(3).export([freed])
+
+
 def test_the_memory_of_a_process_that_ended_is_refused():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

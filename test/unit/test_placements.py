@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -147,30 +148,16 @@ def test_verl_shard_specs_are_read_by_their_attributes():
             assert state.shards[0].shape == (rows, 2)
 
 
-def on_mesh(local, placements, shape=None):
-    mesh = DeviceMesh("cpu", torch.arange(2))
-    stride = local.stride() if shape else None
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "says"),
-    [
-        (lambda: on_mesh(torch.zeros(2, 2), [Partial()]), Unsupported, "summands"),
-        (lambda: torch.zeros(2, device="meta"), Unsupported, "meta device"),
-        (lambda: torch.zeros(2, 2).to_sparse(), Unsupported, "dense"),
-        (lambda: torch.zeros(2, dtype=torch.complex64), Unsupported, "complex64"),
-        (
-            lambda: on_mesh(torch.zeros(3, 2), [Shard(0)], torch.Size((4, 2))),
-            Mismatch,
-            r"\(3, 2\).*\(2, 2\)",
-        ),
-    ],
-)
-def test_what_cannot_be_carried_is_refused_by_name_and_rank(make, error, says):
-    with as_rank(1, 2), pytest.raises(error, match=says) as caught:
-        describe([("layers.0.w", make())], trainer_rank=1, global_ranks=(0, 1))
-    assert "layers.0.w" in str(caught.value)
+def test_a_shard_spec_on_the_tp_part_of_a_mesh_is_replicated_over_the_rest():
+    layouts = []
+    for rank in range(4):
+        with as_rank(rank, 4):
+            mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            spec = SimpleNamespace(full_shape=(4, 2), mesh=mesh["tp"], placements=(Shard(0),))
+            state = describe([("w", torch.zeros(4), spec)], trainer_rank=rank, global_ranks=(0, 1, 2, 3))
+            layouts.append(state.layout)
+    assert all(layout == layouts[0] for layout in layouts)
+    assert [p.ranks for p in layouts[0].holdings(layouts[0].tensors[0]).pieces] == [(0, 2), (1, 3)]
 
 
 def test_a_mesh_whose_ranks_do_not_all_take_part_is_refused():

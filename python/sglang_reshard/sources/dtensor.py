@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from sglang_reshard.errors import Unsupported
@@ -20,23 +21,36 @@ class Described(NamedTuple):
     local: torch.Tensor
 
 
-def from_dtensor(name: str, tensor: DTensor, trainer_rank_of: dict[int, int]) -> Described:
-    """A DTensor; nothing is gathered, the shard is the DTensor's own local tensor.
+class Meshes:
+    """Device meshes in trainer ranks. A mesh with its placements is read once, not once a tensor, which is dear.
 
     trainer_rank_of  global rank -> trainer rank, of the ranks that take part in the update
     """
-    mesh, placements = _on_root_mesh(tensor.device_mesh, tuple(tensor.placements))
+
+    def __init__(self, trainer_rank_of: dict[int, int]) -> None:
+        self.trainer_rank_of = trainer_rank_of
+        # By identity: comparing device meshes is dear, too. Each is kept, so that its id stays its own.
+        self._read: dict[tuple[int, tuple[Any, ...]], tuple[Any, Mesh, tuple[Placement, ...]]] = {}
+
+    def read(self, name: str, mesh: Any, placements: tuple[Any, ...]) -> tuple[Mesh, tuple[Placement, ...]]:
+        """`mesh` and `placements`, seen from the root; raises Unsupported, naming the tensor."""
+        key = id(mesh), placements
+        if key not in self._read:
+            self._read[key] = mesh, *_mesh(name, mesh, placements, self.trainer_rank_of)
+        return self._read[key][1:]
+
+
+def from_dtensor(name: str, tensor: DTensor, meshes: Meshes) -> Described:
+    """A DTensor; nothing is gathered, the shard is the DTensor's own local tensor."""
+    mesh, placements = meshes.read(name, tensor.device_mesh, tuple(tensor.placements))
     with torch.no_grad():  # with grad, to_local() makes an autograd node instead of handing out the shard
         local = tensor.to_local()
-    return Described(
-        tuple(tensor.shape),
-        _mesh(name, mesh, trainer_rank_of),
-        tuple(_placement(name, p) for p in placements),
-        local,
-    )
+    if isinstance(local, AsyncCollectiveTensor):  # redistribute(async_op=True) hands out what is still on its way
+        local = local.wait()
+    return Described(tuple(tensor.shape), mesh, placements, local)
 
 
-def from_shard_spec(name: str, local: torch.Tensor, spec: Any, trainer_rank_of: dict[int, int]) -> Described:
+def from_shard_spec(name: str, local: torch.Tensor, spec: Any, meshes: Meshes) -> Described:
     """A flat local shard and verl's `ShardSpec`, read by its attributes full_shape, mesh and placements."""
     shape = tuple(spec.full_shape)
     if getattr(spec, "place", None) is not None:
@@ -45,14 +59,14 @@ def from_shard_spec(name: str, local: torch.Tensor, spec: Any, trainer_rank_of: 
             "export this tensor with mesh and placements, or as a DTensor"
         )
     if spec.mesh is None:
-        return plain(shape, local.view(shape), trainer_rank_of)
-    mesh = _mesh(name, spec.mesh, trainer_rank_of)
-    return Described(shape, mesh, tuple(_placement(name, p) for p in spec.placements), local)
+        return plain(shape, local.view(shape), meshes)
+    mesh, placements = meshes.read(name, spec.mesh, tuple(spec.placements))
+    return Described(shape, mesh, placements, local)
 
 
-def plain(shape: tuple[int, ...], local: torch.Tensor, trainer_rank_of: dict[int, int]) -> Described:
+def plain(shape: tuple[int, ...], local: torch.Tensor, meshes: Meshes) -> Described:
     """A tensor that every trainer rank holds whole."""
-    ranks = tuple(sorted(trainer_rank_of.values()))
+    ranks = tuple(sorted(meshes.trainer_rank_of.values()))
     return Described(shape, Mesh((len(ranks),), ranks), (Placement(),), local)
 
 
@@ -70,26 +84,34 @@ def _placement(name: str, placement: Any) -> Placement:
     raise Unsupported(f"{name} has the placement {placement}, which is none of Shard, _StridedShard and Replicate")
 
 
-def _on_root_mesh(mesh: Any, placements: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The same tensor on the whole mesh: replicated along the dimensions that its own mesh leaves out.
+def _mesh(
+    name: str, mesh: Any, placements: tuple[Any, ...], trainer_rank_of: dict[int, int]
+) -> tuple[Mesh, tuple[Placement, ...]]:
+    global_ranks, placements = _on_root_mesh(mesh, placements)
+    ranks = tuple(trainer_rank_of.get(r, -1) for r in global_ranks.flatten().tolist())
+    if all(r < 0 for r in ranks):
+        raise Unsupported(
+            f"{name} lives on a mesh of global ranks {global_ranks.flatten().tolist()}, none of which takes part in "
+            f"the update (global ranks {sorted(trainer_rank_of)} do); give the sender all ranks that hold weights"
+        )
+    return Mesh(tuple(global_ranks.shape), ranks), tuple(_placement(name, p) for p in placements)
+
+
+def _on_root_mesh(mesh: Any, placements: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Global ranks and placements of the same tensor on the whole mesh, replicated where its own mesh has siblings.
 
     A tensor-parallel model under data parallelism has its DTensors on mesh["tp"], of which every
     data-parallel group has another; seen from the root all ranks describe the tensor alike.
     """
     root = mesh._get_root_mesh()
+    if root is mesh or root == mesh:
+        return mesh.mesh, placements
     names, all_names = mesh.mesh_dim_names, root.mesh_dim_names
-    if root is mesh or names is None or all_names is None or not set(names) <= set(all_names):
-        return mesh, placements
-    own = dict(zip(names, placements, strict=True))
-    return root, tuple(own.get(n, Replicate()) for n in all_names)
-
-
-def _mesh(name: str, mesh: Any, trainer_rank_of: dict[int, int]) -> Mesh:
-    global_ranks = mesh.mesh.flatten().tolist()
-    ranks = tuple(trainer_rank_of.get(r, -1) for r in global_ranks)
-    if all(r < 0 for r in ranks):
-        raise Unsupported(
-            f"{name} lives on a mesh of global ranks {global_ranks}, none of which takes part in the update "
-            f"(global ranks {sorted(trainer_rank_of)} do); give the sender all ranks that hold weights"
-        )
-    return Mesh(tuple(mesh.mesh.shape), ranks)
+    if names is not None and all_names is not None and set(names) <= set(all_names):
+        own = dict(zip(names, placements, strict=True))
+        return root.mesh, tuple(own.get(n, Replicate()) for n in all_names)
+    # Flattened and concatenated meshes have dimensions that the root knows no name of.
+    siblings = mesh._layout.remap_to_tensor(mesh._rank_map) if hasattr(mesh, "_layout") else mesh.mesh.unsqueeze(0)
+    if len(siblings) == 1:
+        return mesh.mesh, placements
+    return siblings, (Replicate(), *placements)

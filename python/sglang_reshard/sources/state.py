@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout import ITEM_BYTES, Box
 from sglang_reshard.sources import dtensor
+from sglang_reshard.sources.fsdp import ShardedParameters, named_shards
 from sglang_reshard.sources.placements import Holdings, Layout, Mesh, Placement, SourceTensor, holdings
+
+NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor] | tuple[str, torch.Tensor, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,7 @@ class TrainerState:
 
 
 def describe(
-    named_tensors: Iterable[tuple[str, torch.Tensor] | tuple[str, torch.Tensor, Any]],
+    named_tensors: NamedTensors | torch.nn.Module,
     *,
     trainer_rank: int,
     global_ranks: tuple[int, ...],
@@ -32,37 +36,50 @@ def describe(
     """Read a training state. Moves, gathers and copies nothing.
 
     named_tensors  (name, tensor), the tensor a DTensor or a plain tensor that every rank holds whole;
-                   or (name, flat local shard, spec) with a spec like verl's ShardSpec
+                   or (name, flat local shard, spec) with a spec like verl's ShardSpec. A module stands
+                   for its `named_shards`
     global_ranks   the global rank of each trainer rank
+
+    The same tensor may be given under several names (`aliases` tells). FSDP2's unsharded copies, which
+    `named_parameters` yields between a forward and its backward, stand for the sharded parameters; see
+    `sglang_reshard.sources.fsdp`.
 
     Raises Unsupported for placements, dtypes and kinds of tensors that cannot be carried, and Mismatch
     where a shard is not what its placements say; both name the tensor and the trainer rank.
     """
-    trainer_rank_of = {g: t for t, g in enumerate(global_ranks)}
+    device_meshes = dtensor.Meshes({g: t for t, g in enumerate(global_ranks)})
     meshes: dict[Mesh, int] = {}
     placements: dict[tuple[Placement, ...], int] = {}
     tensors, shards = [], []
     seen: set[str] = set()
-    for name, tensor, *spec in named_tensors:
+    sharded: ShardedParameters | None = None
+    for name, given, *spec in _given(named_tensors, trainer_rank):
+        where = f"trainer rank {trainer_rank}: {name}"
         if name in seen:
             raise Mismatch(f"trainer rank {trainer_rank}: the name {name} was given twice")
         seen.add(name)
+        if not isinstance(given, torch.Tensor):
+            raise Unsupported(f"{where} is no tensor but of the type {type(given).__name__}; leave it out")
+        # Looked up late: a generator of named tensors may run a forward before its first.
+        sharded = sharded or ShardedParameters.of_this_process()
+        tensor = given if spec and spec[0] is not None else sharded.of(where, given)
         if spec and spec[0] is not None:
-            described = dtensor.from_shard_spec(name, tensor, spec[0], trainer_rank_of)
+            described = dtensor.from_shard_spec(where, tensor, spec[0], device_meshes)
         elif isinstance(tensor, DTensor):
-            described = dtensor.from_dtensor(name, tensor, trainer_rank_of)
+            described = dtensor.from_dtensor(where, tensor, device_meshes)
         else:
-            described = dtensor.plain(tuple(tensor.shape), tensor, trainer_rank_of)
-        _check_kind(name, described.local, trainer_rank)
+            described = dtensor.plain(tuple(tensor.shape), tensor, device_meshes)
+        _check_kind(where, described.local)
         source = SourceTensor(
             name,
             described.shape,
-            str(described.local.dtype).removeprefix("torch."),
+            # A rank outside the tensor's mesh has an empty local tensor of any dtype.
+            str(tensor.dtype).removeprefix("torch."),
             meshes.setdefault(described.mesh, len(meshes)),
             placements.setdefault(described.placements, len(placements)),
         )
         held = holdings(described.shape, described.mesh, described.placements)
-        _check_complete(source, held)
+        _check_complete(where, source, held)
         shards.append(_as_held(source, described.local.detach(), held, trainer_rank))
         tensors.append(source)
     if not tensors:
@@ -71,21 +88,35 @@ def describe(
     return TrainerState(layout, tuple(shards))
 
 
-def _check_kind(name: str, local: torch.Tensor, trainer_rank: int) -> None:
-    where = f"trainer rank {trainer_rank}: {name}"
+def _given(named_tensors: NamedTensors | torch.nn.Module, trainer_rank: int) -> NamedTensors:
+    if not isinstance(named_tensors, torch.nn.Module):
+        return named_tensors
+    try:
+        return list(named_shards(named_tensors))
+    except Unsupported as error:
+        raise Unsupported(f"trainer rank {trainer_rank}: {error}") from error
+
+
+def _check_kind(where: str, local: torch.Tensor) -> None:
     if local.layout is not torch.strided:
         raise Unsupported(f"{where} is a {local.layout} tensor; send a dense one")
     if local.device.type == "meta":
         raise Unsupported(f"{where} is on the meta device and has no data; materialise it first")
+    if is_traceable_wrapper_subclass(local):
+        raise Unsupported(f"{where} is a {type(local).__name__}, which wraps other tensors; send those, or a plain one")
     if str(local.dtype).removeprefix("torch.") not in ITEM_BYTES:
         raise Unsupported(f"{where} has the dtype {local.dtype}, which is not carried; cast it first")
+    if local.is_neg():
+        raise Unsupported(f"{where} is a negated view, whose memory has the opposite signs; send its resolve_neg()")
+    if local.numel() and not local.untyped_storage().nbytes():
+        raise Unsupported(f"{where} has no memory any more: its storage was freed; send what is registered now")
 
 
-def _check_complete(source: SourceTensor, held: Holdings) -> None:
+def _check_complete(where: str, source: SourceTensor, held: Holdings) -> None:
     covered = sum(box.numel for box in {piece.box for piece in held.pieces})
     if covered != source.spec.numel:
         raise Unsupported(
-            f"{source.name}: the trainer ranks of this update hold {covered} of its {source.spec.numel} elements; "
+            f"{where}: the trainer ranks of this update hold {covered} of its {source.spec.numel} elements; "
             "give the sender all ranks of the tensor's mesh"
         )
 

@@ -68,6 +68,8 @@ class MemoryExporter:
     """A trainer rank's side: makes handles, once for each storage.
 
     It does not keep storages alive: a trainer that offloads its weights gets their memory back.
+    What moves is torch's storage. Memory that others lent to torch (a numpy array) is left behind by
+    it, and pinned memory is pageable afterwards.
     """
 
     def __init__(self, trainer_rank: int) -> None:
@@ -75,21 +77,27 @@ class MemoryExporter:
         # By address. The weak reference tells a storage from a later one at the same address.
         self._exported: dict[int, tuple[StorageWeakRef, ShmStorage | CudaStorage]] = {}
 
-    def export(self, shards: Sequence[torch.Tensor]) -> Handles:
+    def export(self, shards: Sequence[torch.Tensor], names: Sequence[str] = ()) -> Handles:
         """Handles of these shards. Storages that were exported before and have not moved are not touched.
 
-        Raises Unsupported when shared memory is too small, naming how much is needed.
+        names  of the shards' tensors, for error messages
+
+        Raises Unsupported when shared memory is too small, naming how much is needed, and for memory that
+        cannot be handed over, naming the tensor.
         """
         self._check_room(shards)
         kept: dict[int, tuple[StorageWeakRef, ShmStorage | CudaStorage]] = {}
         index_of: dict[int, int] = {}
         views = []
-        for shard in shards:
+        for i, shard in enumerate(shards):
             if shard.numel() == 0:
                 views.append(ShardView(-1, 0, ()))
                 continue
             storage = shard.untyped_storage()
-            handle = self._known(storage) or _export_storage(storage)  # may move it into shared memory
+            handle = self._known(storage)
+            if handle is None:
+                name = names[i] if names else f"tensor number {i}"
+                handle = _export_storage(storage, f"trainer rank {self._rank}: {name}")
             kept[storage.data_ptr()] = self._exported[storage.data_ptr()] = (StorageWeakRef(storage), handle)
             index = index_of.setdefault(storage.data_ptr(), len(index_of))
             views.append(ShardView(index, int(shard.storage_offset()), tuple(shard.stride())))
@@ -108,7 +116,7 @@ class MemoryExporter:
         for shard in shards:
             if shard.device.type == "cpu" and shard.numel():
                 storage = shard.untyped_storage()
-                if self._known(storage) is None:
+                if self._known(storage) is None and not storage.is_shared():
                     new[storage.data_ptr()] = storage.nbytes()
         if not new:
             return
@@ -121,15 +129,20 @@ class MemoryExporter:
             )
 
 
-def _export_storage(storage: torch.UntypedStorage) -> ShmStorage | CudaStorage:
+def _export_storage(storage: torch.UntypedStorage, where: str) -> ShmStorage | CudaStorage:
+    """A handle of `storage`, which a CPU storage is moved into shared memory for."""
+    if storage.nbytes() == 0:
+        raise Unsupported(f"{where} has no memory any more: its storage was freed before the update took place")
     if storage.device.type == "cpu":
         fd, nbytes = storage._share_fd_cpu_()
+        if fd < 0:  # mapped by UntypedStorage.from_file, which closes the file
+            raise Unsupported(f"{where} is mapped from a file and cannot be moved; give a clone() of it")
         return ShmStorage(os.getpid(), fd, os.fstat(fd).st_ino, nbytes)
     if storage.device.type == "cuda":
         device, handle, nbytes, offset, ref_handle, ref_offset, event, sync = storage._share_cuda_()
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         return CudaStorage(uuid, handle, nbytes, offset, ref_handle, ref_offset, event, sync)
-    raise Unsupported(f"shards on a {storage.device.type} device cannot be handed over; use CPU or CUDA")
+    raise Unsupported(f"{where} is on a {storage.device.type} device; only CPU and CUDA memory can be handed over")
 
 
 class PeerMemory:

@@ -1,0 +1,31 @@
+"""Tied weights: tensors given under several names that are one and the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_reshard.sources.placements import Layout
+
+
+def aliases(layout: Layout, shards: Sequence[torch.Tensor]) -> dict[str, str]:
+    """Name -> the first name under which the same tensor was given, for tensors that came before.
+
+    The same means the same memory with the same local shape and strides, and the same global shape,
+    dtype, mesh and placements. A rank that holds no element of a tensor cannot tell, and leaves it
+    out, so ranks may differ where shards are empty.
+    """
+    first: dict[object, str] = {}
+    tied: dict[str, str] = {}
+    for tensor, shard in zip(layout.tensors, shards, strict=True):
+        if shard.numel() == 0:
+            continue
+        key = (
+            (shard.device, shard.data_ptr(), tuple(shard.shape), shard.stride()),
+            (tensor.shape, tensor.dtype, tensor.mesh, tensor.placements),
+        )
+        earlier = first.setdefault(key, tensor.name)
+        if earlier != tensor.name:
+            tied[tensor.name] = earlier
+    return tied

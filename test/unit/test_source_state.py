@@ -1,0 +1,165 @@
+"""Tensors of every kind that a training state may hold: read where they are, or refused by name and trainer rank."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
+
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.sources import aliases, describe
+from test_placements import as_rank
+
+
+def described(named, rank=0, size=2):
+    with as_rank(rank, size):
+        return describe(named() if callable(named) else named, trainer_rank=rank, global_ranks=tuple(range(size)))
+
+
+def on_mesh(local, placements, shape=None):
+    mesh = DeviceMesh("cpu", torch.arange(2))
+    stride = torch.empty(shape, device="meta").stride() if shape else None
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def test_shards_are_the_memory_itself_whatever_wraps_it():
+    """Gradients, inference mode, 0-dim, no elements, any strides, a parameter, a view in a flat buffer."""
+    flat = torch.arange(24.0)
+    leaf = torch.ones(3, requires_grad=True)
+    with torch.inference_mode():
+        made_in_inference = torch.ones(3)
+    tensors = {
+        "needs grad": leaf,
+        "has a graph": leaf.view(3, 1),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "frozen": torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        "inference": made_in_inference,
+        "scalar": torch.tensor(2.0),
+        "transposed": flat.view(4, 6).t(),
+        "every other": flat[::2],
+        "expanded": flat[:1].expand(5),
+        "of another dtype": flat.view(torch.int32)[3:5],
+    }
+    state = described([*tensors.items(), ("none", torch.empty(0, 4))])
+    for (name, tensor), shard in zip(tensors.items(), state.shards, strict=False):
+        assert shard.data_ptr() == tensor.data_ptr(), name
+        assert (shard.shape, shard.stride()) == (tensor.shape, tensor.stride()), name
+        assert not shard.requires_grad, name
+    assert [t.shape for t in state.layout.tensors][-1] == (0, 4)
+    assert [p for p in state.layout.holdings(state.layout.tensors[-1]).pieces if p.box.numel] == []
+    with torch.inference_mode():
+        assert described(tensors.items()).shards[0].data_ptr() == leaf.data_ptr()
+
+
+def test_distributed_tensors_of_any_class_are_read_by_their_mesh():
+    class Ours(DTensor):
+        pass
+
+    def given():
+        parameter = torch.nn.Parameter(on_mesh(torch.ones(2, 3), [Shard(0)]))
+        theirs = on_mesh(torch.ones(2, 3), [Shard(0)])
+        ours = Ours(theirs._local_tensor, theirs._spec, requires_grad=False)
+        assert type(ours) is Ours
+        yield "parameter", parameter
+        yield "subclass", ours
+        yield "scalar", on_mesh(torch.tensor(1.0), [Replicate()])
+        yield "none", on_mesh(torch.empty(2, 0), [Shard(0)])
+
+    state = described(given)
+    assert [t.shape for t in state.layout.tensors] == [(4, 3), (4, 3), (), (4, 0)]
+    assert [tuple(s.shape) for s in state.shards] == [(2, 3), (2, 3), (), (2, 0)]
+
+
+def test_what_is_still_on_its_way_is_waited_for():
+    def given():
+        sharded = on_mesh(torch.ones(2, 3), [Shard(0)])
+        yield "w", sharded.redistribute(placements=[Replicate()], async_op=True)
+
+    (shard,) = described(given).shards
+    assert type(shard) is torch.Tensor
+    assert shard.shape == (4, 3)
+
+
+REFUSED = {
+    "summands": (lambda: on_mesh(torch.zeros(2, 2), [Partial()]), Unsupported),
+    "meta device": (lambda: torch.zeros(2, device="meta"), Unsupported),
+    "on the meta device": (lambda: on_mesh(torch.zeros(2, 2, device="meta"), [Shard(0)]), Unsupported),
+    "send a dense one": (lambda: torch.zeros(2, 2).to_sparse(), Unsupported),
+    "sparse_csr": (lambda: torch.zeros(2, 2).to_sparse_csr(), Unsupported),
+    "complex64": (lambda: torch.zeros(2, dtype=torch.complex64), Unsupported),
+    "qint8": (lambda: torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8), Unsupported),
+    "wraps other tensors": (lambda: TwoTensor(torch.ones(2), torch.ones(2)), Unsupported),
+    "opposite signs": (lambda: torch.ones(3, dtype=torch.complex64).conj().imag, Unsupported),
+    "was freed": (lambda: freed(torch.ones(3)), Unsupported),
+    "NoneType": (lambda: None, Unsupported),
+    "type bytes": (lambda: b"extra state", Unsupported),
+    r"\(3, 2\).*\(2, 2\)": (lambda: on_mesh(torch.zeros(3, 2), [Shard(0)], torch.Size((4, 2))), Mismatch),
+    "none of which takes part": (
+        lambda: DTensor.from_local(torch.ones(1), DeviceMesh("cpu", [2, 3]), [Shard(0)], run_check=False),
+        Unsupported,
+    ),
+    "hold 1 of its 2 elements": (
+        lambda: DTensor.from_local(torch.ones(1), DeviceMesh("cpu", [1, 2]), [Shard(0)], run_check=False),
+        Unsupported,
+    ),
+}
+
+
+def freed(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("says", REFUSED)
+def test_what_cannot_be_carried_is_refused_by_name_and_trainer_rank(says):
+    make, error = REFUSED[says]
+    with as_rank(1, 4), pytest.raises(error, match=says) as caught:
+        describe([("layers.0.w", make())], trainer_rank=1, global_ranks=(0, 1))
+    assert str(caught.value).startswith("trainer rank 1: layers.0.w")
+
+
+def test_shard_specs_are_refused_by_name_and_trainer_rank():
+    spec = SimpleNamespace(full_shape=(4,), mesh=None, placements=(), place=(0, 2))
+    with pytest.raises(Unsupported, match=r"trainer rank 1: w: a ShardSpec with an explicit `place`"):
+        described([("w", torch.ones(2), spec)], rank=1)
+
+
+# -- tied weights
+
+
+def test_one_tensor_under_several_names_is_one_memory():
+    embed = torch.nn.Parameter(torch.ones(4, 3))
+    named = [("embed", embed), ("norm", torch.ones(3)), ("head", embed), ("copy", embed.detach().clone())]
+    state = described([*named, ("detached", embed.detach())])
+    assert aliases(state.layout, state.shards) == {"head": "embed", "detached": "embed"}
+    assert state.shards[0].data_ptr() == state.shards[2].data_ptr()
+
+
+def test_what_shares_memory_but_is_another_tensor_is_no_alias():
+    weight = torch.ones(4, 4)
+    named = [
+        ("w", weight),
+        ("transposed", weight.t()),
+        ("first row", weight[0]),
+        ("other dtype", weight.view(torch.int32)),
+        ("none", weight[:0]),
+        ("none too", weight[:0]),
+    ]
+    state = described(named)
+    assert aliases(state.layout, state.shards) == {}
+
+
+def test_one_memory_by_other_placements_is_no_alias():
+    shard = torch.ones(2, 2)
+
+    def given():
+        yield "rows", on_mesh(shard, [Shard(0)])
+        yield "columns", on_mesh(shard, [Shard(1)])
+        yield "replicated", on_mesh(shard, [Replicate()])
+        yield "tied", on_mesh(shard, [Shard(0)])
+
+    state = described(given)
+    assert aliases(state.layout, state.shards) == {"tied": "rows"}
