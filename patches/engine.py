@@ -11,6 +11,8 @@ import psutil
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.patches.rpc import call_schedulers
+from sglang_reshard.patches.tokenizer_manager import unfit
 from sglang_reshard.shared_segments import forget, remove, segments_of
 from sglang_reshard.version import __version__
 
@@ -28,6 +30,9 @@ def apply() -> None:
 
 def update_weights_distributed(self: Engine, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
     """Reshard a trainer's weights into the live parameters; see `sglang_reshard.sender` for the other side."""
+    if self.loop.is_running():
+        message = "another thread is using this Engine; give it one call at a time"
+        return DistributedUpdateWeightsOutput(success=False, message=message)
     return self.loop.run_until_complete(self.tokenizer_manager.update_weights_distributed(request))
 
 
@@ -57,17 +62,17 @@ def end(engine: Engine) -> None:
 
 
 def check_installed(engine: Engine) -> None:
-    """Raise Unsupported unless this engine and its schedulers carry these patches, in this version."""
+    """Raise Unsupported unless this engine can be updated, and carries these patches in this version throughout."""
     if not hasattr(engine, "update_weights_distributed"):
         raise Unsupported(
             "SGLang did not load the sglang-reshard plugin: look for 'Failed to load plugin reshard' in its log, "
             "and see that SGLANG_PLUGINS, if it is set, names 'reshard'"
         )
-    try:
-        # A stock scheduler answers an unknown method with an error and lives on.
-        engine.collective_rpc("check_reshard_version", version=__version__)
-    except AssertionError as error:
+    if reason := unfit(engine.server_args):
+        raise Unsupported(reason)
+    # A stock scheduler answers an unknown method with an error and lives on.
+    if error := call_schedulers(engine, "check_reshard_version", version=__version__):
         raise Unsupported(
             "SGLang's scheduler processes do not carry sglang-reshard as this process does; install the same "
             f"version on every node of the engine: {error}"
-        ) from error
+        )

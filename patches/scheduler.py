@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
@@ -44,7 +46,7 @@ def update_weights_distributed(
         refusal = _refusal(self, request)
         output = self.tp_worker.update_weights_distributed(request, refusal)
         if output.success and request.flush_cache:
-            self.flush_cache()
+            _flush_cache(self)
     except Exception as error:
         logger.exception("update_weights_distributed failed")
         message = f"engine rank {self.tp_rank}: {type(error).__name__}: {error}"
@@ -59,15 +61,35 @@ def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq) -> str:
             "the weights are offloaded by release_memory_occupation; "
             "call resume_memory_occupation(['weights']) before the update"
         )
-    if scheduler.draft_worker is not None:
+    if scheduler.draft_worker is not None and not scheduler.spec_algorithm.is_ngram():  # n-grams have no weights
         return "a draft model is loaded, which is not carried yet; start the engine without speculative decoding"
-    if request.flush_cache and not scheduler.is_fully_idle():
+    with _without_waiting_requests(scheduler):
+        idle = scheduler.is_fully_idle()
+    if request.flush_cache and not idle:
         return (
-            f"the cache cannot be flushed: {len(scheduler.running_batch.reqs)} requests are running and "
-            f"{len(scheduler.waiting_queue)} wait; pause with mode='abort', pass abort_all_requests=True, or pass "
-            "flush_cache=False to go on with what was computed from the old weights"
+            f"the cache cannot be flushed: {len(scheduler.running_batch.reqs)} requests are running; pause with "
+            "mode='abort' or mode='retract', pass abort_all_requests=True, or pass flush_cache=False to go on with "
+            "what was computed from the old weights"
         )
     return ""
+
+
+def _flush_cache(scheduler: Scheduler) -> None:
+    """SGLang flushes only while no request waits. One that waits owns nothing of the cache: it may."""
+    with _without_waiting_requests(scheduler):
+        if not scheduler.flush_cache():
+            raise RuntimeError("the cache was not flushed after the update, so tokens may come from the old weights")
+
+
+@contextmanager
+def _without_waiting_requests(scheduler: Scheduler) -> Iterator[None]:
+    """While requests that have no part of the cache are taken out of the queue, as after a retracting pause."""
+    waiting = scheduler.waiting_queue
+    scheduler.waiting_queue = [request for request in waiting if request.req_pool_idx is not None]
+    try:
+        yield
+    finally:
+        scheduler.waiting_queue = waiting
 
 
 def check_reshard_version(self: Scheduler, version: str) -> None:

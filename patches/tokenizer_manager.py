@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 _NAME = "update_weights_distributed"
+_RUNNING = "_reshard_running"  # on the manager: the update that is under way
 
 
 def apply() -> None:
@@ -33,8 +34,17 @@ async def update_weights_distributed(
     own weight updates.
     """
     self.auto_create_handle_loop()
-    if refusal := _refusal(self.server_args, request):
+    if refusal := _refusal(self.server_args, request) or getattr(self, _RUNNING, ""):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
+    running = f"update {request.update} of session {request.session} is running; repeat this one when it has ended"
+    setattr(self, _RUNNING, running)
+    try:
+        return await _update(self, request)
+    finally:
+        setattr(self, _RUNNING, "")
+
+
+async def _update(self: TokenizerManager, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
     if request.abort_all_requests:
         self.abort_request(abort_all=True)
     envelope = UpdateWeightsDistributedReqInput.of(request)
@@ -52,8 +62,8 @@ async def update_weights_distributed(
     return output
 
 
-def _refusal(server_args: Any, request: DistributedUpdateWeightsReq) -> str:
-    """Why this engine cannot be updated this way, as far as its arguments tell; empty if it can."""
+def unfit(server_args: Any) -> str:
+    """Why an engine that was started like this cannot be updated; empty if it can."""
     if server_args.dp_size > 1 and not server_args.enable_dp_attention:
         return f"dp_size={server_args.dp_size} without dp-attention: run one engine per replica instead"
     if server_args.pp_size > 1:
@@ -62,6 +72,12 @@ def _refusal(server_args: Any, request: DistributedUpdateWeightsReq) -> str:
         return "tokenizer_worker_num > 1: SGLang loads no plugins in the extra workers; use 1"
     if server_args.enable_eplb:
         return "enable_eplb: experts move between ranks while serving, which is not followed yet; turn it off"
+    return ""
+
+
+def _refusal(server_args: Any, request: DistributedUpdateWeightsReq) -> str:
+    if reason := unfit(server_args):
+        return reason
     if request.weight_version is not None and request.weight_version == server_args.weight_version:
         return (
             f"the engine's weights are already version {request.weight_version!r}; "

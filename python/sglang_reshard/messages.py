@@ -29,6 +29,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     weight_version  what the engine calls the weights once all ranks have them; None keeps its name
     bucket_bytes    size of a broadcast bucket; a rank holds at most two
     timeout_s       seconds that any one wait of this update may last
+    ignore          names that no engine rank need have a use for, as patterns of fnmatch
     package_version of the sender; the engine's must be the same
     """
 
@@ -45,6 +46,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = DEFAULT_TIMEOUT_S
     flush_cache: bool = True
     abort_all_requests: bool = False
+    ignore: tuple[str, ...] = ()
     package_version: str = ""
 
 

@@ -36,6 +36,7 @@ from sglang_reshard.transports.base import Here, Transport
 from sglang_reshard.transports.broadcast import BroadcastTransport
 from sglang_reshard.transports.groups import Groups
 from sglang_reshard.transports.memory import Handles, PeerMemory, host_identity
+from sglang_reshard.unused_names import check_used, remark
 from sglang_reshard.version import check_same_version
 
 T = TypeVar("T")
@@ -198,7 +199,9 @@ class WeightReceiver:
         if plan is None or len({v.plan for v in verdicts}) > 1:
             return self._refused("plan", ["engine ranks made different plans; this is a bug, please report it"])
         with clock("connect"):
-            route, error = _attempt(lambda: self._connect(request, plan, groups, target, _remark(target.pieces, needs)))
+            route, error = _attempt(
+                lambda: self._connect(request, plan, groups, target, remark(unneeded(target.pieces, needs)))
+            )
             verdicts = self._control.gather(_Verdict(error), request.timeout_s)
         if refused := self._refused("connect", [v.error for v in verdicts]):
             self._forget()  # a group that was made by some of its members only cannot be used
@@ -210,6 +213,7 @@ class WeightReceiver:
         self, request: DistributedUpdateWeightsReq, needs: Sequence[Needs], session: Session, target: _Target
     ) -> Plan:
         """The plan, with the memory that this rank reads mapped."""
+        check_used(unneeded(target.pieces, needs), request.ignore)
         plan = make_plan(target.pieces, needs, request.trainer_hosts, request.bucket_bytes)
         memory = {}
         for trainer_rank in plan.trainer_ranks_read_by(self._control.rank):
@@ -223,11 +227,11 @@ class WeightReceiver:
         return plan
 
     def _connect(
-        self, request: DistributedUpdateWeightsReq, plan: Plan, groups: Groups, target: _Target, remark: str
+        self, request: DistributedUpdateWeightsReq, plan: Plan, groups: Groups, target: _Target, told: str
     ) -> _Route:
         memory = {rank: peer for rank, (_, peer) in self._memory.items()}
         here = Here(self._control.rank, self._device, target.pieces, plan, target.program, memory, groups)
-        return _Route(target, request.handles, request.bucket_bytes, BroadcastTransport(here), remark)
+        return _Route(target, request.handles, request.bucket_bytes, BroadcastTransport(here), told)
 
     def _move(
         self, request: DistributedUpdateWeightsReq, clock: _Clock, meter: PeakMemory, kept_bytes: int
@@ -295,15 +299,6 @@ class _Clock:
             yield
         finally:
             self.seconds[phase] = time.perf_counter() - started
-
-
-def _remark(pieces: Pieces, needs: Sequence[Needs]) -> str:
-    """Names that the engine has no use for: a tied head or another stage's layer, or a misspelt name."""
-    names = unneeded(pieces, needs)
-    if not names:
-        return ""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"the engine has no use for {', '.join(names[:5])}{more}"
 
 
 def _attempt(step: Callable[[], T]) -> tuple[T | None, str]:

@@ -9,9 +9,12 @@ Its weights must not change until `update` returns.
 
 from __future__ import annotations
 
+import glob
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,13 +32,24 @@ from sglang_reshard.messages import (
 )
 from sglang_reshard.report import TrainerRankReport, UpdateReport
 from sglang_reshard.session import Address, Session
-from sglang_reshard.sources import Layout, describe
+from sglang_reshard.sources import Layout, NamedTensors, TrainerState, aliases, describe, first_not_finite
 from sglang_reshard.transports.memory import Handles, MemoryExporter, host_identity
 from sglang_reshard.version import __version__
 
 logger = logging.getLogger(__name__)
 _LEAVING_S = 10.0  # how long rank 0 waits at the end for ranks that may have died
 Send = Callable[[DistributedUpdateWeightsReq], DistributedUpdateWeightsOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What one update is asked for; see `WeightSender.update`."""
+
+    weight_version: str | None
+    flush_cache: bool
+    abort_all_requests: bool
+    ignore: tuple[str, ...]
+    check_finite: bool
 
 
 class WeightSender:
@@ -68,6 +82,7 @@ class WeightSender:
         self._handles: Handles | None = None
         self._layout_digest, self._handles_digest = "", ""
         self._update = 0
+        self._alone = threading.Lock()  # held by the thread that updates
 
     @classmethod
     def over(cls, group: dist.ProcessGroup, send: Send | None, **options: Any) -> WeightSender:
@@ -90,32 +105,49 @@ class WeightSender:
 
     def update(
         self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        named_tensors: NamedTensors | torch.nn.Module,
         *,
         weight_version: str | None = None,
         flush_cache: bool = True,
         abort_all_requests: bool = False,
+        ignore: Sequence[str] = (),
+        check_finite: bool = False,
     ) -> UpdateReport:
         """Bring the engine to these weights. Every trainer rank calls it, with the same names in the same order.
 
-        named_tensors  see `sglang_reshard.sources.describe`; nothing is gathered, the shards stay where they are
+        named_tensors  (name, tensor) pairs, or the module itself, see `sglang_reshard.sources.describe`; nothing is
+                       gathered, the shards stay where they are
         weight_version what the engine shall call the weights; None keeps its name
+        ignore         names that the engine may have no use for, as patterns of fnmatch ("model.layers.61.*");
+                       any other such name is refused, unless it is tied to a tensor that is sent too
+        check_finite   look for NaN and infinities in every shard first, and refuse them
 
         Raises, on every trainer rank: Unsupported or Mismatch for what cannot be sent, DeadlineExceeded for a
         rank that does not show up, EngineRefused for what the engine says. The old weights keep serving then,
         except after TornWeights, which only a successful update heals.
         """
+        if not self._alone.acquire(blocking=False):
+            raise Mismatch(
+                f"trainer rank {self._rank}: update {self._update} is running in another thread; wait for it to return"
+            )
+        try:
+            options = _Options(weight_version, flush_cache, abort_all_requests, tuple(ignore), check_finite)
+            return self._update_alone(named_tensors, options)
+        finally:
+            self._alone.release()
+
+    def _update_alone(self, named_tensors: NamedTensors | torch.nn.Module, options: _Options) -> UpdateReport:
         started = time.perf_counter()
         self._update += 1
-        layout = self._announce(named_tensors)
+        state = self._announce(named_tensors, options.check_finite)
         published = time.perf_counter() - started
         if self._send is None:
             return self._session.await_result(self._update, 2 * self._timeout_s)
         try:
-            answer = self._lead(self._send, weight_version, flush_cache, abort_all_requests)
+            answer = self._lead(self._send, state, options)
             seconds = {"publish": published, "total": time.perf_counter() - started}
-            assert layout is not None  # an error of this rank's own is among the notes and was raised
-            report = _report(answer, layout, weight_version, self._bucket_bytes, seconds)
+            assert state is not None  # an error of this rank's own is among the notes and was raised
+            report = _report(answer, state.layout, options.weight_version, self._bucket_bytes, seconds)
         except BaseException as error:
             self._session.publish_result(self._update, Failure.of(error))
             raise
@@ -130,23 +162,24 @@ class WeightSender:
         else:
             self._session.leave(self._rank)
 
-    def _announce(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Layout | None:
+    def _announce(self, named_tensors: NamedTensors | torch.nn.Module, check_finite: bool) -> TrainerState | None:
         """Publish what is new about this rank's shards, and say to rank 0 that it is ready, or why not."""
-        layout, failure = None, None
+        state, failure = None, None
         try:
             state = describe(named_tensors, trainer_rank=self._rank, global_ranks=self._global_ranks)
-            layout = state.layout
-            handles = self._memory.export(state.shards)
+            if check_finite:
+                _check_finite(state, self._rank)
+            handles = self._memory.export(state.shards, [t.name for t in state.layout.tensors])
             if any(shard.is_cuda for shard in state.shards):
                 torch.cuda.synchronize()  # an engine rank reads from another process: no stream orders us
-            self._publish(layout, handles)
+            self._publish(state.layout, handles)
         except Exception as error:
             failure = Failure.of(error)
             if not isinstance(error, ReshardError):
                 logger.exception("trainer rank %d cannot take part in update %d", self._rank, self._update)
         note = TrainerNote(host_identity(), self._layout_digest, self._handles_digest, failure)
         self._session.announce(self._update, self._rank, note)
-        return layout
+        return state
 
     def _publish(self, layout: Layout, handles: Handles) -> None:
         if layout != self._layout:
@@ -158,9 +191,7 @@ class WeightSender:
             self._handles_digest = self._session.put_handles(self._rank, handles)
             self._handles = handles
 
-    def _lead(
-        self, send: Send, weight_version: str | None, flush_cache: bool, abort_all_requests: bool
-    ) -> DistributedUpdateWeightsOutput:
+    def _lead(self, send: Send, state: TrainerState | None, options: _Options) -> DistributedUpdateWeightsOutput:
         """Trainer rank 0: all ranks ready and agreed? Then one request, which carries metadata only."""
         size = len(self._global_ranks)
         notes = self._session.collect_notes(self._update, size, self._timeout_s)
@@ -170,6 +201,8 @@ class WeightSender:
             if note.failure is not None:
                 raise note.failure.error()
         self._check_agreement(notes)
+        assert state is not None
+        tied = tuple(glob.escape(name) for name in aliases(state.layout, state.shards))
         answer = send(
             DistributedUpdateWeightsReq(
                 session=self._session.address.session,
@@ -179,12 +212,13 @@ class WeightSender:
                 layout=notes[0].layout,
                 handles=tuple(note.handles for note in notes),
                 trainer_hosts=tuple(note.host for note in notes),
-                weight_version=weight_version,
+                weight_version=options.weight_version,
                 transport=self._transport,
                 bucket_bytes=self._bucket_bytes,
                 timeout_s=self._timeout_s,
-                flush_cache=flush_cache,
-                abort_all_requests=abort_all_requests,
+                flush_cache=options.flush_cache,
+                abort_all_requests=options.abort_all_requests,
+                ignore=options.ignore + tied,
                 package_version=__version__,
             )
         )
@@ -202,6 +236,11 @@ class WeightSender:
                 self._session.get_layout(digest, Layout, self._timeout_s) for digest in (notes[0].layout, note.layout)
             )
             raise Mismatch(first_difference(mine, other, rank))
+
+
+def _check_finite(state: TrainerState, trainer_rank: int) -> None:
+    if found := first_not_finite(state.layout, state.shards, trainer_rank):
+        raise Mismatch(f"{found}. Nothing was sent; look at the optimizer step, or pass check_finite=False")
 
 
 def first_difference(layout: Layout, other: Layout, other_rank: int) -> str:

@@ -12,7 +12,7 @@ Everything that comes back, comes back on every rank.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,6 +31,7 @@ from sglang_reshard.messages import (
 )
 from sglang_reshard.report import UpdateReport
 from sglang_reshard.sender import WeightSender
+from sglang_reshard.sources import NamedTensors
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -100,26 +101,20 @@ class VerlEngine:
 
     def update_weights_from_tensor(
         self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        named_tensors: NamedTensors | torch.nn.Module,
         load_format: str | None = None,
-        *,
-        weight_version: str | None = None,
-        flush_cache: bool = True,
-        abort_all_requests: bool = False,
+        **options: Any,
     ) -> UpdateReport:
-        """Bring the engine to these weights. Every rank calls it, with its own shards; see `WeightSender.update`.
+        """Bring the engine to these weights. Every rank calls it, with its own shards.
 
-        named_tensors  all of the model's, under their checkpoint names; DTensors or tensors that every rank holds
+        named_tensors  all of the model's, under their checkpoint names: DTensors, or tensors that every rank holds;
+                       or the module itself
+        options        weight_version and what else `WeightSender.update` takes
         """
         if load_format is not None:
             raise Unsupported(f"load_format={load_format!r}: the engine's own loader decides; leave it out")
         try:
-            report = self._sender.update(
-                named_tensors,
-                weight_version=weight_version,
-                flush_cache=flush_cache,
-                abort_all_requests=abort_all_requests,
-            )
+            report = self._sender.update(named_tensors, **options)
         except TornWeights as error:
             self._torn = str(error)
             raise

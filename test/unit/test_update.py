@@ -1,6 +1,7 @@
 """Whole updates in real processes on gloo: DTensor shards in, bit-exact engine parameters out."""
 
 import os
+import threading
 
 import pytest
 import torch
@@ -123,16 +124,70 @@ def test_the_second_update_neither_traces_nor_plans():
     assert not {"trace", "plan", "connect"} & set(second.seconds)
 
 
-def train_with_a_name_too_many(trainer):
+def train_with_a_name_to_be_ignored(trainer):
     sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
-    report = sender.update([*checkpoint(1).items(), ("rotary.inv_freq", torch.ones(3))])
+    named = [*checkpoint(1).items(), ("rotary.inv_freq", torch.ones(3))]
+    report = sender.update(named, ignore=["rotary.*"])
     sender.close()
     return report.message
 
 
-def test_names_that_the_engine_has_no_use_for_are_told():
-    told, _ = run_world(1, 2, train_with_a_name_too_many, serve_untouched, deadline_s=60)
+def test_names_that_are_to_be_ignored_are_told():
+    told, _ = run_world(1, 2, train_with_a_name_to_be_ignored, serve_untouched, deadline_s=60)
     assert told == ["the engine has no use for rotary.inv_freq"]
+
+
+def train_with_a_tied_head(trainer):
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    state = checkpoint(1)
+    told = []
+    for head in (state["embed.weight"].detach(), state["embed.weight"].clone()):
+        try:
+            told.append(sender.update([*state.items(), ("lm_head.weight", head)]).message)
+        except EngineRefused as error:
+            told.append(str(error))
+    sender.close()
+    return told
+
+
+def test_a_tied_head_needs_no_mention_and_one_of_its_own_does():
+    told, _ = run_world(1, 2, train_with_a_tied_head, serve_untouched)
+    tied, untied = told[0]
+    assert tied == "the engine has no use for lm_head.weight"
+    assert "ignore=['lm_head.weight']" in untied
+
+
+def train_twice_at_once(trainer):
+    """While the engine is asked, another thread tries an update of its own."""
+    refusals = []
+
+    def send(request):
+        thread = threading.Thread(target=intrude)
+        thread.start()
+        thread.join()
+        return trainer.send(request)
+
+    def intrude():
+        try:
+            sender.update(checkpoint(2).items())
+        except Mismatch as error:
+            refusals.append(str(error))
+
+    sender = WeightSender.over(trainer.group, send, timeout_s=30)
+    first = sender.update(checkpoint(1).items())
+    second = sender.update(checkpoint(1).items())
+    sender.close()
+    return first.success, second.success, refusals
+
+
+def test_one_update_at_a_time():
+    told, _ = run_world(1, 1, train_twice_at_once, serve_untouched)
+    first, second, refusals = told[0]
+    assert first
+    assert second
+    assert refusals == [
+        f"trainer rank 0: update {n} is running in another thread; wait for it to return" for n in (1, 2)
+    ]
 
 
 # -- mistakes: refused on every trainer rank, nothing written
@@ -145,6 +200,8 @@ def train_mistaken(trainer, mistake):
         state = dict(reversed(state.items()))
     if mistake == "missing":
         del state["down.weight"]
+    if mistake == "unknown":
+        state["rotary.inv_freq"] = torch.zeros(3)
     if mistake == "shape":
         state["norm.weight"] = torch.zeros(5)
     if mistake == "meta" and trainer.rank == 1:
@@ -178,6 +235,7 @@ def serve_untouched(rank, size, requests, mistake=None):
         ("order", Mismatch, ["trainer rank 1", "embed.weight"]),
         ("meta", Unsupported, ["trainer rank 1", "norm.weight", "meta device"]),
         ("missing", EngineRefused, ["down"]),
+        ("unknown", EngineRefused, ["no use for rotary.inv_freq", "ignore=['rotary.inv_freq']"]),
         ("shape", EngineRefused, ["norm"]),
     ],
 )

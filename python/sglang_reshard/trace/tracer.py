@@ -104,6 +104,12 @@ def _rejection(error: Exception, tensor: str) -> ReshardError:
     needs_bytes = ("data pointer", "doesn't have storage", "incompatible tensor type", "tensor subclasses")
     if isinstance(error, NotImplementedError) or any(words in str(error) for words in needs_bytes):
         return Unsupported(f"The model's loader does something that cannot be traced, at {tensor}: {what}")
+    if isinstance(error, AttributeError) and "weight_loader" in str(error):
+        return Unsupported(
+            f"The engine rebuilt the parameter that {tensor} is loaded into, after its start: it was quantized or "
+            f"repacked, and SGLang's loader no longer knows it ({error}). Start the engine on weights as the trainer "
+            "has them, without quantization="
+        )
     return Mismatch(
         f"The model's loader rejected the tensors at {tensor}: {what}. Compare names, shapes and dtypes with those "
         "of the model's Hugging Face checkpoint."

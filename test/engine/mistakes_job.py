@@ -1,0 +1,179 @@
+"""What the trainer ranks of test_mistakes.py do: everything wrong, against one live engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial
+
+from reshard_job import Job
+from sglang_reshard import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, WeightSender
+from sglang_reshard.errors import ReshardError
+
+Refusal = list[str]  # the error's class, and what it says
+NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
+
+
+def with_changes(run: Job, changes: dict[str, torch.Tensor], *, on: int | None = None) -> list[Any]:
+    """The trainer's parameters, with others in their place or added; on all trainer ranks, or on one."""
+    parameters = dict(run.trainer.model.named_parameters())
+    return list((parameters | (changes if on in (None, run.rank) else {})).items())
+
+
+def changed(make: Callable[[], torch.Tensor], name: str = NORM, *, on: int | None = None) -> Callable[[Job], Refusal]:
+    return lambda run: run.refusal(None, named=with_changes(run, {name: make()}, on=on))
+
+
+def missing(run: Job) -> Refusal:
+    return run.refusal(None, named=[(n, p) for n, p in run.trainer.model.named_parameters() if n != DOWN])
+
+
+def other_order(run: Job) -> Refusal:
+    parameters = list(run.trainer.model.named_parameters())
+    return run.refusal(None, named=parameters[::-1] if run.rank == 1 else parameters)
+
+
+def partial(run: Job) -> Refusal:
+    down = dict(run.trainer.model.named_parameters())[DOWN]
+    summand = DTensor.from_local(down.to_local().detach(), down.device_mesh, [Partial()], run_check=False)
+    return run.refusal(None, named=with_changes(run, {DOWN: summand}))
+
+
+def not_finite(run: Job) -> Refusal:
+    """One NaN, in trainer rank 1's shard."""
+    down = dict(run.trainer.model.named_parameters())[DOWN]
+    local = down.to_local().detach().clone()
+    if run.rank == 1:
+        local[2, 3] = float("nan")
+    poisoned = DTensor.from_local(local, down.device_mesh, down.placements, run_check=False)
+    return run.refusal(None, named=with_changes(run, {DOWN: poisoned}), check_finite=True)
+
+
+def offloaded(run: Job) -> Refusal:
+    engine = run.engine.engine
+    if engine is not None:
+        engine.release_memory_occupation(["weights"])
+    refusal = run.refusal(None)
+    if engine is not None:
+        engine.resume_memory_occupation(["weights"])
+    return refusal
+
+
+# -- with a sender of their own, beside the engine's
+
+
+Send = Callable[[DistributedUpdateWeightsReq], DistributedUpdateWeightsOutput]
+
+
+def by_another_sender(run: Job, send: Send, *, present: bool = True, **options: Any) -> Refusal:
+    sender = WeightSender.over(dist.group.WORLD, send if run.rank == 0 else None, **options)
+    try:
+        if present:
+            sender.update(run.trainer.model.named_parameters())
+    except ReshardError as error:
+        return [type(error).__name__, str(error)]
+    finally:
+        sender.close()
+    return ["", "it succeeded" if present else "it was not there"]
+
+
+def engine_of(run: Job) -> Any:
+    assert run.engine.engine is not None
+    return run.engine.engine
+
+
+def never_shows_up(run: Job) -> Refusal:
+    def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
+        raise AssertionError("the engine was asked although a trainer rank was missing")
+
+    return by_another_sender(run, send, present=run.rank == 0, timeout_s=3)
+
+
+def another_version(run: Job) -> Refusal:
+    def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
+        return engine_of(run).update_weights_distributed(msgspec.structs.replace(request, package_version="0.0.9"))
+
+    return by_another_sender(run, send)
+
+
+def while_another_runs(run: Job) -> Refusal:
+    """Two requests at a time, as two trainers would send them to one server: the second is refused, the first not."""
+    told: list[DistributedUpdateWeightsOutput] = []
+
+    def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
+        engine = engine_of(run)
+
+        async def both() -> list[DistributedUpdateWeightsOutput]:
+            other = msgspec.structs.replace(request, session="another")
+            manager = engine.tokenizer_manager
+            return await asyncio.gather(*(manager.update_weights_distributed(r) for r in (request, other)))
+
+        told.extend(engine.loop.run_until_complete(both()))
+        return told[1]
+
+    refusal = by_another_sender(run, send)
+    assert not told or told[0].success, told[0].message
+    return refusal
+
+
+def half_of_the_mesh(run: Job) -> Refusal:
+    """Only trainer rank 0 takes part, and its DTensors live on both."""
+    alone = dist.new_group([0])
+    refusal = ["", "it was not there"]
+    if run.rank == 0:
+        sender = WeightSender.over(alone, engine_of(run).update_weights_distributed)
+        try:
+            sender.update(run.trainer.model.named_parameters())
+            refusal = ["", "it succeeded"]
+        except ReshardError as error:
+            refusal = [type(error).__name__, str(error)]
+        sender.close()
+    dist.barrier()
+    return refusal
+
+
+MISTAKES: dict[str, Callable[[Job], Refusal]] = {
+    "unknown name": changed(lambda: torch.zeros(3), "model.layers.1.mlp.no_such_proj.weight"),
+    "missing": missing,
+    "wrong shape": changed(lambda: torch.zeros(5)),
+    "integers": changed(lambda: torch.ones(512, dtype=torch.int32)),
+    "complex numbers": changed(lambda: torch.ones(512, dtype=torch.complex64)),
+    "a name on one rank only": changed(lambda: torch.zeros(3), "model.extra", on=1),
+    "another order on one rank": other_order,
+    "another shape on one rank": changed(lambda: torch.zeros(5), on=1),
+    "another dtype on one rank": changed(lambda: torch.zeros(512, dtype=torch.bfloat16), on=1),
+    "partial": partial,
+    "meta": changed(lambda: torch.zeros(512, device="meta")),
+    "sparse": changed(lambda: torch.ones(512).to_sparse()),
+    "not finite": not_finite,
+    "same version": lambda run: run.refusal("1"),
+    "offloaded": offloaded,
+    "a rank never shows up": never_shows_up,
+    "another version of the package": another_version,
+    "while another runs": while_another_runs,
+    "half of the mesh": half_of_the_mesh,
+}
+
+
+def make_all(job: dict[str, Any]) -> dict[str, Any]:
+    """Each mistake, and what the engine says after it; then an update without one."""
+    run = Job(job)
+    run.step_and_save("1")
+    run.update("1")
+    seen: dict[str, Any] = {"tokens": {"before": run.tokens()}, "refusals": {}}
+    digests = run.live_digests("before")
+    for name, mistake in MISTAKES.items():
+        seen["refusals"][name] = mistake(run)
+        seen["tokens"][name] = run.tokens()
+    seen["untouched"] = run.live_digests("after") == digests
+    run.step_and_save("2")
+    seen["report"] = run.update("2")
+    seen["tokens"]["after"] = run.tokens()
+    seen["expected"] = run.expected_tokens("2")
+    run.engine.shutdown()
+    return seen

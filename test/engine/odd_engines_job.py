@@ -1,0 +1,70 @@
+"""What the trainer of test_odd_engines.py does: updates an engine that cannot take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from sglang_reshard import WeightSender, cpu_host
+from sglang_reshard.demo import tiny_model
+from sglang_reshard.demo.trainer import Trainer
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.launch import without_torchrun_variables
+from sglang_reshard.oracle.digests import LOADER, read_live_digests
+
+
+def update_in_vain(job: dict[str, Any]) -> dict[str, Any]:
+    """Two refused updates, what `check_installed` says, and the live weights before and after."""
+    folder = Path(job["folder"])
+    model = folder / "model"
+    tiny_model.save(model, 1, 1)
+    cpu_host.activate(1)  # before SGLang's first import
+    from sglang.srt.entrypoints.engine import Engine
+
+    from sglang_reshard.patches.engine import check_installed, end
+
+    draft = {"speculative_draft_model_path": str(model)} if job.get("draft") else {}
+    with without_torchrun_variables():
+        engine = Engine(
+            model_path=str(model),
+            load_format="dummy",
+            dtype=job["dtype"],
+            custom_weight_loader=[LOADER],
+            **cpu_host.engine_arguments(**job["engine"], **draft),
+        )
+
+    def weights(name: str) -> list[Any]:
+        """Digests, or tokens: SGLang's own update, which carries the wish for digests, fails on two stages."""
+        if engine.server_args.pp_size > 1:
+            (out,) = engine.generate(input_ids=[[5, 6, 7]], sampling_params={"temperature": 0, "max_new_tokens": 24})
+            return [out["output_ids"]]
+        return read_live_digests(engine, folder / f"digests-{name}")
+
+    before = weights("before")
+    trainer = Trainer(tiny_model.config(1, 1), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
+    sender = WeightSender.over(dist.group.WORLD, engine.update_weights_distributed, timeout_s=60)
+
+    def update() -> None:
+        sender.update(trainer.model, weight_version="1")
+
+    seen = {
+        "told": [_refusal(update), _refusal(update), _refusal(lambda: check_installed(engine))],
+        "before": before,
+        "after": weights("after"),
+        "version": engine.tokenizer_manager.server_args.weight_version,
+    }
+    sender.close()
+    end(engine)
+    return seen
+
+
+def _refusal(attempt: Callable[[], None]) -> list[str]:
+    try:
+        attempt()
+    except ReshardError as error:
+        return [type(error).__name__, str(error)]
+    return ["", "it succeeded"]

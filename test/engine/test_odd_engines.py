@@ -1,0 +1,53 @@
+"""Engines whose weights are not only what the loader writes: each refuses by name, and nothing is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.trainers import run_trainers
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+
+DRAFT = {
+    "speculative_algorithm": "STANDALONE",
+    "speculative_num_steps": 2,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 3,
+    "attention_backend": "triton",  # the only one for drafts that can start without a GPU, interpreted
+}
+
+
+def refused(folder: Path, environment: dict[str, str] | None = None, **job: Any) -> tuple[str, list[str]]:
+    """What the engine says, twice the same, with its weights untouched; and what a check at its start says."""
+    job = {"dtype": "float32", **job}
+    (seen,) = run_trainers(1, "odd_engines_job:update_in_vain", folder, environment=environment, **job)
+    (kind, message), again, at_start = seen["told"]
+    assert kind == "EngineRefused"
+    assert again == [kind, message]
+    assert seen["before"] == seen["after"]
+    assert len(seen["before"][0]) > 20
+    assert seen["version"] != "1"
+    return message, at_start
+
+
+def test_pipeline_stages_are_not_carried(tmp_path: Path) -> None:
+    message, at_start = refused(tmp_path, engine={"pp_size": 2})
+    assert "pp_size=2" in message
+    assert "use tensor parallelism" in message
+    assert at_start == ["Unsupported", message]
+
+
+def test_a_draft_model_is_not_carried(tmp_path: Path) -> None:
+    message, _ = refused(tmp_path, {"TRITON_INTERPRET": "1"}, engine=DRAFT, draft=True)
+    assert "a draft model is loaded" in message
+    assert "start the engine without speculative decoding" in message
+
+
+def test_weights_that_were_quantized_after_loading_are_not_plain_copies(tmp_path: Path) -> None:
+    message, _ = refused(tmp_path, dtype="bfloat16", engine={"quantization": "fp8"})
+    assert "engine rank 0" in message
+    assert "model.layers.0.self_attn" in message
+    assert "without quantization=" in message
