@@ -1,0 +1,99 @@
+"""What SGLang does by itself stays what it was: its own updates, pauses, and a cache without old tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_reshard.oracle.stock import stock_digests
+from support.trainers import run_trainers
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(560)]
+JOB = {"source_tp": 2, "target_tp": 2, "dtype": "float32", "bucket_bytes": 1 << 20}
+PATHS = {"from_disk": "1", "from_tensor": "2", "from_distributed": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stock")
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> dict[str, Any]:
+    """An engine with the package."""
+    return run_trainers(2, "stock_job:around_our_updates", folder, **JOB)[0]
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, seen: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """An engine without its plugin, given the same checkpoints."""
+    (plain,) = run_trainers(
+        1,
+        "stock_job:without_the_plugin",
+        tmp_path_factory.mktemp("plain"),
+        environment={"SGLANG_PLUGINS": "somebody-elses"},
+        weights=str(folder),
+        **JOB,
+    )
+    return plain
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_stock_updates_are_bit_identical_with_the_package_and_without(
+    seen: dict[str, Any], plain: dict[str, Any], path: str, when: str
+) -> None:
+    assert seen[when][path] == plain[path]
+
+
+def test_stock_updates_and_ours_end_in_the_same_bits(folder: Path, seen: dict[str, Any]) -> None:
+    """And in those of a stock load, so that equal digests cannot come from updates that did nothing."""
+    loads = stock_digests(folder / "model", [folder / f"checkpoint-{v}" for v in "12"], tp_size=2, dtype="float32")
+    expected = {version: [load[rank] for rank in range(2)] for version, load in zip("12", loads, strict=True)}
+    assert expected["1"] != expected["2"]
+    for path, version in PATHS.items():
+        assert seen["before"][path] == expected[version]
+    assert seen["ours before"] == seen["ours after"] == expected["2"]
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_after_a_pause_the_engine_says_what_the_new_weights_say(seen: dict[str, Any], mode: str) -> None:
+    if mode != "in_place":  # there the cache was kept on purpose
+        assert seen["pauses"][mode]["after"] == seen["expected"]["2"]
+    assert 0 < seen["pauses"][mode]["had"] < 400
+
+
+def test_an_aborted_request_ends_with_what_it_had(seen: dict[str, Any]) -> None:
+    aborted = seen["pauses"]["abort"]
+    assert aborted["reason"] == "abort"
+    assert len(aborted["tokens"]) < 400
+
+
+def test_a_retracted_request_goes_on_with_the_new_weights_alone(seen: dict[str, Any]) -> None:
+    """Its tokens stand, all that was computed from them is computed again: as transformers would go on."""
+    retracted = seen["pauses"]["retract"]
+    assert retracted["reason"] == "length"
+    assert retracted["tokens"] == seen["retracted"]
+
+
+def test_a_request_paused_in_place_keeps_its_cache_if_the_trainer_says_so(seen: dict[str, Any]) -> None:
+    in_place = seen["pauses"]["in_place"]
+    kind, message = in_place["refusal"]
+    assert kind == "EngineRefused"
+    assert "1 requests are running" in message
+    assert "flush_cache=False" in message
+    assert len(in_place["tokens"]) == 400
+
+
+def test_no_token_of_the_old_weights_is_served_from_the_cache(seen: dict[str, Any]) -> None:
+    cache, long = seen["cache"], seen["long"]
+    assert long["1"] != long["2"]
+    assert cache["cold"] == [0, long["1"]]
+    assert cache["warm"][0] > 0
+    assert cache["warm"][1] == long["1"]
+    assert cache["after"] == [0, long["2"]]
+    # What the line above would have caught.
+    assert cache["without a flush"][0] > 0
+    assert cache["without a flush"][1] != long["1"]
