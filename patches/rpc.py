@@ -30,16 +30,23 @@ def call_schedulers(engine: Engine, method: str, **parameters: Any) -> str:
 def ask(socket: Any, message: object, leaders: int, deadline_s: float) -> list[Any]:
     """Every leader's reply to a message that one of them passes on, whichever that is.
 
-    Each is sent it once. All replies are awaited, so that none is there to be taken for that to a later call.
+    Each is sent it once. All replies are awaited, so that none is left to be taken for that to a later call.
     """
-    for _ in range(leaders):
-        socket.send_pyobj(message)
+    import zmq
+
     end = time.monotonic() + deadline_s
     replies: list[Any] = []
-    while len(replies) < leaders:
-        if not socket.poll(max(0.0, end - time.monotonic()) * 1000):
+
+    def wait(event: int) -> None:
+        if not socket.poll(max(0.0, end - time.monotonic()) * 1000, event):
             raise DeadlineExceeded(
                 f"{len(replies)} of {leaders} schedulers answered within {deadline_s:g} s; look at the engine's log"
             )
+
+    for _ in range(leaders):
+        wait(zmq.POLLOUT)
+        socket.send_pyobj(message)
+    while len(replies) < leaders:
+        wait(zmq.POLLIN)
         replies.append(socket.recv_pyobj())
     return replies
