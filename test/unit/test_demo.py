@@ -243,3 +243,38 @@ def test_the_deadline_ends_grandchildren_in_sessions_of_their_own(tmp_path: Path
             return
         time.sleep(0.1)
     raise AssertionError("the grandchild outlived the deadline")
+
+
+def test_shared_memory_of_a_grandchild_that_was_killed_earlier_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "_CENSUS_EVERY_S", 0.0)
+    holder = (
+        "from multiprocessing import resource_tracker, shared_memory\n"
+        "resource_tracker.register = lambda *_: None\n"  # as if its tracker had been killed too
+        "held = shared_memory.SharedMemory(create=True, size=4096)\n"
+        "print(held.name, flush=True)\n"
+        "input()\n"
+    )
+    script = (
+        "import os, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {holder!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        f"open({str(tmp_path / 'partial')!r}, 'wb').write(child.stdout.readline())\n"
+        f"os.rename({str(tmp_path / 'partial')!r}, {str(tmp_path / 'name')!r})\n"
+        f"open({str(tmp_path / 'seen')!r}).read()\n"  # until it has been looked at: a pipe
+        "child.kill()\n"
+        "child.wait()\n"
+    )
+    os.mkfifo(tmp_path / "seen")
+    looks = 0
+
+    def poll() -> None:  # called after each census
+        nonlocal looks
+        if (tmp_path / "name").exists():
+            looks += 1
+            if looks == 2:
+                (tmp_path / "seen").write_text("go on")
+
+    children.run([sys.executable, "-c", script], dict(os.environ), tmp_path / "log", time.monotonic() + 30, poll)
+    assert looks >= 2
+    assert not (Path("/dev/shm") / (tmp_path / "name").read_text().strip()).exists()

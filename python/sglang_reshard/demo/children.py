@@ -64,12 +64,15 @@ class _Family:
     def __init__(self, pid: int) -> None:
         self._root = psutil.Process(pid)
         self._members: set[psutil.Process] = set()
+        self._segments: set[Path] = set()
         self._next = 0.0
 
     def census(self) -> None:
         if time.monotonic() >= self._next:
             with contextlib.suppress(psutil.Error):
                 self._members.update(self._root.children(recursive=True))
+            # While they live: an engine that crashes is killed by SGLang before anyone can ask it.
+            self._segments |= segments_of(member.pid for member in self._members if member.is_running())
             self._next = time.monotonic() + _CENSUS_EVERY_S
 
     def end(self, process: subprocess.Popen[bytes]) -> None:
@@ -82,11 +85,11 @@ class _Family:
         for member in [*self._members]:
             with contextlib.suppress(psutil.Error):
                 self._members.update(member.children(recursive=True))
-        segments = segments_of(member.pid for member in self._members if member.is_running())
+        self._segments |= segments_of(member.pid for member in self._members if member.is_running())
         for member in self._members:
             with contextlib.suppress(psutil.Error):
                 member.kill()
         if process.poll() is None:
             process.kill()
         process.wait()
-        remove(segments)
+        remove(self._segments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 
 def greedy_tokens(
@@ -16,7 +16,7 @@ def greedy_tokens(
     The lead tells how safe the comparison is: sixteen ranks add floats in another order than one, and
     where the lead is within that rounding, either token is right.
     """
-    model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
     lead = float("inf")
     said = []
     for prompt in prompts:  # one at a time, so that no padding is needed
