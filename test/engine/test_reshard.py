@@ -84,13 +84,16 @@ def test_stock_updates_work_between_ours(life: dict[str, Any]) -> None:
     assert life["version"] == "3"
 
 
-def test_a_smaller_engine_is_bit_exact_and_says_what_transformers_says(tmp_path: Path) -> None:
-    """TP=4 to TP=2 in float32, where tokens are decided by the weights and not by rounding."""
+@pytest.mark.parametrize(("trainers", "source_tp"), [(4, 4), (3, 1)], ids=["tp=4", "fsdp=3"])
+def test_a_smaller_engine_is_bit_exact_and_says_what_transformers_says(
+    trainers: int, source_tp: int, tmp_path: Path
+) -> None:
+    """To TP=2, in float32, where tokens are decided by the weights and not by rounding."""
     ranks = run_trainers(
-        4,
+        trainers,
         "reshard_job:two_updates",
         tmp_path,
-        source_tp=4,
+        source_tp=source_tp,
         target_tp=2,
         dtype="float32",
         bucket_bytes=MIB,

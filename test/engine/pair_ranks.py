@@ -1,0 +1,131 @@
+"""What the ranks of a pair do: trainer ranks with real DTensors, engine ranks with real SGLang models."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from pair_models import weights
+from pairs import Pair, Placing
+from sglang_reshard.control import Control
+from sglang_reshard.layout import TensorSpec
+from sglang_reshard.oracle.digests import digests
+from sglang_reshard.oracle.rank import build_rank
+from sglang_reshard.receiver import WeightReceiver
+from sglang_reshard.sender import WeightSender
+from sglang_reshard.trace import live_signature
+from sglang_reshard.trace.live import live_storages
+from support.world import Requests, Trainer
+
+UPDATES = (1, 2, 3)
+TIMEOUT_S = 60.0
+
+
+def train(trainer: Trainer, pair: Pair, specs: list[TensorSpec], folder: str, spoiled: bool) -> dict[str, Any]:
+    """Two updates from the same memory, and one after all tensors were sharded anew, in another way.
+
+    spoiled  one element of the last weights is another than the engine compares with
+    """
+    ranks = torch.arange(trainer.size)
+    mesh = DeviceMesh(
+        "cpu",
+        (ranks.flip(0) if pair.mesh_reversed else ranks).view(pair.mesh),
+        mesh_dim_names=("first", "second", "third")[: len(pair.mesh)],
+    )
+    sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=pair.bucket_bytes, timeout_s=TIMEOUT_S)
+    state = sharded(pair.placings, weights(specs, 0, pair.trainer_dtype), mesh)
+    phases = []
+    for version in UPDATES:
+        new = weights(specs, version, pair.trainer_dtype)
+        if spoiled and version == UPDATES[-1]:
+            new[specs[-1].name].view(-1)[-1] += 1
+        if version == UPDATES[-1]:
+            state = sharded((*pair.placings[1:], pair.placings[0]), new, mesh)
+        else:
+            for name, tensor in sharded(pair.placings, new, mesh).items():  # in place, as an optimizer writes
+                _local(state[name]).copy_(_local(tensor))
+        report = sender.update(state.items(), weight_version=str(version))
+        phases.append(sorted(report.seconds))
+    sender.close()
+    return {"phases": phases}
+
+
+def sharded(placings: tuple[Placing, ...], whole: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    turns = itertools.cycle(placings)
+    return {name: shard(tensor, mesh, next(turns)) for name, tensor in whole.items()}
+
+
+def shard(whole: torch.Tensor, mesh: DeviceMesh, placing: Placing) -> torch.Tensor:
+    """What this rank holds of a tensor; see `pairs.Placing`."""
+    if not placing:
+        return whole.clone()
+    if "-" in placing:
+        mesh = mesh[tuple(n for n, p in zip(mesh.mesh_dim_names or (), placing, strict=True) if p != "-")]
+        placing = tuple(p for p in placing if p != "-")
+    if not placing[0].startswith("X"):
+        placements = [_placement(p, whole.ndim) for p in placing]
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    # torch's distribute_tensor cuts uneven sizes in another order than FSDP2 does, whose placement this is.
+    inner = _placement(placing[1], whole.ndim)
+    assert isinstance(inner, Shard)
+    row, column = mesh.get_coordinate() or (0, 0)
+    local = _chunk(_chunk(whole, mesh.size(1), column, inner.dim), mesh.size(0), row, inner.dim).clone()
+    strided = _StridedShard(inner.dim, split_factor=mesh.size(1))
+    return DTensor.from_local(local, mesh, [strided, inner], run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def _placement(letters: str, ndim: int) -> Placement:
+    return Replicate() if letters == "R" else Shard(int(letters[1]) % ndim)
+
+
+def _chunk(tensor: torch.Tensor, parts: int, index: int, dim: int) -> torch.Tensor:
+    """As torch.chunk, whose last parts may be missing: those are empty."""
+    found = tensor.chunk(parts, dim)
+    return found[index] if index < len(found) else tensor.narrow(dim, 0, 0)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def serve(
+    rank: int, size: int, requests: Requests, pair: Pair, specs: list[TensorSpec], folder: str, spoiled: bool
+) -> dict[str, Any]:
+    """Updates of this rank's model, then stock loads of the same weights; where they differ."""
+    model = build_rank(folder, tp_size=size, tp_rank=rank, ep_size=pair.ep, dtype=pair.engine_dtype)
+    receiver = WeightReceiver(model, Control(requests.group, rank, size), torch.device("cpu"))
+    fill_with_garbage(model)
+    signature = live_signature(model)
+    updated = []
+    for request in requests:
+        requests.answer(receiver.update(request))
+        updated.append(digests(model))
+    same_addresses = live_signature(model) == signature
+    fill_with_garbage(model)
+    loaded = []
+    for version in UPDATES:
+        with torch.no_grad():
+            model.load_weights(iter(weights(specs, version, pair.trainer_dtype).items()))  # type: ignore[operator]
+        loaded.append(digests(model))
+    return {
+        "differing": [_differing(a, b) for a, b in zip(updated, loaded, strict=True)],
+        "changed": [len(_differing(a, b)) for a, b in itertools.pairwise(updated)],
+        "same_addresses": same_addresses,
+    }
+
+
+def _differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return sorted(n for n in one.keys() | other.keys() if one.get(n) != other.get(n))
+
+
+def fill_with_garbage(model: torch.nn.Module) -> None:
+    """The same every time. Small bytes: as floats they are tiny numbers, none of them NaN."""
+    generator = torch.Generator().manual_seed(7)
+    for storage in live_storages(model).values():
+        everything = torch.empty(0, dtype=torch.uint8).set_(storage.tensor.untyped_storage())
+        everything.copy_(torch.randint(0, 60, everything.shape, generator=generator, dtype=torch.uint8))
