@@ -32,16 +32,14 @@ def live_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def live_signature(model: torch.nn.Module) -> int:
     """Changes when a live tensor was moved, reshaped, added or removed: then trace again.
 
-    Comparable within one process only. What the tensors hold does not enter into it.
+    Comparable within one process only. What the tensors hold does not enter into it, and neither does a second
+    path to a tensor: MLA keeps one more to a parameter from its first forward on.
     """
-    # hash() of a tuple keeps the order, and a tensor that two paths lead to counts under both.
-    return hash(
-        tuple(
-            (name, t.data_ptr(), tuple(t.shape), t.stride(), t.dtype)
-            for name, t in live_tensors(model)
-            if t.layout is torch.strided
-        )
-    )
+    first_path: dict[tuple[object, ...], str] = {}
+    for path, t in live_tensors(model):
+        if t.layout is torch.strided:
+            first_path.setdefault((t.data_ptr(), tuple(t.shape), t.stride(), t.dtype), path)
+    return hash(tuple(first_path.items()))  # of a tuple, so that the order counts
 
 
 def storage_key(tensor: torch.Tensor) -> int:
