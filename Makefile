@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint lock clean
+.PHONY: setup demo test test-all lint lock clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,11 @@ demo: setup
 # PYTEST_ARGS="test/unit -k plan" for a part.
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Also what takes long: every rank of every engine that the architectures are tried with. It writes
+# benchmark/results/architectures.json, and from it the table in RESHARDING_GUIDE.md.
+test-all: setup
+	SGLANG_RESHARD_SWEEP=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

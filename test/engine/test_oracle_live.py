@@ -6,15 +6,14 @@ from sglang_reshard import cpu_host
 from sglang_reshard.oracle.digests import LOADER, read_live_digests
 from sglang_reshard.oracle.forks import ChildFailed
 from sglang_reshard.oracle.stock import stock_digests
-from sglang_reshard.patches.engine import end
-from tiny_models import write_checkpoint
+from tiny_checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.engine
 
 
 def test_stock_digests_are_a_live_engines(tmp_path):
-    first = write_checkpoint("qwen3", tmp_path / "first", seed=1)
-    second = write_checkpoint("qwen3", tmp_path / "second", seed=2)
+    first = write_checkpoint("Qwen3ForCausalLM", tmp_path / "first", seed=1)
+    second = write_checkpoint("Qwen3ForCausalLM", tmp_path / "second", seed=2)
     ranks_done = []
     stock = stock_digests(first, [first, second], tp_size=2, on_rank=ranks_done.append)
     assert sorted(ranks_done) == [0, 1]
@@ -23,6 +22,8 @@ def test_stock_digests_are_a_live_engines(tmp_path):
 
     cpu_host.activate(tp_size=2)
     import sglang
+
+    from sglang_reshard.patches.engine import end
 
     engine = sglang.Engine(
         **cpu_host.engine_arguments(
@@ -43,6 +44,6 @@ def test_stock_digests_are_a_live_engines(tmp_path):
 
 
 def test_what_goes_wrong_in_a_child_is_told(tmp_path):
-    folder = write_checkpoint("qwen3", tmp_path / "model", seed=1)
+    folder = write_checkpoint("Qwen3ForCausalLM", tmp_path / "model", seed=1)
     with pytest.raises(ChildFailed, match="no safetensors"):
         stock_digests(folder, [tmp_path / "nothing"], tp_size=1)

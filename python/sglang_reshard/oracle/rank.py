@@ -34,6 +34,14 @@ def choose_code_paths(tp_size: int, *, gpu: bool) -> None:
             module.__path__ = []
             vars(module)["rotary_embedding"] = None
             sys.modules[name] = module
+        # Some models make streams while they are built, and ask what the device can do. Nothing runs on either.
+        vars(torch.cuda)["Stream"] = _NoStream
+        vars(torch.cuda)["get_device_capability"] = lambda *_: (9, 0)
+
+
+class _NoStream:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """In place of a CUDA stream, which cannot be made without a device."""
 
 
 def build_rank(

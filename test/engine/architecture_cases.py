@@ -1,0 +1,193 @@
+"""Tries architectures one engine rank at a time, and prints one line of JSON for each that is done.
+
+Run as a script by test_architectures.py: SGLang chooses between GPU and CPU code paths at import, so
+each kind needs a process of its own, and each rank a fork of it.
+
+    architecture_cases.py gpu|cpu fast|sweep FOLDER [ARCHITECTURE ...]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from architectures import Architecture, text_generation
+from examination import Finding, examine, said
+from sglang_reshard.oracle.forks import in_forks
+from sglang_reshard.oracle.rank import choose_code_paths
+from tiny_checkpoints import write_checkpoint
+from tiny_configs import has_experts
+
+ARCHITECTURE, CASE = "architecture: ", "case: "
+# Variants of the config: the first that passes is the usual one, the first that is refused if none does.
+USUAL = ((), ("ungrouped",), ("biases",))
+_DEADLINE_SECONDS = 3000
+
+Job = TypeVar("Job")
+
+
+class Run(NamedTuple):
+    """An engine that each architecture is tried with.
+
+    variant  of the usual checkpoint
+    fast     the engine ranks that plain `make test` tries, one pipeline stage after the other
+    """
+
+    name: str
+    tp_size: int = 2
+    ep_size: int = 1
+    pp_size: int = 1
+    variant: str | None = None
+    fp8: bool = False
+    weights_dtype: str | None = None
+    gpu: bool = True
+    fast: tuple[int, ...] = ()
+
+
+RUNS = (
+    Run("tp 1", tp_size=1),
+    Run("tp 2", tp_size=2, fast=(0, 1)),
+    Run("tp 4", tp_size=4, fast=(3,)),
+    # Eight heads for three ranks: the CPU code path pads them, the others refuse.
+    Run("tp 3, CPU", tp_size=3, gpu=False, fast=(2,)),
+    Run("ep 2", tp_size=4, ep_size=2, fast=(3,)),
+    Run("pp 2", tp_size=1, pp_size=2, fast=(0, 1)),
+    Run("float32", weights_dtype="float32"),
+    Run("biases", variant="biases"),
+    Run("tying", variant="tied"),
+    Run("block-fp8", fp8=True, fast=(1,)),
+)
+
+
+class Case(NamedTuple):
+    """One engine rank of one run of one architecture."""
+
+    architecture: str
+    run: str
+    rank: int
+
+
+class Checkpoint(NamedTuple):
+    architecture: Architecture
+    variants: tuple[str, ...]
+    fp8: bool = False
+
+    def folder(self, root: Path) -> Path:
+        return root / self.architecture.name / "-".join((*self.variants, "fp8" if self.fp8 else "plain"))
+
+    def written(self, root: Path) -> str | None:
+        """Its folder; None when there is no such variant, or transformers does not take it."""
+        assert self.architecture.writer is not None
+        return write_checkpoint(
+            self.architecture.writer,
+            self.folder(root),
+            architecture=self.architecture.name,
+            variants=self.variants,
+            fp8=self.fp8,
+        )
+
+
+def _forked(work: Callable[[Job], Any], jobs: Sequence[Job]) -> Iterator[tuple[Job, Any]]:
+    return in_forks(work, jobs, processes=2, deadline_seconds=_DEADLINE_SECONDS)
+
+
+def _usual(
+    architectures: Sequence[Architecture], root: Path, probe: Run
+) -> dict[Architecture, tuple[tuple[str, ...], str]]:
+    """The usual variants of each architecture's config, or why there is no checkpoint."""
+
+    def tried(checkpoint: Checkpoint) -> tuple[str, str]:
+        try:
+            path = checkpoint.written(root)
+        except Exception as error:
+            return "unwritten", said(error, str(root))
+        return (_examined(probe, 0, path).outcome, "") if path else ("unwritten", "there is no such variant")
+
+    outcomes: dict[Architecture, dict[str, tuple[str, ...]]] = {a: {} for a in architectures}
+    reasons: dict[Architecture, str] = {}
+    for variants in USUAL:
+        jobs = [Checkpoint(a, variants) for a in architectures if "passed" not in outcomes[a]]
+        for (architecture, *_), (outcome, why) in _forked(tried, jobs):
+            outcomes[architecture].setdefault(outcome, variants)
+            reasons.setdefault(architecture, why)
+    chosen = {a: o.get("passed", o.get("refused", o.get("cannot"))) for a, o in outcomes.items()}
+    return {a: ((), reasons[a]) if variants is None else (variants, "") for a, variants in chosen.items()}
+
+
+def _applying(run: Run, usual: tuple[str, ...], config: dict[str, Any]) -> bool:
+    return run.variant not in usual and (run.ep_size == 1 or has_experts(config))
+
+
+def _examined(run: Run, rank: int, path: str) -> Finding:
+    stage, tp_rank = divmod(rank, run.tp_size)
+    return examine(
+        path,
+        weights_dtype=run.weights_dtype,
+        gpu=run.gpu,
+        tp_size=run.tp_size,
+        tp_rank=tp_rank,
+        ep_size=run.ep_size,
+        pp_size=run.pp_size,
+        pp_rank=stage,
+    )
+
+
+def _cases(
+    usual: dict[Architecture, tuple[tuple[str, ...], str]], runs: Sequence[Run], root: Path, fast: bool
+) -> Iterator[tuple[Case, str]]:
+    checkpoints: dict[tuple[Architecture, Run], Checkpoint] = {}
+    for architecture, (variants, why) in usual.items():
+        if why:
+            continue
+        config = json.loads((Checkpoint(architecture, variants).folder(root) / "config.json").read_text())
+        for run in runs:
+            if _applying(run, variants, config):
+                extra = (run.variant,) if run.variant else ()
+                checkpoints[architecture, run] = Checkpoint(architecture, variants + extra, run.fp8)
+
+    def write(checkpoint: Checkpoint) -> str | None:
+        try:
+            return checkpoint.written(root)
+        except Exception:
+            # transformers refuses what its own config can say: some models are never tied.
+            return None
+
+    plain = {Checkpoint(a, variants) for a, (variants, _) in usual.items()}
+    paths = {c: str(c.folder(root)) for c in plain}
+    paths |= dict(_forked(write, [c for c in dict.fromkeys(checkpoints.values()) if c not in plain]))
+    for (architecture, run), checkpoint in checkpoints.items():
+        path = paths[checkpoint]
+        if path is not None:
+            for rank in run.fast if fast else range(run.tp_size * run.pp_size):
+                yield Case(architecture.name, run.name, rank), path
+
+
+def main(paths: str, level: str, folder: str, *only: str) -> None:
+    gpu, fast = paths == "gpu", level == "fast"
+    choose_code_paths(4, gpu=gpu)
+    torch.set_num_threads(1)
+    # Everything slow, before the forks.
+    import sglang.srt.model_loader
+    import sglang.srt.models.registry
+    import sglang.srt.server_args  # noqa: F401
+
+    runs = {r.name: r for r in RUNS if r.gpu == gpu and (r.fast or not fast)}
+    probe = Run("probe", tp_size=2 if gpu else 3, gpu=gpu)
+    architectures = [a for a in text_generation() if not only or a.name in only]
+    usual = _usual([a for a in architectures if a.writer], Path(folder), probe)
+    for architecture in architectures:
+        line = [architecture.name, architecture.writer, architecture.own, *usual.get(architecture, ((), ""))]
+        print(ARCHITECTURE + json.dumps(line), flush=True)
+    jobs = list(_cases(usual, list(runs.values()), Path(folder), fast))
+    for (case, _), found in _forked(lambda job: _examined(runs[job[0].run], job[0].rank, job[1]), jobs):
+        print(CASE + json.dumps([case, dataclasses.asdict(found)]), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

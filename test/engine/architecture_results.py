@@ -1,0 +1,145 @@
+"""What became of each architecture, as JSON in benchmark/results and as the table in RESHARDING_GUIDE.md.
+
+python test/engine/architecture_results.py    # write the guide's table anew from the JSON
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from architecture_cases import RUNS
+
+REPOSITORY = Path(__file__).parents[2]
+RESULTS = REPOSITORY / "benchmark" / "results" / "architectures.json"
+GUIDE = REPOSITORY / "RESHARDING_GUIDE.md"
+BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
+
+# The runs that decide what the table says of an architecture; the others have columns of their own.
+MAIN_RUNS = ("tp 1", "tp 2", "tp 4")
+_WORST_LAST = ("passed", "refused", "cannot", "failed")
+_WORDS = {"passed": "yes", "refused": "refused", "cannot": "no", "failed": "FAILED"}
+
+
+def collected(architectures: Iterable[list[str]], cases: Iterable[tuple[list[Any], dict[str, Any]]]) -> dict[str, Any]:
+    """The lines that architecture_cases.py prints, put together by architecture and run."""
+    found: dict[str, Any] = {}
+    for name, writer, own, usual, why in architectures:
+        found[name] = {"checkpoint": writer, "own": own, "config": usual, "why": why}
+        found[name] |= {"has": [], "scalars": False, "runs": {}}
+    ranks: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
+    for (name, run, rank), finding in cases:
+        ranks[name, run][rank] = finding
+    for (name, run), by_rank in ranks.items():
+        entry = found[name]
+        entry["runs"][run] = {
+            "ranks": {str(r): by_rank[r]["outcome"] for r in sorted(by_rank)},
+            "copies": {str(r): by_rank[r]["copies"] for r in sorted(by_rank) if by_rank[r]["copies"]},
+        }
+        worst = max(by_rank.values(), key=lambda f: _WORST_LAST.index(f["outcome"]))
+        if worst["why"]:
+            entry["runs"][run]["why"] = worst["why"]
+        entry["has"] = sorted({*entry["has"], *(h for f in by_rank.values() for h in f["has"])})
+        entry["scalars"] = entry["scalars"] or any(f["scalars"] for f in by_rank.values())
+    return found
+
+
+def merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Findings on GPU and on CPU code paths, which come from two processes."""
+    whole: dict[str, Any] = {}
+    for part in parts:
+        for name, entry in part.items():
+            known = whole.setdefault(name, {**entry, "runs": {}})
+            known["runs"] |= entry["runs"]
+            known["has"] = sorted({*known["has"], *entry["has"]})
+            known["scalars"] = known["scalars"] or entry["scalars"]
+    return dict(sorted(whole.items()))
+
+
+def outcome(run: Mapping[str, Any]) -> str:
+    return max(run["ranks"].values(), key=_WORST_LAST.index)
+
+
+def overall(entry: Mapping[str, Any]) -> str:
+    """Of the main runs, as far as stock SGLang has them: passed, refused, failed; "cannot" when it has none.
+
+    "no checkpoint" when there was nothing to try.
+    """
+    main = {outcome(entry["runs"][r]) for r in MAIN_RUNS if r in entry["runs"]}
+    return next((o for o in ("failed", "refused", "passed", "cannot") if o in main), "no checkpoint")
+
+
+def save(found: Mapping[str, Any]) -> None:
+    """An architecture a line, so that a change is a change of its line."""
+    head = {"made by": "make test-all", "sglang": version("sglang"), "transformers": version("transformers")}
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    entries = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in found.items())
+    RESULTS.write_text("{\n" + ",\n".join([*lines, f'"architectures": {{\n{entries}\n}}']) + "\n}\n")
+
+
+def saved() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text())["architectures"] if RESULTS.exists() else {}
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Markdown: a row for each architecture that was tried, and below it those that could not be."""
+    runs = [r.name for r in RUNS]
+    count: dict[str, int] = defaultdict(int)
+    for entry in found.values():
+        count[overall(entry)] += 1
+    lines = [
+        f"Of {len(found)} architectures that SGLang's registry calls text generation, {count['passed']} pass, "
+        f"{count['refused']} are refused, {count['cannot']} stock SGLang does not build or load here, and for "
+        f"{count['no checkpoint']} no checkpoint could be written.",
+        "",
+        "| architecture | result | " + " | ".join(runs) + " | why not |",
+        "|---" * (len(runs) + 3) + "|",
+    ]
+    lines += [_row(name, entry, runs) for name, entry in found.items() if entry["runs"]]
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for name, entry in found.items():
+        if not entry["runs"]:
+            by_reason[entry["why"] or "transformers has no class that would write a checkpoint"].append(name)
+    lines += ["", "No checkpoint:", ""]
+    lines += [f"- {reason}: {', '.join(names)}" for reason, names in by_reason.items()]
+    return "\n".join(lines)
+
+
+def _row(name: str, entry: Mapping[str, Any], runs: list[str]) -> str:
+    cells = [_WORDS[outcome(entry["runs"][r])] if r in entry["runs"] else "" for r in runs]
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for run in runs:
+        result = entry["runs"].get(run, {})
+        if result.get("why"):
+            reasons[_short(result["why"])].append(run)
+    why = "; ".join(
+        text if len(where) == len(entry["runs"]) else f"{', '.join(where)}: {text}" for text, where in reasons.items()
+    )
+    word = {"cannot": "cannot be built or loaded here"}.get(overall(entry), overall(entry))
+    notes = [f"checkpoint of {entry['checkpoint']}"] if not entry["own"] else []
+    notes += [f"variant: {', '.join(entry['config'])}"] if entry["config"] else []
+    note = f" ({', '.join(notes)})" if notes else ""
+    return f"| {name}{note} | {word} | " + " | ".join(cells) + f" | {why} |"
+
+
+def _short(reason: str) -> str:
+    first = reason.split(". ")[0].replace("|", "\\|").replace("<", "\\<")
+    return first if len(first) <= 160 else first[:157] + "..."
+
+
+def write_table() -> None:
+    before, rest = GUIDE.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    GUIDE.write_text(f"{before}{BEGIN}\n{table(saved())}\n{END}{after}")
+
+
+def table_in_guide() -> str:
+    return GUIDE.read_text().split(BEGIN)[1].split(END)[0].strip("\n")
+
+
+if __name__ == "__main__":
+    write_table()

@@ -1,0 +1,85 @@
+"""The architectures to try: what SGLang's own registry calls text generation, and whose checkpoints they load.
+
+Nothing is listed by hand. transformers writes the checkpoints, so an architecture needs a class there: one
+of its own name; or that of an architecture which its SGLang class inherits from; or one for the config that
+its SGLang class says it takes; or, for SGLang's wrapper of models that it has no class for, such a model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tiny_configs import has_experts
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A name in SGLang's registry, and the transformers class that writes its checkpoint (None: there is none)."""
+
+    name: str
+    writer: str | None
+
+    @property
+    def own(self) -> bool:
+        """Whether the checkpoint is that of the architecture itself, not of a relative."""
+        return self.writer is not None and _spelling(self.name) == _spelling(self.writer)
+
+
+def text_generation() -> list[Architecture]:
+    """All of them, by SGLang's own predicates. Imports SGLang: choose_code_paths comes first."""
+    from sglang.srt.configs.model_config import is_generation_model, is_multimodal_model
+    from sglang.srt.models.registry import ModelRegistry
+
+    names = sorted(n for n in ModelRegistry.get_supported_archs() if is_generation_model([n]))
+    names = [n for n in names if not is_multimodal_model([n])]
+    return [Architecture(n, _writer(n, ModelRegistry.models[n])) for n in names]
+
+
+def _writer(name: str, implementation: type) -> str | None:
+    by_spelling = {_spelling(n): n for _, n in _language_models()}
+    relatives = (by_spelling.get(_spelling(n)) for n in (name, *(c.__name__ for c in implementation.__mro__)))
+    found = next(filter(None, relatives), None)
+    if found is None:
+        config = inspect.signature(implementation).parameters.get("config")
+        found = dict(_language_models()).get(getattr(getattr(config, "annotation", None), "model_type", ""))
+    return found or _wrapped(implementation)
+
+
+def _wrapped(implementation: type) -> str | None:
+    """The first model that SGLang has no class for, and that its wrapper can distribute."""
+    from sglang.srt.models.registry import ModelRegistry
+    from sglang.srt.models.transformers import MoEMixin, TransformersBase
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if not issubclass(implementation, TransformersBase):
+        return None
+    known = set(map(_spelling, ModelRegistry.models))
+    for model_type, name in sorted(_language_models(), key=lambda pair: pair[1]):
+        config: Any = CONFIG_MAPPING[model_type]
+        fits = config.base_model_tp_plan and has_experts(config().to_dict()) == issubclass(implementation, MoEMixin)
+        if fits and _spelling(name) not in known:
+            return name
+    return None
+
+
+@cache
+def _language_models() -> tuple[tuple[str, str], ...]:
+    """Model type and class, as transformers' own mapping has them for causal language models."""
+
+    def pairs() -> Iterator[tuple[str, str]]:
+        from transformers.models.auto import modeling_auto as auto
+
+        for model_type, names in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+            yield from ((model_type, name) for name in ([names] if isinstance(names, str) else names))
+
+    return tuple(pairs())
+
+
+def _spelling(name: str) -> str:
+    """PhiMoE and Phimoe, Ernie4_5_ and Ernie4_5 are two spellings of one name."""
+    return re.sub("[^a-z0-9]", "", name.lower())

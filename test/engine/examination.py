@@ -1,0 +1,218 @@
+"""One engine rank of one checkpoint examined: built, traced, carried out, and held against stock `load_weights`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.layout import TensorSpec
+from sglang_reshard.oracle.digests import digests
+from sglang_reshard.oracle.rank import build_rank
+from sglang_reshard.oracle.replay import replay
+from sglang_reshard.trace import Copy, Program, live_signature, trace
+from sglang_reshard.trace.live import live_storages, live_tensors, storage_key
+from tiny_checkpoints import read_weights
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What came of one engine rank.
+
+    passed   the program leaves the bytes that stock loading leaves, and all checks held
+    refused  the trace refuses, by our error in `why`, what stock SGLang loads
+    cannot   stock SGLang does not build it on this host, or does not load it: its error in `why`
+    failed   something that must never be; `why` says what
+
+    has      kinds of layout that it covers
+    copies   of the traced program
+    scalars  whether the loader looks at values of one-element tensors, which the trace has to be told
+    """
+
+    outcome: str
+    why: str = ""
+    has: tuple[str, ...] = ()
+    copies: int = 0
+    scalars: bool = False
+
+
+def examine(folder: str, *, weights_dtype: str | None = None, gpu: bool = True, **build: Any) -> Finding:
+    try:
+        model = _built(folder, gpu, build)
+    except (Exception, SystemExit) as error:
+        return Finding("cannot", said(error, folder))
+    weights = read_weights(folder)
+    if weights_dtype is not None:
+        weights = {n: t.to(getattr(torch, weights_dtype)) if t.dtype.itemsize > 1 else t for n, t in weights.items()}
+    config = json.loads((Path(folder) / "config.json").read_text())
+    try:
+        return _examined(model, weights, config, folder)
+    except Exception as error:
+        return Finding("failed", said(error, folder))
+
+
+def _built(folder: str, gpu: bool, build: dict[str, Any]) -> torch.nn.Module:
+    # Else torch says of a model that needs a GPU that this process is a fork, not that there is none.
+    vars(torch.cuda)["_lazy_init"] = _no_gpu
+    if not gpu:
+        return build_rank(folder, **build)
+    try:
+        return build_rank(folder, attention_backend="triton", **build)
+    except AssertionError as error:
+        # Every backend is refused by some models; SGLang checks it before anything is built.
+        if "attention backend" not in str(error):
+            raise
+        return build_rank(folder, attention_backend="torch_native", **build)
+
+
+def _no_gpu() -> None:
+    raise RuntimeError("there is no GPU on this host")
+
+
+def _examined(model: torch.nn.Module, weights: Weights, config: dict[str, Any], folder: str) -> Finding:
+    fill_with_garbage(model)
+    before, signature = digests(model), live_signature(model)
+    program, scalars, refusal = _traced(model, weights)
+    wrote = differing(before, digests(model))
+    complaints = [f"the trace wrote to {', '.join(wrote[:4])}"] if wrote else []
+    replays = None if program is None else Replays.of(model, program, weights)
+    complaints += [] if live_signature(model) == signature else ["live tensors have moved"]
+    stock = _stock(model, weights)
+    if not isinstance(stock, Exception):
+        complaints += _unjustified(refusal, before, stock) if replays is None else replays.complaints(stock)
+    if complaints:
+        return Finding("failed", "; ".join(complaints))
+    if isinstance(stock, Exception):
+        return Finding("cannot", said(stock, folder))
+    if program is None:
+        return Finding("refused", refusal)
+    has = tuple(sorted(_features(config, weights, program)))
+    return Finding("passed", has=has, copies=len(program.copies), scalars=scalars)
+
+
+def _unjustified(refusal: str, garbage: dict[str, str], stock: dict[str, str]) -> list[str]:
+    """What the trace says that the loader never writes must be the garbage of before after stock loading."""
+    name, _, what = refusal.partition(" ")
+    if what.startswith("is not written by the loader at all") and stock[name] != garbage[name]:
+        return [f"stock loading writes {name}, and the trace refuses it as never written"]
+    return []
+
+
+def _traced(
+    model: torch.nn.Module, weights: Weights, scalars: dict[str, float] | None = None
+) -> tuple[Program | None, bool, str]:
+    """The program, whether it took scalars, and why the trace refused."""
+    specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
+    try:
+        return trace(model, specs, scalars), scalars is not None, ""
+    except ReshardError as error:
+        if scalars is not None or "scalars=" not in str(error):
+            return None, False, str(error)
+    known = {n: float(t) for n, t in weights.items() if t.numel() == 1 and t.is_floating_point()}
+    return _traced(model, weights, known)
+
+
+def _stock(model: torch.nn.Module, weights: Weights) -> dict[str, str] | Exception:
+    fill_with_garbage(model)
+    try:
+        with torch.no_grad():
+            model.load_weights(iter([(n, t.clone()) for n, t in weights.items()]))  # type: ignore[operator]
+    except Exception as error:
+        return error
+    return digests(model)
+
+
+@dataclasses.dataclass(frozen=True)
+class Replays:
+    """Digests after a replay, and after one without the copy to `left_out`, which `sharing` are paths to."""
+
+    whole: dict[str, str]
+    incomplete: dict[str, str]
+    left_out: str
+    sharing: set[str]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, program: Program, weights: Weights) -> Replays:
+        def replayed(copies: tuple[Copy, ...]) -> dict[str, str]:
+            fill_with_garbage(model)
+            replay(dataclasses.replace(program, copies=copies), weights)
+            return digests(model)
+
+        middle = len(program.copies) // 2
+        left_out = program.copies[middle].target
+        key = storage_key(program.targets[left_out])
+        return cls(
+            incomplete=replayed(program.copies[:middle] + program.copies[middle + 1 :]),
+            whole=replayed(program.copies),
+            left_out=left_out,
+            # None for the operand of an expression, which is in no live storage.
+            sharing={name for name, tensor in live_tensors(model) if storage_key(tensor) == key},
+        )
+
+    def complaints(self, stock: dict[str, str]) -> list[str]:
+        wrong, noticed = differing(self.whole, stock), differing(self.incomplete, stock)
+        found = [f"{len(wrong)} of {len(stock)} live tensors differ: {', '.join(wrong[:4])}"] if wrong else []
+        # The comparison sees one copy less, and sees it where the copy lands.
+        if not noticed or (self.sharing and not self.sharing.intersection(noticed)):
+            found.append(f"a copy to {self.left_out} was left out and nothing noticed")
+        return found
+
+
+def fill_with_garbage(model: torch.nn.Module) -> None:
+    """Small bytes: as floats they are tiny numbers, none of them NaN."""
+    generator = torch.Generator().manual_seed(7)
+    for storage in live_storages(model).values():
+        everything = torch.empty(0, dtype=torch.uint8).set_(storage.tensor.untyped_storage())
+        everything.copy_(torch.randint(0, 60, everything.shape, generator=generator, dtype=torch.uint8))
+
+
+def differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return sorted(n for n in one.keys() | other.keys() if one.get(n) != other.get(n))
+
+
+def _features(config: dict[str, Any], weights: Weights, program: Program) -> set[str]:
+    """What kinds of layout a checkpoint has, by what its config, its tensors and its program say."""
+    names = list(weights)
+
+    def named(pattern: str) -> bool:
+        return any(re.search(pattern, n) for n in names)
+
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    found = {
+        "biases of linear layers": any(
+            n.endswith(".bias") and weights.get(f"{n[:-4]}weight", weights[n]).dim() == 2 for n in names
+        ),
+        "tied embeddings": bool(config.get("tie_word_embeddings")),
+        "grouped heads": bool(heads and groups and groups < heads),
+        "latent attention": config.get("kv_lora_rank") is not None,
+        "experts": named(r"experts\."),
+        "shared experts": named(r"shared_(expert|mlp)"),
+        "experts stacked on disk": any("experts" in n and t.dim() == 3 for n, t in weights.items()),
+        "QKV fused on disk": named(r"(qkv|c_attn|query_key_value)[\w.]*weight"),
+        "gate and up fused on disk": named(r"mlp\.gate_up_proj\.weight"),
+        "values computed while loading": any(s.what.startswith("from ") for s in program.steps),
+        "work after loading": any(s.what == "post_load_weights" for s in program.steps),
+        "state space or linear attention": named(r"A_log"),
+        "convolutions": named(r"\bconv"),
+        "attention sinks": named(r"sinks"),
+        "sliding window": bool(config.get("sliding_window")),
+        "block-fp8": any(t.dtype == torch.float8_e4m3fn for t in weights.values()),
+    }
+    return {name for name, true in found.items() if true}
+
+
+def said(error: BaseException, folder: str) -> str:
+    """The error, in one line that is the same on every host."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = next((f for f in reversed(frames) if "site-packages/" in f.filename), frames[-1])
+    file = where.filename.split("site-packages/")[-1].rsplit("/test/", 1)[-1]
+    text = " ".join(str(error).split()).replace(folder, "the checkpoint")
+    return f"{type(error).__name__}{': ' if text else ''}{text[:300]} ({file}:{where.lineno})"

@@ -1,0 +1,36 @@
+"""The examination of an engine rank sees what is wrong: with a trace that lies it does not pass."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examination_mutants import ANSWER, MUTANTS, NORM
+
+pytestmark = pytest.mark.engine
+
+
+def test_every_mutant_of_the_trace_is_told(tmp_path):
+    run = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("examination_mutants.py")), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-8000:]
+    lines = [json.loads(x.removeprefix(ANSWER)) for x in run.stdout.splitlines() if x.startswith(ANSWER)]
+    said = {name: (outcome, why) for name, outcome, why in lines}
+    assert set(said) == {mutant.__name__ for mutant in MUTANTS}
+    assert said["right"] == ("passed", "")
+    for name, words in {
+        "swapped": "1 of 43 live tensors differ: model.layers.0.mlp.experts.w13_weight",
+        "writing": f"the trace wrote to {NORM}",
+        "moving": "live tensors have moved",
+        "refusing": f"stock loading writes {NORM}",
+    }.items():
+        outcome, why = said[name]
+        assert outcome == "failed"
+        assert words in why

@@ -1,0 +1,87 @@
+"""Tiny checkpoints with random weights, under the names and in the shapes and dtypes of real ones.
+
+transformers itself writes them: it keeps experts stacked in memory, and reverts that when it saves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import block_fp8
+from published_configs import published
+from tiny_configs import IN_BLOCKS, TINY, tiny, variant
+
+WEIGHTS = "model.safetensors"
+
+
+def write_checkpoint(
+    writer: str,
+    folder: Path,
+    *,
+    architecture: str | None = None,
+    variants: Sequence[str] = (),
+    fp8: bool = False,
+    seed: int = 0,
+) -> str | None:
+    """A model folder as the transformers class `writer` saves it, with random weights.
+
+    architecture  what SGLang is told to build, if that is not `writer`
+    variants      of the config (tiny_configs.variant); None is returned when it has no such variant
+    fp8           with linear layers in block-fp8
+    """
+    import transformers
+    from transformers import initialization
+    from transformers.integrations import hub_kernels
+
+    # Some layers would fetch kernels from the Hub; nothing is computed with here.
+    vars(hub_kernels)["_kernels_available"] = False
+    transformers.logging.disable_progress_bar()
+    writing = getattr(transformers, writer)
+    sizes = IN_BLOCKS if fp8 else TINY
+    changes = [variant(writing.config_class, v, sizes) for v in variants]
+    if None in changes:
+        return None
+    config = tiny(writing.config_class, sizes, **{k: v for change in changes for k, v in (change or {}).items()})
+    with initialization.no_init_weights():
+        model = writing._from_config(config, dtype=torch.bfloat16)
+    model.tie_weights()
+    block_fp8.mark_linear(model)
+    model.save_pretrained(folder, max_shard_size="100GB")
+    saved = read_weights(folder)
+    weights = _randomised(saved, seed)
+    written = json.loads((folder / "config.json").read_text())
+    written = published(written | {"architectures": [architecture or writer]}, weights)
+    if fp8:
+        weights, written["quantization_config"] = block_fp8.quantized(weights, block_fp8.marked(saved))
+    (folder / "config.json").write_text(json.dumps(written))
+    _save(weights, folder)
+    return str(folder)
+
+
+def read_weights(folder: str | Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(Path(folder) / WEIGHTS)
+
+
+def _save(weights: dict[str, torch.Tensor], folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+
+
+def _randomised(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """Normal numbers, and what is no float all zero."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(like: torch.Tensor) -> Any:
+        if not like.is_floating_point():
+            return torch.zeros_like(like)
+        return torch.randn(like.shape, generator=generator).to(like.dtype)
+
+    return {name: random(tensor) for name, tensor in weights.items()}
