@@ -11,8 +11,8 @@ import psutil
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.patches.fitness import unfit
 from sglang_reshard.patches.rpc import call_schedulers
-from sglang_reshard.patches.tokenizer_manager import unfit
 from sglang_reshard.shared_segments import forget, remove, segments_of
 from sglang_reshard.version import __version__
 

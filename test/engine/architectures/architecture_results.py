@@ -1,6 +1,6 @@
 """What became of each architecture, as JSON in benchmark/results and as the table in RESHARDING_GUIDE.md.
 
-python test/engine/architecture_results.py    # write the guide's table anew from the JSON
+PYTHONPATH=test python test/engine/architectures/architecture_results.py    # the guide's table anew from the JSON
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from architecture_cases import RUNS
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 RESULTS = REPOSITORY / "benchmark" / "results" / "architectures.json"
 GUIDE = REPOSITORY / "RESHARDING_GUIDE.md"
 BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
@@ -86,20 +86,22 @@ def saved() -> dict[str, Any]:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Markdown: a row for each architecture that was tried, and below it those that could not be."""
+    """Markdown: a row for each architecture that was tried, the reasons by number, and what could not be tried."""
     runs = [r.name for r in RUNS]
     count: dict[str, int] = defaultdict(int)
     for entry in found.values():
         count[overall(entry)] += 1
     lines = [
-        f"Of {len(found)} architectures that SGLang's registry calls text generation, {count['passed']} pass, "
-        f"{count['refused']} are refused, {count['cannot']} stock SGLang does not build or load here, and for "
-        f"{count['no checkpoint']} no checkpoint could be written.",
+        f"Of {len(found)} architectures that SGLang's registry calls text generation, {count['passed']} pass at tp 1, "
+        f"2 and 4, {count['refused']} are refused, {count['cannot']} stock SGLang does not build or load here, and "
+        f"for {count['no checkpoint']} no checkpoint could be written.",
         "",
-        "| architecture | result | " + " | ".join(runs) + " | why not |",
-        "|---" * (len(runs) + 3) + "|",
+        "| architecture | " + " | ".join(runs) + " |",
+        "|---" * (len(runs) + 1) + "|",
     ]
-    lines += [_row(name, entry, runs) for name, entry in found.items() if entry["runs"]]
+    numbers: dict[str, int] = {}  # reason -> its number, in the order in which they come up
+    lines += [_row(name, entry, runs, numbers) for name, entry in found.items() if entry["runs"]]
+    lines += ["", *(f"{number}. {reason}" for reason, number in numbers.items())]
     by_reason: dict[str, list[str]] = defaultdict(list)
     for name, entry in found.items():
         if not entry["runs"]:
@@ -109,21 +111,18 @@ def table(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _row(name: str, entry: Mapping[str, Any], runs: list[str]) -> str:
-    cells = [_WORDS[outcome(entry["runs"][r])] if r in entry["runs"] else "" for r in runs]
-    reasons: dict[str, list[str]] = defaultdict(list)
+def _row(name: str, entry: Mapping[str, Any], runs: list[str], numbers: dict[str, int]) -> str:
+    cells = []
     for run in runs:
-        result = entry["runs"].get(run, {})
-        if result.get("why"):
-            reasons[_short(result["why"])].append(run)
-    why = "; ".join(
-        text if len(where) == len(entry["runs"]) else f"{', '.join(where)}: {text}" for text, where in reasons.items()
-    )
-    word = {"cannot": "cannot be built or loaded here"}.get(overall(entry), overall(entry))
+        result = entry["runs"].get(run)
+        cell = _WORDS[outcome(result)] if result else ""
+        if result and result.get("why"):
+            cell += f" ({numbers.setdefault(_short(result['why']), len(numbers) + 1)})"
+        cells.append(cell)
     notes = [f"checkpoint of {entry['checkpoint']}"] if not entry["own"] else []
-    notes += [f"variant: {', '.join(entry['config'])}"] if entry["config"] else []
+    notes += [f"config with {' and '.join(entry['config'])}"] if entry["config"] else []
     note = f" ({', '.join(notes)})" if notes else ""
-    return f"| {name}{note} | {word} | " + " | ".join(cells) + f" | {why} |"
+    return f"| {name}{note} | " + " | ".join(cells) + " |"
 
 
 def _short(reason: str) -> str:

@@ -3,7 +3,7 @@
 What every engine rank holds is compared with a stock load of the same checkpoint, and what the engine says with
 what it says after a stock load. Two kinds of engine cannot generate on a CPU, with stock SGLang alone too: with
 expert parallelism its CPU kernel for experts takes those of other ranks for an index out of range, and with
-dp-attention it pins memory. Their digests are compared all the same.
+dp-attention its CPU attention lacks what a batch without requests asks of it. Their digests are compared all the same.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from sglang_reshard.oracle.stock import stock_digests
+from support.checkpoints import write_checkpoint
 from support.trainers import run_trainers
-from tiny_models import write_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
@@ -42,15 +42,15 @@ class Case:
 
 DP_ATTENTION = {"enable_dp_attention": True, "dp_size": 2}
 CASES = [
-    Case("qwen3_moe", 2, {"tp_size": 2, "ep_size": 2}),
-    Case("qwen3", 2, {"tp_size": 2, **DP_ATTENTION}),
-    Case("deepseek_v3", 3, {"tp_size": 2}, generates=True),
+    Case("Qwen3MoeForCausalLM", 2, {"tp_size": 2, "ep_size": 2}),
+    Case("Qwen3ForCausalLM", 2, {"tp_size": 2, **DP_ATTENTION}),
+    Case("DeepseekV3ForCausalLM", 3, {"tp_size": 2}, generates=True),
 ]
 if os.environ.get("SGLANG_RESHARD_SWEEP"):
     CASES += [
-        Case("qwen3_moe", 3, {"tp_size": 2}, generates=True, transformers=True),
-        Case("qwen3_moe", 2, {"tp_size": 4, "ep_size": 2}),
-        Case("deepseek_v3", 5, {"tp_size": 4, "ep_size": 2, **DP_ATTENTION}),
+        Case("Qwen3MoeForCausalLM", 3, {"tp_size": 2}, generates=True, transformers=True),
+        Case("Qwen3MoeForCausalLM", 2, {"tp_size": 4, "ep_size": 2}),
+        Case("DeepseekV3ForCausalLM", 5, {"tp_size": 4, "ep_size": 2, **DP_ATTENTION}),
     ]
 
 

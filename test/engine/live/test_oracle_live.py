@@ -6,7 +6,7 @@ from sglang_reshard import cpu_host
 from sglang_reshard.oracle.digests import LOADER, read_live_digests
 from sglang_reshard.oracle.forks import ChildFailed
 from sglang_reshard.oracle.stock import stock_digests
-from tiny_checkpoints import write_checkpoint
+from support.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.engine
 

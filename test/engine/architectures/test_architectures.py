@@ -7,8 +7,6 @@ tries some ranks of every architecture and holds them against benchmark/results/
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import pytest
 import architecture_results as results
 from architecture_cases import ARCHITECTURE, CASE, RUNS
 from examination import Replays
+from support.scripts import run_script
 
 # With all engine ranks of all runs, and saving what comes of it.
 SWEEP = "SGLANG_RESHARD_SWEEP" in os.environ
@@ -49,15 +48,7 @@ KINDS_OF_LAYOUT = [
 def examined(paths, folder):
     """What architecture_cases.py finds on one of the code paths."""
     script = Path(__file__).with_name("architecture_cases.py")
-    run = subprocess.run(
-        [sys.executable, str(script), paths, "sweep" if SWEEP else "fast", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-8000:]
-    lines = run.stdout.splitlines()
+    lines = run_script(script, paths, "sweep" if SWEEP else "fast", str(folder), timeout_s=SECONDS)
     return results.collected(
         [json.loads(x.removeprefix(ARCHITECTURE)) for x in lines if x.startswith(ARCHITECTURE)],
         [json.loads(x.removeprefix(CASE)) for x in lines if x.startswith(CASE)],
@@ -141,7 +132,7 @@ def test_nothing_saved_failed():
 
 def test_the_guide_has_the_saved_table():
     assert results.table_in_guide() == results.table(results.saved()), (
-        "python test/engine/architecture_results.py writes it anew"
+        "PYTHONPATH=test python test/engine/architectures/architecture_results.py writes it anew"
     )
 
 

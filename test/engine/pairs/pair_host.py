@@ -27,14 +27,13 @@ from pairs import Pair
 ANSWER = "pair: "
 PAIR_S = 150.0  # for one pair on a busy machine
 START_S = 120.0  # for the imports before the first
-TEST = Path(__file__).parent.parent
+TEST = Path(__file__).parents[2]
 
 
 class PairHost:
     """The test's end of it. `run` a pair; the process and its forks are gone when the `with` ends."""
 
     def __init__(self, kind: str, folder: Path) -> None:
-        path = os.pathsep.join([str(TEST), str(TEST / "engine")])
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in __exit__)
         self._process = subprocess.Popen(
             [sys.executable, __file__, kind, str(folder)],
@@ -44,7 +43,7 @@ class PairHost:
             text=True,
             env={
                 **os.environ,
-                "PYTHONPATH": path,
+                "PYTHONPATH": str(TEST),
                 "OMP_NUM_THREADS": "1",
             },
             start_new_session=True,

@@ -19,7 +19,7 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.oracle.forks import in_forks
 from sglang_reshard.oracle.rank import choose_code_paths
 from sglang_reshard.trace import Program, trace
-from tiny_checkpoints import write_checkpoint
+from support.checkpoints import write_checkpoint
 
 ANSWER = "mutant: "
 NORM = "model.norm.weight"

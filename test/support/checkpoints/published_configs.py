@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tiny_configs import has_experts
+from support.checkpoints.tiny_configs import has_experts
 
 _YARN = {
     "rope_type": "yarn",

@@ -21,8 +21,7 @@ from architectures import Architecture, text_generation
 from examination import Finding, examine, said
 from sglang_reshard.oracle.forks import in_forks
 from sglang_reshard.oracle.rank import choose_code_paths
-from tiny_checkpoints import write_checkpoint
-from tiny_configs import has_experts
+from support.checkpoints import has_experts, write_checkpoint
 
 ARCHITECTURE, CASE = "architecture: ", "case: "
 # Variants of the config: the first that passes is the usual one, the first that is refused if none does.

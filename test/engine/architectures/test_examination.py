@@ -1,27 +1,19 @@
 """The examination of an engine rank sees what is wrong: with a trace that lies it does not pass."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from examination_mutants import ANSWER, MUTANTS, NORM
+from support.scripts import run_script
 
 pytestmark = pytest.mark.engine
 
 
 def test_every_mutant_of_the_trace_is_told(tmp_path):
-    run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("examination_mutants.py")), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-8000:]
-    lines = [json.loads(x.removeprefix(ANSWER)) for x in run.stdout.splitlines() if x.startswith(ANSWER)]
+    printed = run_script(Path(__file__).with_name("examination_mutants.py"), str(tmp_path), timeout_s=400)
+    lines = [json.loads(x.removeprefix(ANSWER)) for x in printed if x.startswith(ANSWER)]
     said = {name: (outcome, why) for name, outcome, why in lines}
     assert set(said) == {mutant.__name__ for mutant in MUTANTS}
     assert said["right"] == ("passed", "")

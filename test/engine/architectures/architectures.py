@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from tiny_configs import has_experts
+from support.checkpoints import has_experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-import block_fp8
-from published_configs import published
-from tiny_configs import IN_BLOCKS, TINY, tiny, variant
+from support.checkpoints import block_fp8
+from support.checkpoints.published_configs import published
+from support.checkpoints.tiny_configs import IN_BLOCKS, TINY, tiny, variant
 
 WEIGHTS = "model.safetensors"
 

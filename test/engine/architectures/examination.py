@@ -18,7 +18,7 @@ from sglang_reshard.oracle.rank import build_rank
 from sglang_reshard.oracle.replay import replay
 from sglang_reshard.trace import Copy, Program, live_signature, trace
 from sglang_reshard.trace.live import live_storages, live_tensors, storage_key
-from tiny_checkpoints import read_weights
+from support.checkpoints import read_weights
 
 Weights = dict[str, torch.Tensor]
 
