@@ -7,6 +7,8 @@ need a piece, its audience, decide how it travels:
 - an audience of one reads it from the trainer rank's memory, straight into its parameters (`Direct`);
 - a larger audience is a group: its leader reads the piece, packs it into a bucket, broadcasts the bucket,
   and every member slices out what it lacks (`Lane`, cut into `Round`s of one bucket).
+
+Where all share one host there is a simpler plan, `pull_plan`: every engine rank reads for itself.
 """
 
 from __future__ import annotations
@@ -177,6 +179,27 @@ def make_plan(pieces: Pieces, needs: Sequence[Needs], trainer_hosts: Sequence[st
         tuple(by_place),
         tuple(r for _, _, r in turns),
     )
+
+
+def pull_plan(pieces: Pieces, needs: Sequence[Needs], trainer_hosts: Sequence[str], bucket_bytes: int) -> Plan:
+    """The plan by which every engine rank reads what it lacks by itself, from the nearest holder on its host.
+
+    Raises Unsupported, naming the tensor and the ranks, when an engine rank's host has no holder of a piece.
+    """
+    topology = _Topology(len(trainer_hosts), tuple(trainer_hosts), tuple(n.host for n in needs))
+    directs: dict[tuple[int, int], list[int]] = {}
+    for engine_rank, need in enumerate(needs):
+        for i in np.flatnonzero(_unpack(need.pieces, len(pieces.all))).tolist():
+            trainer_rank = topology.nearest_trainer(pieces.all[i].ranks, engine_rank)
+            if trainer_hosts[trainer_rank] != need.host:
+                name = pieces.layout.tensors[pieces.tensor_of[i]].name
+                raise Unsupported(
+                    f"engine rank {engine_rank} on {need.host} lacks a part of {name} that no trainer rank there holds "
+                    f"(trainer rank {trainer_rank} is on {trainer_hosts[trainer_rank]}), and transport='ipc' reads "
+                    "memory of the same host only; use transport='broadcast'"
+                )
+            directs.setdefault((trainer_rank, engine_rank), []).append(i)
+    return Plan(bucket_bytes, tuple(Direct(t, e, tuple(p)) for (t, e), p in sorted(directs.items())), (), ())
 
 
 @dataclass(frozen=True, slots=True)

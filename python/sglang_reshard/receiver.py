@@ -24,16 +24,16 @@ import msgspec
 import torch
 
 from sglang_reshard.control import Control
-from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.errors import ReshardError
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.peak_memory import PeakMemory
-from sglang_reshard.plan import Needs, Pieces, Plan, make_plan, needs_of, unneeded
+from sglang_reshard.plan import Needs, Pieces, Plan, needs_of, unneeded
 from sglang_reshard.report import RankReport
 from sglang_reshard.session import Address, Session
 from sglang_reshard.sources.placements import Layout
 from sglang_reshard.trace import Program, live_signature, trace
 from sglang_reshard.transports.base import Here, Transport
-from sglang_reshard.transports.broadcast import BroadcastTransport
+from sglang_reshard.transports.choice import chosen
 from sglang_reshard.transports.groups import Groups
 from sglang_reshard.transports.memory import Handles, PeerMemory, host_identity
 from sglang_reshard.unused_names import check_used, remark
@@ -83,12 +83,15 @@ class _Target:
 class _Route:
     """A transport ready to move, good for one target, one set of handles and one bucket size.
 
-    remark  what the trainer should know about the plan
+    kind, why  the transport's name, and the reason for it
+    remark     what the trainer should know about the plan
     """
 
     target: _Target
     handles: tuple[str, ...]
     bucket_bytes: int
+    kind: str
+    why: str
     transport: Transport
     remark: str
 
@@ -145,8 +148,7 @@ class WeightReceiver:
 
     def _look(self, request: DistributedUpdateWeightsReq, clock: _Clock) -> _Looked:
         check_same_version(request.package_version)
-        if request.transport not in ("auto", "broadcast"):
-            raise Mismatch(f"transport {request.transport!r} is not one of: auto, broadcast")
+        chosen(request.transport)
         session = self._join(request)
         signature = live_signature(self._model)
         target = self._target
@@ -214,7 +216,8 @@ class WeightReceiver:
     ) -> Plan:
         """The plan, with the memory that this rank reads mapped."""
         check_used(unneeded(target.pieces, needs), request.ignore)
-        plan = make_plan(target.pieces, needs, request.trainer_hosts, request.bucket_bytes)
+        kind, _ = chosen(request.transport)
+        plan = kind.plan(target.pieces, needs, request.trainer_hosts, request.bucket_bytes)
         memory = {}
         for trainer_rank in plan.trainer_ranks_read_by(self._control.rank):
             digest = request.handles[trainer_rank]
@@ -231,7 +234,8 @@ class WeightReceiver:
     ) -> _Route:
         memory = {rank: peer for rank, (_, peer) in self._memory.items()}
         here = Here(self._control.rank, self._device, target.pieces, plan, target.program, memory, groups)
-        return _Route(target, request.handles, request.bucket_bytes, BroadcastTransport(here), told)
+        kind, why = chosen(request.transport)
+        return _Route(target, request.handles, request.bucket_bytes, kind.name, why, kind.build(here), told)
 
     def _move(
         self, request: DistributedUpdateWeightsReq, clock: _Clock, meter: PeakMemory, kept_bytes: int
@@ -270,8 +274,8 @@ class WeightReceiver:
         return DistributedUpdateWeightsOutput(
             success=True,
             message=self._route.remark,
-            transport="broadcast",
-            transport_reason="the only transport of this version",
+            transport=self._route.kind,
+            transport_reason=self._route.why,
             read_bytes=read,
             ranks=tuple(m.report for m in moved if m.report is not None),
         )

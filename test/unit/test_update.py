@@ -40,8 +40,10 @@ def sharded(version, mesh_shape, kind, dtype):
         yield name, distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
-def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates):
-    sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=bucket_bytes, timeout_s=30)
+def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates, transport):
+    sender = WeightSender.over(
+        trainer.group, trainer.send, bucket_bytes=bucket_bytes, timeout_s=30, transport=transport
+    )
     state = dict(sharded(0, mesh_shape, kind, dtype))
     reports = []
     for version in range(1, updates + 1):
@@ -53,7 +55,7 @@ def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates):
     return reports
 
 
-def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, live_dtype=None):
+def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, transport, live_dtype=None):
     live_dtype = live_dtype or dtype
     model, control = ToyRank(rank, size, live_dtype), None
     control = Control(torch.distributed.group.WORLD, rank, size)
@@ -72,9 +74,10 @@ def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, 
     return differing
 
 
-def run(mesh_shape, engines, kind, dtype=torch.float32, bucket_bytes=MIB, updates=2):
+def run(mesh_shape, engines, kind, dtype=torch.float32, bucket_bytes=MIB, updates=2, transport="broadcast"):
     trainers = int(torch.Size(mesh_shape).numel())
-    reports, differing = run_world(trainers, engines, train, serve, mesh_shape, kind, dtype, bucket_bytes, updates)
+    arguments = mesh_shape, kind, dtype, bucket_bytes, updates, transport
+    reports, differing = run_world(trainers, engines, train, serve, *arguments)
     assert differing == [[]] * engines
     assert all(r == reports[0] for r in reports), "trainer ranks were told different things"
     return reports[0]
@@ -94,6 +97,21 @@ def run(mesh_shape, engines, kind, dtype=torch.float32, bucket_bytes=MIB, update
 )
 def test_every_parameter_is_bit_exact_after_each_update(mesh_shape, engines, kind):
     run(mesh_shape, engines, kind)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "engines", "kind"), [((4,), 16, "tp"), ((3,), 4, "fsdp"), ((2, 2), 4, "fsdp_tp"), ((2,), 4, "plain")]
+)
+def test_ipc_reads_exactly_what_is_lacking(mesh_shape, engines, kind):
+    for report in run(mesh_shape, engines, kind, transport="ipc"):
+        assert report.transport == "ipc"
+        assert report.transport_reason == "asked for"
+        assert all(rank.received_bytes == rank.least_bytes for rank in report.engine_ranks)
+        sent, received = (
+            sum(t.sent_bytes for t in report.trainer_ranks),
+            sum(r.received_bytes for r in report.engine_ranks),
+        )
+        assert sent == received
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 4096])

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_reshard.plan import Direct, Lane, Round
+from sglang_reshard.plan import Lane, Round
 from sglang_reshard.transports.base import Here
 from sglang_reshard.transports.groups import Group, Work
 from sglang_reshard.transports.landing import CopyList, Landings, payload_bytes
+from sglang_reshard.transports.pull import Pull, piece_in_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,9 @@ class BroadcastTransport:
         buckets = [torch.empty(largest, dtype=torch.uint8, device=here.device) for _ in mine[:2]]
         landings = Landings(here.pieces, here.program)
         self.extra_bytes = sum(b.numel() for b in buckets)
-        self.received_bytes = 0
-        self.read_bytes: dict[int, int] = {}
-        self._direct = CopyList()
-        for direct in here.plan.directs:
-            if direct.engine_rank == rank:
-                self._add_direct(here, landings, direct)
+        self._pull = Pull(here, landings)
+        self.read_bytes = dict(self._pull.read_bytes)
+        self.received_bytes = sum(self.read_bytes.values())
         for lane in here.plan.lanes:
             if rank in lane.members:
                 here.groups.get(lane.members)
@@ -52,7 +50,7 @@ class BroadcastTransport:
         ]
 
     def move(self) -> None:
-        self._direct.run()
+        self._pull.run()
         travelling: tuple[_Turn, Work] | None = None
         for turn in self._turns:
             if turn.pack is not None:
@@ -69,19 +67,6 @@ class BroadcastTransport:
         work.wait()
         turn.land.run()
 
-    def _count(self, trainer_rank: int, received: int, read: int) -> None:
-        self.received_bytes += received
-        if read:
-            self.read_bytes[trainer_rank] = self.read_bytes.get(trainer_rank, 0) + read
-
-    def _add_direct(self, here: Here, landings: Landings, direct: Direct) -> None:
-        before = self._direct.source_bytes
-        for i in direct.pieces:
-            piece = here.pieces.all[i]
-            landings.add(self._direct, i, piece.box, _shard_box(here, direct.trainer_rank, i))
-        moved = self._direct.source_bytes - before
-        self._count(direct.trainer_rank, moved, moved)
-
     def _turn(self, here: Here, landings: Landings, lane: Lane, r: Round, bucket: torch.Tensor) -> _Turn:
         leads = lane.leader == here.engine_rank
         pack, land = CopyList(), CopyList()
@@ -92,21 +77,12 @@ class BroadcastTransport:
             boxed = typed.view(segment.box.shape)
             if leads:
                 piece = here.pieces.all[segment.piece]
-                shard = _shard_box(here, lane.trainer_rank, segment.piece)
+                shard = piece_in_memory(here, lane.trainer_rank, segment.piece)
                 pack.add(boxed, shard[segment.box.relative_to(piece.box.start).slices()])
             landings.add(land, segment.piece, segment.box, boxed)
         payload = payload_bytes(here.pieces, r)
-        self._count(lane.trainer_rank, payload, payload if leads else 0)
+        self.received_bytes += payload
+        if leads:
+            self.read_bytes[lane.trainer_rank] = self.read_bytes.get(lane.trainer_rank, 0) + payload
         group = here.groups.get(lane.members)
         return _Turn(group, lane.leader, bucket[: r.nbytes], pack if leads else None, land)
-
-
-def _shard_box(here: Here, trainer_rank: int, index: int) -> torch.Tensor:
-    """A piece in the memory of a trainer rank that holds it."""
-    piece = here.pieces.all[index]
-    number = here.pieces.tensor_of[index]
-    tensor = here.pieces.layout.tensors[number]
-    shape = here.pieces.layout.holdings(tensor).local_shapes[trainer_rank]
-    shard = here.memory[trainer_rank].shard(number, shape, tensor.dtype)
-    stop = tuple(a + n for a, n in zip(piece.at, piece.box.shape, strict=True))
-    return shard[tuple(slice(a, b) for a, b in zip(piece.at, stop, strict=True))]

@@ -37,7 +37,9 @@ def train(trainer: Trainer, pair: Pair, specs: list[TensorSpec], folder: str, sp
         (ranks.flip(0) if pair.mesh_reversed else ranks).view(pair.mesh),
         mesh_dim_names=("first", "second", "third")[: len(pair.mesh)],
     )
-    sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=pair.bucket_bytes, timeout_s=TIMEOUT_S)
+    sender = WeightSender.over(
+        trainer.group, trainer.send, bucket_bytes=pair.bucket_bytes, timeout_s=TIMEOUT_S, transport=pair.transport
+    )
     state = sharded(pair.placings, weights(specs, 0, pair.trainer_dtype), mesh)
     phases = []
     for version in UPDATES:

@@ -30,6 +30,7 @@ class Pair(msgspec.Struct, frozen=True):
     tp: int
     ep: int
     bucket_bytes: int
+    transport: str = "broadcast"
 
     @property
     def trainers(self) -> int:
@@ -70,4 +71,5 @@ def pairs(draw: st.DrawFn, engine_sizes: tuple[int, ...]) -> Pair:
         tp=tp,
         ep=draw(st.sampled_from(experts_split_by)),
         bucket_bytes=draw(st.one_of(st.integers(1, 64), st.integers(65, 4096), st.just(1 << 20))),
+        transport=draw(st.sampled_from(["broadcast", "ipc"])),
     )

@@ -1,0 +1,24 @@
+"""On one host: every engine rank reads exactly the boxes that it lacks out of trainer memory, mapped by handle.
+
+One copy, from the trainer's shard to the live parameter; no buffer, no collective, no group.
+"""
+
+from __future__ import annotations
+
+from sglang_reshard.transports.base import Here
+from sglang_reshard.transports.landing import Landings
+from sglang_reshard.transports.pull import Pull
+
+
+class IpcTransport:
+    """See the module's text; for a `pull_plan`."""
+
+    extra_bytes = 0
+
+    def __init__(self, here: Here) -> None:
+        self._pull = Pull(here, Landings(here.pieces, here.program))
+        self.read_bytes = self._pull.read_bytes
+        self.received_bytes = sum(self.read_bytes.values())
+
+    def move(self) -> None:
+        self._pull.run()
