@@ -10,7 +10,7 @@ On its way a request passes:
     model_runner.py             the live parameters: `sglang_reshard.receiver.WeightReceiver`
 
 Nothing that SGLang defines is replaced. One list is appended to (the tokenizer manager's communicators)
-and two methods are followed by ours, through SGLang's own hook registry; all else is new methods.
+and three methods are followed by ours, through SGLang's own hook registry; all else is new methods.
 """
 
 from __future__ import annotations

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from sglang_reshard.errors import Unsupported
+from sglang_reshard.errors import DeadlineExceeded, Unsupported
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.patches.fitness import unfit
-from sglang_reshard.patches.rpc import call_schedulers
 from sglang_reshard.shared_segments import forget, remove, segments_of
-from sglang_reshard.version import __version__
+from sglang_reshard.version import VERSION_KEY, __version__
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
 
+_ANSWER_S = 60.0
 _END_S = 60.0  # a killed process may need a while to give back a GPU's memory
 
 
@@ -70,9 +71,20 @@ def check_installed(engine: Engine) -> None:
         )
     if reason := unfit(engine.server_args):
         raise Unsupported(reason)
-    # A stock scheduler answers an unknown method with an error and lives on.
-    if error := call_schedulers(engine, "check_reshard_version", version=__version__):
+    versions = [state.get(VERSION_KEY, "none") for state in _internal_states(engine)]
+    if any(version != __version__ for version in versions):
         raise Unsupported(
-            "SGLang's scheduler processes do not carry sglang-reshard as this process does; install the same "
-            f"version on every node of the engine: {error}"
+            f"SGLang's scheduler processes carry sglang-reshard {', '.join(versions)} and this process {__version__}; "
+            "install the same version on every node of the engine"
         )
+
+
+def _internal_states(engine: Engine) -> list[dict[str, Any]]:
+    """What every scheduler says of itself. SGLang asks with no deadline."""
+    asked = asyncio.wait_for(engine.tokenizer_manager.get_internal_state(), _ANSWER_S)
+    try:
+        return engine.loop.run_until_complete(asked)
+    except asyncio.TimeoutError as error:
+        raise DeadlineExceeded(
+            f"SGLang's schedulers did not answer within {_ANSWER_S:.0f} s; look at the engine's log"
+        ) from error

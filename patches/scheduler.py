@@ -12,7 +12,7 @@ from sglang_reshard.patches.io_struct import (
     UpdateWeightsDistributedReqInput,
     UpdateWeightsDistributedReqOutput,
 )
-from sglang_reshard.version import check_same_version
+from sglang_reshard.version import VERSION_KEY, __version__
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -25,8 +25,8 @@ def apply() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     Scheduler.update_weights_distributed = update_weights_distributed
-    Scheduler.check_reshard_version = check_reshard_version
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher", _dispatch, HookType.AFTER)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _tell_version, HookType.AFTER)
 
 
 def _dispatch(_result: Any, scheduler: Scheduler, *_: Any, **__: Any) -> None:
@@ -35,6 +35,11 @@ def _dispatch(_result: Any, scheduler: Scheduler, *_: Any, **__: Any) -> None:
     scheduler._request_dispatcher += TypeBasedDispatcher(
         [(UpdateWeightsDistributedReqInput, scheduler.update_weights_distributed)]
     )
+
+
+def _tell_version(output: Any, *_: Any, **__: Any) -> None:
+    """Among what a scheduler says of itself: in `get_server_info` and GET /server_info, too."""
+    output.internal_state[VERSION_KEY] = __version__
 
 
 def update_weights_distributed(
@@ -90,8 +95,3 @@ def _without_waiting_requests(scheduler: Scheduler) -> Iterator[None]:
         yield
     finally:
         scheduler.waiting_queue = waiting
-
-
-def check_reshard_version(self: Scheduler, version: str) -> None:
-    """For SGLang's collective_rpc, which calls methods of the scheduler by name."""
-    check_same_version(version)

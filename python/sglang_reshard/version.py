@@ -5,6 +5,7 @@ from __future__ import annotations
 from sglang_reshard.errors import Mismatch
 
 __version__ = "0.1.0"
+VERSION_KEY = "reshard_version"  # under which SGLang's schedulers tell theirs
 
 
 def check_same_version(trainers: str) -> None:

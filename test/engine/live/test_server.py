@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from sglang_reshard import cpu_host
+from sglang_reshard import __version__, cpu_host
 from sglang_reshard.demo import tiny_model
 from sglang_reshard.shared_segments import remove, segments_of
 from support.trainers import run_trainers
@@ -89,6 +89,7 @@ def test_a_trainer_updates_a_server_by_url(server: str, tmp_path: Path) -> None:
     assert seen["after_pause"] == seen["expected"]
     info = httpx.get(f"{server}/server_info", headers={"Authorization": f"Bearer {KEY}"}).json()
     assert info["weight_version"] == "while paused"
+    assert {state["reshard_version"] for state in info["internal_states"]} == {__version__}
 
 
 def test_a_stranger_is_turned_away(server: str) -> None:
