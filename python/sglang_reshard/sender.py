@@ -30,10 +30,11 @@ from sglang_reshard.messages import (
     Failure,
     TrainerNote,
 )
+from sglang_reshard.publisher import Published, Publisher
 from sglang_reshard.report import TrainerRankReport, UpdateReport
 from sglang_reshard.session import Address, Session
-from sglang_reshard.sources import Layout, NamedTensors, TrainerState, aliases, describe, first_not_finite
-from sglang_reshard.transports.memory import Handles, MemoryExporter, host_identity
+from sglang_reshard.sources import Layout, NamedTensors
+from sglang_reshard.transports.memory import host_identity
 from sglang_reshard.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -77,10 +78,7 @@ class WeightSender:
         self._session, self._rank, self._global_ranks = session, trainer_rank, global_ranks
         self._send, self._transport = send, transport
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
-        self._memory = MemoryExporter(trainer_rank)
-        self._layout: Layout | None = None
-        self._handles: Handles | None = None
-        self._layout_digest, self._handles_digest = "", ""
+        self._publisher = Publisher(session, trainer_rank, global_ranks)
         self._update = 0
         self._alone = threading.Lock()  # held by the thread that updates
 
@@ -140,15 +138,15 @@ class WeightSender:
     def _update_alone(self, named_tensors: NamedTensors | torch.nn.Module, options: _Options) -> UpdateReport:
         started = time.perf_counter()
         self._update += 1
-        state = self._announce(named_tensors, options.check_finite)
-        published = time.perf_counter() - started
+        published = self._announce(named_tensors, options.check_finite)
+        seconds = {"publish": time.perf_counter() - started}
         if self._send is None:
             return self._session.await_result(self._update, 2 * self._timeout_s)
         try:
-            answer = self._lead(self._send, state, options)
-            seconds = {"publish": published, "total": time.perf_counter() - started}
-            assert state is not None  # an error of this rank's own is among the notes and was raised
-            report = _report(answer, state.layout, options.weight_version, self._bucket_bytes, seconds)
+            answer = self._lead(self._send, published, options)
+            seconds["total"] = time.perf_counter() - started
+            assert published is not None  # an error of this rank's own is among the notes and was raised
+            report = _report(answer, published.source, options.weight_version, self._bucket_bytes, seconds)
         except BaseException as error:
             self._session.publish_result(self._update, Failure.of(error))
             raise
@@ -157,42 +155,26 @@ class WeightSender:
 
     def close(self) -> None:
         """End the session; every rank calls it. Engine ranks keep what they mapped until their next session."""
-        self._memory.close()
+        self._publisher.close()
         if self._rank == 0:
             self._session.await_leaving(len(self._global_ranks), _LEAVING_S)
         else:
             self._session.leave(self._rank)
 
-    def _announce(self, named_tensors: NamedTensors | torch.nn.Module, check_finite: bool) -> TrainerState | None:
+    def _announce(self, named_tensors: NamedTensors | torch.nn.Module, check_finite: bool) -> Published | None:
         """Publish what is new about this rank's shards, and say to rank 0 that it is ready, or why not."""
-        state, failure = None, None
+        published, failure = None, None
         try:
-            state = describe(named_tensors, trainer_rank=self._rank, global_ranks=self._global_ranks)
-            if check_finite:
-                _check_finite(state, self._rank)
-            handles = self._memory.export(state.shards, [t.name for t in state.layout.tensors])
-            if any(shard.is_cuda for shard in state.shards):
-                torch.cuda.synchronize()  # an engine rank reads from another process: no stream orders us
-            self._publish(state.layout, handles)
+            published = self._publisher.publish(named_tensors, check_finite=check_finite)
         except Exception as error:
             failure = Failure.of(error)
             if not isinstance(error, ReshardError):
                 logger.exception("trainer rank %d cannot take part in update %d", self._rank, self._update)
-        note = TrainerNote(host_identity(), self._layout_digest, self._handles_digest, failure)
-        self._session.announce(self._update, self._rank, note)
-        return state
+        layout, handles = (published.layout, published.handles) if published else ("", "")
+        self._session.announce(self._update, self._rank, TrainerNote(host_identity(), layout, handles, failure))
+        return published
 
-    def _publish(self, layout: Layout, handles: Handles) -> None:
-        if layout != self._layout:
-            self._layout_digest = self._session.put_layout(layout)
-            self._layout = layout
-        if handles != self._handles:
-            if self._handles_digest:
-                self._session.forget_handles(self._rank, self._handles_digest)
-            self._handles_digest = self._session.put_handles(self._rank, handles)
-            self._handles = handles
-
-    def _lead(self, send: Send, state: TrainerState | None, options: _Options) -> DistributedUpdateWeightsOutput:
+    def _lead(self, send: Send, published: Published | None, options: _Options) -> DistributedUpdateWeightsOutput:
         """Trainer rank 0: all ranks ready and agreed? Then one request, which carries metadata only."""
         size = len(self._global_ranks)
         notes = self._session.collect_notes(self._update, size, self._timeout_s)
@@ -202,8 +184,8 @@ class WeightSender:
             if note.failure is not None:
                 raise note.failure.error()
         self._check_agreement(notes)
-        assert state is not None
-        tied = tuple(glob.escape(name) for name in aliases(state.layout, state.shards))
+        assert published is not None
+        tied = tuple(glob.escape(name) for name in published.tied)
         answer = send(
             DistributedUpdateWeightsReq(
                 session=self._session.address.session,
@@ -237,11 +219,6 @@ class WeightSender:
                 self._session.get_layout(digest, Layout, self._timeout_s) for digest in (notes[0].layout, note.layout)
             )
             raise Mismatch(first_difference(mine, other, rank))
-
-
-def _check_finite(state: TrainerState, trainer_rank: int) -> None:
-    if found := first_not_finite(state.layout, state.shards, trainer_rank):
-        raise Mismatch(f"{found}. Nothing was sent; look at the optimizer step, or pass check_finite=False")
 
 
 def first_difference(layout: Layout, other: Layout, other_rank: int) -> str:

@@ -4,7 +4,7 @@ from sglang_reshard.sources.aliases import aliases
 from sglang_reshard.sources.finite import first_not_finite
 from sglang_reshard.sources.fsdp import named_shards
 from sglang_reshard.sources.placements import Holdings, Layout, Mesh, Piece, Placement, SourceTensor
-from sglang_reshard.sources.state import NamedTensors, TrainerState, describe
+from sglang_reshard.sources.state import NamedTensors, TrainerState, describe, listed
 
 __all__ = [
     "Holdings",
@@ -18,5 +18,6 @@ __all__ = [
     "aliases",
     "describe",
     "first_not_finite",
+    "listed",
     "named_shards",
 ]

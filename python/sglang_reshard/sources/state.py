@@ -53,7 +53,7 @@ def describe(
     tensors, shards = [], []
     seen: set[str] = set()
     sharded: ShardedParameters | None = None
-    for name, given, *spec in _given(named_tensors, trainer_rank):
+    for name, given, *spec in listed(named_tensors, trainer_rank):
         where = f"trainer rank {trainer_rank}: {name}"
         if name in seen:
             raise Mismatch(f"trainer rank {trainer_rank}: the name {name} was given twice")
@@ -88,9 +88,10 @@ def describe(
     return TrainerState(layout, tuple(shards))
 
 
-def _given(named_tensors: NamedTensors | torch.nn.Module, trainer_rank: int) -> NamedTensors:
+def listed(named_tensors: NamedTensors | torch.nn.Module, trainer_rank: int) -> list[tuple[Any, ...]]:
+    """What is given, as a list; a module's `named_shards`. Raises Unsupported as those do."""
     if not isinstance(named_tensors, torch.nn.Module):
-        return named_tensors
+        return list(named_tensors)
     try:
         return list(named_shards(named_tensors))
     except Unsupported as error:

@@ -108,6 +108,10 @@ class MemoryExporter:
         known = self._exported.get(storage.data_ptr())
         return known[1] if known is not None and not known[0].expired() else None
 
+    def intact(self) -> bool:
+        """Whether all storages of the last export are alive still."""
+        return not any(reference.expired() for reference, _ in self._exported.values())
+
     def close(self) -> None:
         self._exported = {}
 

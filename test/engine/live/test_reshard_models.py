@@ -9,7 +9,7 @@ dp-attention its CPU attention lacks what a batch without requests asks of it. T
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Case:
 
     generates     whether stock SGLang can, on a CPU
     transformers  whether transformers' model computes what SGLang's does
+    instead       other values for keys of the tiny config
     """
 
     model: str
@@ -35,16 +36,20 @@ class Case:
     engine: dict[str, Any]
     generates: bool = False
     transformers: bool = False
+    instead: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return "-".join([self.model, f"from{self.trainers}", *(f"{k}={v}" for k, v in self.engine.items())])
 
 
+# SGLang's CPU attention takes a prefill's latent cache for heads, and runs only where both are equally wide. What it
+# says then is not what the model should say, and depends on the weights all the same.
+LATENT_AS_WIDE_AS_HEADS = {"kv_lora_rank": 32, "qk_nope_head_dim": 32}
 DP_ATTENTION = {"enable_dp_attention": True, "dp_size": 2}
 CASES = [
     Case("Qwen3MoeForCausalLM", 2, {"tp_size": 2, "ep_size": 2}),
     Case("Qwen3ForCausalLM", 2, {"tp_size": 2, **DP_ATTENTION}),
-    Case("DeepseekV3ForCausalLM", 3, {"tp_size": 2}, generates=True),
+    Case("DeepseekV3ForCausalLM", 3, {"tp_size": 2}, generates=True, instead=LATENT_AS_WIDE_AS_HEADS),
 ]
 if os.environ.get("SGLANG_RESHARD_SWEEP"):
     CASES += [
@@ -66,7 +71,10 @@ def assert_exact(live: list[dict[str, str]], expected: dict[int, dict[str, str]]
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_updates_are_bit_exact_and_say_what_a_stock_load_says(case: Case, tmp_path: Path) -> None:
-    checkpoints = [write_checkpoint(case.model, tmp_path / version, seed=int(version)) for version in ("1", "2")]
+    checkpoints = [
+        write_checkpoint(case.model, tmp_path / version, instead=case.instead, seed=int(version))
+        for version in ("1", "2")
+    ]
     engine = {"dtype": "float32", **case.engine}
     seen = run_trainers(
         case.trainers,

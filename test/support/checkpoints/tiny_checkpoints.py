@@ -25,6 +25,7 @@ def write_checkpoint(
     *,
     architecture: str | None = None,
     variants: Sequence[str] = (),
+    instead: dict[str, Any] | None = None,
     fp8: bool = False,
     seed: int = 0,
 ) -> str | None:
@@ -32,6 +33,7 @@ def write_checkpoint(
 
     architecture  what SGLang is told to build, if that is not `writer`
     variants      of the config (tiny_configs.variant); None is returned when it has no such variant
+    instead       other values for keys of the config
     fp8           with linear layers in block-fp8
     """
     import transformers
@@ -46,7 +48,8 @@ def write_checkpoint(
     changes = [variant(writing.config_class, v, sizes) for v in variants]
     if None in changes:
         return None
-    config = tiny(writing.config_class, sizes, **{k: v for change in changes for k, v in (change or {}).items()})
+    other = {k: v for change in changes for k, v in (change or {}).items()} | (instead or {})
+    config = tiny(writing.config_class, sizes, **other)
     with initialization.no_init_weights():
         model = writing._from_config(config, dtype=torch.bfloat16)
     model.tie_weights()

@@ -1,0 +1,85 @@
+"""A trainer rank's shards, made known in the session's store: layout and handles, when something about them changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.session import Session
+from sglang_reshard.sources import Layout, NamedTensors, TrainerState, aliases, describe, first_not_finite, listed
+from sglang_reshard.sources.remembered import Remembered
+from sglang_reshard.transports.memory import Handles, MemoryExporter
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What is in the store of this rank's shards.
+
+    layout, handles  content hashes, under which they are there
+    tied             names of tensors that are the memory of another one, too
+    on_gpu           whether a shard is on a GPU
+    """
+
+    source: Layout
+    layout: str
+    handles: str
+    tied: tuple[str, ...]
+    on_gpu: bool
+
+
+class Publisher:
+    """One trainer rank's. Holds no tensor: a trainer that offloads its weights gets their memory back."""
+
+    def __init__(self, session: Session, trainer_rank: int, global_ranks: tuple[int, ...]) -> None:
+        self._session, self._rank, self._global_ranks = session, trainer_rank, global_ranks
+        self._memory = MemoryExporter(trainer_rank)
+        self._remembered: Remembered | None = None
+        self._published: Published | None = None
+        self._handles: Handles | None = None
+
+    def publish(self, named_tensors: NamedTensors | torch.nn.Module, *, check_finite: bool) -> Published:
+        """Bring the store up to date, and the shards to where other processes can read them.
+
+        Raises Unsupported and Mismatch as `describe` does, and Mismatch for what is not finite, where asked.
+        """
+        given = listed(named_tensors, self._rank)
+        published = self._published
+        unchanged = self._remembered is not None and self._memory.intact() and self._remembered.same(given)
+        if published is None or not unchanged or check_finite:
+            self._remembered = None
+            state = describe(given, trainer_rank=self._rank, global_ranks=self._global_ranks)
+            if check_finite:
+                _check_finite(state, self._rank)
+            published = self._publish(state)
+            self._remembered = Remembered.of(given, state.shards)
+        if published.on_gpu:
+            torch.cuda.synchronize()  # an engine rank reads from another process: no stream orders us
+        return published
+
+    def close(self) -> None:
+        self._memory.close()
+        self._remembered = None
+
+    def _publish(self, state: TrainerState) -> Published:
+        known, self._published = self._published, None
+        handles = self._memory.export(state.shards, [t.name for t in state.layout.tensors])
+        same_layout = known is not None and known.source == state.layout
+        same_handles = known is not None and self._handles == handles
+        published = Published(
+            state.layout,
+            known.layout if known and same_layout else self._session.put_layout(state.layout),
+            known.handles if known and same_handles else self._session.put_handles(self._rank, handles),
+            tuple(aliases(state.layout, state.shards)),
+            any(shard.is_cuda for shard in state.shards),
+        )
+        if known is not None and published.handles != known.handles:
+            self._session.forget_handles(self._rank, known.handles)
+        self._handles, self._published = handles, published
+        return published
+
+
+def _check_finite(state: TrainerState, trainer_rank: int) -> None:
+    if found := first_not_finite(state.layout, state.shards, trainer_rank):
+        raise Mismatch(f"{found}. Nothing was sent; look at the optimizer step, or pass check_finite=False")
