@@ -8,7 +8,8 @@ import torch
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout import TensorSpec
 from sglang_reshard.trace import live_signature, trace
-from toy_loader import Toy, contents, fill_with_garbage
+from support.live_memory import fill_with_garbage
+from toy_loader import Toy, contents
 
 T = TensorSpec("layers.0.weight", (4, 8), "bfloat16")
 

@@ -7,7 +7,8 @@ import torch
 
 from sglang_reshard.oracle.replay import replay
 from sglang_reshard.trace import trace
-from toy_loader import Toy, check, contents, fill_with_garbage, specs_of
+from support.live_memory import fill_with_garbage
+from toy_loader import Toy, check, contents, specs_of
 
 BF16 = torch.bfloat16
 

@@ -6,6 +6,7 @@ from sglang_reshard.layout import TensorSpec
 from sglang_reshard.oracle.replay import replay
 from sglang_reshard.trace import live_signature, trace
 from sglang_reshard.trace.live import live_tensors
+from support.live_memory import fill_with_garbage
 
 
 class Toy(torch.nn.Module):
@@ -32,14 +33,6 @@ def contents(model):
 
 def as_bytes(tensor):
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
-
-
-def fill_with_garbage(model):
-    generator = torch.Generator().manual_seed(5)
-    for _, tensor in live_tensors(model):
-        tensor.untyped_storage()
-        flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-        flat.copy_(torch.randint(0, 60, flat.shape, generator=generator, dtype=torch.uint8))
 
 
 def check(make, weights, scalars=None):

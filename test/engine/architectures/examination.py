@@ -17,8 +17,9 @@ from sglang_reshard.oracle.digests import digests
 from sglang_reshard.oracle.rank import build_rank
 from sglang_reshard.oracle.replay import replay
 from sglang_reshard.trace import Copy, Program, live_signature, trace
-from sglang_reshard.trace.live import live_storages, live_tensors, storage_key
+from sglang_reshard.trace.live import live_tensors, storage_key
 from support.checkpoints import read_weights
+from support.live_memory import differing, fill_with_garbage
 
 Weights = dict[str, torch.Tensor]
 
@@ -164,18 +165,6 @@ class Replays:
         if not noticed or (self.sharing and not self.sharing.intersection(noticed)):
             found.append(f"a copy to {self.left_out} was left out and nothing noticed")
         return found
-
-
-def fill_with_garbage(model: torch.nn.Module) -> None:
-    """Small bytes: as floats they are tiny numbers, none of them NaN."""
-    generator = torch.Generator().manual_seed(7)
-    for storage in live_storages(model).values():
-        everything = torch.empty(0, dtype=torch.uint8).set_(storage.tensor.untyped_storage())
-        everything.copy_(torch.randint(0, 60, everything.shape, generator=generator, dtype=torch.uint8))
-
-
-def differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
-    return sorted(n for n in one.keys() | other.keys() if one.get(n) != other.get(n))
 
 
 def _features(config: dict[str, Any], weights: Weights, program: Program) -> set[str]:

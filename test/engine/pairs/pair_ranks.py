@@ -19,7 +19,7 @@ from sglang_reshard.oracle.rank import build_rank
 from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.sender import WeightSender
 from sglang_reshard.trace import live_signature
-from sglang_reshard.trace.live import live_storages
+from support.live_memory import differing, fill_with_garbage
 from support.world import Requests, Trainer
 
 UPDATES = (1, 2, 3)
@@ -115,19 +115,7 @@ def serve(
             model.load_weights(iter(weights(specs, version, pair.trainer_dtype).items()))  # type: ignore[operator]
         loaded.append(digests(model))
     return {
-        "differing": [_differing(a, b) for a, b in zip(updated, loaded, strict=True)],
-        "changed": [len(_differing(a, b)) for a, b in itertools.pairwise(updated)],
+        "differing": [differing(a, b) for a, b in zip(updated, loaded, strict=True)],
+        "changed": [len(differing(a, b)) for a, b in itertools.pairwise(updated)],
         "same_addresses": same_addresses,
     }
-
-
-def _differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
-    return sorted(n for n in one.keys() | other.keys() if one.get(n) != other.get(n))
-
-
-def fill_with_garbage(model: torch.nn.Module) -> None:
-    """The same every time. Small bytes: as floats they are tiny numbers, none of them NaN."""
-    generator = torch.Generator().manual_seed(7)
-    for storage in live_storages(model).values():
-        everything = torch.empty(0, dtype=torch.uint8).set_(storage.tensor.untyped_storage())
-        everything.copy_(torch.randint(0, 60, everything.shape, generator=generator, dtype=torch.uint8))
