@@ -193,17 +193,15 @@ class WeightReceiver:
             session.store, self._control.rank, self._device, request.timeout_s, epoch=request.update
         )
         with clock("plan"):
-            plan, error = _attempt(lambda: self._plan(request, needs, session, target))
-            digest = plan.digest() if plan else ""
+            planned, error = _attempt(lambda: self._plan(request, needs, session, target))
+            digest = planned[0].digest() if planned else ""
             verdicts = self._control.gather(_Verdict(error, digest), request.timeout_s)
         if refused := self._refused("plan", [v.error for v in verdicts]):
             return refused
-        if plan is None or len({v.plan for v in verdicts}) > 1:
+        if planned is None or len({v.plan for v in verdicts}) > 1:
             return self._refused("plan", ["engine ranks made different plans; this is a bug, please report it"])
         with clock("connect"):
-            route, error = _attempt(
-                lambda: self._connect(request, plan, groups, target, remark(unneeded(target.pieces, needs)))
-            )
+            route, error = _attempt(lambda: self._connect(request, *planned, groups, target))
             verdicts = self._control.gather(_Verdict(error), request.timeout_s)
         if refused := self._refused("connect", [v.error for v in verdicts]):
             self._forget()  # a group that was made by some of its members only cannot be used
@@ -213,9 +211,10 @@ class WeightReceiver:
 
     def _plan(
         self, request: DistributedUpdateWeightsReq, needs: Sequence[Needs], session: Session, target: _Target
-    ) -> Plan:
-        """The plan, with the memory that this rank reads mapped."""
-        check_used(unneeded(target.pieces, needs), request.ignore)
+    ) -> tuple[Plan, str]:
+        """The plan, with the memory that this rank reads mapped, and what the trainer should know about it."""
+        unused = unneeded(target.pieces, needs)
+        check_used(unused, request.ignore)
         kind, _ = chosen(request.transport)
         plan = kind.plan(target.pieces, needs, request.trainer_hosts, request.bucket_bytes)
         memory = {}
@@ -227,10 +226,10 @@ class WeightReceiver:
                 known = (digest, PeerMemory(trainer_rank, handles))
             memory[trainer_rank] = known
         self._memory = memory  # what is no longer read is unmapped
-        return plan
+        return plan, remark(unused)
 
     def _connect(
-        self, request: DistributedUpdateWeightsReq, plan: Plan, groups: Groups, target: _Target, told: str
+        self, request: DistributedUpdateWeightsReq, plan: Plan, told: str, groups: Groups, target: _Target
     ) -> _Route:
         memory = {rank: peer for rank, (_, peer) in self._memory.items()}
         here = Here(self._control.rank, self._device, target.pieces, plan, target.program, memory, groups)

@@ -44,6 +44,13 @@ class _NoStream:
         """In place of a CUDA stream, which cannot be made without a device."""
 
 
+def import_before_forks() -> None:
+    """All of SGLang that is slow to import, once, for children that are forked to build a rank each."""
+    import sglang.srt.model_loader
+    import sglang.srt.models.registry
+    import sglang.srt.server_args  # noqa: F401
+
+
 def build_rank(
     model_path: str,
     *,

@@ -24,7 +24,7 @@ from sglang_reshard import cpu_host
 from sglang_reshard.errors import DeadlineExceeded
 from sglang_reshard.oracle.digests import digests
 from sglang_reshard.oracle.forks import ChildFailed, in_forks
-from sglang_reshard.oracle.rank import build_rank
+from sglang_reshard.oracle.rank import build_rank, import_before_forks
 
 
 def stock_digests(
@@ -134,10 +134,7 @@ def _weights(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _serve(job: dict[str, Any]) -> None:
-    # Everything that the children need, before they are forked.
-    import sglang.srt.model_loader
-    import sglang.srt.models.registry
-    import sglang.srt.server_args  # noqa: F401
+    import_before_forks()
 
     def load(rank: int) -> list[dict[str, str]]:
         model = build_rank(job["model_path"], tp_rank=rank, **job["build"])

@@ -20,7 +20,7 @@ import torch
 from architectures import Architecture, text_generation
 from examination import Finding, examine, said
 from sglang_reshard.oracle.forks import in_forks
-from sglang_reshard.oracle.rank import choose_code_paths
+from sglang_reshard.oracle.rank import choose_code_paths, import_before_forks
 from support.checkpoints import has_experts, write_checkpoint
 
 ARCHITECTURE, CASE = "architecture: ", "case: "
@@ -171,10 +171,7 @@ def main(paths: str, level: str, folder: str, *only: str) -> None:
     gpu, fast = paths == "gpu", level == "fast"
     choose_code_paths(4, gpu=gpu)
     torch.set_num_threads(1)
-    # Everything slow, before the forks.
-    import sglang.srt.model_loader
-    import sglang.srt.models.registry
-    import sglang.srt.server_args  # noqa: F401
+    import_before_forks()
 
     runs = {r.name: r for r in RUNS if r.gpu == gpu and (r.fast or not fast)}
     probe = Run("probe", tp_size=2 if gpu else 3, gpu=gpu)

@@ -17,7 +17,7 @@ import torch
 import examination
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.oracle.forks import in_forks
-from sglang_reshard.oracle.rank import choose_code_paths
+from sglang_reshard.oracle.rank import choose_code_paths, import_before_forks
 from sglang_reshard.trace import Program, trace
 from support.checkpoints import write_checkpoint
 
@@ -62,9 +62,7 @@ MUTANTS = (right, swapped, writing, moving, refusing)
 def main(folder: str) -> None:
     choose_code_paths(4, gpu=True)
     torch.set_num_threads(1)
-    import sglang.srt.model_loader
-    import sglang.srt.models.registry
-    import sglang.srt.server_args  # noqa: F401
+    import_before_forks()
 
     path = write_checkpoint("Qwen3MoeForCausalLM", Path(folder))
     assert path is not None

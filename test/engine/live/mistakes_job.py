@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor, Partial
 
 from reshard_job import Job
 from sglang_reshard import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, WeightSender
-from sglang_reshard.errors import ReshardError
+from support.refusals import refusal_of
 
-Refusal = list[str]  # the error's class, and what it says
+Refusal = list[str]  # see `refusal_of`
+ABSENT: Refusal = ["", "it was not there"]
 NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
 
 
@@ -72,14 +73,9 @@ Send = Callable[[DistributedUpdateWeightsReq], DistributedUpdateWeightsOutput]
 
 def by_another_sender(run: Job, send: Send, *, present: bool = True, **options: Any) -> Refusal:
     sender = WeightSender.over(dist.group.WORLD, send if run.rank == 0 else None, **options)
-    try:
-        if present:
-            sender.update(run.trainer.model.named_parameters())
-    except ReshardError as error:
-        return [type(error).__name__, str(error)]
-    finally:
-        sender.close()
-    return ["", "it succeeded" if present else "it was not there"]
+    told = refusal_of(lambda: sender.update(run.trainer.model.named_parameters())) if present else ABSENT
+    sender.close()
+    return told
 
 
 def engine_of(run: Job) -> Any:
@@ -124,14 +120,10 @@ def while_another_runs(run: Job) -> Refusal:
 def half_of_the_mesh(run: Job) -> Refusal:
     """Only trainer rank 0 takes part, and its DTensors live on both."""
     alone = dist.new_group([0])
-    refusal = ["", "it was not there"]
+    refusal = ABSENT
     if run.rank == 0:
         sender = WeightSender.over(alone, engine_of(run).update_weights_distributed)
-        try:
-            sender.update(run.trainer.model.named_parameters())
-            refusal = ["", "it succeeded"]
-        except ReshardError as error:
-            refusal = [type(error).__name__, str(error)]
+        refusal = refusal_of(lambda: sender.update(run.trainer.model.named_parameters()))
         sender.close()
     dist.barrier()
     return refusal

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from sglang_reshard import WeightSender, cpu_host
 from sglang_reshard.demo import tiny_model
 from sglang_reshard.demo.trainer import Trainer
-from sglang_reshard.errors import ReshardError
 from sglang_reshard.launch import without_torchrun_variables
 from sglang_reshard.oracle.digests import LOADER, read_live_digests
+from support.refusals import refusal_of
 
 
 def update_in_vain(job: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def update_in_vain(job: dict[str, Any]) -> dict[str, Any]:
         sender.update(trainer.model, weight_version="1")
 
     seen = {
-        "told": [_refusal(update), _refusal(update), _refusal(lambda: check_installed(engine))],
+        "told": [refusal_of(update), refusal_of(update), refusal_of(lambda: check_installed(engine))],
         "before": before,
         "after": weights("after"),
         "version": engine.tokenizer_manager.server_args.weight_version,
@@ -60,11 +59,3 @@ def update_in_vain(job: dict[str, Any]) -> dict[str, Any]:
     sender.close()
     end(engine)
     return seen
-
-
-def _refusal(attempt: Callable[[], None]) -> list[str]:
-    try:
-        attempt()
-    except ReshardError as error:
-        return [type(error).__name__, str(error)]
-    return ["", "it succeeded"]

@@ -13,8 +13,8 @@ from sglang_reshard import VerlEngine, cpu_host
 from sglang_reshard.demo import text, tiny_model
 from sglang_reshard.demo.reference import greedy_tokens
 from sglang_reshard.demo.trainer import Trainer
-from sglang_reshard.errors import ReshardError
 from sglang_reshard.oracle.digests import LOADER, read_live_digests
+from support.refusals import refusal_of
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 
@@ -62,11 +62,7 @@ class Job:
     def refusal(self, version: str | None, **options: Any) -> list[str]:
         """How an update that must not succeed is refused."""
         named = options.pop("named", None) or self.trainer.model.named_parameters()
-        try:
-            self.engine.update_weights_from_tensor(named, weight_version=version, **options)
-        except ReshardError as error:
-            return [type(error).__name__, str(error)]
-        return ["", "it succeeded"]
+        return refusal_of(lambda: self.engine.update_weights_from_tensor(named, weight_version=version, **options))
 
     def step_and_save(self, version: str) -> None:
         self.trainer.step(self.tokenizer)
@@ -150,8 +146,4 @@ def life_of_an_engine(job: dict[str, Any]) -> dict[str, Any]:
 
 def start_only(job: dict[str, Any]) -> list[str]:
     """How the start of an engine that cannot be updated fails."""
-    try:
-        Job(job)
-    except ReshardError as error:
-        return [type(error).__name__, str(error)]
-    return ["", "it started"]
+    return refusal_of(lambda: Job(job))

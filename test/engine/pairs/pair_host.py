@@ -88,14 +88,11 @@ class PairHost:
 def main(kind: str, folder: str) -> None:
     import torch
 
-    from sglang_reshard.oracle.rank import choose_code_paths
+    from sglang_reshard.oracle.rank import choose_code_paths, import_before_forks
 
     choose_code_paths(4, gpu=kind == "gpu")
     torch.set_num_threads(1)
-    # Everything slow, before the forks.
-    import sglang.srt.model_loader
-    import sglang.srt.models.registry
-    import sglang.srt.server_args  # noqa: F401
+    import_before_forks()
 
     import pair_models
     from pair_ranks import serve, train
