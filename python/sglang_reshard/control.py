@@ -1,4 +1,4 @@
-"""How engine ranks tell each other, in a few bytes, how they are doing."""
+"""How the engine's ranks exchange verdicts and needs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from sglang_reshard.collectives import as_tensor, from_tensor
 from sglang_reshard.errors import DeadlineExceeded
+from sglang_reshard.messages import decode, encode
 
 T = TypeVar("T")
+
+# The first all-gather carries each message's length and beginning: room for what ranks tell each other in an
+# update for which nothing changed, so that it is the only one then.
+FRAME_BYTES = 512
+_LENGTH_BYTES = 8
 
 
 class Control:
@@ -26,22 +31,28 @@ class Control:
         Collective: a rank that fails must still come here and say so, or the others wait until the
         deadline, which raises DeadlineExceeded.
         """
-        data = as_tensor(message)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._all_gather(sizes, torch.tensor([data.numel()]), timeout_s)
-        longest = max(int(n) for n in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: data.numel()] = data
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self._all_gather(parts, padded, timeout_s)
-        return [from_tensor(part[: int(n)], type(message)) for part, n in zip(parts, sizes, strict=True)]
+        data = encode(message)
+        framed = len(data).to_bytes(_LENGTH_BYTES, "big") + data
+        parts = self._all_gather(framed[:FRAME_BYTES], FRAME_BYTES, timeout_s)
+        lengths = [int.from_bytes(part[:_LENGTH_BYTES], "big") for part in parts]
+        # All ranks see all lengths, so that all of them go on to the second all-gather or none.
+        left = _LENGTH_BYTES + max(lengths) - FRAME_BYTES
+        if left > 0:
+            rests = self._all_gather(framed[FRAME_BYTES:], left, timeout_s)
+            parts = [part + rest for part, rest in zip(parts, rests, strict=True)]
+        messages = (part[_LENGTH_BYTES : _LENGTH_BYTES + n] for part, n in zip(parts, lengths, strict=True))
+        return [decode(m, type(message)) for m in messages]
 
-    def _all_gather(self, into: list[torch.Tensor], tensor: torch.Tensor, timeout_s: float) -> None:
+    def _all_gather(self, data: bytes, nbytes: int, timeout_s: float) -> list[bytes]:
+        """Every rank's `data`, filled up to `nbytes`."""
+        mine = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8)
+        parts = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(self.size)]
         try:
-            work = dist.all_gather(into, tensor, group=self._group, async_op=True)
+            work = dist.all_gather(parts, mine, group=self._group, async_op=True)
             work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise DeadlineExceeded(
                 f"engine rank {self.rank}: another engine rank did not answer within {timeout_s:.0f} s "
                 f"or has gone: {error}"
             ) from error
+        return [part.numpy().tobytes() for part in parts]

@@ -86,6 +86,10 @@ class Region:
     count: tuple[int, ...]
     step: tuple[int, ...]
 
+    @classmethod
+    def of(cls, box: Box) -> Region:
+        return cls(box.start, box.shape, (1,) * len(box.start))
+
     @property
     def numel(self) -> int:
         return math.prod(self.count)

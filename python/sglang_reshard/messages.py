@@ -10,7 +10,7 @@ import msgspec
 
 from sglang_reshard import errors
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.report import RankReport
+from sglang_reshard.report import RankReport, UpdateReport
 
 T = TypeVar("T")
 
@@ -27,7 +27,8 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     layout          content hash of the source layout in the store
     handles         content hash of each trainer rank's memory handles in the store
     weight_version  what the engine calls the weights once all ranks have them; None keeps its name
-    bucket_bytes    size of a broadcast bucket; a rank holds at most two
+    routes          what each trainer rank still has ready to send, by the route of the `Connect` it was made for
+    bucket_bytes    size of a bucket; a rank holds at most two
     timeout_s       seconds that any one wait of this update may last
     ignore          names that no engine rank need have a use for, as patterns of fnmatch
     package_version of the sender; the engine's must be the same
@@ -40,6 +41,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     handles: tuple[str, ...]
     trainer_hosts: tuple[str, ...]
+    routes: tuple[str, ...] = ()
     weight_version: str | None = None
     transport: str = "auto"
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
@@ -58,7 +60,8 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     torn: bool = False
     transport: str = ""
     transport_reason: str = ""
-    read_bytes: dict[int, int] = {}  # trainer rank -> bytes that engine ranks read from its memory
+    predicted_seconds: float = 0.0  # of the move, by the cost model
+    read_bytes: dict[int, int] = {}  # trainer rank -> bytes that engine ranks get out of its memory
     ranks: tuple[RankReport, ...] = ()
 
 
@@ -80,12 +83,60 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class TrainerNote(msgspec.Struct, frozen=True):
-    """What each trainer rank announces at the start of an update; `failure` is why it cannot take part."""
+    """What each trainer rank announces at the start of an update.
+
+    route    of the last `Connect`, if what this rank sends is ready still; else empty
+    failure  why it cannot take part
+    """
 
     host: str
     layout: str
     handles: str
     failure: Failure | None = None
+    route: str = ""
+
+
+class Connect(msgspec.Struct, frozen=True, tag="connect"):
+    """Engine rank 0 to all trainer ranks: make ready to send, and say whether you are.
+
+    route      names this preparation; a later `Move` is for it
+    intakes    the digest of each engine rank's intake, under which its orders are in the store
+    shares     bytes that each link carries in one round, [trainer ranks, engine ranks]; 0 where nothing is sent
+    backend    "gloo" or "nccl"
+    timeout_s  seconds that any one wait may last
+    """
+
+    route: str
+    intakes: tuple[str, ...]
+    shares: tuple[tuple[int, ...], ...]
+    backend: str
+    timeout_s: float
+
+    def members(self) -> tuple[int, ...]:
+        """Who sends or receives anything: trainer ranks, then engine ranks, numbered through."""
+        senders = [t for t, row in enumerate(self.shares) if any(row)]
+        receivers = [e for e, column in enumerate(zip(*self.shares, strict=True)) if any(column)]
+        return (*senders, *(len(self.shares) + e for e in receivers))
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """Engine rank 0 to all trainer ranks: all are ready; connect."""
+
+
+class Move(msgspec.Struct, frozen=True, tag="move"):
+    """Engine rank 0 to all trainer ranks: send."""
+
+    route: str
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """Trainer rank 0 to the others: how the update ended. One of the two is None."""
+
+    report: UpdateReport | None
+    failure: Failure | None
+
+
+Word = Connect | Join | Move | Done
 
 
 def encode(message: Any) -> bytes:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +12,7 @@ import torch
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.session import Session
 from sglang_reshard.sources import Layout, NamedTensors, TrainerState, aliases, describe, first_not_finite, listed
-from sglang_reshard.sources.remembered import Remembered
+from sglang_reshard.sources.remembered import Given, Remembered
 from sglang_reshard.transports.memory import Handles, MemoryExporter
 
 
@@ -18,6 +21,7 @@ class Published:
     """What is in the store of this rank's shards.
 
     layout, handles  content hashes, under which they are there
+    shard_bytes      bytes that each trainer rank holds
     tied             names of tensors that are the memory of another one, too
     on_gpu           whether a shard is on a GPU
     """
@@ -25,6 +29,7 @@ class Published:
     source: Layout
     layout: str
     handles: str
+    shard_bytes: tuple[int, ...]
     tied: tuple[str, ...]
     on_gpu: bool
 
@@ -44,23 +49,35 @@ class Publisher:
 
         Raises Unsupported and Mismatch as `describe` does, and Mismatch for what is not finite, where asked.
         """
-        given = listed(named_tensors, self._rank)
-        published = self._published
-        unchanged = self._remembered is not None and self._memory.intact() and self._remembered.same(given)
-        if published is None or not unchanged or check_finite:
+        with _garbage_collector_paused():
+            given = self._news(named_tensors, always=check_finite)
+        if given is not None:
             self._remembered = None
             state = describe(given, trainer_rank=self._rank, global_ranks=self._global_ranks)
             if check_finite:
                 _check_finite(state, self._rank)
-            published = self._publish(state)
+            self._published = self._publish(state)
             self._remembered = Remembered.of(given, state.shards)
+        published = self._published
+        assert published is not None  # otherwise there were news
         if published.on_gpu:
             torch.cuda.synchronize()  # an engine rank reads from another process: no stream orders us
         return published
 
+    def shards(self, named_tensors: NamedTensors | torch.nn.Module) -> tuple[torch.Tensor, ...]:
+        """The shards of what was published last, in the layout's order."""
+        return describe(named_tensors, trainer_rank=self._rank, global_ranks=self._global_ranks).shards
+
     def close(self) -> None:
         self._memory.close()
         self._remembered = None
+
+    def _news(self, named_tensors: NamedTensors | torch.nn.Module, always: bool) -> Given | None:
+        """What is given; None for what was published last, unless it is wanted `always`."""
+        given = listed(named_tensors, self._rank)
+        remembered = self._remembered
+        known = remembered is not None and remembered.same(given)
+        return given if always or not known else None
 
     def _publish(self, state: TrainerState) -> Published:
         known, self._published = self._published, None
@@ -71,13 +88,30 @@ class Publisher:
             state.layout,
             known.layout if known and same_layout else self._session.put_layout(state.layout),
             known.handles if known and same_handles else self._session.put_handles(self._rank, handles),
+            known.shard_bytes if known and same_layout else state.layout.local_bytes(),
             tuple(aliases(state.layout, state.shards)),
             any(shard.is_cuda for shard in state.shards),
         )
         if known is not None and published.handles != known.handles:
             self._session.forget_handles(self._rank, known.handles)
-        self._handles, self._published = handles, published
+        self._handles = handles
         return published
+
+
+@contextmanager
+def _garbage_collector_paused() -> Iterator[None]:
+    """For a (name, tensor) pair of every tensor, made and dropped again.
+
+    So many new objects, update after update, would set off a search for garbage through all that a trainer
+    has, half a second in which every rank waits; and there is none among them.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _check_finite(state: TrainerState, trainer_rank: int) -> None:

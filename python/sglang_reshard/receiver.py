@@ -3,8 +3,8 @@
 Between the phases all engine ranks exchange verdicts, so that they go on or stop together:
 
     look     alone: has anything changed? If so: fetch the layout, trace the loader, list what is lacking
-    plan     all needs are known: plan, map the trainer ranks' memory, check what can be checked
-    connect  make groups and views
+    plan     all needs are known: choose the way, map the trainer ranks' memory, check what can be checked
+    connect  make groups, connections and views; trainer ranks that send do the same
     move     bytes into the live parameters, then the loader's local steps
 
 Up to `connect` nothing has been written. A failure after that leaves the rank torn until an update
@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -27,16 +26,12 @@ from sglang_reshard.control import Control
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.peak_memory import PeakMemory
-from sglang_reshard.plan import Needs, Pieces, Plan, needs_of, unneeded
+from sglang_reshard.plan import check_transport
 from sglang_reshard.report import RankReport
+from sglang_reshard.route import Router
 from sglang_reshard.session import Address, Session
-from sglang_reshard.sources.placements import Layout
-from sglang_reshard.trace import Program, live_signature, trace
-from sglang_reshard.transports.base import Here, Transport
-from sglang_reshard.transports.choice import chosen
-from sglang_reshard.transports.groups import Groups
-from sglang_reshard.transports.memory import Handles, PeerMemory, host_identity
-from sglang_reshard.unused_names import check_used, remark
+from sglang_reshard.target import Target
+from sglang_reshard.trace import LiveSignature
 from sglang_reshard.version import check_same_version
 
 T = TypeVar("T")
@@ -46,15 +41,13 @@ logger = logging.getLogger(__name__)
 class _Looked(msgspec.Struct, frozen=True):
     """A rank's verdict on `look`.
 
-    current  its plan still stands
+    current  its way still stands
     grouped  it has the groups of this session; when some rank has not, all make them anew
-    needs    what it lacks
     """
 
     error: str = ""
     current: bool = False
     grouped: bool = False
-    needs: Needs | None = None
 
 
 class _Verdict(msgspec.Struct, frozen=True):
@@ -68,49 +61,15 @@ class _Moved(msgspec.Struct, frozen=True):
     read_bytes: dict[int, int] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """The traced loader, good for one layout and one set of live addresses."""
-
-    layout: str
-    signature: int | str
-    pieces: Pieces
-    program: Program
-    needs: Needs
-
-
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """A transport ready to move, good for one target, one set of handles and one bucket size.
-
-    kind, why  the transport's name, and the reason for it
-    remark     what the trainer should know about the plan
-    """
-
-    target: _Target
-    handles: tuple[str, ...]
-    bucket_bytes: int
-    kind: str
-    why: str
-    transport: Transport
-    remark: str
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of buffers that stay between updates."""
-        return self.transport.extra_bytes + self.target.program.scratch_bytes
-
-
 class WeightReceiver:
     """Keeps what can be reused between updates: session, traced loader, mapped memory, groups, views."""
 
     def __init__(self, model: torch.nn.Module, control: Control, device: torch.device) -> None:
         self._model, self._control, self._device = model, control, device
+        self._signature = LiveSignature(model)
         self._session: Session | None = None
-        self._groups: Groups | None = None
-        self._target: _Target | None = None
-        self._memory: dict[int, tuple[str, PeerMemory]] = {}
-        self._route: _Route | None = None
+        self._target: Target | None = None
+        self._router = Router(control.rank, device)
         self.torn = ""  # why the weights are partly written, while they are
 
     def update(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> DistributedUpdateWeightsOutput:
@@ -136,37 +95,27 @@ class WeightReceiver:
             return refused
         kept_bytes = 0
         if all(o.current for o in openings):
-            assert self._route is not None
-            kept_bytes = self._route.held_bytes
+            assert self._router.route is not None
+            kept_bytes = self._router.route.held_bytes
         else:
             if not all(o.grouped for o in openings):
-                self._groups = None
-            needs = [o.needs for o in openings if o.needs is not None]
-            if refused := self._prepare(request, needs, clock):
+                self._router.regroup()
+            if refused := self._prepare(request, clock):
                 return refused
         return self._move(request, clock, meter, kept_bytes)
 
     def _look(self, request: DistributedUpdateWeightsReq, clock: _Clock) -> _Looked:
         check_same_version(request.package_version)
-        chosen(request.transport)
+        check_transport(request.transport)
         session = self._join(request)
-        signature = live_signature(self._model)
+        signature = self._signature.current()
         target = self._target
-        if target is None or (target.layout, target.signature) != (request.layout, signature):
+        if target is None or not target.serves(request, signature):
             with clock("trace"):
-                layout = session.get_layout(request.layout, Layout, request.timeout_s)
-                program = trace(self._model, [t.spec for t in layout.tensors])
-                pieces = Pieces.of(layout)
-                needs = needs_of(pieces, program.copies, host_identity())
-                target = _Target(request.layout, signature, pieces, program, needs)
-        self._target = target
-        route = self._route
-        current = (
-            route is not None
-            and route.target is target
-            and (route.handles, route.bucket_bytes) == (request.handles, request.bucket_bytes)
-        )
-        return _Looked(current=current, grouped=self._groups is not None, needs=target.needs)
+                place = self._control.rank, self._control.size
+                target = self._target = Target.of(self._model, signature, request, session, place, target)
+        route = self._router.route
+        return _Looked(current=route is not None and route.serves(request, target), grouped=self._router.grouped)
 
     def _join(self, request: DistributedUpdateWeightsReq) -> Session:
         address = Address(request.session, request.store_host, request.store_port)
@@ -177,75 +126,51 @@ class WeightReceiver:
 
     def _forget(self) -> None:
         """Drop all that was agreed with others; the next update starts from a new connection."""
-        self._session = self._groups = self._route = None
-        self._memory = {}
+        self._router.forget()
+        self._session = None
 
-    def _prepare(
-        self, request: DistributedUpdateWeightsReq, needs: Sequence[Needs], clock: _Clock
-    ) -> DistributedUpdateWeightsOutput | None:
+    def _prepare(self, request: DistributedUpdateWeightsReq, clock: _Clock) -> DistributedUpdateWeightsOutput | None:
         """Plan and connect, after a `look` that succeeded on all ranks; the refusal if that fails on any."""
-        session, target = self._session, self._target
+        session, target, router = self._session, self._target, self._router
         assert session is not None
         assert target is not None
-        self._route = None
-        # By the number of this update all ranks find each other, and none what a broken group left behind.
-        groups = self._groups = self._groups or Groups(
-            session.store, self._control.rank, self._device, request.timeout_s, epoch=request.update
-        )
+        router.drop()
         with clock("plan"):
-            planned, error = _attempt(lambda: self._plan(request, needs, session, target))
-            digest = planned[0].digest() if planned else ""
+            needs = self._control.gather(target.needs, request.timeout_s)
+            planned, error = _attempt(lambda: router.plan(request, needs, session, target))
+            digest = planned.choice.digest() if planned else ""
             verdicts = self._control.gather(_Verdict(error, digest), request.timeout_s)
         if refused := self._refused("plan", [v.error for v in verdicts]):
             return refused
         if planned is None or len({v.plan for v in verdicts}) > 1:
             return self._refused("plan", ["engine ranks made different plans; this is a bug, please report it"])
         with clock("connect"):
-            route, error = _attempt(lambda: self._connect(request, *planned, groups, target))
-            verdicts = self._control.gather(_Verdict(error), request.timeout_s)
+            if planned.connect is not None:  # trainer ranks have a say, which one engine rank listens to
+                leads = self._control.rank == 0
+                _, error = _attempt(lambda: router.call_trainers(request, planned, session)) if leads else (None, "")
+                verdicts = self._control.gather(_Verdict(error), request.timeout_s)
+            if not any(v.error for v in verdicts):
+                _, error = _attempt(lambda: router.connect(request, planned, session, target))
+                verdicts = self._control.gather(_Verdict(error), request.timeout_s)
         if refused := self._refused("connect", [v.error for v in verdicts]):
             self._forget()  # a group that was made by some of its members only cannot be used
             return refused
-        self._route = route
         return None
-
-    def _plan(
-        self, request: DistributedUpdateWeightsReq, needs: Sequence[Needs], session: Session, target: _Target
-    ) -> tuple[Plan, str]:
-        """The plan, with the memory that this rank reads mapped, and what the trainer should know about it."""
-        unused = unneeded(target.pieces, needs)
-        check_used(unused, request.ignore)
-        kind, _ = chosen(request.transport)
-        plan = kind.plan(target.pieces, needs, request.trainer_hosts, request.bucket_bytes)
-        memory = {}
-        for trainer_rank in plan.trainer_ranks_read_by(self._control.rank):
-            digest = request.handles[trainer_rank]
-            known = self._memory.get(trainer_rank)
-            if known is None or known[0] != digest:
-                handles = session.get_handles(trainer_rank, digest, Handles, request.timeout_s)
-                known = (digest, PeerMemory(trainer_rank, handles))
-            memory[trainer_rank] = known
-        self._memory = memory  # what is no longer read is unmapped
-        return plan, remark(unused)
-
-    def _connect(
-        self, request: DistributedUpdateWeightsReq, plan: Plan, told: str, groups: Groups, target: _Target
-    ) -> _Route:
-        memory = {rank: peer for rank, (_, peer) in self._memory.items()}
-        here = Here(self._control.rank, self._device, target.pieces, plan, target.program, memory, groups)
-        kind, why = chosen(request.transport)
-        return _Route(target, request.handles, request.bucket_bytes, kind.name, why, kind.build(here), told)
 
     def _move(
         self, request: DistributedUpdateWeightsReq, clock: _Clock, meter: PeakMemory, kept_bytes: int
     ) -> DistributedUpdateWeightsOutput:
-        assert self._route is not None
-        transport, target = self._route.transport, self._route.target
+        route, session = self._router.route, self._session
+        assert route is not None
+        assert session is not None
+        transport, target = route.transport, route.target
 
         self.torn = f"update {request.update} broke off while weights were being written"
 
         def move() -> None:
             with clock("move"):
+                if self._control.rank == 0:
+                    self._router.start(request, session)
                 transport.move()
             with clock("finish"):
                 target.program.finish()
@@ -253,12 +178,14 @@ class WeightReceiver:
                     torch.cuda.synchronize(self._device)
 
         _, error = _attempt(move)
+        if error:
+            self._router.drop()  # so that ranks that wait for a message of this one hear of it now
         # Buffers of an earlier update count too, and so do those that found room in freed memory.
         report = RankReport(
             self._control.rank,
             transport.received_bytes,
             target.needs.least_bytes,
-            max(meter.extra_bytes() + kept_bytes, self._route.held_bytes),
+            max(meter.extra_bytes() + kept_bytes, route.held_bytes),
             clock.seconds,
         )
         moved = self._control.gather(_Moved(error, report, transport.read_bytes), request.timeout_s)
@@ -272,9 +199,10 @@ class WeightReceiver:
                 read[trainer_rank] = read.get(trainer_rank, 0) + n
         return DistributedUpdateWeightsOutput(
             success=True,
-            message=self._route.remark,
-            transport=self._route.kind,
-            transport_reason=self._route.why,
+            message=route.planned.remark,
+            transport=route.planned.choice.name,
+            transport_reason=route.planned.choice.why,
+            predicted_seconds=route.planned.choice.seconds,
             read_bytes=read,
             ranks=tuple(m.report for m in moved if m.report is not None),
         )

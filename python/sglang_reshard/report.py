@@ -36,8 +36,10 @@ class TrainerRankReport(msgspec.Struct, frozen=True):
 class UpdateReport(msgspec.Struct, frozen=True):
     """One update, the same on every trainer rank.
 
-    message  what the trainer should know, such as names that the engine has no use for
-    seconds  phase -> seconds: `publish` and `total` as trainer rank 0 saw them, the others of the slowest engine rank
+    message            what the trainer should know, such as names that the engine has no use for
+    predicted_seconds  what the cost model expected the `move` to take
+    seconds            phase -> seconds: `publish` and `total` as trainer rank 0 saw them, the others of the slowest
+                       engine rank
     """
 
     success: bool
@@ -45,6 +47,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     weight_version: str | None
     transport: str
     transport_reason: str
+    predicted_seconds: float
     bucket_bytes: int
     seconds: dict[str, float]
     engine_ranks: tuple[RankReport, ...]

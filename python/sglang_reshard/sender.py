@@ -3,17 +3,18 @@
     sender = WeightSender.over(group, send)          # on every trainer rank; `send` is used on rank 0 only
     report = sender.update(model.named_parameters(), weight_version="42")
 
-A trainer rank hands out its shards by handle and then only waits: engine ranks read its memory.
-Its weights must not change until `update` returns.
+A trainer rank hands out its shards by handle, and engine ranks on its host read its memory. To those that
+cannot it sends what they ask for, see `outbound`. Its weights must not change until `update` returns.
 """
 
 from __future__ import annotations
 
+import functools
 import glob
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +28,16 @@ from sglang_reshard.messages import (
     DEFAULT_TIMEOUT_S,
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
+    Done,
     Failure,
     TrainerNote,
 )
+from sglang_reshard.outbound import Outbound, Shards
 from sglang_reshard.publisher import Published, Publisher
 from sglang_reshard.report import TrainerRankReport, UpdateReport
 from sglang_reshard.session import Address, Session
 from sglang_reshard.sources import Layout, NamedTensors
+from sglang_reshard.sources.difference import first_difference
 from sglang_reshard.transports.memory import host_identity
 from sglang_reshard.version import __version__
 
@@ -79,6 +83,7 @@ class WeightSender:
         self._send, self._transport = send, transport
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         self._publisher = Publisher(session, trainer_rank, global_ranks)
+        self._outbound = Outbound(session, trainer_rank, timeout_s)
         self._update = 0
         self._alone = threading.Lock()  # held by the thread that updates
 
@@ -86,7 +91,7 @@ class WeightSender:
     def over(cls, group: dist.ProcessGroup, send: Send | None, **options: Any) -> WeightSender:
         """A sender on every rank of `group` (a CPU process group of the trainer ranks). Collective.
 
-        options: interface (address that rank 0 listens on, 127.0.0.1), transport ("auto", "broadcast" or "ipc"),
+        options: interface (address that rank 0 listens on, 127.0.0.1), transport (see `plan.choice`),
                  bucket_bytes, timeout_s
         """
         interface = options.pop("interface", "127.0.0.1")
@@ -138,41 +143,63 @@ class WeightSender:
     def _update_alone(self, named_tensors: NamedTensors | torch.nn.Module, options: _Options) -> UpdateReport:
         started = time.perf_counter()
         self._update += 1
-        published = self._announce(named_tensors, options.check_finite)
+        published, shards = self._announce(named_tensors, options.check_finite)
         seconds = {"publish": time.perf_counter() - started}
         if self._send is None:
-            return self._session.await_result(self._update, 2 * self._timeout_s)
-        try:
-            answer = self._lead(self._send, published, options)
-            seconds["total"] = time.perf_counter() - started
-            assert published is not None  # an error of this rank's own is among the notes and was raised
-            report = _report(answer, published.source, options.weight_version, self._bucket_bytes, seconds)
-        except BaseException as error:
-            self._session.publish_result(self._update, Failure.of(error))
-            raise
-        self._session.publish_result(self._update, report)
+            return _outcome(self._outbound.follow(self._update, published, shards))
+        with self._outbound.followed(self._update, published, shards):
+            try:
+                answer = self._lead(self._send, published, options)
+                seconds["total"] = time.perf_counter() - started
+                assert published is not None  # an error of this rank's own is among the notes and was raised
+                report = _report(answer, published.shard_bytes, options.weight_version, self._bucket_bytes, seconds)
+            except BaseException as error:
+                self._session.say(self._update, Done(None, Failure.of(error)))
+                raise
+            self._session.say(self._update, Done(report, None))
         return report
+
+    def release(self) -> None:
+        """Let go of the shards' memory; to be called before weights are offloaded or freed between updates.
+
+        What is sent to engine ranks (transport="p2p", or engine ranks on other hosts) is kept ready as views
+        of the shards, which keep their memory. The next update makes it ready again. Elsewhere it does nothing.
+        """
+        if not self._alone.acquire(blocking=False):
+            raise Mismatch(f"trainer rank {self._rank}: update {self._update} is running; release after it")
+        try:
+            self._outbound.drop()
+        finally:
+            self._alone.release()
 
     def close(self) -> None:
         """End the session; every rank calls it. Engine ranks keep what they mapped until their next session."""
+        self._outbound.drop()
         self._publisher.close()
         if self._rank == 0:
             self._session.await_leaving(len(self._global_ranks), _LEAVING_S)
         else:
             self._session.leave(self._rank)
 
-    def _announce(self, named_tensors: NamedTensors | torch.nn.Module, check_finite: bool) -> Published | None:
-        """Publish what is new about this rank's shards, and say to rank 0 that it is ready, or why not."""
+    def _announce(
+        self, named_tensors: NamedTensors | torch.nn.Module, check_finite: bool
+    ) -> tuple[Published | None, Shards]:
+        """Publish what is new about this rank's shards, and say to rank 0 that it is ready, or why not.
+
+        Returns what is published, and a way to the shards, which are looked up only where they are sent.
+        """
         published, failure = None, None
         try:
+            named_tensors = _repeatable(named_tensors)
             published = self._publisher.publish(named_tensors, check_finite=check_finite)
         except Exception as error:
             failure = Failure.of(error)
             if not isinstance(error, ReshardError):
                 logger.exception("trainer rank %d cannot take part in update %d", self._rank, self._update)
         layout, handles = (published.layout, published.handles) if published else ("", "")
-        self._session.announce(self._update, self._rank, TrainerNote(host_identity(), layout, handles, failure))
-        return published
+        note = TrainerNote(host_identity(), layout, handles, failure, self._outbound.standing(published))
+        self._session.announce(self._update, self._rank, note)
+        return published, functools.partial(self._publisher.shards, named_tensors)
 
     def _lead(self, send: Send, published: Published | None, options: _Options) -> DistributedUpdateWeightsOutput:
         """Trainer rank 0: all ranks ready and agreed? Then one request, which carries metadata only."""
@@ -195,6 +222,7 @@ class WeightSender:
                 layout=notes[0].layout,
                 handles=tuple(note.handles for note in notes),
                 trainer_hosts=tuple(note.host for note in notes),
+                routes=tuple(note.route for note in notes),
                 weight_version=options.weight_version,
                 transport=self._transport,
                 bucket_bytes=self._bucket_bytes,
@@ -207,9 +235,10 @@ class WeightSender:
         )
         if answer.success:
             return answer
+        message = "; ".join([answer.message, *self._session.mishaps(self._update, size)])
         if answer.torn:
-            raise TornWeights(f"{answer.message}. The engine's weights are torn: repeat the update before generating")
-        raise EngineRefused(answer.message)
+            raise TornWeights(f"{message}. The engine's weights are torn: repeat the update before generating")
+        raise EngineRefused(message)
 
     def _check_agreement(self, notes: list[TrainerNote]) -> None:
         for rank, note in enumerate(notes):
@@ -221,32 +250,21 @@ class WeightSender:
             raise Mismatch(first_difference(mine, other, rank))
 
 
-def first_difference(layout: Layout, other: Layout, other_rank: int) -> str:
-    """How trainer rank `other_rank` differs from trainer rank 0, by the first tensor that does."""
-    for a, b in zip(layout.tensors, other.tensors, strict=False):
-        for what in ("name", "shape", "dtype"):
-            if getattr(a, what) != getattr(b, what):
-                return (
-                    f"trainer ranks disagree at tensor {a.name}: its {what} is {getattr(a, what)} on trainer rank 0 "
-                    f"and {getattr(b, what)} ({b.name}) on trainer rank {other_rank}; give all ranks the same "
-                    "tensors in the same order"
-                )
-        ours = layout.meshes[a.mesh], layout.placements[a.placements]
-        theirs = other.meshes[b.mesh], other.placements[b.placements]
-        if ours != theirs:
-            return (
-                f"trainer ranks disagree at tensor {a.name}: trainer rank 0 has it as {ours}, "
-                f"trainer rank {other_rank} as {theirs}"
-            )
-    return (
-        f"trainer rank 0 has {len(layout.tensors)} tensors, trainer rank {other_rank} has {len(other.tensors)}; "
-        "give all ranks the same tensors in the same order"
-    )
+def _repeatable(named_tensors: NamedTensors | torch.nn.Module) -> NamedTensors | torch.nn.Module:
+    """What can be gone through twice: first for what is published, then for the shards that are sent."""
+    return named_tensors if isinstance(named_tensors, (torch.nn.Module, Collection)) else list(named_tensors)
+
+
+def _outcome(done: Done) -> UpdateReport:
+    if done.failure is not None:
+        raise done.failure.error()
+    assert done.report is not None
+    return done.report
 
 
 def _report(
     answer: DistributedUpdateWeightsOutput,
-    layout: Layout,
+    shard_bytes: Sequence[int],
     weight_version: str | None,
     bucket_bytes: int,
     seconds: dict[str, float],
@@ -256,8 +274,7 @@ def _report(
         for phase, s in rank.seconds.items():
             slowest[phase] = max(s, slowest.get(phase, 0.0))
     trainers = tuple(
-        TrainerRankReport(rank, layout.local_bytes(rank), answer.read_bytes.get(rank, 0))
-        for rank in range(layout.trainer_ranks)
+        TrainerRankReport(rank, held, answer.read_bytes.get(rank, 0)) for rank, held in enumerate(shard_bytes)
     )
     return UpdateReport(
         success=True,
@@ -265,6 +282,7 @@ def _report(
         weight_version=weight_version,
         transport=answer.transport,
         transport_reason=answer.transport_reason,
+        predicted_seconds=answer.predicted_seconds,
         bucket_bytes=bucket_bytes,
         seconds=slowest,
         engine_ranks=answer.ranks,

@@ -7,8 +7,10 @@ loopback interface unless told otherwise.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import socket
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -16,8 +18,8 @@ import msgspec
 import torch.distributed as dist
 
 from sglang_reshard.errors import DeadlineExceeded
-from sglang_reshard.messages import Failure, TrainerNote, decode, encode, pack_blob, unpack_blob
-from sglang_reshard.report import UpdateReport
+from sglang_reshard.messages import Done, Failure, TrainerNote, Word, decode, encode, pack_blob, unpack_blob
+from sglang_reshard.plan.streams import Order
 
 T = TypeVar("T")
 
@@ -30,8 +32,11 @@ class Address(msgspec.Struct, frozen=True):
     port: int
 
 
-class _Result(msgspec.Struct, frozen=True, array_like=True):
-    report: UpdateReport | None
+class _Said(msgspec.Struct, frozen=True, array_like=True):
+    word: Word
+
+
+class _Verdict(msgspec.Struct, frozen=True, array_like=True):
     failure: Failure | None
 
 
@@ -107,34 +112,72 @@ class Session:
     def collect_notes(self, update: int, ranks: int, timeout_s: float) -> list[TrainerNote]:
         """All trainer ranks' notes. Raises DeadlineExceeded naming the ranks that did not announce themselves."""
         keys = [_note_key(update, rank) for rank in range(ranks)]
-        try:
-            self.store.wait(keys, timedelta(seconds=timeout_s))
-        except dist.DistStoreError as error:
-            late = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        if late := self._late(keys, timeout_s):
             raise DeadlineExceeded(
                 f"update {update}: trainer ranks {late} did not call update within {timeout_s:.0f} s; "
                 "every trainer rank must call it, look at their logs"
-            ) from error
+            )
         return [decode(self.store.get(key), TrainerNote) for key in keys]
 
-    def publish_result(self, update: int, result: UpdateReport | Failure) -> None:
-        failure = result if isinstance(result, Failure) else None
-        report = result if isinstance(result, UpdateReport) else None
-        self._set(f"result/{update}", encode(_Result(report, failure)))
+    def say(self, update: int, word: Word) -> None:
+        """Put a word to all trainer ranks, after those that were said before."""
+        number = self.store.add(_count_key(update), 1) - 1
+        self._set(f"word/{update}/{number}", encode(_Said(word)))
 
-    def await_result(self, update: int, timeout_s: float) -> UpdateReport:
-        """Trainer rank 0's result. Raises what rank 0 raised."""
-        data = self._get(f"result/{update}", "the result of the update from trainer rank 0", timeout_s)
-        result = decode(data, _Result)
-        if result.failure is not None:
-            raise result.failure.error()
-        assert result.report is not None
-        return result.report
+    def words(self, update: int, timeout_s: float) -> Iterator[Word]:
+        """What is said to trainer ranks in an update, in order; `Done` is the last. `timeout_s` bounds each wait."""
+        for number in itertools.count():
+            data = self._get(f"word/{update}/{number}", f"the result of update {update} from trainer rank 0", timeout_s)
+            word = decode(data, _Said).word
+            yield word
+            if isinstance(word, Done):
+                return
 
     def forget_update(self, update: int, ranks: int) -> None:
         """Drop the keys of an update that every rank has finished."""
-        for key in [*(_note_key(update, rank) for rank in range(ranks)), f"result/{update}"]:
+        words = self.store.add(_count_key(update), 0)
+        keys = [*(f"word/{update}/{n}" for n in range(words)), _count_key(update)]
+        kinds = ["note"] if words <= 1 else ["note", "ready", "mishap"]  # of the others nothing was said
+        for key in [*keys, *(f"{kind}/{update}/{rank}" for kind in kinds for rank in range(ranks))]:
             self.store.delete_key(key)
+
+    # -- where trainer ranks send
+
+    def put_order(self, intake: str, engine_rank: int, trainer_rank: int, order: Order) -> None:
+        """What an engine rank takes from a trainer rank; `intake` is the digest of all it takes."""
+        self._set(_order_key(intake, engine_rank, trainer_rank), pack_blob(order)[1])
+
+    def get_order(self, intake: str, engine_rank: int, trainer_rank: int, timeout_s: float) -> Order:
+        what = f"the order of engine rank {engine_rank} for trainer rank {trainer_rank}"
+        return unpack_blob(self._get(_order_key(intake, engine_rank, trainer_rank), what, timeout_s), Order)
+
+    def forget_order(self, intake: str, engine_rank: int, trainer_rank: int) -> None:
+        self.store.delete_key(_order_key(intake, engine_rank, trainer_rank))
+
+    def ready(self, update: int, trainer_rank: int, failure: Failure | None) -> None:
+        """A trainer rank's answer to `Connect`."""
+        self._set(f"ready/{update}/{trainer_rank}", encode(_Verdict(failure)))
+
+    def collect_ready(self, update: int, ranks: int, timeout_s: float) -> None:
+        """Wait for all trainer ranks' answers. Raises the first failure, or DeadlineExceeded naming who is late."""
+        keys = [f"ready/{update}/{rank}" for rank in range(ranks)]
+        if late := self._late(keys, timeout_s):
+            raise DeadlineExceeded(
+                f"trainer ranks {late} were not ready to send within {timeout_s:.0f} s; look at their logs"
+            )
+        for key in keys:
+            if (failure := decode(self.store.get(key), _Verdict).failure) is not None:
+                raise failure.error()
+
+    def mishap(self, update: int, trainer_rank: int, failure: Failure) -> None:
+        """Say why this trainer rank fails to send, before its peers notice that it does."""
+        self._set(f"mishap/{update}/{trainer_rank}", encode(_Verdict(failure)))
+
+    def mishaps(self, update: int, ranks: int) -> list[str]:
+        """What trainer ranks said of their failures so far."""
+        keys = [f"mishap/{update}/{rank}" for rank in range(ranks)]
+        said = [decode(self.store.get(key), _Verdict).failure for key in keys if self.store.check([key])]
+        return [failure.message for failure in said if failure is not None]
 
     # -- the end
 
@@ -146,6 +189,14 @@ class Session:
         """Trainer rank 0, whose process keeps the store: stay until the others have left, or the time is up."""
         with contextlib.suppress(dist.DistStoreError):
             self.store.wait([f"left/{rank}" for rank in range(1, ranks)], timedelta(seconds=timeout_s))
+
+    def _late(self, keys: Sequence[str], timeout_s: float) -> list[int]:
+        """Which of these keys are not there after `timeout_s`, by index."""
+        try:
+            self.store.wait(list(keys), timedelta(seconds=timeout_s))
+        except dist.DistStoreError:
+            return [i for i, key in enumerate(keys) if not self.store.check([key])]
+        return []
 
     def _set(self, key: str, data: bytes) -> None:
         self.store.set(key, data)  # type: ignore[arg-type]  # takes bytes too, its stub says str only
@@ -160,3 +211,11 @@ class Session:
 
 def _note_key(update: int, trainer_rank: int) -> str:
     return f"note/{update}/{trainer_rank}"
+
+
+def _count_key(update: int) -> str:
+    return f"words/{update}"
+
+
+def _order_key(intake: str, engine_rank: int, trainer_rank: int) -> str:
+    return f"order/{engine_rank}/{intake}/{trainer_rank}"

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout import Box, Region
 from sglang_reshard.transports.memory import MemoryExporter, PeerMemory
+
+
+def shard_in(memory, number, like):
+    """Shard `number` as an engine rank sees it; it has the shape and dtype of `like`."""
+    return memory.region(number, Region.of(Box.whole(tuple(like.shape))), like.dtype)
 
 
 def open_descriptors():
@@ -24,7 +30,7 @@ def test_views_of_one_buffer_share_a_handle_and_are_seen_through_it():
     assert len(handles.storages) == 2
     peer = PeerMemory(0, handles)
     for i in (0, 1, 3):
-        assert torch.equal(peer.shard(i, tuple(shards[i].shape), "float32"), shards[i])
+        assert torch.equal(shard_in(peer, i, shards[i]), shards[i])
 
 
 def test_what_the_trainer_writes_later_is_seen_without_new_handles():
@@ -34,7 +40,7 @@ def test_what_the_trainer_writes_later_is_seen_without_new_handles():
     peer = PeerMemory(0, first)
     weight.add_(3)
     assert exporter.export([weight]) == first
-    assert peer.shard(0, (5,), "float32").tolist() == [3.0] * 5
+    assert shard_in(peer, 0, weight).tolist() == [3.0] * 5
 
 
 def test_optimizers_and_other_views_follow_the_storage():
@@ -44,7 +50,7 @@ def test_optimizers_and_other_views_follow_the_storage():
     peer = PeerMemory(0, MemoryExporter(0).export([weight.detach()]))
     weight.grad = torch.ones(4)
     optimizer.step()
-    assert peer.shard(0, (4,), "float32").tolist() == [0.0] * 4
+    assert shard_in(peer, 0, weight).tolist() == [0.0] * 4
     assert flat_view.tolist() == [0.0] * 3
 
 
@@ -54,7 +60,7 @@ def test_a_storage_that_was_replaced_gets_a_new_handle():
     second = exporter.export([weight := torch.ones(5)])
     assert first != second
     assert weight.is_shared()
-    assert PeerMemory(0, second).shard(0, (5,), "float32").tolist() == [1.0] * 5
+    assert shard_in(PeerMemory(0, second), 0, weight).tolist() == [1.0] * 5
 
 
 def test_exporting_does_not_keep_memory_alive():
@@ -73,7 +79,7 @@ def test_mapping_keeps_no_descriptor_open():
     before = open_descriptors()
     peer = PeerMemory(0, handles)
     assert open_descriptors() == before
-    assert peer.shard(19, (10,), "float32").sum() == 0
+    assert shard_in(peer, 19, torch.empty(10)).sum() == 0
 
 
 def test_handles_survive_the_wire():
@@ -94,7 +100,7 @@ def test_memory_that_is_shared_already_needs_no_room(monkeypatch):
     weight = torch.arange(1000.0).share_memory_()
     handles = MemoryExporter(0).export([weight])
     weight.add_(1)
-    assert PeerMemory(0, handles).shard(0, (1000,), "float32").sum() == weight.sum()
+    assert shard_in(PeerMemory(0, handles), 0, weight).sum() == weight.sum()
 
 
 def test_one_buffer_of_several_dtypes_and_offsets_is_one_handle():
@@ -107,8 +113,7 @@ def test_one_buffer_of_several_dtypes_and_offsets_is_one_handle():
         shard.fill_(i + 1)
     peer = PeerMemory(0, handles)
     for i, shard in enumerate(shards):
-        seen = peer.shard(i, tuple(shard.shape), str(shard.dtype).removeprefix("torch."))
-        assert torch.equal(seen, shard)
+        assert torch.equal(shard_in(peer, i, shard), shard)
 
 
 def test_what_has_no_memory_to_hand_over_is_refused_by_name(tmp_path):

@@ -73,7 +73,7 @@ def check_against_torch(shape, mesh_shape, placements):
             assert torch.Size(held.local_shapes[rank]).numel() == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts())
 def test_shard_and_replicate_as_distribute_tensor_does(layout):
     check_against_torch(*layout)
@@ -187,3 +187,24 @@ def test_piece_positions_tile_the_local_tensor():
             for index in itertools.product(*(range(a, a + n) for a, n in zip(piece.at, piece.box.shape, strict=True)))
         ]
         assert sorted(seen) == list(itertools.product(*map(range, shape)))
+
+
+def test_bytes_held_are_those_of_the_local_tensors():
+    shapes = [(7, 3), (7, 3), (2, 5), (1,), (4, 4)]
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.int8, torch.float64]
+    held, told = [], []
+    for rank in range(4):
+        with as_rank(rank, 4):
+            mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            ways = [[Shard(0), Shard(1)], [Shard(0), Shard(1)], [Replicate(), Shard(1)], [Shard(0), Replicate()]]
+            tensors = [
+                distribute_tensor(torch.zeros(shape, dtype=dtype), mesh, way, src_data_rank=None)
+                for shape, dtype, way in zip(shapes, dtypes, ways, strict=False)
+            ]
+            tensors.append(torch.zeros(shapes[-1], dtype=dtypes[-1]))
+            named = [(str(i), tensor) for i, tensor in enumerate(tensors)]
+            told.append(describe(named, trainer_rank=rank, global_ranks=(0, 1, 2, 3)).layout.local_bytes())
+            locals_ = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+            held.append(sum(local.numel() * local.element_size() for local in locals_))
+    assert told == [tuple(held)] * 4
+    assert len(set(held)) > 1

@@ -64,7 +64,7 @@ def views(draw):
     return tensor, view
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(views(), st.randoms(use_true_random=False), st.booleans())
 def test_boxes_of_a_view_are_its_elements(drawn, random, unit_steps):
     tensor, view = drawn
@@ -83,7 +83,7 @@ def test_boxes_of_a_view_are_its_elements(drawn, random, unit_steps):
     assert torch.equal(got.as_strided(into.shape, into.stride(), 0), view)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(views(), views())
 def test_common_boxes_on_a_grid_are_the_common_elements(one, other):
     """Two views of one storage, however they are strided, compared as boxes of one grid."""
@@ -100,7 +100,7 @@ def test_common_boxes_on_a_grid_are_the_common_elements(one, other):
     assert elements == {r for r, _ in pairs(Walk.over(a))} & {r for r, _ in pairs(Walk.over(b))}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_what_is_left_of_a_box(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))

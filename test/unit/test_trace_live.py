@@ -1,8 +1,13 @@
 """What counts as a change of a model's live tensors, after which its loader is traced anew."""
 
-import torch
+import gc
+import weakref
 
-from sglang_reshard.trace import live_signature
+import pytest
+import torch
+from torch import nn
+
+from sglang_reshard.trace import LiveSignature, live_signature, signature
 
 
 def test_the_signature_follows_tensors():
@@ -21,3 +26,200 @@ def test_a_second_path_to_a_tensor_changes_nothing():
     model.kept_too = model.weight.data  # as MLA keeps one from its first forward on
     assert live_signature(model) == before
     assert live_signature(torch.nn.Linear(3, 2)) != before
+
+
+# -- the same, remembered: each change is seen, and nothing else makes it walk again
+
+
+class Subclass(nn.Parameter):
+    """As engines have parameters of their own kinds."""
+
+
+def model_of_all_kinds():
+    model = nn.Module()
+    model.first, model.second = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    model.layers = nn.ModuleList([nn.LayerNorm(4), nn.Identity()])
+    model.own = Subclass(torch.zeros(3), requires_grad=False)
+    model.register_buffer("table", torch.zeros(4))
+    model.register_buffer("absent", None)
+    model.kept, model.later, model.number, model.name = torch.zeros(6), None, 3, "model"
+    model.several = [torch.zeros(2), 1, torch.zeros(2)]
+    model.pair = (torch.zeros(2), "text")
+    model.by_name = {"a": torch.zeros(2), "b": 2}
+    model.empty, model.hidden = [], {}
+    return model
+
+
+def moved(model):
+    model.first.weight.data = model.first.weight.data.clone()
+
+
+def transposed(model):
+    model.first.weight.data = model.first.weight.data.t()
+
+
+def of_another_dtype(model):
+    model.kept.data = model.kept.data.view(torch.int32)
+
+
+def resized(model):
+    model.table.untyped_storage().resize_(0)
+
+
+def another_parameter(model):
+    model.second.weight = nn.Parameter(model.second.weight.detach().clone())
+
+
+def swapped(model):
+    model.first.weight, model.second.weight = model.second.weight, model.first.weight
+
+
+def reordered(model):
+    model.first._parameters = dict(reversed(model.first._parameters.items()))
+
+
+def moved_between_modules(model):
+    model.second.bias = model.first.bias
+    del model.first.bias
+
+
+def removed(model):
+    del model.own
+
+
+def became_a_tensor(model):
+    model.later = torch.zeros(2)
+
+
+def became_none(model):
+    model.kept = None
+
+
+def buffer_registered(model):
+    model.absent = torch.zeros(2)
+
+
+def rebound(model):
+    model.kept = torch.ones(6)
+
+
+def renamed(model):
+    model.renamed = model.kept
+    del model.kept
+
+
+def in_a_list(model):
+    model.several[2] = torch.zeros(2)
+
+
+def appended(model):
+    model.empty.append(torch.zeros(2))
+
+
+def in_a_tuple(model):
+    model.pair = (torch.zeros(2), "text")
+
+
+def in_a_dict(model):
+    model.by_name["b"] = torch.zeros(2)
+
+
+def under_another_key(model):
+    model.by_name["c"] = model.by_name.pop("a")
+
+
+def between_lists(model):
+    model.empty.append(model.several.pop(0))
+
+
+def in_a_new_dict(model):
+    model.hidden["x"] = torch.zeros(1)
+
+
+def another_module(model):
+    model.layers[0] = nn.LayerNorm(4)
+
+
+def module_added(model):
+    model.layers[1].inner = nn.Linear(1, 1)
+
+
+def module_renamed(model):
+    model.third = model._modules.pop("second")
+
+
+CHANGES = [
+    moved, transposed, of_another_dtype, resized, another_parameter, swapped, reordered, moved_between_modules,
+    removed, became_a_tensor, became_none, buffer_registered, rebound, renamed, in_a_list, appended, in_a_tuple,
+    in_a_dict, under_another_key, between_lists, in_a_new_dict, another_module, module_added, module_renamed,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_every_change_is_seen(change):
+    model = model_of_all_kinds()
+    remembered = LiveSignature(model)
+    before = remembered.current()
+    assert before == live_signature(model)
+    change(model)
+    assert live_signature(model) != before
+    assert remembered.current() == live_signature(model)
+
+
+def nothing(model):
+    pass
+
+
+def written(model):
+    with torch.no_grad():
+        model.first.weight.fill_(2)
+        model.several[0].add_(1)
+
+
+def counted(model):
+    """As modules count and note what they do."""
+    model.number, model.name, model.first.training = 4, "other", False
+    model.by_name["b"] = 3
+    model.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("change", [nothing, written, counted], ids=lambda change: change.__name__)
+def test_where_nothing_changed_no_module_is_walked(monkeypatch, change):
+    model = model_of_all_kinds()
+    remembered = LiveSignature(model)
+    before = remembered.current()
+    change(model)
+    monkeypatch.setattr(signature, "live_tensors", None)  # a call would fail
+    assert remembered.current() == before
+
+
+def test_a_change_that_does_not_count_is_looked_at_once(monkeypatch):
+    model = model_of_all_kinds()
+    remembered = LiveSignature(model)
+    before = remembered.current()
+    model.later = model.first.weight.data
+    assert remembered.current() == before
+    monkeypatch.setattr(signature, "live_tensors", None)
+    assert remembered.current() == before
+
+
+def test_a_tensor_that_has_no_address_does_no_harm():
+    model = model_of_all_kinds()
+    remembered = LiveSignature(model)
+    before = remembered.current()
+    model.kept = torch.eye(2).to_sparse()
+    without = remembered.current()
+    assert without == live_signature(model) != before
+    model.kept = torch.zeros(6)
+    assert remembered.current() == live_signature(model) != without
+
+
+def test_what_the_model_drops_is_not_kept():
+    model = model_of_all_kinds()
+    remembered = LiveSignature(model)
+    remembered.current()
+    dropped = [weakref.ref(model.first), weakref.ref(model.first.weight), weakref.ref(model.kept)]
+    del model.first, model.kept
+    gc.collect()
+    assert [reference() for reference in dropped] == [None, None, None]
+    assert remembered.current() == live_signature(model)

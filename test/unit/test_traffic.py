@@ -6,6 +6,7 @@ the code may call, not only what it is known to call.
 
 import collections
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -78,14 +79,14 @@ class Counters:
         setattr(owner, name, counted)
 
 
-def train(trainer):
+def train(trainer, transport):
     mesh = init_device_mesh("cpu", (trainer.size,), mesh_dim_names=("tp",))
     placements = {"down.weight": [Shard(1)], "norm.weight": [Replicate()]}
     state = {
         name: distribute_tensor(tensor, mesh, placements.get(name, [Shard(0)]), src_data_rank=None)
         for name, tensor in checkpoint(1, hidden=HIDDEN).items()
     }
-    sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=BUCKET)
+    sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=BUCKET, transport=transport)
     counters = Counters()
     report = sender.update(state.items())
     seen = report, counters.collectives, counters.store, counters.forbidden
@@ -93,7 +94,7 @@ def train(trainer):
     return seen
 
 
-def serve(rank, size, requests):
+def serve(rank, size, requests, transport):
     model = ToyRank(rank, size, hidden=HIDDEN)
     receiver = WeightReceiver(model, Control(dist.group.WORLD, rank, size), torch.device("cpu"))
     counters = Counters()
@@ -105,28 +106,39 @@ def serve(rank, size, requests):
     return equal, counters.collectives, counters.store, counters.forbidden
 
 
-def test_only_metadata_converges_on_any_rank():
-    trainers, engines = run_world(4, 16, train, serve)
+@pytest.mark.parametrize("transport", ["broadcast", "p2p", "ipc"])
+def test_only_metadata_converges_on_any_rank(transport):
+    trainers, engines = run_world(4, 16, train, serve, transport)
     report = trainers[0][0]
     shard = report.trainer_ranks[0].shard_bytes
     assert shard > 30 * METADATA, "the shards must dwarf what is allowed as metadata"
     for rank, (_, collectives, store, forbidden) in enumerate(trainers):
         assert forbidden == []
+        sent = collectives.pop("send", 0) if transport == "p2p" else 0
         assert sum(collectives.values()) == 0, f"trainer rank {rank} took part in {collectives}"
         assert sum(store.values()) < METADATA, f"trainer rank {rank} moved {store} through the store"
+        # All that its engine ranks lack is its shard, and replicas for each; whole messages, padding included.
+        assert sent <= 1.1 * report.trainer_ranks[rank].sent_bytes
     for rank, (equal, collectives, store, forbidden) in enumerate(engines):
         assert equal
         assert forbidden == []
-        moved = collectives.pop("broadcast")
+        moved = collectives.pop("recv" if transport == "p2p" else "broadcast", 0)
         assert sum(collectives.values()) < METADATA, f"engine rank {rank} took part in {collectives}"
         assert sum(store.values()) < METADATA
-        received = report.engine_ranks[rank].received_bytes
-        assert received - report.engine_ranks[rank].least_bytes < moved + METADATA
-        assert moved <= 1.5 * shard, f"engine rank {rank}: {moved} bytes moved by groups, a shard is {shard}"
+        received, least = report.engine_ranks[rank].received_bytes, report.engine_ranks[rank].least_bytes
+        if transport == "ipc":
+            assert moved == 0
+        if transport == "broadcast":
+            assert received - least < moved + METADATA
+            assert moved <= 1.5 * shard, f"engine rank {rank}: {moved} bytes moved by groups, a shard is {shard}"
+        else:
+            assert received == least
+        if transport == "p2p":
+            assert least <= moved <= 1.01 * least
 
 
 def test_no_rank_receives_or_holds_more_than_stated():
-    trainers, _ = run_world(4, 16, train, serve)
+    trainers, _ = run_world(4, 16, train, serve, "broadcast")
     report = trainers[0][0]
     whole = sum(t.numel() * 4 for t in checkpoint(1, hidden=HIDDEN).values())
     for rank in report.engine_ranks:
@@ -138,11 +150,11 @@ def test_no_rank_receives_or_holds_more_than_stated():
 
 def test_the_counters_see_a_gather():
     """Negative control: a funnel to one rank shows in the counters."""
-    told, _ = run_world(2, 0, gather_to_rank_0, serve)
+    told, _ = run_world(2, 0, gather_to_rank_0, serve, "")
     assert told[0] > HIDDEN * HIDDEN * 4
 
 
-def gather_to_rank_0(trainer):
+def gather_to_rank_0(trainer, transport):
     counters = Counters()
     shard = torch.zeros(HIDDEN, HIDDEN)
     parts = [torch.zeros_like(shard) for _ in range(trainer.size)]

@@ -1,6 +1,7 @@
 """Whole updates in real processes on gloo: DTensor shards in, bit-exact engine parameters out."""
 
 import os
+import re
 import threading
 
 import pytest
@@ -99,13 +100,15 @@ def test_every_parameter_is_bit_exact_after_each_update(mesh_shape, engines, kin
     run(mesh_shape, engines, kind)
 
 
+@pytest.mark.parametrize("transport", ["ipc", "p2p"])
 @pytest.mark.parametrize(
     ("mesh_shape", "engines", "kind"), [((4,), 16, "tp"), ((3,), 4, "fsdp"), ((2, 2), 4, "fsdp_tp"), ((2,), 4, "plain")]
 )
-def test_ipc_reads_exactly_what_is_lacking(mesh_shape, engines, kind):
-    for report in run(mesh_shape, engines, kind, transport="ipc"):
-        assert report.transport == "ipc"
+def test_exact_transports_move_exactly_what_is_lacking(mesh_shape, engines, kind, transport):
+    for report in run(mesh_shape, engines, kind, transport=transport):
+        assert report.transport == transport
         assert report.transport_reason == "asked for"
+        assert report.predicted_seconds > 0
         assert all(rank.received_bytes == rank.least_bytes for rank in report.engine_ranks)
         sent, received = (
             sum(t.sent_bytes for t in report.trainer_ranks),
@@ -114,10 +117,17 @@ def test_ipc_reads_exactly_what_is_lacking(mesh_shape, engines, kind):
         assert sent == received
 
 
+@pytest.mark.parametrize("transport", ["broadcast", "p2p"])
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 4096])
-def test_any_bucket_size_carries_the_same_bits(bucket_bytes):
-    report = run((2,), 4, "tp", bucket_bytes=bucket_bytes)[-1]
+def test_any_bucket_size_carries_the_same_bits(bucket_bytes, transport):
+    report = run((2,), 4, "tp", bucket_bytes=bucket_bytes, transport=transport)[-1]
     assert report.bucket_bytes == bucket_bytes
+
+
+def test_auto_reads_memory_on_one_host_and_says_what_else_it_weighed():
+    report = run((3,), 2, "tp", transport="auto")[-1]
+    assert report.transport == "ipc"
+    assert re.fullmatch(r"auto: predicted to move in \S+ s \(p2p \S+ s, broadcast \S+ s\)", report.transport_reason)
 
 
 def test_half_precision():
@@ -318,7 +328,7 @@ def serve_with_a_fault(rank, size, requests):
             def fail():
                 raise OSError("the wire was cut")
 
-            receiver._route.transport.move = fail
+            receiver._router.route.transport.move = fail
         requests.answer(receiver.update(request))
         torn.append(bool(receiver.torn))
     stock = ToyRank(rank, size)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from sglang_reshard.layout import Box, TensorSpec
+from sglang_reshard.layout import ITEM_BYTES, Box, Region, TensorSpec
 
 Interval = tuple[int, int]
 
@@ -52,6 +53,11 @@ class Piece:
     box: Box
     ranks: tuple[int, ...]
     at: tuple[int, ...]
+
+    def in_shard(self, region: Region) -> Region:
+        """A region of the tensor that lies in the piece, with its indices counted in a holder's local tensor."""
+        start = tuple(a - b + at for a, b, at in zip(region.start, self.box.start, self.at, strict=True))
+        return Region(start, region.count, region.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +169,13 @@ class Layout(msgspec.Struct, frozen=True):
     def holdings(self, tensor: SourceTensor) -> Holdings:
         return holdings(tensor.shape, self.meshes[tensor.mesh], self.placements[tensor.placements])
 
-    def local_bytes(self, rank: int) -> int:
-        """Bytes that a trainer rank holds of all tensors."""
-        return sum(math.prod(self.holdings(t).local_shapes.get(rank, (0,))) * t.spec.item_bytes for t in self.tensors)
+    def local_bytes(self) -> tuple[int, ...]:
+        """Bytes that each trainer rank holds of all tensors."""
+        held = [0] * self.trainer_ranks
+        # Thousands of experts are alike but for their names.
+        alike = Counter((t.shape, t.dtype, t.mesh, t.placements) for t in self.tensors)
+        for (shape, dtype, mesh, placements), times in alike.items():
+            local_shapes = holdings(shape, self.meshes[mesh], self.placements[placements]).local_shapes
+            for rank, local_shape in local_shapes.items():
+                held[rank] += times * math.prod(local_shape) * ITEM_BYTES[dtype]
+        return tuple(held)

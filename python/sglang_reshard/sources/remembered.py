@@ -1,59 +1,87 @@
-"""Whether a trainer gives the same tensors again, at the same addresses: then nothing about them need be read anew."""
+"""Whether a trainer gives the same memory again, described alike: then nothing about it need be read anew.
+
+Asked at the start of every update, of every tensor: so it works on whole columns (all names, all addresses),
+which `map` walks without Python code for each tensor.
+
+A tensor's object does not count, only what it stands for: `state_dict()` makes new ones every time. Nor
+may it be referred to, even weakly: torch refuses to move a module of DTensors, as to offload it, while
+anything does.
+"""
 
 from __future__ import annotations
 
-import weakref
+import operator
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sglang_reshard.places import Places
 
 Given = Sequence[tuple[Any, ...]]  # as `describe` takes them, in a list
 
+_name, _tensor, _third = map(operator.itemgetter, range(3))
+_local, _spec = operator.attrgetter("_local_tensor"), operator.attrgetter("_spec")
+_storage, _id = torch.Tensor.untyped_storage, operator.attrgetter("_cdata")
+_expired = torch.UntypedStorage._expired
+_KINDS = {torch.Tensor, torch.nn.Parameter}  # of local tensors: others have no memory of their own
+
 
 class Remembered:
-    """The tensors of one update, by identity and place in memory. Keeps none of them alive."""
+    """The tensors of one update: names, how they are distributed, place in memory. Keeps no memory alive."""
 
     def __init__(self, given: Given) -> None:
-        self._names = [name for name, *_ in given]
-        self._tensors = [weakref.ref(tensor) for _, tensor, *_ in given]
-        self._places = [_place(tensor) for _, tensor, *_ in given]
-        self._specs = [_spec(tensor, rest) for _, tensor, *rest in given]
+        tensors = list(map(_tensor, given))
+        self._names = list(map(_name, given))
+        self._lengths = list(map(len, given))
+        self._distributed = [isinstance(tensor, DTensor) for tensor in tensors]
+        self._plain = list(map(operator.not_, self._distributed))
+        self._described = [length > 2 for length in self._lengths]
+        self._specs = self._specs_of(given, tensors)
+        locals_ = self._locals_of(tensors)
+        self._places = Places(locals_)
+        self._storage_ids = list(map(_id, map(_storage, locals_)))
+        self._storages = {_id(storage): StorageWeakRef(storage) for storage in map(_storage, locals_)}
 
     @classmethod
     def of(cls, given: Given, shards: Sequence[torch.Tensor]) -> Remembered | None:
         """None unless the shards are the memory of these very tensors, and not of others that they stand for."""
-        found = cls(given)
-        theirs = all(
-            place is not None and place[0] == shard.data_ptr()
-            for place, shard in zip(found._places, shards, strict=True)
+        locals_ = [t._local_tensor if isinstance(t, DTensor) else t for t in map(_tensor, given)]
+        theirs = _KINDS.issuperset(map(type, locals_)) and all(
+            local.data_ptr() == shard.data_ptr() for local, shard in zip(locals_, shards, strict=True)
         )
-        return found if theirs else None
+        return cls(given) if theirs else None
 
     def same(self, given: Given) -> bool:
-        if len(given) != len(self._names):
+        """Whether to describe what is given would tell nothing new, its values aside."""
+        if list(map(len, given)) != self._lengths or list(map(_name, given)) != self._names:
             return False
-        for (name, tensor, *rest), known_name, reference, place, spec in zip(
-            given, self._names, self._tensors, self._places, self._specs, strict=True
-        ):
-            if reference() is not tensor or name != known_name:
-                return False
-            if _spec(tensor, rest) is not spec or _place(tensor) != place:
-                return False
-        return True
+        tensors = list(map(_tensor, given))
+        try:
+            return all(map(operator.is_, self._specs_of(given, tensors), self._specs)) and self._there(
+                self._locals_of(tensors)
+            )
+        except (AttributeError, RuntimeError):  # no DTensor any more; or no storage
+            return False
 
+    def _there(self, locals_: Sequence[Any]) -> bool:
+        """Whether these local tensors are views of the same storages, at the same places."""
+        return (
+            _KINDS.issuperset(map(type, locals_))
+            and not any(map(torch.Tensor.is_neg, locals_))  # a view of the same place, and not of the same values
+            # An address is given again once a storage is freed or resized, and so is an id.
+            and list(map(_id, map(_storage, locals_))) == self._storage_ids
+            and not any(map(_expired, self._storages))
+            and self._places.same(locals_)
+        )
 
-def _place(tensor: Any) -> tuple[Any, ...] | None:
-    """Where a tensor's local part is, and how it lies there; None for a kind that has no memory of its own."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if type(local) not in (torch.Tensor, torch.nn.Parameter):
-        return None
-    return local.data_ptr(), local.shape, local.stride(), local.dtype
+    def _locals_of(self, tensors: Sequence[Any]) -> list[Any]:
+        """The local tensors, those of DTensors first."""
+        return [*map(_local, compress(tensors, self._distributed)), *compress(tensors, self._plain)]
 
-
-def _spec(tensor: Any, rest: Sequence[Any]) -> Any:
-    """What says how a tensor is distributed: an object that is replaced, not changed."""
-    if rest:
-        return rest[0]
-    return tensor._spec if isinstance(tensor, DTensor) else None
+    def _specs_of(self, given: Given, tensors: Sequence[Any]) -> list[Any]:
+        """What says how the tensors are distributed: objects that are replaced, not changed."""
+        return [*map(_spec, compress(tensors, self._distributed)), *map(_third, compress(given, self._described))]

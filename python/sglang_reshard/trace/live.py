@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from sglang_reshard.trace.buffers import Storage
+
+# What every module has: its registers, which are walked by name, and its hooks.
+OWN_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
 
 
 def live_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -17,7 +20,7 @@ def live_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, buffer
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute in ("_parameters", "_buffers", "_modules"):
+            if attribute in OWN_ATTRIBUTES:
                 continue
             name = f"{path}.{attribute}" if path else attribute
             if isinstance(value, torch.Tensor):
@@ -35,8 +38,13 @@ def live_signature(model: torch.nn.Module) -> int:
     Comparable within one process only. What the tensors hold does not enter into it, and neither does a second
     path to a tensor: MLA keeps one more to a parameter from its first forward on.
     """
+    return signature_of(live_tensors(model))
+
+
+def signature_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """The signature of a model with these live tensors."""
     first_path: dict[tuple[object, ...], str] = {}
-    for path, t in live_tensors(model):
+    for path, t in tensors:
         if t.layout is torch.strided:
             first_path.setdefault((t.data_ptr(), tuple(t.shape), t.stride(), t.dtype), path)
     return hash(tuple(first_path.items()))  # of a tuple, so that the order counts

@@ -7,33 +7,40 @@ from typing import Protocol
 
 import torch
 
-from sglang_reshard.plan import Pieces, Plan
+from sglang_reshard.plan import BroadcastPlan, Catalog, Intake
 from sglang_reshard.trace.program import Program
 from sglang_reshard.transports.groups import Groups
 from sglang_reshard.transports.memory import PeerMemory
+from sglang_reshard.transports.peers import Peers
 
 
 @dataclass(frozen=True, slots=True)
 class Here:
     """One engine rank's side of a plan.
 
-    memory  trainer rank -> its mapped memory, for the trainer ranks that the plan has this rank read
+    memory     trainer rank -> its mapped memory, for the trainer ranks whose memory this rank reads
+    broadcast  the plan of the groups, and the groups, where there are any
+    shares     trainer rank -> bytes that it sends this rank in one round, for those that send
+    peers      the connection to them
     """
 
     engine_rank: int
     device: torch.device
-    pieces: Pieces
-    plan: Plan
+    catalog: Catalog
+    intake: Intake
     program: Program
     memory: dict[int, PeerMemory]
-    groups: Groups
+    broadcast: BroadcastPlan | None
+    groups: Groups | None
+    shares: dict[int, int]
+    peers: Peers | None
 
 
 class Transport(Protocol):
     """Moves what an engine rank lacks into its live parameters, every time `move` is called.
 
     received_bytes  bytes that reach this rank in one update
-    read_bytes      trainer rank -> bytes that this rank reads from its memory in one update
+    read_bytes      trainer rank -> bytes that this rank gets out of its memory in one update
     extra_bytes     bytes of the buffers that it holds on to
     """
 

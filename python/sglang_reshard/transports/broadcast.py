@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from sglang_reshard.layout import Region
 from sglang_reshard.plan import Lane, Round
 from sglang_reshard.transports.base import Here
-from sglang_reshard.transports.groups import Group, Work
-from sglang_reshard.transports.landing import CopyList, Landings, payload_bytes
-from sglang_reshard.transports.pull import Pull, piece_in_memory
+from sglang_reshard.transports.groups import Group, Groups, Work
+from sglang_reshard.transports.landing import CopyList, Landings
+from sglang_reshard.transports.pull import Pull
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +35,23 @@ class BroadcastTransport:
     """See the module's text. Groups are made here, in the plan's order, by all their members together."""
 
     def __init__(self, here: Here) -> None:
-        rank = here.engine_rank
-        mine = [r for r in here.plan.rounds if rank in here.plan.lanes[r.lane].members]
+        plan, groups, rank = here.broadcast, here.groups, here.engine_rank
+        assert plan is not None
+        assert groups is not None
+        mine = [r for r in plan.rounds if rank in plan.lanes[r.lane].members]
         largest = max((r.nbytes for r in mine), default=0)
         buckets = [torch.empty(largest, dtype=torch.uint8, device=here.device) for _ in mine[:2]]
-        landings = Landings(here.pieces, here.program)
         self.extra_bytes = sum(b.numel() for b in buckets)
-        self._pull = Pull(here, landings)
+        by_itself = plan.alone[rank][here.intake.pieces(here.catalog)]
+        self._pull = Pull(here, np.flatnonzero(by_itself).tolist())
         self.read_bytes = dict(self._pull.read_bytes)
         self.received_bytes = sum(self.read_bytes.values())
-        for lane in here.plan.lanes:
+        for lane in plan.lanes:
             if rank in lane.members:
-                here.groups.get(lane.members)
+                groups.get(lane.members)
+        landings = Landings(here.catalog, here.program)
         self._turns = [
-            self._turn(here, landings, here.plan.lanes[r.lane], r, buckets[i % 2]) for i, r in enumerate(mine)
+            self._turn(here, groups, landings, plan.lanes[r.lane], r, buckets[i % 2]) for i, r in enumerate(mine)
         ]
 
     def move(self) -> None:
@@ -67,22 +72,25 @@ class BroadcastTransport:
         work.wait()
         turn.land.run()
 
-    def _turn(self, here: Here, landings: Landings, lane: Lane, r: Round, bucket: torch.Tensor) -> _Turn:
+    def _turn(
+        self, here: Here, groups: Groups, landings: Landings, lane: Lane, r: Round, bucket: torch.Tensor
+    ) -> _Turn:
+        assert here.broadcast is not None
         leads = lane.leader == here.engine_rank
         pack, land = CopyList(), CopyList()
-        for segment in r.segments:
-            tensor = here.pieces.layout.tensors[here.pieces.tensor_of[segment.piece]]
-            nbytes = segment.box.numel * tensor.spec.item_bytes
-            typed = bucket[segment.offset : segment.offset + nbytes].view(getattr(torch, tensor.dtype))
-            boxed = typed.view(segment.box.shape)
+        payload = 0
+        for segment in here.broadcast.boxes(here.catalog, r):
+            number = int(here.catalog.tensor_of(segment.piece))
+            kind = here.catalog.kind(number)
+            dtype = getattr(torch, kind.dtype)
+            nbytes = segment.box.numel * kind.item_bytes
+            boxed = bucket[segment.offset : segment.offset + nbytes].view(dtype).view(segment.box.shape)
             if leads:
-                piece = here.pieces.all[segment.piece]
-                shard = piece_in_memory(here, lane.trainer_rank, segment.piece)
-                pack.add(boxed, shard[segment.box.relative_to(piece.box.start).slices()])
-            landings.add(land, segment.piece, segment.box, boxed)
-        payload = payload_bytes(here.pieces, r)
+                at = here.catalog.piece(segment.piece).in_shard(Region.of(segment.box))
+                pack.add(boxed, here.memory[lane.trainer_rank].region(number, at, dtype))
+            landings.add(land, number, segment.box, boxed)
+            payload += nbytes
         self.received_bytes += payload
         if leads:
             self.read_bytes[lane.trainer_rank] = self.read_bytes.get(lane.trainer_rank, 0) + payload
-        group = here.groups.get(lane.members)
-        return _Turn(group, lane.leader, bucket[: r.nbytes], pack if leads else None, land)
+        return _Turn(groups.get(lane.members), lane.leader, bucket[: r.nbytes], pack if leads else None, land)

@@ -6,17 +6,17 @@ One copy, from the trainer's shard to the live parameter; no buffer, no collecti
 from __future__ import annotations
 
 from sglang_reshard.transports.base import Here
-from sglang_reshard.transports.landing import Landings
 from sglang_reshard.transports.pull import Pull
 
 
 class IpcTransport:
-    """See the module's text; for a `pull_plan`."""
+    """See the module's text. Takes all rows whose trainer rank sends nothing."""
 
     extra_bytes = 0
 
     def __init__(self, here: Here) -> None:
-        self._pull = Pull(here, Landings(here.pieces, here.program))
+        rows = (row for t in here.intake.links() if t not in here.shares for row in here.intake.rows(t))
+        self._pull = Pull(here, rows)
         self.read_bytes = self._pull.read_bytes
         self.received_bytes = sum(self.read_bytes.values())
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from sglang_reshard.layout import Box
-from sglang_reshard.plan import Pieces, Round
+from sglang_reshard.plan import Catalog
 from sglang_reshard.trace.program import Copy, Program
+from sglang_reshard.transports.base import Here
 
 
 class CopyList:
@@ -20,34 +21,31 @@ class CopyList:
         self._to.append(to)
         self._from.append(source)
 
-    @property
-    def source_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self._from)
-
     def run(self) -> None:
         if self._to:
-            with torch.no_grad():
+            with torch.inference_mode():  # a quarter quicker than no_grad, for thousands of small boxes
                 torch._foreach_copy_(self._to, self._from)
+
+
+def landing(here: Here, row: int) -> torch.Tensor:
+    """Where a row of this rank's intake lands: a view of live memory."""
+    copy, part, _ = here.intake.row(row)
+    return here.program.targets[copy.target].as_strided(part.shard.count, copy.strides, copy.offset + part.offset)
 
 
 class Landings:
     """Where the boxes of checkpoint tensors go on this engine rank."""
 
-    def __init__(self, pieces: Pieces, program: Program) -> None:
-        self._pieces, self._targets = pieces, program.targets
+    def __init__(self, catalog: Catalog, program: Program) -> None:
+        self._catalog, self._targets = catalog, program.targets
         self._copies: dict[str, list[Copy]] = {}
         for copy in program.copies:
             self._copies.setdefault(copy.source, []).append(copy)
 
-    def add(self, to: CopyList, piece: int, box: Box, data: torch.Tensor) -> None:
-        """Append the copies that take what this rank needs of `box` from `data`, a tensor of just that box."""
-        name = self._pieces.layout.tensors[self._pieces.tensor_of[piece]].name
+    def add(self, to: CopyList, tensor: int, box: Box, data: torch.Tensor) -> None:
+        """Append the copies that take what this rank needs of `box` of a tensor from `data`, which is just that box."""
+        name = self._catalog.layout.tensors[tensor].name
         for copy in self._copies.get(name, ()):
             part = copy.within(box)
             if part is not None:
                 to.add(part.landing(self._targets[part.target]), data[part.region.slices(box.start)])
-
-
-def payload_bytes(pieces: Pieces, r: Round) -> int:
-    """Bytes of a round without the padding between its segments."""
-    return sum(s.box.numel * pieces.item_bytes(s.piece) for s in r.segments)

@@ -18,6 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout import Region
 
 
 class ShmStorage(msgspec.Struct, frozen=True, tag="shm"):
@@ -108,10 +109,6 @@ class MemoryExporter:
         known = self._exported.get(storage.data_ptr())
         return known[1] if known is not None and not known[0].expired() else None
 
-    def intact(self) -> bool:
-        """Whether all storages of the last export are alive still."""
-        return not any(reference.expired() for reference, _ in self._exported.values())
-
     def close(self) -> None:
         self._exported = {}
 
@@ -157,11 +154,13 @@ class PeerMemory:
         self._views = handles.shards
         self._storages = [self._open(handle) for handle in handles.storages]
 
-    def shard(self, tensor: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        """The local tensor of the layout's tensor number `tensor`, in the trainer's own memory."""
+    def region(self, tensor: int, region: Region, dtype: torch.dtype) -> torch.Tensor:
+        """A region of this trainer rank's shard of the layout's tensor number `tensor`, in the trainer's own memory."""
         view = self._views[tensor]
-        flat = torch.empty(0, dtype=getattr(torch, dtype), device=self._storages[view.storage].device)
-        return flat.set_(self._storages[view.storage], view.offset, shape, view.strides)
+        offset = view.offset + sum(a * s for a, s in zip(region.start, view.strides, strict=True))
+        strides = tuple(n * s for n, s in zip(region.step, view.strides, strict=True))
+        storage = self._storages[view.storage]
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, region.count, strides)
 
     def _open(self, handle: ShmStorage | CudaStorage) -> torch.UntypedStorage:
         return self._open_shm(handle) if isinstance(handle, ShmStorage) else self._open_cuda(handle)

@@ -71,5 +71,5 @@ def pairs(draw: st.DrawFn, engine_sizes: tuple[int, ...]) -> Pair:
         tp=tp,
         ep=draw(st.sampled_from(experts_split_by)),
         bucket_bytes=draw(st.one_of(st.integers(1, 64), st.integers(65, 4096), st.just(1 << 20))),
-        transport=draw(st.sampled_from(["broadcast", "ipc"])),
+        transport=draw(st.sampled_from(["broadcast", "ipc", "p2p", "auto"])),
     )

@@ -1,0 +1,28 @@
+"""How the layouts of two trainer ranks differ, for an error message."""
+
+from __future__ import annotations
+
+from sglang_reshard.sources.placements import Layout
+
+
+def first_difference(layout: Layout, other: Layout, other_rank: int) -> str:
+    """How trainer rank `other_rank` differs from trainer rank 0, by the first tensor that does."""
+    for a, b in zip(layout.tensors, other.tensors, strict=False):
+        for what in ("name", "shape", "dtype"):
+            if getattr(a, what) != getattr(b, what):
+                return (
+                    f"trainer ranks disagree at tensor {a.name}: its {what} is {getattr(a, what)} on trainer rank 0 "
+                    f"and {getattr(b, what)} ({b.name}) on trainer rank {other_rank}; give all ranks the same "
+                    "tensors in the same order"
+                )
+        ours = layout.meshes[a.mesh], layout.placements[a.placements]
+        theirs = other.meshes[b.mesh], other.placements[b.placements]
+        if ours != theirs:
+            return (
+                f"trainer ranks disagree at tensor {a.name}: trainer rank 0 has it as {ours}, "
+                f"trainer rank {other_rank} as {theirs}"
+            )
+    return (
+        f"trainer rank 0 has {len(layout.tensors)} tensors, trainer rank {other_rank} has {len(other.tensors)}; "
+        "give all ranks the same tensors in the same order"
+    )

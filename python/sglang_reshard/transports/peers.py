@@ -1,0 +1,220 @@
+"""Messages between trainer ranks and engine ranks, over one process group of them that torch.distributed knows not of.
+
+Like groups of engine ranks it is built on the session's own store: neither side's own world (its group
+names, the order of its collectives) depends on it. Gloo for memory on the host, NCCL for GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
+
+from sglang_reshard.errors import DeadlineExceeded, ReshardError
+from sglang_reshard.messages import Connect
+
+Parcel = tuple[int, torch.Tensor]  # who it goes to or comes from, and its bytes (1-D, contiguous)
+_POLL_S = 0.0002
+_ROUNDING_S = 0.01  # gloo counts whole milliseconds
+
+
+class Travel:
+    """Messages under way. Their buffers must be left alone until `wait` returns."""
+
+    def __init__(self, peers: Peers, verb: str, works: list[tuple[int, dist.Work]]) -> None:
+        self._peers, self._verb, self._works = peers, verb, works
+
+    def wait(self) -> None:
+        """Until all have arrived, or have left (on a GPU: until the current stream may use their buffers).
+
+        Raises DeadlineExceeded after the peers' `timeout_s`, and ReshardError at once for a connection that broke.
+        """
+        end = time.monotonic() + self._peers.timeout_s
+        for peer, work in self._works:
+            with self._peers.explained(self._verb, peer, end):
+                self._peers.finish(work, end)
+        self._works = []
+
+
+class Peers:
+    """One rank's connection to the trainer ranks and engine ranks that it exchanges messages with.
+
+    Ranks are numbered through: trainer ranks first, then engine ranks.
+
+    store          the session's
+    route          differs between the Peers of one store, so that none finds what a broken one left there
+    members        those that take part, ascending; all of them make their Peers at the same time
+    trainer_ranks  how many there are, whether they take part or not
+    backend        "gloo" or "nccl"
+    device         this rank's GPU, for nccl
+    timeout_s      seconds that any one wait may last
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        route: str,
+        *,
+        me: int,
+        members: Sequence[int],
+        trainer_ranks: int,
+        backend: str,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        self.backend, self.timeout_s = backend, timeout_s
+        self._me, self._trainer_ranks = me, trainer_ranks
+        self._index = {member: i for i, member in enumerate(members)}
+        prefixed = dist.PrefixStore(f"peers/{route}", store)
+        self._meet(prefixed)
+        self._pg: Any = None
+        try:
+            self._pg = self._connected(prefixed, device)
+        except RuntimeError as error:
+            raise ReshardError(f"{self.name(me)} could not connect to {self._names(members)}: {error}") from error
+        prefixed.delete_key(_here(me))  # whoever is connected has seen it
+
+    def name(self, member: int) -> str:
+        own = member < self._trainer_ranks
+        return f"trainer rank {member}" if own else f"engine rank {member - self._trainer_ranks}"
+
+    def send(self, parcels: Sequence[Parcel]) -> Travel:
+        """Start sending, one message to each of several peers."""
+        return self._start("send", parcels)
+
+    def receive(self, parcels: Sequence[Parcel]) -> Travel:
+        """Start receiving, one message from each of several peers; a peer's messages come in the order of its sends."""
+        return self._start("receive", parcels)
+
+    def close(self) -> None:
+        """Break all connections: who waits for this rank is told at once (gloo), or runs into the deadline (NCCL)."""
+        pg, self._pg = self._pg, None
+        if pg is not None and self.backend == "nccl":
+            pg.abort()
+
+    def finish(self, work: dist.Work, end: float) -> None:
+        """Wait for one piece of work until `end`, a time of the monotonic clock."""
+        if self.backend != "nccl":
+            work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
+            return
+        # NCCL's own `wait` only orders streams. Errors are looked for, as it is told not to raise them.
+        while not work.is_completed():
+            if time.monotonic() >= end:
+                raise RuntimeError("the GPU was not done at the deadline")
+            self._check_nccl()
+            time.sleep(_POLL_S)
+        self._check_nccl()
+        work.wait()
+
+    def _check_nccl(self) -> None:
+        if self._pg is None or self._pg.get_error() != ErrorType.SUCCESS:
+            raise RuntimeError("NCCL reports an error, see the log")
+
+    @contextlib.contextmanager
+    def explained(self, verb: str, peer: int, end: float) -> Iterator[None]:
+        """Errors of the process group in our words; `end` is when a wait was to end."""
+        try:
+            yield
+        except RuntimeError as error:
+            whom = f"from {self.name(peer)}" if verb == "receive" else f"to {self.name(peer)}"
+            if time.monotonic() >= end - _ROUNDING_S:
+                raise DeadlineExceeded(
+                    f"{self.name(self._me)} could not {verb} a message {whom} within {self.timeout_s:.0f} s; "
+                    "is it stuck? Look at its log"
+                ) from error
+            raise ReshardError(
+                f"{self.name(self._me)} could not {verb} a message {whom}: the connection broke; "
+                f"did that rank fail? Look at its log. ({error})"
+            ) from error
+
+    def _start(self, verb: str, parcels: Sequence[Parcel]) -> Travel:
+        if not parcels:
+            return Travel(self, verb, [])
+        if self._pg is None:
+            raise ReshardError(f"{self.name(self._me)} has closed its connections to the other side")
+        start = self._pg.send if verb == "send" else self._pg.recv
+        if self.backend == "nccl":
+            with self.explained(verb, parcels[0][0], float("inf")):
+                # In one group, which no order within can hold up. Its communicator is that of all members.
+                self._pg._start_coalescing()
+                for peer, buffer in parcels:
+                    start([buffer], self._index[peer], 0)
+                return Travel(self, verb, [(parcels[0][0], self._pg._end_coalescing())])
+        works = []
+        for peer, buffer in parcels:
+            with self.explained(verb, peer, float("inf")):
+                works.append((peer, start([buffer], self._index[peer], 0)))
+        return Travel(self, verb, works)
+
+    def _meet(self, store: dist.Store) -> None:
+        """Wait for all members, so that one that does not come can be named."""
+        keys = {member: _here(member) for member in self._index}
+        store.set(keys[self._me], "")
+        try:
+            store.wait(list(keys.values()), timedelta(seconds=self.timeout_s))
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            late = [member for member, key in keys.items() if not store.check([key])]
+            raise DeadlineExceeded(
+                f"{self.name(self._me)} waited {self.timeout_s:.0f} s for {self._names(late)} to connect; "
+                "look at their logs"
+            ) from error
+
+    def _connected(self, store: dist.Store, device: torch.device) -> Any:
+        rank, size, timeout = self._index[self._me], len(self._index), timedelta(seconds=self.timeout_s)
+        if self.backend != "nccl":
+            return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        # The deadlines here come first. NCCL's own, and its way with errors, is to end the process.
+        options._timeout = 10 * timeout
+        with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"), torch.cuda.device(device):
+            made: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+            made.eager_connect_single_device(device)
+        return made
+
+    def _names(self, members: Sequence[int]) -> str:
+        return ", ".join(self.name(m) for m in members if m != self._me)
+
+
+def _here(member: int) -> str:
+    return f"here/{member}"
+
+
+def join_peers(store: dist.Store, connect: Connect, member: int, device: torch.device) -> Peers | None:
+    """A rank's connection as `connect` says; None where it neither sends nor receives. All members come together.
+
+    member  trainer rank, or the number of trainer ranks plus the engine rank
+    """
+    members = connect.members()
+    if member not in members:
+        return None
+    return Peers(
+        store,
+        connect.route,
+        me=member,
+        members=members,
+        trainer_ranks=len(connect.shares),
+        backend=connect.backend,
+        device=device,
+        timeout_s=connect.timeout_s,
+    )
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """A variable that torch reads while a process group is made, and at no other time."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,172 @@
+"""Layouts and copies for the planner's tests, and plans carried out in one process with real tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from sglang_reshard.layout import Box, Region
+from sglang_reshard.plan import Catalog, Intake, Seat, intake, needs_of
+from sglang_reshard.sources import Layout, Mesh, Placement, SourceTensor
+from sglang_reshard.trace import Copy
+
+HOST = "host"
+
+
+def tensor_parallel(trainers: int, shapes: list[tuple[int, ...]], dims: list[int], dtype: str = "bfloat16") -> Layout:
+    """A layout of tensors sharded along `dims` (-1: replicated) over one mesh dimension."""
+    placements = sorted({(Placement(d),) for d in dims}, key=str)
+    tensors = tuple(
+        SourceTensor(f"t{i}", shape, dtype, 0, placements.index((Placement(d),)))
+        for i, (shape, d) in enumerate(zip(shapes, dims, strict=True))
+    )
+    return Layout(trainers, (Mesh((trainers,), tuple(range(trainers))),), tuple(placements), tensors)
+
+
+def wanted(layout: Layout, tensor: int, box: Box, offset: int = 0) -> Copy:
+    """A box of a tensor, landing in row-major order at `offset` of the one target, "live"."""
+    strides = tuple(math.prod(box.shape[d + 1 :]) for d in range(len(box.start)))
+    return Copy(layout.tensors[tensor].name, Region.of(box), "live", offset, strides)
+
+
+def tp_slice(layout: Layout, tensor: int, dim: int, rank: int, size: int, offset: int = 0) -> Copy | None:
+    """A rank's part of a tensor that `size` engine ranks split along `dim` as torch.chunk would; None if empty."""
+    shape = layout.tensors[tensor].shape
+    if dim < 0:
+        return wanted(layout, tensor, Box.whole(shape), offset)
+    part = -(-shape[dim] // size)
+    start, stop = [0] * len(shape), list(shape)
+    start[dim], stop[dim] = min(rank * part, shape[dim]), min((rank + 1) * part, shape[dim])
+    box = Box(tuple(start), tuple(stop))
+    return wanted(layout, tensor, box, offset) if box.numel else None
+
+
+def tp_copies(layout: Layout, dims: list[int], engines: int) -> list[list[Copy]]:
+    """For each engine rank, its slices of all tensors, one after the other in its target."""
+    found = []
+    for rank in range(engines):
+        own: list[Copy] = []
+        end = 0
+        for i, dim in enumerate(dims):
+            if copy := tp_slice(layout, i, dim, rank, engines, end):
+                own.append(copy)
+                end += copy.region.numel
+        found.append(own)
+    return found
+
+
+@st.composite
+def meshed_layouts(draw: Any) -> Layout:
+    """Tensors on meshes of one or two dimensions: sharded, replicated, strided as by FSDP2 over TP, uneven, empty."""
+    mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
+    trainers = math.prod(mesh_shape)
+    meshes = [Mesh(mesh_shape, tuple(range(trainers)))]
+    if len(mesh_shape) == 2 and draw(st.booleans()):  # the same ranks, walked the other way
+        meshes.append(Mesh(mesh_shape[::-1], tuple(draw(st.permutations(range(trainers))))))
+    placements: dict[tuple[Placement, ...], int] = {}
+    tensors = []
+    for i in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+        mesh = draw(st.integers(0, len(meshes) - 1))
+        dims = [draw(st.integers(-1, len(shape) - 1)) for _ in mesh_shape]
+        placed = tuple(Placement(d) for d in dims)
+        if len(dims) == 2 and dims[0] == dims[1] >= 0 and draw(st.booleans()):
+            placed = Placement(dims[0], meshes[mesh].shape[1]), placed[1]
+        dtype = draw(st.sampled_from(["float32", "bfloat16", "uint8"]))
+        tensors.append(SourceTensor(f"t{i}", shape, dtype, mesh, placements.setdefault(placed, len(placements))))
+    return Layout(trainers, tuple(meshes), tuple(placements), tuple(tensors))
+
+
+@st.composite
+def copies_of(draw: Any, layout: Layout) -> list[Copy]:
+    """What some engine rank's loader might copy: strided regions, transposed, of any tensors, some of them twice."""
+    found: list[Copy] = []
+    ends = {"a": 0, "b": 0}
+    for tensor in layout.tensors:
+        for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2]))):
+            start, count, step = [], [], []
+            for length in tensor.shape:
+                s = draw(st.integers(1, 3))
+                a = draw(st.integers(0, length - 1))
+                start.append(a)
+                step.append(s)
+                count.append(draw(st.integers(1, (length - 1 - a) // s + 1)))
+            region = Region(tuple(start), tuple(count), tuple(step))
+            target = draw(st.sampled_from(sorted(ends)))
+            order = draw(st.permutations(range(len(count))))
+            strides = [0] * len(count)
+            stride = 1
+            for d in order:
+                strides[d], stride = stride, stride * count[d]
+            found.append(Copy(tensor.name, region, target, ends[target], tuple(strides)))
+            ends[target] += region.numel
+            if draw(st.integers(0, 5)) == 0:  # the very same elements once more, elsewhere
+                found.append(Copy(tensor.name, region, target, ends[target], tuple(strides)))
+                ends[target] += region.numel
+    return found
+
+
+def values(layout: Layout) -> dict[str, torch.Tensor]:
+    """Whole tensors by name. Small integers that every dtype holds, hardly ever two alike."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        t.name: torch.randint(1, 200, t.shape, generator=generator).to(getattr(torch, t.dtype)) for t in layout.tensors
+    }
+
+
+def shards(layout: Layout, whole: dict[str, torch.Tensor], trainer_rank: int) -> list[torch.Tensor]:
+    """A trainer rank's local tensors, cut from the whole ones."""
+    found = []
+    for tensor in layout.tensors:
+        held = layout.holdings(tensor)
+        local = torch.zeros(held.local_shapes.get(trainer_rank, (0,)), dtype=getattr(torch, tensor.dtype))
+        for piece in held.pieces:
+            if trainer_rank in piece.ranks:
+                at = piece.in_shard(Region.of(piece.box))
+                local[at.slices()] = whole[tensor.name][piece.box.slices()]
+        found.append(local)
+    return found
+
+
+def empty_targets(copies: list[Copy]) -> dict[str, torch.Tensor]:
+    ends: dict[str, int] = {}
+    for c in copies:
+        last = c.offset + sum((n - 1) * s for n, s in zip(c.region.count, c.strides, strict=True))
+        ends[c.target] = max(ends.get(c.target, 0), last + 1)
+    return {name: torch.full((end,), -1.0) for name, end in ends.items()}
+
+
+def loaded(copies: list[Copy], whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The targets as the copies themselves fill them."""
+    targets = empty_targets(copies)
+    for copy in copies:
+        copy.landing(targets[copy.target]).copy_(whole[copy.source][copy.region.slices()])
+    return targets
+
+
+def taken_in(taken: Intake, local: dict[int, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The targets as an intake's rows fill them from trainer ranks' local tensors."""
+    targets = empty_targets(list(taken.copies))
+    for copy, part, trainer_rank in zip(taken.copy, taken.part, taken.trainer, strict=True):
+        c, p = taken.copies[copy], taken.parts[part]
+        shard = local[int(trainer_rank)][taken.tensor[copy]]
+        targets[c.target].as_strided(p.shard.count, c.strides, c.offset + p.offset).copy_(shard[p.shard.slices()])
+    return targets
+
+
+def intakes(
+    layout: Layout, copies: list[list[Copy]], hosts: tuple[str, ...] | None = None
+) -> tuple[Catalog, list[Intake]]:
+    """All engine ranks' intakes, on one host unless `hosts` (of the trainer ranks) says otherwise."""
+    catalog = Catalog.of(layout)
+    hosts = hosts or (HOST,) * layout.trainer_ranks
+    return catalog, [intake(catalog, c, Seat(rank, len(copies), HOST, hosts)) for rank, c in enumerate(copies)]
+
+
+def all_needs(layout: Layout, copies: list[list[Copy]], hosts: list[str] | None = None) -> tuple[Catalog, list[Any]]:
+    """All engine ranks' needs; `hosts` are theirs."""
+    catalog, taken = intakes(layout, copies)
+    return catalog, [needs_of(catalog, t, hosts[e] if hosts else HOST) for e, t in enumerate(taken)]

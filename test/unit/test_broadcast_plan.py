@@ -1,0 +1,130 @@
+"""Laws of a broadcast plan: everything needed moves once, to those who need it, in buckets of the stated size."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.layout import Box
+from sglang_reshard.plan import plan_broadcast
+from sglang_reshard.plan.broadcast import ALIGN_BYTES
+from support.plans import HOST, all_needs, tensor_parallel, tp_copies, wanted
+
+
+@st.composite
+def jobs(draw):
+    trainers, engines = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    count = draw(st.integers(1, 4))
+    shapes = [tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))) for _ in range(count)]
+    sides = [
+        tuple(draw(st.integers(-1, len(shape) - 1)) for _ in range(2)) for shape in shapes
+    ]  # how the trainer and the engine shard each tensor
+    layout = tensor_parallel(trainers, shapes, [source for source, _ in sides])
+    return layout, tp_copies(layout, [d for _, d in sides], engines), draw(st.sampled_from([1, 7, 64, 1 << 20]))
+
+
+def plan_of(layout, copies, bucket_bytes, hosts=None):
+    catalog, needs = all_needs(layout, copies)
+    return catalog, plan_broadcast(catalog, needs, hosts or [HOST] * layout.trainer_ranks, bucket_bytes)
+
+
+def arrivals(catalog, plan, engine_rank):
+    """(tensor, box) of all that reaches an engine rank."""
+    for i in plan.alone[engine_rank].nonzero()[0].tolist():
+        yield int(catalog.tensor_of(i)), catalog.piece(i).box
+    for r in plan.rounds:
+        if engine_rank in plan.lanes[r.lane].members:
+            yield from ((int(catalog.tensor_of(s.piece)), s.box) for s in plan.boxes(catalog, r))
+
+
+@given(jobs())
+def test_every_needed_element_reaches_its_engine_rank_exactly_once(job):
+    layout, copies, bucket_bytes = job
+    catalog, plan = plan_of(layout, copies, bucket_bytes)
+    for rank, own in enumerate(copies):
+        arrived = list(arrivals(catalog, plan, rank))
+        for copy in own:
+            tensor = catalog.index_of[copy.source]
+            hits = [copy.region.intersect(box) for t, box in arrived if t == tensor]
+            assert sum(hit[0].numel for hit in hits if hit) == copy.region.numel
+
+
+@given(jobs())
+def test_a_trainer_rank_is_only_asked_for_what_it_holds(job):
+    catalog, plan = plan_of(*job)
+    for r in plan.rounds:
+        lane = plan.lanes[r.lane]
+        assert lane.leader in lane.members
+        for segment in plan.boxes(catalog, r):
+            assert lane.trainer_rank in catalog.piece(segment.piece).ranks
+            assert segment.box.intersect(catalog.piece(segment.piece).box) == segment.box
+
+
+@given(jobs())
+def test_buckets_keep_their_size_and_segments_do_not_overlap(job):
+    layout, copies, bucket_bytes = job
+    catalog, plan = plan_of(layout, copies, bucket_bytes)
+    for r in plan.rounds:
+        end = 0
+        for segment in plan.boxes(catalog, r):
+            item = catalog.item_bytes(segment.piece)
+            assert segment.offset >= end
+            assert segment.offset % ALIGN_BYTES == 0
+            end = segment.offset + segment.box.numel * item
+        assert end <= r.nbytes <= max(bucket_bytes, item) + ALIGN_BYTES
+        assert end <= max(bucket_bytes, item)
+
+
+@given(jobs())
+def test_the_plan_is_the_same_on_every_rank(job):
+    assert plan_of(*job)[1].digest() == plan_of(*job)[1].digest()
+
+
+def test_tp4_to_tp16_is_four_groups_of_four_led_by_rank_4k():
+    dims = [0, 1, -1]
+    layout = tensor_parallel(4, [(64, 32), (32, 64), (32,)], dims)
+    catalog, plan = plan_of(layout, tp_copies(layout, dims, 16), 1 << 20)
+    assert not plan.alone.any()
+    assert [(lane.trainer_rank, lane.leader, lane.members) for lane in plan.lanes] == [
+        (k, 4 * k, tuple(range(4 * k, 4 * k + 4))) for k in range(4)
+    ]
+    shard_bytes = 2 * (64 * 32 // 4 + 32 * 64 // 4 + 32)
+    assert [sum(s.box.numel * 2 for s in plan.boxes(catalog, r)) for r in plan.rounds] == [shard_bytes] * 4
+
+
+def test_equal_and_shrinking_sizes_need_no_group_for_sharded_tensors():
+    for trainers, engines in ((4, 4), (16, 4), (6, 2)):
+        layout = tensor_parallel(trainers, [(96, 8), (8, 96)], [0, 1])
+        _, plan = plan_of(layout, tp_copies(layout, [0, 1], engines), 1 << 20)
+        assert plan.lanes == ()
+        assert plan.alone.sum() == 2 * trainers
+
+
+def test_a_replicated_tensor_comes_from_the_nearest_trainer_rank():
+    layout = tensor_parallel(4, [(8,)], [-1])
+    _, plan = plan_of(layout, tp_copies(layout, [-1], 8), 1 << 20)
+    assert [(lane.trainer_rank, lane.members) for lane in plan.lanes] == [(k, (2 * k, 2 * k + 1)) for k in range(4)]
+
+
+def test_a_bucket_smaller_than_an_element_carries_one():
+    layout = tensor_parallel(1, [(3,)], [0], "float32")
+    catalog, plan = plan_of(layout, tp_copies(layout, [-1], 2), 1)
+    assert [plan.boxes(catalog, r)[0].box.numel for r in plan.rounds] == [1, 1, 1]
+
+
+def test_lanes_take_turns():
+    layout = tensor_parallel(2, [(64,)], [0], "float32")
+    _, plan = plan_of(layout, tp_copies(layout, [0], 4), 32)
+    assert [r.lane for r in plan.rounds] == [0, 1] * math.ceil(64 * 4 / 2 / 32)
+
+
+def test_memory_is_read_on_its_own_host_and_a_rank_outside_the_audience_may_relay():
+    layout = tensor_parallel(2, [(8,)], [0])
+    box = Box((4,), (8,))  # trainer rank 1's, on host b
+    catalog, needs = all_needs(layout, [[wanted(layout, 0, box)], [wanted(layout, 0, box)], []], ["a", "a", "b"])
+    plan = plan_broadcast(catalog, needs, ["a", "b"], 64)
+    assert [(lane.trainer_rank, lane.leader, lane.members) for lane in plan.lanes] == [(1, 2, (0, 1, 2))]
+    with pytest.raises(Unsupported, match=r"trainer rank 1 .*c"):
+        plan_broadcast(catalog, needs, ["a", "c"], 64)

@@ -1,0 +1,162 @@
+"""Exact boxes, sent: bit-exact for any layout and any copies, in bounded buffers."""
+
+from collections import deque
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_reshard.plan.streams import order_of, shares
+from sglang_reshard.sender import WeightSender
+from sglang_reshard.transports.p2p import Outlet, P2pTransport
+from support.plans import copies_of, empty_targets, intakes, loaded, meshed_layouts, values
+from support.plans import shards as cut_shards
+from support.sent import CPU, Engine, here_of, sharded
+from support.toy import ToyRank, checkpoint
+from support.world import run_world
+
+MIB = 1 << 20
+
+
+# -- both ends in one process: any layout, any copies
+
+
+class Mail:
+    """Stands in for `Peers`: what is sent is kept until it is received."""
+
+    def __init__(self, me, boxes):
+        self._me, self._boxes = me, boxes
+
+    def send(self, parcels):
+        for peer, buffer in parcels:
+            self._boxes.setdefault((self._me, peer), deque()).append(buffer.clone())
+        return self
+
+    def receive(self, parcels):
+        return Arriving(
+            [(buffer, self._boxes[(peer, self._me)].popleft()) for peer, buffer in parcels],
+        )
+
+    def wait(self):
+        pass
+
+    def close(self):
+        pass
+
+
+class Arriving:
+    def __init__(self, pairs):
+        self._pairs = pairs
+
+    def wait(self):
+        for buffer, data in self._pairs:
+            buffer.copy_(data)
+
+
+@settings(max_examples=150)
+@given(data=st.data(), bucket=st.sampled_from([1, 100, 1000, MIB]))
+def test_any_layout_and_any_copies(data, bucket):
+    layout = data.draw(meshed_layouts())
+    copies = [data.draw(copies_of(layout)) for _ in range(data.draw(st.integers(1, 3)))]
+    catalog, taken = intakes(layout, copies)
+    links = torch.zeros(layout.trainer_ranks, len(copies), dtype=torch.int64).numpy()
+    for e, t in enumerate(taken):
+        for trainer_rank, (nbytes, _) in t.links().items():
+            links[trainer_rank, e] = nbytes
+    share, whole, boxes = shares(links, bucket), values(layout), {}
+    most = (share > 0).sum(axis=0).max(initial=0), (share > 0).sum(axis=1).max(initial=0)
+    room = 2 * max(bucket, 16 * max(most))
+    for trainer_rank in range(layout.trainer_ranks):
+        receivers = {e: int(s) for e, s in enumerate(share[trainer_rank]) if s}
+        orders = {layout.trainer_ranks + e: order_of(taken[e], trainer_rank) for e in receivers}
+        own = {layout.trainer_ranks + e: s for e, s in receivers.items()}
+        outlet = Outlet(layout, cut_shards(layout, whole, trainer_rank), orders, own, CPU)
+        assert outlet.extra_bytes <= room
+        outlet.send(Mail(trainer_rank, boxes))
+        assert outlet.sent_bytes <= links[trainer_rank].sum()
+    for e, t in enumerate(taken):
+        targets = empty_targets(copies[e])
+        own = {r: int(s) for r, s in enumerate(share[:, e]) if s}
+        transport = P2pTransport(here_of(e, catalog, t, targets, own, Mail(layout.trainer_ranks + e, boxes)))
+        transport.move()
+        assert transport.received_bytes == sum(transport.read_bytes.values()) == t.least_bytes()
+        assert transport.extra_bytes <= room
+        expected = loaded(copies[e], whole)
+        assert all(torch.equal(targets[name], expected[name]) for name in expected)
+    assert not any(boxes.values())
+
+
+# -- real processes
+
+
+def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates):
+    sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=bucket_bytes, timeout_s=30)
+    state = dict(sharded(0, mesh_shape, kind, dtype))
+    routes = []
+    for version in range(1, updates + 1):
+        for name, tensor in sharded(version, mesh_shape, kind, dtype):  # in place, as an optimizer writes
+            local = getattr(state[name], "_local_tensor", state[name])
+            local.copy_(getattr(tensor, "_local_tensor", tensor))
+        sender.update(state.items())
+        routes.append(sender._outbound._route.connect.route)
+    sender.close()
+    return routes
+
+
+def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, live_dtype=None):
+    live_dtype = live_dtype or dtype
+    engine = Engine(rank, size, ToyRank(rank, size, live_dtype))
+    differing, sizes = [], []
+    for version, request in enumerate(requests, start=1):
+        requests.answer(engine.update(request))
+        stock = ToyRank(rank, size, live_dtype)
+        stock.load_weights(checkpoint(version, dtype).items())
+        live = dict(engine.model.named_parameters())
+        differing += [(version, n) for n, p in stock.named_parameters() if not torch.equal(live[n], p)]
+        transport = engine.transport
+        assert transport.received_bytes == engine.taken.least_bytes() == sum(transport.read_bytes.values())
+        sizes.append(transport.extra_bytes)
+    return differing, sizes[-1]
+
+
+def run(mesh_shape, engines, kind, dtype=torch.float32, bucket_bytes=MIB, live_dtype=None):
+    arguments = mesh_shape, kind, dtype, bucket_bytes, 3
+    trainers = int(torch.Size(mesh_shape).numel())
+    routes, served = run_world(trainers, engines, train, serve_as(live_dtype), *arguments)
+    assert [differing for differing, _ in served] == [[]] * engines
+    assert routes == [["route 1"] * 3] * trainers, "what is ready stays so"
+    return max(extra for _, extra in served)
+
+
+def serve_as(live_dtype):
+    return serve_as_bfloat16 if live_dtype == torch.bfloat16 else serve
+
+
+def serve_as_bfloat16(*arguments):
+    return serve(*arguments, live_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "engines", "kind"),
+    [
+        ((4,), 16, "tp"),
+        ((4,), 2, "tp"),
+        ((3,), 2, "tp"),
+        ((3,), 4, "fsdp"),
+        ((2, 2), 4, "fsdp_tp"),
+        ((2,), 4, "plain"),
+        ((1,), 1, "tp"),
+    ],
+)
+def test_every_parameter_is_bit_exact_after_each_update(mesh_shape, engines, kind):
+    assert run(mesh_shape, engines, kind) <= 2 * MIB
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1000])
+def test_a_bucket_of_any_size_will_do(bucket_bytes):
+    assert run((3,), 4, "fsdp", bucket_bytes=bucket_bytes) <= 2 * max(bucket_bytes, 3 * 16)
+
+
+def test_messages_carry_the_trainers_dtype_and_land_in_the_engines():
+    run((2,), 4, "tp", live_dtype=torch.bfloat16)

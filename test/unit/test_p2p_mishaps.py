@@ -1,0 +1,157 @@
+"""What goes wrong while trainer ranks send ends soon, is told to all, and leaves nothing open."""
+
+import time
+
+import pytest
+import torch
+
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.messages import DistributedUpdateWeightsOutput
+from sglang_reshard.sender import WeightSender
+from support.sent import Engine, open_here, sharded
+from support.toy import ToyRank, checkpoint
+from support.world import run_world
+
+
+def stumble_once(copies):
+    """Let the next `run` of a CopyList raise."""
+    run = copies.run
+
+    def fail():
+        copies.run = run
+        raise OSError("the trainer stumbled")
+
+    copies.run = fail
+
+
+def train_through_a_mishap(trainer, mishap):
+    """Three updates; in the second, trainer rank 1 stumbles between two rounds, or engine rank 1 before the first."""
+    sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=64, timeout_s=10)
+    state = dict(sharded(1, (2,), "tp", torch.float32))
+    told = []
+    for update in (1, 2, 3):
+        if (mishap, update, trainer.rank) == ("trainer", 2, 1):
+            stumble_once(sender._outbound._route.outlet._turns[1].copies)
+        begun = time.monotonic()
+        try:
+            told.append(sender.update(state.items()).success)
+        except ReshardError as error:
+            told.append(f"{type(error).__name__}: {error}")
+        assert time.monotonic() - begun < 8
+    sender.close()
+    return told
+
+
+def serve_through_a_mishap(rank, size, requests, mishap):
+    engine = Engine(rank, size, ToyRank(rank, size))
+
+    def stumble():
+        if (mishap, request.update, rank) == ("engine", 2, 1):
+            raise OSError("the engine rank stumbled")
+
+    for request in requests:
+        requests.answer(engine.update(request, stumble))
+    stock = ToyRank(rank, size)
+    stock.load_weights(checkpoint(1).items())
+    return all(torch.equal(p, getattr(engine.model, n)) for n, p in stock.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("mishap", "says"), [("trainer", "the trainer stumbled"), ("engine", "the engine rank stumbled")]
+)
+def test_a_failure_on_either_side_is_told_to_all_and_the_next_update_heals_it(mishap, says):
+    told, exact = run_world(2, 2, train_through_a_mishap, serve_through_a_mishap, mishap)
+    assert told[0] == told[1]
+    assert (told[0][0], told[0][2]) == (True, True)
+    assert told[0][1].startswith("TornWeights: ")
+    assert says in told[0][1]
+    assert exact == [True, True]
+
+
+def train_without_orders(trainer):
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=10)
+    if trainer.rank == 1:
+        sender._outbound._prepared = None  # not callable
+    with pytest.raises(ReshardError) as refused:
+        sender.update(sharded(1, (2,), "tp", torch.float32))
+    sender.close()
+    return str(refused.value)
+
+
+def serve_refused(rank, size, requests):
+    engine = Engine(rank, size, ToyRank(rank, size))
+    request = next(requests)
+    with pytest.raises(ReshardError) as refused:
+        engine.update(request)
+    requests.answer(DistributedUpdateWeightsOutput(success=False, message=str(refused.value)))
+    return engine.transport is None
+
+
+def test_a_trainer_rank_that_cannot_make_ready_is_heard_before_anything_is_written():
+    told, unmoved = run_world(2, 1, train_without_orders, serve_refused)
+    assert told[0] == told[1]
+    assert "'NoneType' object is not callable" in told[0]
+    assert unmoved == [True]
+
+
+def train_released(trainer):
+    """What is kept ready keeps the shards' memory, until it is released."""
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=10)
+    state = checkpoint(1)
+    sender.update(state.items())
+    alive = torch.multiprocessing.reductions.StorageWeakRef(state["up.weight"].untyped_storage())
+    state["up.weight"] = state["up.weight"].clone()
+    kept = not alive.expired()
+    sender.release()
+    freed = alive.expired()
+    sender.update(state.items())
+    route = sender._outbound._route.connect.route
+    state["up.weight"] = state["up.weight"].clone()
+    sender.update(state.items())
+    moved = sender._outbound._route.connect.route
+    sender.close()
+    return kept, freed, route, moved
+
+
+def serve_all(rank, size, requests):
+    engine = Engine(rank, size, ToyRank(rank, size))
+    for request in requests:
+        requests.answer(engine.update(request))
+
+
+def test_shards_that_are_released_or_replaced_are_made_ready_again():
+    told, _ = run_world(1, 1, train_released, serve_all)
+    assert told == [(True, True, "route 2", "route 3")]
+
+
+def train_for_long(trainer, updates):
+    """Every other update makes all ready again."""
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=10)
+    state = dict(sharded(1, (2,), "tp", torch.float32))
+    counts = []
+    for update in range(updates):
+        if update % 2:
+            sender.release()
+        sender.update(state.items())
+        counts.append((open_here(), sender._session.store.num_keys()))
+    sender.close()
+    return counts
+
+
+def serve_for_long(rank, size, requests, updates):
+    engine = Engine(rank, size, ToyRank(rank, size))
+    counts = []
+    for request in requests:
+        requests.answer(engine.update(request))
+        counts.append(open_here())
+    return counts
+
+
+def test_many_updates_leave_nothing_open_and_nothing_said():
+    trained, served = run_world(2, 2, train_for_long, serve_for_long, 24)
+    for counts in served:
+        assert max(counts[12:]) <= max(counts[:12])
+    for counts in trained:
+        assert max(c for c, _ in counts[12:]) <= max(c for c, _ in counts[:12])
+        keys = [k for _, k in counts]
+        assert keys[23] - keys[11] <= 6 * 4  # gloo leaves one for each member of each group

@@ -1,0 +1,117 @@
+"""Connections between trainer ranks and engine ranks: they end without a trace, and who is missed is named."""
+
+import multiprocessing
+import os
+import time
+
+import pytest
+import torch
+
+from sglang_reshard.errors import DeadlineExceeded, ReshardError
+from sglang_reshard.transports.peers import Peers
+from support.sent import CPU, open_here
+from support.world import run_world
+
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def join_and_leave(trainer, times):
+    """Make and drop connections; what is open afterwards, beside what was at the first."""
+    store = trainer.group and torch.distributed.distributed_c10d._get_default_store()
+    counts = []
+    for i in range(times):
+        peers = Peers(
+            store,
+            f"r{i}",
+            me=trainer.rank,
+            members=range(trainer.size),
+            trainer_ranks=1,
+            backend="gloo",
+            device=CPU,
+            timeout_s=5,
+        )
+        data = torch.full((100_000,), trainer.rank, dtype=torch.uint8)
+        others = [r for r in range(trainer.size) if r != trainer.rank]
+        arrived = [(r, torch.empty(100_000, dtype=torch.uint8)) for r in others]
+        travels = [peers.receive(arrived), peers.send([(r, data) for r in others])]
+        for travel in travels:
+            travel.wait()
+        assert all((buffer == r).all() for r, buffer in arrived)
+        peers.close()
+        del peers, travels
+        torch.distributed.barrier()
+        time.sleep(0.02)
+        counts.append(open_here())
+    return counts[2], counts[-1]
+
+
+def no_engine(rank, size, requests, *_):
+    for request in requests:
+        requests.answer(request)
+
+
+def test_connections_end_with_their_threads_and_descriptors():
+    counted, _ = run_world(3, 1, join_and_leave, no_engine, 40)
+    for early, late in counted:
+        assert late <= early
+
+
+def come_late(trainer):
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if trainer.rank == 1:
+        return ""
+    options = {"members": [0, 1, 2], "trainer_ranks": 2, "backend": "gloo", "device": CPU, "timeout_s": 1}
+    with pytest.raises(DeadlineExceeded) as late:
+        Peers(store, "r", me=2 if trainer.rank == 2 else 0, **options)
+    return str(late.value)
+
+
+def test_who_does_not_come_is_named():
+    told, _ = run_world(3, 1, come_late, no_engine)
+    assert told[0] == "trainer rank 0 waited 1 s for trainer rank 1 to connect; look at their logs"
+    assert told[2] == "engine rank 0 waited 1 s for trainer rank 1 to connect; look at their logs"
+
+
+def stay_silent(trainer):
+    store = torch.distributed.distributed_c10d._get_default_store()
+    options = {"members": [0, 1], "trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 1}
+    peers = Peers(store, "r", me=trainer.rank, **options)
+    told = ""
+    if trainer.rank == 1:
+        with pytest.raises(DeadlineExceeded) as silent:
+            peers.receive([(0, torch.empty(8, dtype=torch.uint8))]).wait()
+        told = str(silent.value)
+    torch.distributed.barrier()
+    return told
+
+
+def test_a_silent_peer_is_named_at_the_deadline():
+    told, _ = run_world(2, 1, stay_silent, no_engine)
+    assert told[1].startswith("engine rank 0 could not receive a message from trainer rank 0 within 1 s")
+
+
+def die_after_one_message(port):
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    options = {"members": [0, 1], "trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 20}
+    peers = Peers(store, "r", me=0, **options)
+    peers.send([(1, torch.ones(8, dtype=torch.uint8))]).wait()
+    time.sleep(0.3)
+    os._exit(1)
+
+
+def test_a_trainer_rank_that_dies_is_noticed_at_once():
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dying = CONTEXT.Process(target=die_after_one_message, args=(store.port,), daemon=True)
+    dying.start()
+    options = {"members": [0, 1], "trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 20}
+    peers = Peers(store, "r", me=1, **options)
+    buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+    first, second = (peers.receive([(0, buffer)]) for buffer in buffers)
+    first.wait()
+    assert buffers[0].tolist() == [1] * 8
+    begun = time.monotonic()
+    with pytest.raises(ReshardError, match="from trainer rank 0: the connection broke"):
+        second.wait()
+    assert time.monotonic() - begun < 5
+    dying.join(5)
+    assert dying.exitcode == 1
