@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all lint lock clean
+.PHONY: setup demo test test-all bench bench-quick lint lock clean
 
 setup: $(STAMP)
 
@@ -34,6 +34,15 @@ test: setup
 # benchmark/results/architectures.json, and from it the table in RESHARDING_GUIDE.md.
 test-all: setup
 	SGLANG_RESHARD_SWEEP=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# SGLang's own update path and ours over the same engine, beside a copy of the bytes: half an hour on 2 cores. It
+# writes benchmark/results, and from it the table in README.md.
+bench: setup
+	$(BIN)/python -m benchmark
+
+# The same with fewer cases, fewer updates by SGLang's own path and no scaling curves: ten minutes at most.
+bench-quick: setup
+	$(BIN)/python -m benchmark --quick
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,0 +1,61 @@
+"""python -m benchmark [--quick] [--skip-scaling | --only-scaling]: measure, print, and write benchmark/results."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from types import FrameType
+
+from rich.console import Console
+
+from benchmark import launcher, plots, results, scaling, tables
+from benchmark.cases import CASES, QUICK_CASES, QUICK_EFFORT, Effort
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmark", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two cases, few updates by stock, no scaling curves")
+    parser.add_argument("--skip-scaling", action="store_true", help="only the cases with a real engine")
+    parser.add_argument("--only-scaling", action="store_true", help="only the curves, with processes standing in")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, _interrupt)  # so that being told to end ends the processes of all ranks, too
+    quick = arguments.quick
+    # A table is cut at the width of a terminal that is not there: give it room in a log.
+    console = Console() if sys.stdout.isatty() else Console(width=180)
+    command = " ".join(["python -m benchmark", *sys.argv[1:]])
+
+    ok = True
+    if not arguments.only_scaling:
+        ok = _cases(quick, command, console)
+    if not quick and not arguments.skip_scaling:
+        ok = _scaling(command, console) and ok
+    return 0 if ok else 1
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _cases(quick: bool, command: str, console: Console) -> bool:
+    """Whether every path that ran was bit-exact, and some did."""
+    found = launcher.run(QUICK_CASES if quick else CASES, QUICK_EFFORT if quick else Effort(), console)
+    path = results.QUICK if quick else results.BENCH
+    results.save(path, results.header(command, found.notes), found.rows)
+    head, rows = results.load(path)
+    tables.print_rows(console, rows, head["notes"])
+    if rows and not quick:
+        plots.plot_paths(rows, path.with_suffix(".png"))
+        tables.write_readme()
+    return bool(rows) and all(row["bit_exact"] for row in rows)
+
+
+def _scaling(command: str, console: Console) -> bool:
+    found, notes = scaling.run(scaling.CURVES, console)
+    results.save(results.SCALING, results.header(command, notes), found)
+    plots.plot_scaling(results.load(results.SCALING)[1], results.SCALING.with_suffix(".png"))
+    return all(row.exact for row in found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

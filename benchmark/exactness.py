@@ -1,0 +1,62 @@
+"""Whether an update left in the engine, bit for bit, what a stock load of the trainer's weights leaves there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from benchmark.weights import FINAL_VERSION, Weights
+from sglang_reshard.oracle.digests import read_live_digests
+
+# Of every engine rank: path of a live tensor -> digest.
+Digests = list[dict[str, str]]
+
+
+def bit_exact(before: Digests, after: Digests, reference: Digests) -> bool:
+    """After the last update all is as in the reference, and before it no engine rank was already there."""
+    if not reference or not all(reference) or not len(before) == len(after) == len(reference):
+        return False
+    return after == reference and all(b != r for b, r in zip(before, reference, strict=True))
+
+
+def differing(after: Digests, reference: Digests) -> list[str]:
+    """Live tensors that are not as in the reference, "engine rank: path"."""
+    return [
+        f"{rank}: {path}"
+        for rank, (mine, theirs) in enumerate(zip(after, reference, strict=True))
+        for path in sorted(mine.keys() | theirs.keys())
+        if mine.get(path) != theirs.get(path)
+    ]
+
+
+def live(engine: Any, folder: Path) -> Digests:
+    """What is in the engine's memory now; [] on the trainer ranks that have no engine."""
+    return read_live_digests(engine, folder) if engine is not None else []
+
+
+def stock_load(weights: Weights, engine: Any, model_path: Path, folder: Path) -> Digests:
+    """Load the final version by SGLang's own `update_weights_from_disk`; what is then live. Every trainer rank calls.
+
+    Gathers the model on rank 0 to write a checkpoint.
+    """
+    weights.become(FINAL_VERSION)
+    whole: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.named():
+        with torch.no_grad():
+            full = tensor.full_tensor()
+        if engine is not None:
+            whole[name] = full.cpu().contiguous()
+    found: Digests = []
+    if engine is not None:
+        save_file(whole, model_path / "model.safetensors", metadata={"format": "pt"})
+        whole.clear()
+        loaded, *why = engine.update_weights_from_disk(str(model_path), load_format="auto")
+        if not loaded:
+            raise RuntimeError(f"stock did not load the trainer's checkpoint: {why}")
+        found = read_live_digests(engine, folder)
+    dist.barrier()
+    return found

@@ -1,0 +1,105 @@
+"""Runs cases one after another, each in processes of its own, and the machine's copy limit beside each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+from rich.console import Console
+
+from benchmark import rows
+from benchmark.cases import PATHS, Case, Effort
+from benchmark.exactness import differing
+from benchmark.interlude import Interludes
+from benchmark.results import REPOSITORY
+from benchmark.trainer import Job, Seen
+from sglang_reshard import cpu_host
+from sglang_reshard.demo import children, memory
+from sglang_reshard.demo.model_modules import DISABLED_VARIABLE, unneeded_modules
+from sglang_reshard.errors import ReshardError
+
+_DEADLINE_S = 3600.0
+
+
+@dataclass(slots=True)
+class Found:
+    """rows: of what ran. notes: what did not, and why."""
+
+    rows: list[rows.Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def run(cases: Sequence[Case], effort: Effort, console: Console) -> Found:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = Found()
+    for case in (c.on(torch.cuda.device_count()) for c in cases):
+        if (available := memory.available_bytes()) < case.needed_bytes:
+            gib = f"about {case.needed_bytes / 2**30:.0f} GiB of memory, {available / 2**30:.0f} GiB are available"
+            found.notes.append(f"{case.name}: skipped, it needs {gib}")
+            continue
+        console.print(f"{case.name}: {case.model.tensors:,} tensors, {case.model.bytes / 1e6:,.0f} MB, on {device}")
+        begin = time.monotonic()
+        try:
+            _one(case, effort, device, found)
+            console.print(f"{case.name}: {time.monotonic() - begin:.0f} s in all")
+        except ReshardError as error:
+            found.notes.append(f"{case.name}: failed, {str(error).splitlines()[0]}")
+            console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+    return found
+
+
+def _one(case: Case, effort: Effort, device: str, found: Found) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="sglang-reshard-bench-"))
+    copies = Interludes(folder, device)
+    try:
+        seen = _seen(case, effort, device, folder, copies.poll)
+    finally:
+        copies.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    found.rows += rows.rows_of(case, seen, copies.seconds)
+    found.notes += [f"{case.name}: {path} did not run: {why}" for path, why in seen.refused.items()]
+    for timed in seen.timed:
+        if wrong := differing(timed.after, seen.reference):
+            found.notes.append(f"{case.name}: {timed.path} left {len(wrong)} tensors wrong: {', '.join(wrong[:3])}")
+
+
+def _seen(case: Case, effort: Effort, device: str, folder: Path, poll: Callable[[], None]) -> Seen:
+    job = Job(case, PATHS, effort, device, str(folder))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={case.trainers}",
+        "-m",
+        "benchmark.trainer",
+        msgspec.json.encode(job).decode(),
+    ]
+    log = folder / "log"
+    children.run(command, _environment(case, device, folder), log, time.monotonic() + _DEADLINE_S, poll)
+    return msgspec.json.decode((folder / "seen.json").read_bytes(), type=Seen)
+
+
+def _environment(case: Case, device: str, folder: Path) -> dict[str, str]:
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    common = {
+        **os.environ,
+        "TMPDIR": str(temporary),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        DISABLED_VARIABLE: ",".join(unneeded_modules("qwen3", "qwen3_moe")),
+    }
+    if device == "cpu":
+        common |= cpu_host.environment(case.engine_tp)
+    path = [str(REPOSITORY), *filter(None, [common.get("PYTHONPATH")])]
+    return common | {"PYTHONPATH": os.pathsep.join(path)}

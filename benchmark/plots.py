@@ -1,0 +1,81 @@
+"""The results as pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from benchmark import results
+from benchmark.tables import by_case
+
+_COLORS = {
+    "ipc": "tab:blue",
+    "p2p": "tab:green",
+    "broadcast": "tab:orange",
+    "auto": "tab:purple",
+    "stock": "tab:gray",
+}
+_WIDTH, _HEIGHT = 3.4, 2.8  # inches of one panel
+
+
+def plot_paths(rows: results.Rows, path: Path) -> None:
+    """A panel for each case: median seconds of every path as bars, log scale, and the copy limit as a line."""
+    cases = by_case(rows)
+    figure, axes = _panels(len(cases))
+    for ax, (case, of_case) in zip(axes, cases.items(), strict=True):
+        names = [row["path"] for row in of_case]
+        seconds = [row["seconds_median"] for row in of_case]
+        bars = ax.bar(names, seconds, color=[_COLORS.get(name, "black") for name in names])
+        ax.bar_label(bars, [f"{s:.3g}" for s in seconds], fontsize=7)
+        limit = of_case[0]["limit_seconds"]
+        ax.axhline(limit, color="black", linestyle="--", linewidth=1, label=f"copy limit {limit:.3g} s")
+        ax.set_yscale("log")
+        ax.set_ylim(limit / 2, max(seconds) * 3)
+        ax.set_title(f"{case}\n{of_case[0]['tensors']:,} tensors, {of_case[0]['bytes'] / 1e6:,.0f} MB", fontsize=8)
+        ax.legend(fontsize=7)
+    axes[0].set_ylabel("seconds per update, median", fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def plot_scaling(rows: results.Rows, path: Path) -> None:
+    """A panel for each curve: median seconds of every transport against what is varied, both log scale."""
+    curves = by_case(rows)
+    figure, axes = _panels(len(curves))
+    for ax, (curve, of_curve) in zip(axes, curves.items(), strict=True):
+        key = of_curve[0]["against"]
+        for name in dict.fromkeys(row["path"] for row in of_curve):
+            points = sorted((row[key], row["seconds_median"]) for row in of_curve if row["path"] == name)
+            ax.plot(*zip(*points, strict=True), marker=".", label=name, color=_COLORS.get(name, "black"))
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        values = sorted({row[key] for row in of_curve})
+        ax.set_xticks(values, [_short(value) for value in values])
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.set_xlabel(_axis(key), fontsize=8)
+        ax.set_title(curve.removeprefix("scaling: "), fontsize=8)
+        ax.legend(fontsize=7)
+    axes[0].set_ylabel("seconds per update, median", fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def _short(value: int) -> str:
+    for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if value >= 0.95 * unit:
+            return f"{value / unit:.0f}{name}"
+    return str(value)
+
+
+def _axis(key: str) -> str:
+    return {"tensors": "tensors", "bytes": "bytes", "engine_tp": "engine ranks"}[key]
+
+
+def _panels(count: int) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(_WIDTH * count, _HEIGHT), layout="constrained")
+    axes: Any = figure.subplots(1, count, squeeze=False)
+    for ax in axes[0]:
+        ax.tick_params(which="both", labelsize=7)
+    return figure, list(axes[0])

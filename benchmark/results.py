@@ -1,0 +1,66 @@
+"""The JSON files of results: a list of a header and rows, a line each, so that a change is a change of its line."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from sglang_reshard.demo import host
+
+REPOSITORY = Path(__file__).parents[1]
+FOLDER = Path(__file__).parent / "results"
+BENCH, QUICK, SCALING = FOLDER / "bench.json", FOLDER / "bench-quick.json", FOLDER / "scaling.json"
+
+Rows = list[dict[str, Any]]
+
+
+def header(command: str, notes: Sequence[str]) -> dict[str, Any]:
+    """What it ran on and with; no name and no path of the machine. notes: what was refused or skipped, and why."""
+    facts = host.facts()
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "header": True,
+        "host": {"cpu": facts["cpu"], "cores": facts["cores"], "memory_gib": facts["memory_gib"], "gpus": gpus},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "sglang", "sglang-reshard")},
+        },
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "command": command,
+        "notes": list(notes),
+    }
+
+
+def save(path: Path, head: dict[str, Any], rows: Sequence[msgspec.Struct]) -> None:
+    found = [head, *(_rounded(msgspec.to_builtins(row)) for row in rows)]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
+
+
+def load(path: Path) -> tuple[dict[str, Any], Rows]:
+    head, *rows = json.loads(path.read_text())
+    if not head.get("header"):
+        raise ValueError(f"{path.name} does not begin with a header")
+    return head, rows
+
+
+def _rounded(row: dict[str, Any]) -> dict[str, Any]:
+    """Six significant digits say more than two runs have in common."""
+    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in row.items()}
+
+
+def _commit() -> str:
+    """With a plus when the tree has changes; empty outside a repository."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return run.stdout.strip()

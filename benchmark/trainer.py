@@ -1,0 +1,127 @@
+"""A trainer rank of one case: `torchrun -m benchmark.trainer JOB`, with the JSON of `Job`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmark import exactness, paths, stock, timing
+from benchmark.cases import Case, Effort
+from benchmark.interlude import ask_for_copies
+from benchmark.weights import Weights
+from sglang_reshard import cpu_host
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.launch import without_torchrun_variables
+from sglang_reshard.oracle.digests import LOADER
+
+
+class Job(msgspec.Struct, frozen=True):
+    """folder: where the model's config is put, and the result, `seen.json`."""
+
+    case: Case
+    paths: tuple[str, ...]
+    effort: Effort
+    device: str
+    folder: str
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What came of a case. refused: path -> why it did not run. reference: digests after a stock load from disk."""
+
+    timed: list[timing.Timed]
+    refused: dict[str, str]
+    reference: exactness.Digests
+
+
+def main(job: Job) -> None:
+    case = job.case
+    device = _join(job.device, case.trainers)
+    folder = Path(job.folder)
+    model_path = folder / "model"
+    stock.prepare()
+    engine = None
+    if dist.get_rank() == 0:
+        model_path.mkdir()
+        (model_path / "config.json").write_text(json.dumps(case.model.config()))
+        engine = _start_engine(model_path, job)
+    dist.barrier()
+    weights = Weights(case.model.shapes(), init_device_mesh(job.device, (case.trainers,)))
+    try:
+        seen = _run(job, engine, weights, device)
+        if engine is not None:
+            (folder / "seen.json").write_bytes(msgspec.json.encode(seen))
+    finally:
+        if engine is not None:
+            from sglang_reshard.patches.engine import end
+
+            end(engine)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _run(job: Job, engine: Any, weights: Weights, device: torch.device) -> Seen:
+    case, folder = job.case, Path(job.folder)
+    timed, refused = [], {}
+    for name in job.paths:
+        path = paths.make(name, engine, case.engine_tp)
+        try:
+            counts = job.effort.of(name)
+            timed.append(timing.measure(name, path, weights, counts, engine, device, folder / "digests"))
+        except ReshardError as error:  # the same on every trainer rank
+            refused[name] = str(error)
+        path.close()
+        if engine is not None and any(t.reports for t in timed):
+            ask_for_copies(folder, timing.least_bytes(timed))
+        dist.barrier()
+        _say(f"{case.name}: {name} is done" if name not in refused else f"{case.name}: {name}: {refused[name]}")
+    reference = exactness.stock_load(weights, engine, folder / "model", folder / "digests")
+    return Seen(timed, refused, reference)
+
+
+def _join(kind: str, trainers: int) -> torch.device:
+    if kind == "cpu":
+        dist.init_process_group("cpu:gloo")
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    # NCCL wants a GPU for each rank; where ranks share one, gloo gathers for stock.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus >= trainers else "cpu:gloo,cuda:gloo")
+    device = torch.device("cuda", dist.get_rank() % gpus)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _start_engine(model_path: Path, job: Job) -> Any:
+    from sglang.srt.entrypoints.engine import Engine
+
+    arguments: dict[str, Any] = {
+        "model_path": str(model_path),
+        "tp_size": job.case.engine_tp,
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "context_length": 256,
+        "custom_weight_loader": [LOADER],
+        "log_level": "error",
+    }
+    if job.device == "cpu":
+        arguments = cpu_host.engine_arguments(**arguments)
+    else:
+        arguments |= {"mem_fraction_static": 0.3, "max_total_tokens": 2048, "disable_cuda_graph": True}
+    with without_torchrun_variables():
+        return Engine(**arguments)
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main(msgspec.json.decode(sys.argv[1], type=Job))

@@ -1,0 +1,175 @@
+"""The benchmark's figures follow from what was seen; its comparison can fail; README.md's table is what rows give."""
+
+import dataclasses
+import itertools
+import json
+
+import msgspec
+import pytest
+import torch
+
+from benchmark import results, rows, tables
+from benchmark.cases import CASES, DENSE, MOE, PATHS, QUICK_CASES, STOCK, Case, Effort
+from benchmark.exactness import bit_exact, differing
+from benchmark.models import Qwen3
+from benchmark.scaling import CURVES
+from benchmark.timing import Timed
+from benchmark.trainer import Seen
+from benchmark.weights import FINAL_VERSION, version_of
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.oracle.digests import digests
+from sglang_reshard.report import RankReport, UpdateReport
+
+CASE = Case("test", Qwen3(1, 8, 8, 1, 1, 8, 8), 2, 2)
+REQUIRED = {
+    "case", "path", "seconds_median", "seconds_p95", "limit_seconds", "times_limit", "times_faster_than_stock",
+    "bytes_received_ratio", "peak_extra_bytes", "bit_exact", "updates", "tensors", "bytes", "gb_per_s_per_rank",
+}  # fmt: skip
+
+
+class Live(torch.nn.Module):
+    """What an engine rank may hold."""
+
+    def __init__(self, version):
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.full((3, 4), float(version)))
+        self.register_buffer("b", torch.arange(4) + version)
+
+
+def engine(version):
+    return [digests(Live(version)) for _ in range(2)]
+
+
+def test_the_same_weights_on_every_rank_are_bit_exact():
+    assert bit_exact(engine(1), engine(2), engine(2))
+    assert differing(engine(2), engine(2)) == []
+
+
+def test_one_spoiled_tensor_on_one_rank_is_seen():
+    spoiled = Live(2)
+    spoiled.a.data.view(torch.int32)[1, 2] ^= 1
+    after = [digests(Live(2)), digests(spoiled)]
+    assert not bit_exact(engine(1), after, engine(2))
+    assert differing(after, engine(2)) == ["1: a"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reference"),
+    [
+        (engine(2), engine(2), engine(2)),  # nothing shows that the update wrote anything
+        ([*engine(1)[:1], *engine(2)[:1]], engine(2), engine(2)),  # nor on one of the ranks
+        (engine(1), engine(2)[:1], engine(2)),
+        ([], [], []),
+        (engine(1), [{}, {}], [{}, {}]),
+    ],
+)
+def test_nothing_compared_is_not_bit_exact(before, after, reference):
+    assert not bit_exact(before, after, reference)
+
+
+def report(total, move, received=60, peak=5):
+    ranks = tuple(RankReport(r, received, 40 + r, peak + r, {"move": move}) for r in range(2))
+    return UpdateReport(
+        success=True,
+        message="",
+        weight_version=None,
+        transport="ipc",
+        transport_reason="asked for",
+        predicted_seconds=0.5,
+        bucket_bytes=1,
+        seconds={"publish": 0.001, "total": total, "move": move, "finish": 0.0},
+        engine_ranks=ranks,
+        trainer_ranks=(),
+    )
+
+
+def seen(**refused):
+    ours = Timed("ipc", 1.0, [0.2, 0.3, 0.4], [report(0.2, 0.1), report(0.3, 0.1)], 7, engine(1), engine(2))
+    stock = Timed(STOCK, 9.0, [3.0, 6.0], [], 99, engine(1), engine(2))
+    return Seen([ours, stock], refused, engine(2))
+
+
+def test_rows_follow_from_what_was_seen():
+    ours, stock = rows.rows_of(CASE, seen(), copies=[0.5, 0.1, 0.05])
+    assert (ours.seconds_median, ours.updates, ours.first_seconds) == (0.3, 3, 1.0)
+    assert ours.times_limit == pytest.approx(3)
+    assert ours.times_faster_than_stock == pytest.approx(15)
+    assert ours.gb_per_s_per_rank == pytest.approx(41 / 0.3 / 1e9)
+    assert ours.bytes_received_ratio == pytest.approx(1.5)
+    assert (ours.peak_extra_bytes, ours.trainer_peak_extra_bytes) == (6, 7)
+    assert ours.control_seconds == pytest.approx(0.15)
+    assert ours.bit_exact
+    assert stock.bit_exact
+    assert stock.times_faster_than_stock == 1
+    assert stock.bytes_received_ratio == pytest.approx(CASE.model.bytes / 41)
+    assert (stock.peak_extra_bytes, stock.control_seconds) == (99, None)
+    assert set(msgspec.to_builtins(ours)) >= REQUIRED
+
+
+def test_where_none_of_our_paths_ran_what_is_lacking_is_not_known():
+    with pytest.raises(ReshardError, match="no path that reports"):
+        rows.rows_of(CASE, Seen([seen().timed[1]], {"ipc": "no such transport"}, engine(2)), [0.1])
+
+
+@pytest.mark.parametrize(("percent", "value"), [(0, 1), (50, 2.5), (95, 3.85), (100, 4)])
+def test_percentiles_lie_between_values(percent, value):
+    assert rows.percentile([4, 1, 3, 2], percent) == pytest.approx(value)
+
+
+def test_the_models_are_of_the_stated_sizes():
+    assert (DENSE.tensors, DENSE.bytes // 10**6) == (310, 1192)
+    assert (MOE.tensors, MOE.bytes // 10**6) == (4827, 79)
+    assert {(c.trainers, c.engine_tp) for c in CASES} == {(4, 4), (4, 16), (16, 4)}
+    assert STOCK in PATHS
+    assert all(c in CASES for c in QUICK_CASES)
+
+
+def test_enough_updates_are_timed():
+    for path in PATHS:
+        warmups, updates = Effort().of(path)
+        assert warmups >= 2
+        assert updates >= 10
+
+
+def test_where_there_are_gpus_each_engine_rank_has_one():
+    assert dataclasses.replace(CASE, engine_tp=1) == CASE.on(1)
+    assert CASE.on(0) == CASE == CASE.on(8)
+
+
+@pytest.mark.parametrize("updates", [2, 12, 300])
+def test_every_update_brings_another_version_and_the_last_the_final_one(updates):
+    versions = [version_of(update, updates) for update in range(updates)]
+    assert all(a != b for a, b in itertools.pairwise(versions))
+    assert versions[-1] == FINAL_VERSION
+    assert 0 < min(versions) <= max(versions) < 1 << 7, "more bits than a bfloat16's mantissa has could make a NaN"
+
+
+def test_scaling_tensors_have_about_the_stated_bytes():
+    for point in (p for curve in CURVES for p in curve.points()):
+        rows_, columns = point.shape
+        assert rows_ % 16 == columns % 16 == 0
+        assert rows_ * columns * 2 * point.tensors == pytest.approx(point.bytes, rel=0.05)
+
+
+def test_results_come_back_as_saved(tmp_path):
+    path = tmp_path / "bench.json"
+    head = results.header("python -m benchmark", ["p2p did not run"])
+    results.save(path, head, rows.rows_of(CASE, seen(), [0.1]))
+    assert json.loads(path.read_text())[0] == head
+    assert {"host", "versions", "commit", "date", "command"} <= head.keys()
+    assert [row["path"] for row in results.load(path)[1]] == ["ipc", STOCK]
+
+
+def test_the_table_says_what_is_not_bit_exact():
+    one = rows.rows_of(CASE, seen(), [0.1])[0]
+    right, wrong = (msgspec.to_builtins(msgspec.structs.replace(one, bit_exact=exact)) for exact in (True, False))
+    assert tables.cells(right)[-1] == "yes"
+    assert tables.cells(wrong)[-1] == "NO"
+    head = results.header("a command", ["a note"])
+    assert "- a note" in tables.markdown(head, [right])
+
+
+def test_readme_has_the_saved_table():
+    assert tables.table_in_readme() == tables.markdown(*results.load(results.BENCH)), (
+        "python -m benchmark.tables writes it anew"
+    )
