@@ -14,6 +14,7 @@ succeeds. An update for which nothing has changed goes from `look` straight to `
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from sglang_reshard.peak_memory import PeakMemory
 from sglang_reshard.plan import check_transport
 from sglang_reshard.report import RankReport
 from sglang_reshard.route import Router
-from sglang_reshard.session import Address, Session
+from sglang_reshard.session import Address, Session, when_ended
 from sglang_reshard.target import Target
 from sglang_reshard.trace import LiveSignature
 from sglang_reshard.version import check_same_version
@@ -70,6 +71,7 @@ class WeightReceiver:
         self._session: Session | None = None
         self._target: Target | None = None
         self._router = Router(control.rank, device)
+        self._busy = threading.Lock()  # held during an update, and while a session that has ended is forgotten
         self.torn = ""  # why the weights are partly written, while they are
 
     def update(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> DistributedUpdateWeightsOutput:
@@ -79,11 +81,12 @@ class WeightReceiver:
 
         Never raises for a failed update: every rank returns the same refusal instead.
         """
-        try:
-            return self._update(request, refusal)
-        except ReshardError as error:  # the verdicts themselves could not be exchanged
-            self._forget()
-            return DistributedUpdateWeightsOutput(success=False, message=str(error), torn=bool(self.torn))
+        with self._busy:
+            try:
+                return self._update(request, refusal)
+            except ReshardError as error:  # the verdicts themselves could not be exchanged
+                self._forget()
+                return DistributedUpdateWeightsOutput(success=False, message=str(error), torn=bool(self.torn))
 
     def _update(self, request: DistributedUpdateWeightsReq, refusal: str) -> DistributedUpdateWeightsOutput:
         clock = _Clock()
@@ -122,7 +125,14 @@ class WeightReceiver:
         if self._session is None or self._session.address != address:
             self._forget()
             self._session = Session.join(address, request.timeout_s)
+            when_ended(address, lambda: self._leave(address), request.timeout_s)
         return self._session
+
+    def _leave(self, address: Address) -> None:
+        """A trainer has ended its session, or has died: its memory is freed once nobody maps it."""
+        with self._busy:
+            if self._session is not None and self._session.address == address:
+                self._forget()
 
     def _forget(self) -> None:
         """Drop all that was agreed with others; the next update starts from a new connection."""

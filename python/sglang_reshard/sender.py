@@ -173,10 +173,11 @@ class WeightSender:
             self._alone.release()
 
     def close(self) -> None:
-        """End the session; every rank calls it. Engine ranks keep what they mapped until their next session."""
+        """End the session; every rank calls it. Engine ranks let go of the memory that they have mapped."""
         self._outbound.drop()
         self._publisher.close()
         if self._rank == 0:
+            self._session.end()
             self._session.await_leaving(len(self._global_ranks), _LEAVING_S)
         else:
             self._session.leave(self._rank)

@@ -10,7 +10,8 @@ import contextlib
 import itertools
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -190,6 +191,10 @@ class Session:
         with contextlib.suppress(dist.DistStoreError):
             self.store.wait([f"left/{rank}" for rank in range(1, ranks)], timedelta(seconds=timeout_s))
 
+    def end(self) -> None:
+        """Trainer rank 0: say that there will be no more updates."""
+        self._set("ended", b"")
+
     def _late(self, keys: Sequence[str], timeout_s: float) -> list[int]:
         """Which of these keys are not there after `timeout_s`, by index."""
         try:
@@ -207,6 +212,26 @@ class Session:
             return self.store.get(key)
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             raise DeadlineExceeded(f"{what} did not arrive within {timeout_s:.0f} s: {error}") from error
+
+
+def when_ended(address: Address, then: Callable[[], None], timeout_s: float) -> None:
+    """Call `then`, in a thread of its own, once a session has ended or trainer rank 0's process has.
+
+    timeout_s  to connect within; who cannot takes the session for ended
+    """
+
+    def wait() -> None:
+        try:
+            store = Session.join(address, timeout_s).store  # of its own: while one waits on a store, others cannot
+            while True:
+                with contextlib.suppress(dist.DistStoreError):  # an hour has passed
+                    store.wait(["ended"], timedelta(hours=1))
+                    break
+        except (DeadlineExceeded, dist.DistNetworkError):
+            pass  # the process that kept the store has gone
+        then()
+
+    threading.Thread(target=wait, name="sglang-reshard end of session", daemon=True).start()
 
 
 def _note_key(update: int, trainer_rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Messages of any length reach every engine rank whole; those of an unchanged update in one collective."""
+"""Messages of any length reach every engine rank whole; those of an unchanged update in one exchange."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -6,7 +6,6 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from sglang_reshard import control
 from sglang_reshard.control import FRAME_BYTES, Control
 from sglang_reshard.errors import DeadlineExceeded
 from sglang_reshard.messages import encode
@@ -35,7 +34,7 @@ def message_of(nbytes):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "collectives"),
+    ("lengths", "exchanges"),
     [
         ((2, 2), 1),  # empty ones
         ((ROOM, ROOM), 1),
@@ -46,14 +45,14 @@ def message_of(nbytes):
         ((100_000,), 2),
     ],
 )
-def test_every_rank_has_every_message(monkeypatch, lengths, collectives):
+def test_every_rank_has_every_message(monkeypatch, lengths, exchanges):
     calls = []
-    all_gather = dist.all_gather
-    monkeypatch.setattr(control.dist, "all_gather", lambda *a, **k: (calls.append(1), all_gather(*a, **k))[1])
+    exchange = Control._exchange
+    monkeypatch.setattr(Control, "_exchange", lambda *a: (calls.append(1), exchange(*a))[1])
     messages = [message_of(n) for n in lengths]
     gathered = each_rank(len(lengths), lambda c: c.gather(messages[c.rank], timeout_s=20))
     assert gathered == [messages] * len(lengths)
-    assert len(calls) == collectives * len(lengths)
+    assert len(calls) == exchanges * len(lengths)
 
 
 def test_messages_follow_each_other():
@@ -69,7 +68,7 @@ def test_messages_follow_each_other():
 def test_a_rank_that_does_not_come_is_told_of():
     def run(c):
         if c.rank == 0:
-            with pytest.raises(DeadlineExceeded, match="engine rank 0: another engine rank did not answer within 1 s"):
+            with pytest.raises(DeadlineExceeded, match="engine rank 0: engine rank 1 did not answer within 1 s"):
                 c.gather("alone", timeout_s=1)
         return c.rank
 

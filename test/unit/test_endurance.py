@@ -13,7 +13,7 @@ from sglang_reshard.sender import WeightSender
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 
-WARM, UPDATES = 20, 300
+WARM, UPDATES = 20, 1000
 MOVES_EVERY = 50  # updates, after which the trainer has other storages
 
 
@@ -52,7 +52,7 @@ def serve(rank, size, requests, transport):
 @pytest.mark.parametrize("transport", ["broadcast", "ipc", "p2p"])
 def test_nothing_grows(transport):
     before = set(os.listdir("/dev/shm"))
-    trainers, engines = run_world(2, 2, train, serve, transport)
+    trainers, engines = run_world(2, 2, train, serve, transport, deadline_s=240)
     for warm, last in (*trainers, *engines):
         assert last[0] <= warm[0]
         assert last[1] <= warm[1]

@@ -36,7 +36,7 @@ class Costs:
 
 
 # On 2 cores without a GPU, fitted to benchmark/results/bench.json.
-CPU = Costs(5.5e9, 1.5e-6, 1.2e9, 1.2e9, 2e-4, shares_cores=True)
+CPU = Costs(1e10, 1e-6, 5e9, 1.2e9, 1e-4, shares_cores=True)
 # From data sheets (HBM, NVLink, 400 Gb/s network cards); no GPU has confirmed them.
 GPU = Costs(1.5e12, 5e-6, 3e11, 4e10, 2e-5, shares_cores=False)
 

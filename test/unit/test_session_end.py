@@ -1,0 +1,78 @@
+"""Whoever ends a session, or dies in it, has its memory back: engine ranks let go of what they mapped."""
+
+import multiprocessing as mp
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_reshard.control import Control
+from sglang_reshard.receiver import WeightReceiver
+from sglang_reshard.sender import WeightSender
+from sglang_reshard.session import Address, Session, when_ended
+from support.toy import ToyRank, checkpoint
+from support.world import run_world
+
+
+def mappings():
+    """Of memory without a name, which trainer ranks' shards are in."""
+    return sum("(deleted)" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def train(trainer, transport):
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport=transport)
+    state = checkpoint(1)
+    sender.update(state.items())
+    sender.update(state.items())
+    sender.close()
+
+
+def serve(rank, size, requests, transport):
+    receiver = WeightReceiver(ToyRank(rank, size), Control(requests.group, rank, size), torch.device("cpu"))
+    before, during = mappings(), 0
+    for request in requests:
+        requests.answer(receiver.update(request))
+        during = max(during, mappings())
+    end = time.monotonic() + 20
+    while mappings() > before and time.monotonic() < end:
+        time.sleep(0.05)
+    return before, during, mappings(), receiver._router.route is None
+
+
+@pytest.mark.parametrize("transport", ["ipc", "p2p"])
+def test_engine_ranks_let_go_when_the_sender_is_closed(transport):
+    _, engines = run_world(2, 2, train, serve, transport)
+    for before, during, after, forgotten in engines:
+        assert forgotten
+        assert after == before
+        assert (during > before) == (transport == "ipc")
+
+
+def keep_session(link):
+    session = Session.host()
+    link.send((session.address.session, session.address.host, session.address.port))
+    if link.recv() == "end":
+        session.end()
+        link.recv()
+
+
+@pytest.mark.parametrize("way", ["end", "kill"])
+def test_the_end_is_noticed(way):
+    context = mp.get_context("spawn")
+    link, theirs = context.Pipe()
+    process = context.Process(target=keep_session, args=(theirs,), daemon=True)
+    process.start()
+    noticed = threading.Event()
+    try:
+        when_ended(Address(*link.recv()), noticed.set, timeout_s=20)
+        assert not noticed.wait(0.5)
+        if way == "end":
+            link.send("end")
+        else:
+            process.kill()
+        assert noticed.wait(20)
+    finally:
+        process.kill()
+        process.join()
