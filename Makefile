@@ -38,6 +38,7 @@ test-all: setup
 # SGLang's own update path and ours over the same engine, beside a copy of the bytes: half an hour on 2 cores. It
 # writes benchmark/results, and from it the table in README.md.
 bench: setup
+	$(BIN)/python -m benchmark.planning
 	$(BIN)/python -m benchmark
 
 # The same with fewer cases, fewer updates by SGLang's own path and no scaling curves: ten minutes at most.

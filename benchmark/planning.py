@@ -6,26 +6,68 @@ update every engine rank plans for itself only, a thirty-second part of this.
 
 from __future__ import annotations
 
-import json
 import os
 import resource
+import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy as np
+import msgspec
 
+from benchmark import results
 from benchmark.deepseek_v3 import copies, fsdp_layout
 from sglang_reshard.messages import pack_blob
-from sglang_reshard.plan import Catalog, Seat, Setting, choose, intake, needs_of
+from sglang_reshard.plan import Catalog, Intake, Seat, Setting, choose, intake, needs_of
 from sglang_reshard.plan.streams import order_of
 
 TRAINERS, ENGINES, BUCKET_BYTES = 64, 32, 64 << 20
-TRAINERS_A_HOST, ENGINES_A_HOST = 8, 8
-RESULTS = Path(__file__).parent / "results" / "planning.json"
+RANKS_A_HOST = 8
+_DEADLINE_S = 600.0
 T = TypeVar("T")
+
+
+class Case(msgspec.Struct, frozen=True):
+    """Engine ranks with experts over `ep` groups, on the trainers' own hosts or on others."""
+
+    ep: int
+    colocated: bool
+
+    @property
+    def name(self) -> str:
+        hosts = "on the trainers' hosts" if self.colocated else "on other hosts"
+        return f"DeepSeek-V3, fsdp={TRAINERS} -> tp={ENGINES}, ep={self.ep}, {hosts}"
+
+
+CASES = (Case(32, False), Case(32, True), Case(8, False))
+
+
+class PlanningRow(msgspec.Struct, frozen=True):
+    """One whole plan.
+
+    boxes             that all engine ranks take in
+    bytes             of the checkpoint; received_bytes is what an engine rank lacks of it, the median
+    peak_bytes        the most memory that the process had, libraries included
+    layout_bytes ...  compressed, as they go through the store: the layout, what engine ranks tell each other
+                      of their needs, and all their orders to trainer ranks
+    """
+
+    case: str
+    tensors: int
+    pieces: int
+    boxes: int
+    bytes: int
+    received_bytes: int
+    seconds: float
+    seconds_by_step: dict[str, float]
+    peak_bytes: int
+    layout_bytes: int
+    needs_bytes: int
+    orders_bytes: int
+    transport: str
+    transport_reason: str
 
 
 class Clock:
@@ -41,63 +83,59 @@ class Clock:
         return found
 
 
-def measure(ep: int, colocated: bool) -> dict[str, Any]:
-    """The plan for tp=32 with experts over `ep` groups; engine ranks on the trainers' first hosts, or on others."""
+def measure(case: Case) -> PlanningRow:
+    """In this process; its peak memory is the row's."""
     clock = Clock()
-    trainer_hosts = tuple(f"trainer host {t // TRAINERS_A_HOST}" for t in range(TRAINERS))
-    engine_host = "trainer host" if colocated else "engine host"
+    trainer_hosts = tuple(f"host {t // RANKS_A_HOST}" for t in range(TRAINERS))
     layout = fsdp_layout(TRAINERS)
-    wire = {"layout": len(clock("pack the layout", lambda: pack_blob(layout))[1]), "orders": 0}
+    layout_bytes = len(clock("pack the layout", lambda: pack_blob(layout))[1])
     catalog = clock("catalog", lambda: Catalog.of(layout))
-    needs = []
-    rows = 0
+    needs, boxes, orders_bytes = [], 0, 0
     for rank in range(ENGINES):
-        seat = Seat(rank, ENGINES, f"{engine_host} {rank // ENGINES_A_HOST}", trainer_hosts)
-        own = copies(rank, ENGINES, ep)  # what the trace of the rank's loader gives; not part of the plan
-        taken = clock("intakes", lambda own=own, seat=seat: intake(catalog, own, seat))  # type: ignore[misc]
-        need = clock("needs", lambda taken=taken, seat=seat: needs_of(catalog, taken, seat.host))  # type: ignore[misc]
-        for trainer_rank in taken.links():
-            order = clock("orders", lambda taken=taken, t=trainer_rank: pack_blob(order_of(taken, t)))  # type: ignore[misc]
-            wire["orders"] += len(order[1])
-        needs.append(need)
-        rows += len(taken.copy)
-    wire["needs"] = sum(len(need.pieces) for need in needs)
-    choice = clock(
-        "choice and groups",
-        lambda: choose("auto", catalog, needs, Setting.of(needs, trainer_hosts, "cuda"), BUCKET_BYTES),
-    )
+        host = f"host {rank // RANKS_A_HOST}" if case.colocated else f"engine host {rank // RANKS_A_HOST}"
+        copied = copies(rank, ENGINES, case.ep)  # what the trace of the rank's loader gives; not part of the plan
+        seat = Seat(rank, ENGINES, host, trainer_hosts)
+        taken = clock("intakes", lambda copied=copied, seat=seat: intake(catalog, copied, seat))  # type: ignore[misc]
+        needs.append(clock("needs", lambda taken=taken, host=host: needs_of(catalog, taken, host)))  # type: ignore[misc]
+        orders_bytes += clock("orders", lambda taken=taken: _orders_bytes(taken))  # type: ignore[misc]
+        boxes += len(taken.copy)
+    setting = Setting.of(needs, trainer_hosts, "cuda")
+    choice = clock("choice and groups", lambda: choose("auto", catalog, needs, setting, BUCKET_BYTES))
     clock("digest", choice.digest)
-    received = np.array([need.least_bytes for need in needs])
-    return {
-        "case": f"DeepSeek-V3, fsdp={TRAINERS} to tp={ENGINES}, ep={ep}, {'colocated' if colocated else 'apart'}",
-        "tensors": len(layout.tensors),
-        "pieces": catalog.pieces,
-        "boxes": rows,
-        "bytes": sum(t.spec.nbytes for t in layout.tensors),
-        "received_bytes_per_rank": [int(received.min()), int(np.median(received)), int(received.max())],
-        "seconds": sum(clock.seconds.values()),
-        "seconds_by_step": {name: round(seconds, 3) for name, seconds in clock.seconds.items()},
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "compressed_bytes": wire,
-        "choice": f"{choice.name} ({choice.why})",
-    }
+    return PlanningRow(
+        case=case.name,
+        tensors=len(layout.tensors),
+        pieces=catalog.pieces,
+        boxes=boxes,
+        bytes=sum(t.spec.nbytes for t in layout.tensors),
+        received_bytes=int(statistics.median(need.least_bytes for need in needs)),
+        seconds=sum(clock.seconds.values()),
+        seconds_by_step={name: round(seconds, 3) for name, seconds in clock.seconds.items()},
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        layout_bytes=layout_bytes,
+        needs_bytes=sum(len(need.pieces) for need in needs),
+        orders_bytes=orders_bytes,
+        transport=choice.name,
+        transport_reason=choice.why,
+    )
+
+
+def _orders_bytes(taken: Intake) -> int:
+    return sum(len(pack_blob(order_of(taken, trainer_rank))[1]) for trainer_rank in taken.links())
 
 
 def main() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    cases = [(32, False), (32, True), (8, False)]
-    if len(sys.argv) == 3:  # one case in a process of its own, so that its peak is its own
-        print(json.dumps(measure(*cases[int(sys.argv[2])])))
+    if len(sys.argv) == 2:  # one case, in a process of its own
+        print(msgspec.json.encode(measure(msgspec.json.decode(sys.argv[1], type=Case))).decode())
         return
-    import subprocess
-
     rows = []
-    for number in range(len(cases)):
-        command = [sys.executable, "-m", "benchmark.planning", "--case", str(number)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
-        rows.append(json.loads(done.stdout))
-        print(f"{rows[-1]['case']}: {rows[-1]['seconds']:.1f} s, {rows[-1]['peak_bytes'] / 1e9:.2f} GB at most")
-    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    for case in CASES:
+        command = [sys.executable, "-m", "benchmark.planning", msgspec.json.encode(case).decode()]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=_DEADLINE_S)
+        rows.append(row := msgspec.json.decode(done.stdout, type=PlanningRow))
+        print(f"{row.case}: {row.seconds:.1f} s on one core, {row.peak_bytes / 1e9:.2f} GB, {row.transport}")
+    results.save(results.PLANNING, results.header("python -m benchmark.planning", []), rows)
 
 
 if __name__ == "__main__":

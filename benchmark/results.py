@@ -19,6 +19,7 @@ from sglang_reshard.demo import host
 REPOSITORY = Path(__file__).parents[1]
 FOLDER = Path(__file__).parent / "results"
 BENCH, QUICK, SCALING = FOLDER / "bench.json", FOLDER / "bench-quick.json", FOLDER / "scaling.json"
+PLANNING = FOLDER / "planning.json"
 
 Rows = list[dict[str, Any]]
 

@@ -14,7 +14,21 @@ from benchmark.trainer import Seen
 from sglang_reshard.report import UpdateReport
 
 
-class Row(msgspec.Struct, frozen=True):
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """The columns that come from reports. Of stock, which has none: every engine rank maps every tensor whole."""
+
+    bytes_received_ratio: float
+    peak_extra_bytes: int
+    transport: str | None = None
+    transport_reason: str | None = None
+    publish_seconds: float | None = None
+    move_seconds: float | None = None
+    finish_seconds: float | None = None
+    control_seconds: float | None = None
+    total_seconds: float | None = None
+
+
+class Row(Told, frozen=True, kw_only=True):
     """One path of one case. benchmark/README.md says what each column means; None is what does not apply."""
 
     case: str
@@ -30,18 +44,9 @@ class Row(msgspec.Struct, frozen=True):
     times_limit: float
     times_faster_than_stock: float | None
     gb_per_s_per_rank: float
-    bytes_received_ratio: float
-    peak_extra_bytes: int
     trainer_peak_extra_bytes: int
     bit_exact: bool
     first_seconds: float
-    transport: str | None = None
-    transport_reason: str | None = None
-    publish_seconds: float | None = None
-    move_seconds: float | None = None
-    finish_seconds: float | None = None
-    control_seconds: float | None = None
-    total_seconds: float | None = None
 
 
 def rows_of(case: Case, seen: Seen, copies: Sequence[float]) -> list[Row]:
@@ -54,7 +59,11 @@ def rows_of(case: Case, seen: Seen, copies: Sequence[float]) -> list[Row]:
 
 def _row(case: Case, timed: Timed, seen: Seen, limit_seconds: float, stock: float | None, least: int) -> Row:
     median = statistics.median(timed.seconds)
-    told = _told(timed.reports) if timed.reports else _Told(case.model.bytes / least, timed.trainer_peak_bytes)
+    told = (
+        _told(timed.reports)
+        if timed.reports
+        else Told(bytes_received_ratio=case.model.bytes / least, peak_extra_bytes=timed.trainer_peak_bytes)
+    )
     return Row(
         case=case.name,
         path=timed.path,
@@ -76,27 +85,13 @@ def _row(case: Case, timed: Timed, seen: Seen, limit_seconds: float, stock: floa
     )
 
 
-class _Told(msgspec.Struct, frozen=True):
-    """The columns that come from reports. Of stock, which has none: every engine rank maps every tensor whole."""
-
-    bytes_received_ratio: float
-    peak_extra_bytes: int
-    transport: str | None = None
-    transport_reason: str | None = None
-    publish_seconds: float | None = None
-    move_seconds: float | None = None
-    finish_seconds: float | None = None
-    control_seconds: float | None = None
-    total_seconds: float | None = None
-
-
-def _told(reports: Sequence[UpdateReport]) -> _Told:
+def _told(reports: Sequence[UpdateReport]) -> Told:
     ranks = [rank for report in reports for rank in report.engine_ranks]
 
     def phase(name: str) -> float:
         return statistics.median(report.seconds.get(name, 0.0) for report in reports)
 
-    return _Told(
+    return Told(
         bytes_received_ratio=max(rank.received_bytes / max(1, rank.least_bytes) for rank in ranks),
         peak_extra_bytes=max(rank.peak_extra_bytes for rank in ranks),
         transport=reports[-1].transport,

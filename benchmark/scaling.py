@@ -58,6 +58,7 @@ class Curve:
 
 CURVES = (
     Curve("scaling: tensors, 100 MB", "tensors", (100, 300, 1_000, 3_000, 10_000), Point(0, 100 * _MB, 4, 4)),
+    Curve("scaling: tensors, 1 GB", "tensors", (300, 1_000, 3_000), Point(0, 1000 * _MB, 4, 4)),
     Curve(
         "scaling: bytes, 300 tensors",
         "bytes",

@@ -1,15 +1,12 @@
-"""Trainer states of the toy model, and an engine rank that is sent all it lacks: a receiver without its agreements."""
+"""An engine rank that is sent all it lacks: a receiver without its agreements."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from sglang_reshard.control import Control
 from sglang_reshard.errors import ReshardError
@@ -23,23 +20,8 @@ from sglang_reshard.transports.base import Here
 from sglang_reshard.transports.p2p import P2pTransport
 from sglang_reshard.transports.peers import join_peers
 from support.plans import HOST
-from support.toy import checkpoint
 
 CPU = torch.device("cpu")
-
-
-def sharded(version: int, mesh_shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> Iterator[Any]:
-    """A training state on a mesh: "tp", "fsdp" (everything Shard(0)), "fsdp_tp" (FSDP2 over TP) or "plain"."""
-    mesh = init_device_mesh("cpu", mesh_shape)
-    for name, tensor in checkpoint(version, dtype).items():
-        if kind == "plain":
-            yield name, tensor
-            continue
-        tp = {"down.weight": Shard(1), "norm.weight": Replicate()}.get(name, Shard(0))
-        placements = {"tp": [tp], "fsdp": [Shard(0)]}.get(kind)
-        if kind == "fsdp_tp":
-            placements = [_StridedShard(0, split_factor=mesh_shape[1]) if tp == Shard(0) else Shard(0), tp]
-        yield name, distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
 def here_of(rank: int, catalog: Any, taken: Any, targets: Any, own_shares: dict[int, int], peers: Any) -> Here:

@@ -1,14 +1,16 @@
 """The benchmark's figures follow from what was seen; its comparison can fail; README.md's table is what rows give."""
 
+import collections
 import dataclasses
 import itertools
 import json
+import math
 
 import msgspec
 import pytest
 import torch
 
-from benchmark import results, rows, tables
+from benchmark import deepseek_v3, results, rows, tables
 from benchmark.cases import CASES, DENSE, MOE, PATHS, QUICK_CASES, STOCK, Case, Effort
 from benchmark.exactness import bit_exact, differing
 from benchmark.models import Qwen3
@@ -173,3 +175,19 @@ def test_readme_has_the_saved_table():
     assert tables.table_in_readme() == tables.markdown(*results.load(results.BENCH)), (
         "python -m benchmark.tables writes it anew"
     )
+
+
+def test_the_shapes_of_deepseek_v3_fill_each_engine_ranks_memory_without_a_gap():
+    sizes = {w.name: math.prod(w.shape) for w in deepseek_v3.weights()}
+    assert len(sizes) == 90_427
+    taken = collections.Counter()
+    for rank in range(4):
+        filled, ends = collections.Counter(), collections.Counter()
+        for copy in deepseek_v3.copies(rank, 4, 2):
+            taken[copy.source] += copy.region.numel
+            filled[copy.target] += copy.region.numel
+            ends[copy.target] = max(ends[copy.target], copy.offset + copy.region.numel)
+        assert filled == ends
+    for name, numel in sizes.items():
+        whole_on_each = any(part in name for part in ("norm", "mlp.gate.", "_a_proj", "shared_experts"))
+        assert taken[name] == numel * (4 if whole_on_each else 1), name

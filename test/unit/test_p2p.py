@@ -12,8 +12,9 @@ from sglang_reshard.sender import WeightSender
 from sglang_reshard.transports.p2p import Outlet, P2pTransport
 from support.plans import copies_of, empty_targets, intakes, loaded, meshed_layouts, values
 from support.plans import shards as cut_shards
-from support.sent import CPU, Engine, here_of, sharded
+from support.sent import CPU, Engine, here_of
 from support.toy import ToyRank, checkpoint
+from support.toy_trainers import PAIRS, sharded
 from support.world import run_world
 
 MIB = 1 << 20
@@ -137,18 +138,7 @@ def serve_as_bfloat16(*arguments):
     return serve(*arguments, live_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("mesh_shape", "engines", "kind"),
-    [
-        ((4,), 16, "tp"),
-        ((4,), 2, "tp"),
-        ((3,), 2, "tp"),
-        ((3,), 4, "fsdp"),
-        ((2, 2), 4, "fsdp_tp"),
-        ((2,), 4, "plain"),
-        ((1,), 1, "tp"),
-    ],
-)
+@pytest.mark.parametrize(("mesh_shape", "engines", "kind"), PAIRS)
 def test_every_parameter_is_bit_exact_after_each_update(mesh_shape, engines, kind):
     assert run(mesh_shape, engines, kind) <= 2 * MIB
 

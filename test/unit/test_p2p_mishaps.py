@@ -8,8 +8,9 @@ import torch
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.messages import DistributedUpdateWeightsOutput
 from sglang_reshard.sender import WeightSender
-from support.sent import Engine, open_here, sharded
+from support.sent import Engine, open_here
 from support.toy import ToyRank, checkpoint
+from support.toy_trainers import sharded
 from support.world import run_world
 
 

@@ -6,39 +6,16 @@ import threading
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from sglang_reshard.control import Control
 from sglang_reshard.errors import EngineRefused, Mismatch, ReshardError, Unsupported
 from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.sender import WeightSender
 from support.toy import ToyRank, checkpoint
+from support.toy_trainers import PAIRS, sharded
 from support.world import run_world
 
 MIB = 1 << 20
-TP = {"down.weight": 1, "norm.weight": None}
-
-
-def tp_placement(name):
-    dim = TP.get(name, 0)
-    return Replicate() if dim is None else Shard(dim)
-
-
-def sharded(version, mesh_shape, kind, dtype):
-    """A training state on a mesh: "tp", "fsdp" (everything Shard(0)), or "fsdp_tp" (FSDP2 over TP)."""
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp")[-len(mesh_shape) :])
-    for name, tensor in checkpoint(version, dtype).items():
-        if kind == "plain":
-            yield name, tensor
-            continue
-        tp = tp_placement(name)
-        placements = {"tp": [tp], "fsdp": [Shard(0)]}.get(kind)
-        if kind == "fsdp_tp":
-            over_tp = isinstance(tp, Shard) and tp.dim == 0
-            placements = [_StridedShard(0, split_factor=mesh_shape[1]) if over_tp else Shard(0), tp]
-        yield name, distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
 def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates, transport):
@@ -84,18 +61,7 @@ def run(mesh_shape, engines, kind, dtype=torch.float32, bucket_bytes=MIB, update
     return reports[0]
 
 
-@pytest.mark.parametrize(
-    ("mesh_shape", "engines", "kind"),
-    [
-        ((4,), 16, "tp"),
-        ((4,), 2, "tp"),
-        ((3,), 2, "tp"),
-        ((3,), 4, "fsdp"),
-        ((2, 2), 4, "fsdp_tp"),
-        ((2,), 2, "plain"),
-        ((1,), 1, "tp"),
-    ],
-)
+@pytest.mark.parametrize(("mesh_shape", "engines", "kind"), PAIRS)
 def test_every_parameter_is_bit_exact_after_each_update(mesh_shape, engines, kind):
     run(mesh_shape, engines, kind)
 
