@@ -61,7 +61,9 @@ class Setting:
         engine_hosts = tuple(need.host for need in needs)
         on_gpu = device_type == "cuda"
         apart = not set(engine_hosts) & set(trainer_hosts)
-        cores = {need.host: need.cores for need in needs}
+        known = {need.host: need.cores for need in needs}
+        # Trainer ranks do not tell; a host of theirs alone is taken to be as large as the engine's largest.
+        cores = dict.fromkeys(trainer_hosts, max(known.values(), default=1)) | known
         return cls(tuple(trainer_hosts), engine_hosts, cores, GPU if on_gpu else CPU, apart or not on_gpu)
 
     def link_bytes_s(self, trainer_rank: int, engine_rank: int) -> float:
@@ -86,7 +88,7 @@ class _Work:
         for host, seconds in zip(hosts, (*self.trainer, *self.engine), strict=True):
             of_host[host] = of_host.get(host, 0.0) + seconds
         cores = self._setting.cores
-        return float(max(busiest, *(seconds / cores.get(host, 1) for host, seconds in of_host.items())))
+        return float(max(busiest, *(seconds / cores[host] for host, seconds in of_host.items())))
 
 
 def exact_seconds(setting: Setting, needs: Sequence[Needs], shares: np.ndarray) -> float:

@@ -8,6 +8,7 @@ file descriptors (the same user, the same PID namespace) can map it. On GPU it i
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout import Region
+from sglang_reshard.transports.mapping import map_files
 
 
 class ShmStorage(msgspec.Struct, frozen=True, tag="shm"):
@@ -147,42 +149,72 @@ def _export_storage(storage: torch.UntypedStorage, where: str) -> ShmStorage | C
 
 
 class PeerMemory:
-    """An engine rank's side: one trainer rank's storages, mapped."""
+    """An engine rank's side: one trainer rank's storages, mapped. On CPU all of them are one stretch of memory."""
 
     def __init__(self, trainer_rank: int, handles: Handles) -> None:
         self._rank = trainer_rank
         self._views = handles.shards
-        self._storages = [self._open(handle) for handle in handles.storages]
+        files = [(self._checked(h), h.nbytes) for h in handles.storages if isinstance(h, ShmStorage)]
+        stretch, begins = self._mapped(files)
+        self._stretches = [stretch.untyped_storage()]
+        self._places: list[tuple[int, int]] = []  # of each storage: in which stretch, and from which byte on
+        on_host = iter(begins)
+        for handle in handles.storages:
+            if isinstance(handle, ShmStorage):
+                self._places.append((0, next(on_host)))
+            else:
+                self._places.append((len(self._stretches), 0))
+                self._stretches.append(self._open_cuda(handle))
+
+    def place(self, tensor: int, region: Region, item_bytes: int) -> tuple[int, int, tuple[int, ...]]:
+        """Stretch, offset and strides (elements) of a region of the shard of the layout's tensor number `tensor`."""
+        view = self._views[tensor]
+        stretch, begin = self._places[view.storage]
+        offset = begin // item_bytes + view.offset
+        offset += sum(a * s for a, s in zip(region.start, view.strides, strict=True))
+        return stretch, offset, tuple(n * s for n, s in zip(region.step, view.strides, strict=True))
+
+    def view(
+        self, stretch: int, offset: int, strides: tuple[int, ...], count: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """So many elements of a stretch, in the trainer's own memory. It must not be written to."""
+        storage = self._stretches[stretch]
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, count, strides)
 
     def region(self, tensor: int, region: Region, dtype: torch.dtype) -> torch.Tensor:
-        """A region of this trainer rank's shard of the layout's tensor number `tensor`, in the trainer's own memory."""
-        view = self._views[tensor]
-        offset = view.offset + sum(a * s for a, s in zip(region.start, view.strides, strict=True))
-        strides = tuple(n * s for n, s in zip(region.step, view.strides, strict=True))
-        storage = self._storages[view.storage]
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, region.count, strides)
+        """A region of the shard of the layout's tensor number `tensor`."""
+        return self.view(*self.place(tensor, region, dtype.itemsize), region.count, dtype)
 
-    def _open(self, handle: ShmStorage | CudaStorage) -> torch.UntypedStorage:
-        return self._open_shm(handle) if isinstance(handle, ShmStorage) else self._open_cuda(handle)
-
-    def _open_shm(self, handle: ShmStorage) -> torch.UntypedStorage:
+    def _checked(self, handle: ShmStorage) -> str:
+        """The path by which a storage can be mapped."""
         path = f"/proc/{handle.pid}/fd/{handle.fd}"
         try:
             found = os.stat(path)
         except OSError as error:
-            raise Unsupported(
-                f"the memory of trainer rank {self._rank} (process {handle.pid}) cannot be opened: {error}. Trainer "
-                "and engine must run as the same user in the same PID namespace, and the trainer must be alive"
-            ) from error
+            raise self._unreachable(handle.pid, error) from error
         if (found.st_ino, found.st_size) != (handle.inode, handle.nbytes):
             raise Mismatch(
                 f"the memory of trainer rank {self._rank} (process {handle.pid}) is not what it announced; "
                 "did the trainer restart? Start a new session"
             )
-        # Mapped by path rather than by descriptor, so that no descriptor stays open per storage.
-        mapped = torch.UntypedStorage.from_file(path, shared=True, nbytes=handle.nbytes)
-        assert isinstance(mapped, torch.UntypedStorage)
-        return mapped
+        return path
+
+    def _mapped(self, files: Sequence[tuple[str, int]]) -> tuple[torch.Tensor, list[int]]:
+        try:
+            return map_files(files)
+        except OSError as error:
+            if error.errno == errno.ENOMEM:
+                raise Unsupported(
+                    f"{len(files)} storages of trainer rank {self._rank} cannot be mapped: {error}; "
+                    "raise vm.max_map_count (sysctl), which counts them for all trainer ranks together"
+                ) from error
+            raise self._unreachable(files[0][0], error) from error
+
+    def _unreachable(self, whose: object, error: OSError) -> Unsupported:
+        return Unsupported(
+            f"the memory of trainer rank {self._rank} (process {whose}) cannot be opened: {error}. Trainer "
+            "and engine must run as the same user in the same PID namespace, and the trainer must be alive"
+        )
 
     def _open_cuda(self, handle: CudaStorage) -> torch.UntypedStorage:
         uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]

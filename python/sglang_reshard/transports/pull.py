@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from sglang_reshard.transports.base import Here
-from sglang_reshard.transports.landing import CopyList, landing
+from sglang_reshard.transports.landing import CopyList
+from sglang_reshard.transports.strips import Strip, joined
 
 
 class Pull:
@@ -17,16 +18,23 @@ class Pull:
     """
 
     def __init__(self, here: Here, rows: Iterable[int]) -> None:
-        self._copies = CopyList()
         self.read_bytes: dict[int, int] = {}
-        dtypes = [getattr(torch, kind.dtype) for kind in here.catalog.kinds]
-        kind_of = here.catalog.kind_of.tolist()
+        strips = []
         for row in rows:
-            _, part, tensor = here.intake.row(row)
+            copy, part, tensor = here.intake.row(row)
             trainer_rank = int(here.intake.trainer[row])
-            box = here.memory[trainer_rank].region(tensor, part.shard, dtypes[kind_of[tensor]])
-            self._copies.add(landing(here, row), box)
+            kind = here.catalog.kind(tensor)
+            stretch, offset, strides = here.memory[trainer_rank].place(tensor, part.shard, kind.item_bytes)
+            to_offset, source = copy.offset + part.offset, (trainer_rank, stretch)
+            count = part.shard.count
+            strips.append(Strip(copy.target, to_offset, copy.strides, source, offset, strides, count, kind.dtype))
             self.read_bytes[trainer_rank] = self.read_bytes.get(trainer_rank, 0) + part.nbytes
+        self._copies = CopyList()
+        for s in joined(strips):
+            to = here.program.targets[s.to].as_strided(s.size, s.to_strides, s.to_offset)
+            trainer_rank, stretch = s.source
+            memory = here.memory[trainer_rank]
+            self._copies.add(to, memory.view(stretch, s.offset, s.strides, s.size, getattr(torch, s.dtype)))
 
     def run(self) -> None:
         self._copies.run()
