@@ -70,11 +70,10 @@ class Remembered:
     def _there(self, locals_: Sequence[Any]) -> bool:
         """Whether these local tensors are views of the same storages, at the same places."""
         return (
-            _KINDS.issuperset(map(type, locals_))
-            and not any(map(torch.Tensor.is_neg, locals_))  # a view of the same place, and not of the same values
             # An address is given again once a storage is freed or resized, and so is an id.
-            and list(map(_id, map(_storage, locals_))) == self._storage_ids
+            list(map(_id, map(_storage, locals_))) == self._storage_ids
             and not any(map(_expired, self._storages))
+            and _KINDS.issuperset(map(type, locals_))
             and self._places.same(locals_)
         )
 
