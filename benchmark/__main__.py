@@ -7,6 +7,7 @@ import signal
 import sys
 from types import FrameType
 
+import msgspec
 from rich.console import Console
 
 from benchmark import launcher, plots, results, scaling, tables
@@ -18,6 +19,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two cases, few updates by stock, no scaling curves")
     parser.add_argument("--skip-scaling", action="store_true", help="only the cases with a real engine")
     parser.add_argument("--only-scaling", action="store_true", help="only the curves, with processes standing in")
+    parser.add_argument(
+        "--only", metavar="TEXT", help="cases with TEXT in their name, in place of theirs in bench.json"
+    )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, _interrupt)  # so that being told to end ends the processes of all ranks, too
     quick = arguments.quick
@@ -27,8 +31,8 @@ def main() -> int:
 
     ok = True
     if not arguments.only_scaling:
-        ok = _cases(quick, command, console)
-    if not quick and not arguments.skip_scaling:
+        ok = _cases(quick, arguments.only, command, console)
+    if not quick and not arguments.only and not arguments.skip_scaling:
         ok = _scaling(command, console) and ok
     return 0 if ok else 1
 
@@ -37,11 +41,19 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _cases(quick: bool, command: str, console: Console) -> bool:
+def _cases(quick: bool, only: str | None, command: str, console: Console) -> bool:
     """Whether every path that ran was bit-exact, and some did."""
-    found = launcher.run(QUICK_CASES if quick else CASES, QUICK_EFFORT if quick else Effort(), console)
     path = results.QUICK if quick else results.BENCH
-    results.save(path, results.header(command, found.notes), found.rows)
+    wanted = [case for case in (QUICK_CASES if quick else CASES) if only is None or only in case.name]
+    found = launcher.run(wanted, QUICK_EFFORT if quick else Effort(), console)
+    rows = [msgspec.to_builtins(row) for row in found.rows]
+    if only is not None:  # the other cases' rows stay as they are
+        head, known = results.load(path)
+        measured = {case.name for case in wanted}
+        rows = [row for row in known if row["case"] not in measured] + rows
+        found.notes += [note for note in head["notes"] if not any(note.startswith(name) for name in measured)]
+        command = f"{head['command']}; {command}"
+    results.save(path, results.header(command, found.notes), rows)
     head, rows = results.load(path)
     tables.print_rows(console, rows, head["notes"])
     if rows and not quick:

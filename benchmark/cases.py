@@ -10,11 +10,12 @@ from benchmark.models import Qwen3
 
 STOCK = "stock"
 # In the order in which they are run. The last one is the yardstick, and leaves the most behind.
-PATHS = ("ipc", "p2p", "broadcast", "auto", STOCK)
+PATHS: tuple[str, ...] = ("ipc", "p2p", "broadcast", "auto", STOCK)
 
 _GIB = 1 << 30
 # What a process takes before it holds any weights: imports, mostly. Measured as the fall of available memory.
 _PROCESS_BYTES = int(0.75 * _GIB)
+_SGLANG_BYTES = int(0.45 * _GIB)
 _FIXED_BYTES = int(1.5 * _GIB)
 
 
@@ -37,12 +38,17 @@ class Case:
 
     @property
     def needed_bytes(self) -> int:
-        """Host memory that the case takes at its peak: stock has a whole model on every trainer rank."""
+        """Host memory that the case takes at its peak, without stock's path."""
         return (
             _FIXED_BYTES
             + (self.trainers + self.engine_tp) * _PROCESS_BYTES
-            + (self.trainers + 4) * self.model.bytes  # shards, live parameters, the reference, buffers
+            + 5 * self.model.bytes  # shards, live parameters, the reference, buffers
         )
+
+    @property
+    def stock_bytes(self) -> int:
+        """What stock's path takes beyond that: SGLang itself and the whole model on every trainer rank."""
+        return self.trainers * (_SGLANG_BYTES + self.model.bytes)
 
 
 class Effort(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from benchmark import rows
-from benchmark.cases import PATHS, Case, Effort
+from benchmark.cases import PATHS, STOCK, Case, Effort
 from benchmark.exactness import differing
 from benchmark.interlude import Interludes
 from benchmark.results import REPOSITORY
@@ -45,10 +45,17 @@ def run(cases: Sequence[Case], effort: Effort, console: Console) -> Found:
             gib = f"about {case.needed_bytes / 2**30:.0f} GiB of memory, {available / 2**30:.0f} GiB are available"
             found.notes.append(f"{case.name}: skipped, it needs {gib}")
             continue
+        paths = PATHS
+        if available < case.needed_bytes + case.stock_bytes:
+            paths = tuple(path for path in PATHS if path != STOCK)
+            found.notes.append(
+                f"{case.name}: without SGLang's own path, which takes {case.stock_bytes / 2**30:.0f} GiB more than the "
+                f"{case.needed_bytes / 2**30:.0f} GiB that the others do"
+            )
         console.print(f"{case.name}: {case.model.tensors:,} tensors, {case.model.bytes / 1e6:,.0f} MB, on {device}")
         begin = time.monotonic()
         try:
-            _one(case, effort, device, found)
+            _one(case, paths, effort, device, found)
             console.print(f"{case.name}: {time.monotonic() - begin:.0f} s in all")
         except ReshardError as error:
             found.notes.append(f"{case.name}: failed, {str(error).splitlines()[0]}")
@@ -56,11 +63,11 @@ def run(cases: Sequence[Case], effort: Effort, console: Console) -> Found:
     return found
 
 
-def _one(case: Case, effort: Effort, device: str, found: Found) -> None:
+def _one(case: Case, paths: Sequence[str], effort: Effort, device: str, found: Found) -> None:
     folder = Path(tempfile.mkdtemp(prefix="sglang-reshard-bench-"))
     copies = Interludes(folder, device)
     try:
-        seen = _seen(case, effort, device, folder, copies.poll)
+        seen = _seen(case, paths, effort, device, folder, copies.poll)
     finally:
         copies.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -71,8 +78,10 @@ def _one(case: Case, effort: Effort, device: str, found: Found) -> None:
             found.notes.append(f"{case.name}: {timed.path} left {len(wrong)} tensors wrong: {', '.join(wrong[:3])}")
 
 
-def _seen(case: Case, effort: Effort, device: str, folder: Path, poll: Callable[[], None]) -> Seen:
-    job = Job(case, PATHS, effort, device, str(folder))
+def _seen(
+    case: Case, paths: Sequence[str], effort: Effort, device: str, folder: Path, poll: Callable[[], None]
+) -> Seen:
+    job = Job(case, tuple(paths), effort, device, str(folder))
     command = [
         sys.executable,
         "-m",

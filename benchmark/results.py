@@ -42,7 +42,7 @@ def header(command: str, notes: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def save(path: Path, head: dict[str, Any], rows: Sequence[msgspec.Struct]) -> None:
+def save(path: Path, head: dict[str, Any], rows: Sequence[msgspec.Struct | dict[str, Any]]) -> None:
     found = [head, *(_rounded(msgspec.to_builtins(row)) for row in rows)]
     path.parent.mkdir(exist_ok=True)
     path.write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")

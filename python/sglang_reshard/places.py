@@ -56,6 +56,7 @@ def _guards(tensors: Sequence[torch.Tensor]) -> Any:
         from torch._C._dynamo.guards import TensorGuards
 
         sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        guards: Any = TensorGuards  # its stub names other types than it takes
+        return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     except Exception:  # private to torch: whatever it raises, we do without
         return None

@@ -91,8 +91,8 @@ class WeightSender:
     def over(cls, group: dist.ProcessGroup, send: Send | None, **options: Any) -> WeightSender:
         """A sender on every rank of `group` (a CPU process group of the trainer ranks). Collective.
 
-        options: interface (address that rank 0 listens on, 127.0.0.1), transport (see `plan.choice`),
-                 bucket_bytes, timeout_s
+        options: interface (address that rank 0 listens on, 127.0.0.1), transport ("auto", "ipc", "p2p" or "broadcast",
+                 see `plan.choice`), bucket_bytes, timeout_s
         """
         interface = options.pop("interface", "127.0.0.1")
         rank = dist.get_rank(group)

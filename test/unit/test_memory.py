@@ -144,3 +144,18 @@ def test_another_file_under_the_same_number_is_refused():
     with pytest.raises(Mismatch, match="not what it announced"):
         PeerMemory(2, msgspec.structs.replace(handles, storages=(other,)))
     assert weight.is_shared()
+
+
+@pytest.mark.parametrize(("hard", "says"), [(4096, ""), (256, "trainer rank 1 has to keep 300 more file descriptors")])
+def test_the_limit_of_open_files_is_raised_or_told(hard, says):
+    """In a process of its own, as a limit that was lowered stays so."""
+    code = (
+        "import resource, torch\n"
+        "from sglang_reshard.transports.memory import MemoryExporter\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (128, {hard}))\n"
+        "tensors = [torch.ones(1) for _ in range(300)]\n"
+        "print(len(MemoryExporter(1).export(tensors).storages))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True, text=True)
+    assert ended.stdout == ("" if says else "300\n")
+    assert says in ended.stderr

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout import Region
 from sglang_reshard.transports.mapping import map_files
+from sglang_reshard.transports.room import check_shared_memory, make_descriptors
 
 
 class ShmStorage(msgspec.Struct, frozen=True, tag="shm"):
@@ -115,21 +116,18 @@ class MemoryExporter:
         self._exported = {}
 
     def _check_room(self, shards: Sequence[torch.Tensor]) -> None:
-        new = {}
+        new, shared = {}, set()
         for shard in shards:
             if shard.device.type == "cpu" and shard.numel():
                 storage = shard.untyped_storage()
-                if self._known(storage) is None and not storage.is_shared():
+                if self._known(storage) is None:
                     new[storage.data_ptr()] = storage.nbytes()
-        if not new:
-            return
-        room = os.statvfs("/dev/shm")
-        free = room.f_bavail * room.f_frsize
-        if free < sum(new.values()):
-            raise Unsupported(
-                f"trainer rank {self._rank} has to move {sum(new.values()):,} bytes of shards into shared memory, "
-                f"but /dev/shm has {free:,} bytes free; enlarge it (docker: --shm-size, or mount -o remount,size=)"
-            )
+                    if storage.is_shared():
+                        shared.add(storage.data_ptr())
+        who = f"trainer rank {self._rank}"
+        if new:
+            make_descriptors(len(new.keys() - shared), who)  # what is shared already has its own
+            check_shared_memory(sum(nbytes for address, nbytes in new.items() if address not in shared), who)
 
 
 def _export_storage(storage: torch.UntypedStorage, where: str) -> ShmStorage | CudaStorage:
