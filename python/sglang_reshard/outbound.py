@@ -57,13 +57,16 @@ class Outbound:
         self._line: Session | None = None  # the thread's own connection: while one waits on a store, others cannot
 
     def standing(self, published: Published | None) -> str:
-        """The route that is ready for these shards; empty, and given up, if there is none."""
+        """The route that is ready for these shards; empty if there is none.
+
+        One for other shards is kept until the next `Connect`: an update that is refused for its names is followed
+        by one with the right ones.
+        """
         route = self._route
-        if route is not None:
-            if published and route.joined and (route.layout, route.handles) == (published.layout, published.handles):
-                return route.connect.route
-            self.drop()
-        return ""
+        if route is None or published is None or not route.joined:
+            return ""
+        ready = (route.layout, route.handles) == (published.layout, published.handles)
+        return route.connect.route if ready else ""
 
     def follow(self, update: int, published: Published | None, shards: Shards) -> Done:
         """Do what is said in an update, until its end. A failure here is told to the others, and not raised."""
