@@ -45,7 +45,7 @@ class Job:
         return VerlEngine(
             device_mesh_cpu=mesh,
             tp_size=target_tp,
-            transport=self.job["transport"],
+            transport=self.job.get("transport", "auto"),
             bucket_bytes=self.job["bucket_bytes"],
             timeout_s=60,
             model_path=str(self.model_path),
