@@ -113,6 +113,9 @@ def without_the_plugin(job: dict[str, Any]) -> dict[str, Digests]:
 # -- requests in flight, and the cache
 
 
+_ON_THEIR_WAY_S = 1.0
+
+
 class Flight:
     """A request of rank 0's that is being served while weights change."""
 
@@ -139,9 +142,14 @@ class Flight:
         async def go() -> int:
             await self._first.wait()
             await self._engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=mode))
-            # A control request is answered after the pause, and after every token that was made before it.
+            # A control request is answered after the pause. Tokens that were made before it may still be on their
+            # way: they come by the detokenizer, and the answer does not.
             await self._engine.tokenizer_manager.get_internal_state()
-            return len(self.tokens)
+            had = -1
+            while had < len(self.tokens):
+                had = len(self.tokens)
+                await asyncio.sleep(_ON_THEIR_WAY_S)
+            return had
 
         return self._engine.loop.run_until_complete(go())
 
