@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
@@ -39,8 +41,7 @@ class TensorSpec:
         return self.numel * self.item_bytes
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Box:
+class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
     """A half-open box of element indices of one tensor."""
 
     start: tuple[int, ...]
@@ -69,13 +70,6 @@ class Box:
     def slices(self) -> tuple[slice, ...]:
         """An index expression: `tensor[box.slices()]` is the box of a tensor that starts at 0."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
-
-    def relative_to(self, origin: tuple[int, ...]) -> Box:
-        """The same box with its indices counted from `origin`."""
-        return Box(
-            tuple(a - o for a, o in zip(self.start, origin, strict=True)),
-            tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class Publisher:
             if check_finite:
                 _check_finite(state, self._rank)
             self._published = self._publish(state)
-            self._remembered = Remembered.of(given, state.shards)
+            self._remembered = Remembered.of(given, state.locals)
         published = self._published
         assert published is not None  # otherwise there were news
         if published.on_gpu:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from sglang_reshard.layout import Box, Region
 from sglang_reshard.plan import Catalog, Intake, Seat, intake, needs_of
-from sglang_reshard.sources import Layout, Mesh, Placement, SourceTensor
+from sglang_reshard.sources import Holdings, Layout, Mesh, Placement, SourceTensor
+from sglang_reshard.sources.placements import EXPLICIT, holdings
 from sglang_reshard.trace import Copy
 
 HOST = "host"
@@ -60,13 +61,17 @@ def tp_copies(layout: Layout, dims: list[int], engines: int) -> list[list[Copy]]
 
 @st.composite
 def meshed_layouts(draw: Any) -> Layout:
-    """Tensors on meshes of one or two dimensions: sharded, replicated, strided as by FSDP2 over TP, uneven, empty."""
+    """Tensors on meshes of one or two dimensions: sharded, replicated, strided as by FSDP2 over TP, uneven, empty.
+
+    The holdings of some are stated, and their local tensors larger than what is held of them.
+    """
     mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
     trainers = math.prod(mesh_shape)
     meshes = [Mesh(mesh_shape, tuple(range(trainers)))]
     if len(mesh_shape) == 2 and draw(st.booleans()):  # the same ranks, walked the other way
         meshes.append(Mesh(mesh_shape[::-1], tuple(draw(st.permutations(range(trainers))))))
     placements: dict[tuple[Placement, ...], int] = {}
+    explicit: dict[Holdings, int] = {}
     tensors = []
     for i in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
@@ -76,8 +81,22 @@ def meshed_layouts(draw: Any) -> Layout:
         if len(dims) == 2 and dims[0] == dims[1] >= 0 and draw(st.booleans()):
             placed = Placement(dims[0], meshes[mesh].shape[1]), placed[1]
         dtype = draw(st.sampled_from(["float32", "bfloat16", "uint8"]))
-        tensors.append(SourceTensor(f"t{i}", shape, dtype, mesh, placements.setdefault(placed, len(placements))))
-    return Layout(trainers, tuple(meshes), tuple(placements), tuple(tensors))
+        if draw(st.integers(0, 2)) == 0:
+            where = EXPLICIT, explicit.setdefault(draw(moved(holdings(shape, meshes[mesh], placed))), len(explicit))
+        else:
+            where = mesh, placements.setdefault(placed, len(placements))
+        tensors.append(SourceTensor(f"t{i}", shape, dtype, *where))
+    return Layout(trainers, tuple(meshes), tuple(placements), tuple(tensors), tuple(explicit))
+
+
+@st.composite
+def moved(draw: Any, held: Holdings) -> Holdings:
+    """The same, where each trainer rank's local tensor has something else before it."""
+    ranks = sorted({rank for piece in held.pieces for rank in piece.ranks})
+    dims = len(held.pieces[0].at) if held.pieces else 0
+    by = {rank: tuple(draw(st.integers(0, 2)) for _ in range(dims)) for rank in ranks}
+    own = [(piece, rank) for piece in held.pieces for rank in piece.ranks]
+    return Holdings.of((p.box, tuple(a + b for a, b in zip(p.at, by[rank], strict=True)), rank) for p, rank in own)
 
 
 @st.composite
@@ -122,7 +141,7 @@ def shards(layout: Layout, whole: dict[str, torch.Tensor], trainer_rank: int) ->
     found = []
     for tensor in layout.tensors:
         held = layout.holdings(tensor)
-        local = torch.zeros(held.local_shapes.get(trainer_rank, (0,)), dtype=getattr(torch, tensor.dtype))
+        local = torch.zeros(held.extent(trainer_rank) or (0,) * len(tensor.shape), dtype=getattr(torch, tensor.dtype))
         for piece in held.pieces:
             if trainer_rank in piece.ranks:
                 at = piece.in_shard(Region.of(piece.box))

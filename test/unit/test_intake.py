@@ -5,9 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_reshard.layout import Box, Region
 from sglang_reshard.plan import Catalog, Seat, intake, needs_of, unneeded
 from sglang_reshard.plan.needs import needed_pieces
-from sglang_reshard.sources import Layout, Mesh, Placement, SourceTensor
+from sglang_reshard.sources import Holdings, Layout, Mesh, Placement, SourceTensor
+from sglang_reshard.sources.placements import EXPLICIT
 from support.plans import (
     HOST,
     all_needs,
@@ -20,6 +22,7 @@ from support.plans import (
     tensor_parallel,
     tp_copies,
     values,
+    wanted,
 )
 
 
@@ -126,6 +129,16 @@ def test_what_is_on_all_hosts_is_taken_from_this_one():
     assert len({nbytes for nbytes, _ in taken.links().values()}) == 1
 
 
+def test_a_replica_on_this_host_is_found_wherever_it_lies_in_its_local_tensor():
+    box = Box((0,), (8,))
+    held = Holdings.of([(box, (0,), 0), (box, (5,), 1)])
+    layout = Layout(2, (), (), (SourceTensor("t0", (8,), "float32", EXPLICIT, 0),), (held,))
+    for host, trainer_rank, first in (("a", 0, 0), ("b", 1, 5)):
+        taken = intake(Catalog.of(layout), [wanted(layout, 0, box)], Seat(0, 1, host, ("a", "b")))
+        assert set(taken.links()) == {trainer_rank}
+        assert taken.parts[0].shard == Region((first,), (8,), (1,))
+
+
 def test_equal_and_shrinking_sizes_take_from_their_own_trainer_ranks():
     for trainers, engines in ((4, 4), (16, 4), (6, 2)):
         layout = tensor_parallel(trainers, [(96, 8), (8, 96)], [0, 1])
@@ -139,14 +152,17 @@ def test_needs_say_which_pieces_and_names_without_use_are_found(job):
     layout, copies, seat = job
     catalog = Catalog.of(layout)
     needs = [needs_of(catalog, intake(catalog, copies, seat), HOST)]
-    needed = set(np.flatnonzero(needed_pieces(catalog, needs)[0]).tolist())
+    pieces = np.flatnonzero(needed_pieces(catalog, needs)[0]).tolist()
+    needed = [(int(catalog.tensor_of(number)), catalog.piece(number).box) for number in pieces]
     expected = set()
     for copy in copies:
         tensor = catalog.index_of[copy.source]
-        for number in range(catalog.first[tensor], catalog.first[tensor + 1]):
-            if copy.region.intersect(catalog.piece(number).box):
-                expected.add(number)
-    assert needed == expected
+        for piece in catalog.kind(tensor).holdings.pieces:
+            if copy.region.intersect(piece.box):
+                expected.add((tensor, piece.box))
+    assert set(needed) == expected
+    # A box that ranks hold at different places of their local tensors is taken from one of them.
+    assert len(needed) == len(expected)
     assert set(unneeded(catalog, needs)) == {t.name for t in layout.tensors} - {c.source for c in copies}
 
 

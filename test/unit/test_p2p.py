@@ -14,7 +14,7 @@ from support.plans import copies_of, empty_targets, intakes, loaded, meshed_layo
 from support.plans import shards as cut_shards
 from support.sent import CPU, Engine, here_of
 from support.toy import ToyRank, checkpoint
-from support.toy_trainers import PAIRS, sharded
+from support.toy_trainers import PAIRS, State
 from support.world import run_world
 
 MIB = 1 << 20
@@ -93,13 +93,11 @@ def test_any_layout_and_any_copies(data, bucket):
 
 def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates):
     sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=bucket_bytes, timeout_s=30)
-    state = dict(sharded(0, mesh_shape, kind, dtype))
+    state = State(mesh_shape, kind, dtype)
     routes = []
     for version in range(1, updates + 1):
-        for name, tensor in sharded(version, mesh_shape, kind, dtype):  # in place, as an optimizer writes
-            local = getattr(state[name], "_local_tensor", state[name])
-            local.copy_(getattr(tensor, "_local_tensor", tensor))
-        sender.update(state.items())
+        state.become(version)
+        sender.update(state.given)
         routes.append(sender._outbound._route.connect.route)
     sender.close()
     return routes

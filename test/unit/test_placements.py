@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.sources import Mesh, Placement, describe
-from sglang_reshard.sources.placements import holdings
+from sglang_reshard.sources.placements import holdings, local_shapes
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def as_rank(rank, size):
 
 def assembled(held, rank, tensor):
     """What a rank's pieces say its local tensor is, cut from the whole tensor."""
-    local = torch.full(held.local_shapes[rank], -1, dtype=tensor.dtype)
+    local = torch.full(held.extent(rank) or (0,) * tensor.dim(), -1, dtype=tensor.dtype)
     for piece in held.pieces:
         if rank in piece.ranks:
             stop = (a + n for a, n in zip(piece.at, piece.box.shape, strict=True))
@@ -62,15 +62,18 @@ def check_against_torch(shape, mesh_shape, placements):
     world = world_of(mesh_shape)
     tensor = torch.arange(torch.Size(shape).numel()).view(shape)
     mesh = Mesh(mesh_shape, tuple(range(world)))
-    held = holdings(shape, mesh, tuple(map(ours, placements)))
+    of_mesh = shape, mesh, tuple(map(ours, placements))
+    held, shapes = holdings(*of_mesh), local_shapes(*of_mesh)
     for rank in range(world):
         with as_rank(rank, world):
             device_mesh = DeviceMesh("cpu", torch.arange(world).view(mesh_shape))
             local = distribute_tensor(tensor, device_mesh, placements, src_data_rank=None).to_local()
         if local.numel():
             assert torch.equal(assembled(held, rank, tensor), local), (shape, mesh_shape, placements, rank)
+            assert shapes[rank] == held.extent(rank) == tuple(local.shape)
         else:
-            assert torch.Size(held.local_shapes[rank]).numel() == 0
+            assert torch.Size(shapes[rank]).numel() == 0
+            assert held.extent(rank) is None
 
 
 @settings(max_examples=60)
@@ -177,9 +180,9 @@ def test_a_name_given_twice_and_no_tensors_are_refused():
 
 
 def test_piece_positions_tile_the_local_tensor():
-    mesh = Mesh((3, 2), tuple(range(6)))
-    held = holdings((11, 4), mesh, (Placement(0, 2), Placement(0)))
-    for rank, shape in held.local_shapes.items():
+    of_mesh = (11, 4), Mesh((3, 2), tuple(range(6))), (Placement(0, 2), Placement(0))
+    held = holdings(*of_mesh)
+    for rank, shape in local_shapes(*of_mesh).items():
         seen = [
             index
             for piece in held.pieces

@@ -89,7 +89,7 @@ def test_indices_are_those_of_the_whole_tensor(rank):
     for piece in held.pieces:
         if rank not in piece.ranks:
             continue
-        local = torch.zeros(held.local_shapes[rank])
+        local = torch.zeros(held.extent(rank))
         local[piece.at] = NAN
         told = first_not_finite(layout, [local], rank)
         assert told.endswith(f"index {piece.box.start}")

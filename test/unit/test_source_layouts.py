@@ -44,9 +44,10 @@ def sent_to_trainer_rank_0(state, trainer):
 
 
 def rebuilt(layout, tensor, rank, data):
-    shape = layout.holdings(tensor).local_shapes.get(rank, (0,))
-    flat = torch.frombuffer(bytearray(data), dtype=getattr(torch, tensor.dtype)) if data else torch.empty(0)
-    return flat.view(shape)
+    if not data:
+        return torch.empty(0)
+    flat = torch.frombuffer(bytearray(data), dtype=getattr(torch, tensor.dtype))
+    return flat.view(layout.holdings(tensor).extent(rank))
 
 
 def compare(trainer):

@@ -24,7 +24,7 @@ def state():
 
 
 def remembered(given):
-    return Remembered.of(given, describe(given, trainer_rank=0, global_ranks=(0,)).shards)
+    return Remembered.of(given, describe(given, trainer_rank=0, global_ranks=(0,)).locals)
 
 
 def test_written_in_place_they_are_the_same():
@@ -196,7 +196,7 @@ def distributed(mesh):
 
 
 def as_rank_0_of_2(given):
-    return Remembered.of(given, describe(given, trainer_rank=0, global_ranks=(0, 1)).shards)
+    return Remembered.of(given, describe(given, trainer_rank=0, global_ranks=(0, 1)).locals)
 
 
 def local_moved(given):

@@ -12,7 +12,7 @@ from sglang_reshard.errors import EngineRefused, Mismatch, ReshardError, Unsuppo
 from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.sender import WeightSender
 from support.toy import ToyRank, checkpoint
-from support.toy_trainers import PAIRS, sharded
+from support.toy_trainers import PAIRS, State
 from support.world import run_world
 
 MIB = 1 << 20
@@ -22,13 +22,11 @@ def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates, transport):
     sender = WeightSender.over(
         trainer.group, trainer.send, bucket_bytes=bucket_bytes, timeout_s=30, transport=transport
     )
-    state = dict(sharded(0, mesh_shape, kind, dtype))
+    state = State(mesh_shape, kind, dtype)
     reports = []
     for version in range(1, updates + 1):
-        for name, tensor in sharded(version, mesh_shape, kind, dtype):  # in place, as an optimizer writes
-            local = getattr(state[name], "_local_tensor", state[name])
-            local.copy_(getattr(tensor, "_local_tensor", tensor))
-        reports.append(sender.update(state.items(), weight_version=str(version)))
+        state.become(version)
+        reports.append(sender.update(state.given, weight_version=str(version)))
     sender.close()
     return reports
 
@@ -68,7 +66,15 @@ def test_every_parameter_is_bit_exact_after_each_update(mesh_shape, engines, kin
 
 @pytest.mark.parametrize("transport", ["ipc", "p2p"])
 @pytest.mark.parametrize(
-    ("mesh_shape", "engines", "kind"), [((4,), 16, "tp"), ((3,), 4, "fsdp"), ((2, 2), 4, "fsdp_tp"), ((2,), 4, "plain")]
+    ("mesh_shape", "engines", "kind"),
+    [
+        ((4,), 16, "tp"),
+        ((3,), 4, "fsdp"),
+        ((2, 2), 4, "fsdp_tp"),
+        ((2,), 4, "plain"),
+        ((2, 2), 4, "stacked"),
+        ((2, 2), 4, "fused"),
+    ],
 )
 def test_exact_transports_move_exactly_what_is_lacking(mesh_shape, engines, kind, transport):
     for report in run(mesh_shape, engines, kind, transport=transport):

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_reshard.sources.placements import Holdings, Layout, Piece
+from sglang_reshard.sources.holdings import Holdings, Piece
+from sglang_reshard.sources.placements import Layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,15 @@ so that a rank of a model of a hundred thousand tensors is planned in seconds.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from sglang_reshard.layout import Region
+from sglang_reshard.layout import Box, Region
 from sglang_reshard.plan.catalog import Catalog
+from sglang_reshard.sources.holdings import Piece
 from sglang_reshard.trace.program import Copy
 
 _PART_BITS, _COPY_BITS = 20, 26  # of a sort key, beside 17 for the trainer rank
@@ -29,6 +30,10 @@ class Seat:
     engine_ranks: int
     host: str
     trainer_hosts: tuple[str, ...]
+
+    def sees(self, piece: Piece) -> bool:
+        """Whether it is held on this host."""
+        return any(self.trainer_hosts[rank] == self.host for rank in piece.ranks)
 
     def home(self, holders: Sequence[int]) -> tuple[int, ...]:
         """The holders that are nearest: those on this host, or all, beginning at the proportional place."""
@@ -114,7 +119,7 @@ def intake(catalog: Catalog, copies: Sequence[Copy], seat: Seat) -> Intake:
     any; the bytes are shared evenly among all that are equally near.
     """
     tensor = np.fromiter((catalog.index_of[c.source] for c in copies), np.int32, len(copies))
-    spread = _Spread(catalog, tensor)
+    spread = _Spread(catalog, tensor, seat)
     for number, of in enumerate(copies):
         spread.add(number, of)
     copy, part, position, holders = spread.rows()
@@ -142,8 +147,8 @@ class _Spread:
     doubled  tensors of which some region is copied twice
     """
 
-    def __init__(self, catalog: Catalog, tensor: np.ndarray) -> None:
-        self._catalog, self._tensor = catalog, tensor
+    def __init__(self, catalog: Catalog, tensor: np.ndarray, seat: Seat) -> None:
+        self._catalog, self._tensor, self._seat = catalog, tensor, seat
         self._kind_of = catalog.kind_of[tensor].tolist()
         self._alike: dict[tuple[int, Region, tuple[int, ...]], list[int]] = {}
         self._cuts: dict[tuple[int, Region], list[tuple[int, Region, tuple[int, ...], int, int]]] = {}
@@ -193,17 +198,24 @@ class _Spread:
         if key not in self._cuts:
             of = self._catalog.kinds[kind]
             cuts = []
-            seen: set[object] = set()
-            for number, piece in enumerate(of.holdings.pieces):
+            for number, piece in self._nearest(of.holdings.pieces):
                 common = region.intersect(piece.box)
-                if common is None or piece.box in seen:
+                if common is None:
                     continue
-                seen.add(piece.box)
                 inside, skipped = common
                 holders = self._holders.setdefault(piece.ranks, len(self._holders))
                 cuts.append((number, piece.in_shard(inside), skipped, inside.numel * of.item_bytes, holders))
             self._cuts[key] = cuts
         return self._cuts[key]
+
+    def _nearest(self, pieces: Sequence[Piece]) -> Iterable[tuple[int, Piece]]:
+        """One piece of each box, with its number: of those that have the same, the first that is held on this host."""
+        chosen: dict[Box, tuple[int, Piece]] = {}
+        for number, piece in enumerate(pieces):
+            known = chosen.get(piece.box)
+            if known is None or (self._seat.sees(piece) and not self._seat.sees(known[1])):
+                chosen[piece.box] = number, piece
+        return chosen.values()
 
 
 def _share(nbytes: np.ndarray, holders: np.ndarray, near: Sequence[tuple[int, ...]]) -> np.ndarray:

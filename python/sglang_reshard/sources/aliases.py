@@ -13,8 +13,9 @@ def aliases(layout: Layout, shards: Sequence[torch.Tensor]) -> dict[str, str]:
     """Name -> the first name under which the same tensor was given, for tensors that came before.
 
     The same means the same memory with the same local shape and strides, and the same global shape,
-    dtype, mesh and placements. A rank that holds no element of a tensor cannot tell, and leaves it
-    out, so ranks may differ where shards are empty.
+    dtype and distribution: tensors that are fused into one local tensor are different pieces of it. A
+    rank that holds no element of a tensor cannot tell, and leaves it out, so ranks may differ where
+    shards are empty.
     """
     first: dict[object, str] = {}
     tied: dict[str, str] = {}

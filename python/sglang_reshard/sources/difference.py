@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+from typing import Any
+
+from sglang_reshard.sources.holdings import Holdings
 from sglang_reshard.sources.placements import Layout
 
 
@@ -15,8 +19,9 @@ def first_difference(layout: Layout, other: Layout, other_rank: int) -> str:
                     f"and {getattr(b, what)} ({b.name}) on trainer rank {other_rank}; give all ranks the same "
                     "tensors in the same order"
                 )
-        ours = layout.meshes[a.mesh], layout.placements[a.placements]
-        theirs = other.meshes[b.mesh], other.placements[b.placements]
+        ours, theirs = layout.distribution(a), other.distribution(b)
+        if isinstance(ours, Holdings) and isinstance(theirs, Holdings):
+            ours, theirs = _first_pieces_apart(ours, theirs)
         if ours != theirs:
             return (
                 f"trainer ranks disagree at tensor {a.name}: trainer rank 0 has it as {ours}, "
@@ -26,3 +31,9 @@ def first_difference(layout: Layout, other: Layout, other_rank: int) -> str:
         f"trainer rank 0 has {len(layout.tensors)} tensors, trainer rank {other_rank} has {len(other.tensors)}; "
         "give all ranks the same tensors in the same order"
     )
+
+
+def _first_pieces_apart(ours: Holdings, theirs: Holdings) -> tuple[Any, Any]:
+    """The first piece that differs, instead of hundreds; None where there is none."""
+    pairs = zip_longest(ours.pieces, theirs.pieces)
+    return next((pair for pair in pairs if pair[0] != pair[1]), (None, None))

@@ -1,4 +1,4 @@
-"""torch's DTensor, and verl's ShardSpec, as a mesh and placements."""
+"""torch's DTensor as a mesh and placements."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.sources.placements import Mesh, Placement
+from sglang_reshard.sources.holdings import Holdings
+from sglang_reshard.sources.placements import Mesh, Meshed, Placement
 
 
 class Described(NamedTuple):
-    """A tensor's global shape (elements), its mesh and placements, and this rank's local shard."""
+    """A tensor's global shape (elements), its distribution over trainer ranks, and this rank's local tensor."""
 
     shape: tuple[int, ...]
-    mesh: Mesh
-    placements: tuple[Placement, ...]
+    distribution: Meshed | Holdings
     local: torch.Tensor
 
 
@@ -30,44 +30,30 @@ class Meshes:
     def __init__(self, trainer_rank_of: dict[int, int]) -> None:
         self.trainer_rank_of = trainer_rank_of
         # By identity: comparing device meshes is dear, too. Each is kept, so that its id stays its own.
-        self._read: dict[tuple[int, tuple[Any, ...]], tuple[Any, Mesh, tuple[Placement, ...]]] = {}
+        self._read: dict[tuple[int, tuple[Any, ...]], tuple[Any, Meshed]] = {}
 
-    def read(self, name: str, mesh: Any, placements: tuple[Any, ...]) -> tuple[Mesh, tuple[Placement, ...]]:
+    def read(self, name: str, mesh: Any, placements: tuple[Any, ...]) -> Meshed:
         """`mesh` and `placements`, seen from the root; raises Unsupported, naming the tensor."""
         key = id(mesh), placements
         if key not in self._read:
-            self._read[key] = mesh, *_mesh(name, mesh, placements, self.trainer_rank_of)
-        return self._read[key][1:]
+            self._read[key] = mesh, _meshed(name, mesh, placements, self.trainer_rank_of)
+        return self._read[key][1]
 
 
 def from_dtensor(name: str, tensor: DTensor, meshes: Meshes) -> Described:
     """A DTensor; nothing is gathered, the shard is the DTensor's own local tensor."""
-    mesh, placements = meshes.read(name, tensor.device_mesh, tuple(tensor.placements))
+    distribution = meshes.read(name, tensor.device_mesh, tuple(tensor.placements))
     with torch.no_grad():  # with grad, to_local() makes an autograd node instead of handing out the shard
         local = tensor.to_local()
     if isinstance(local, AsyncCollectiveTensor):  # redistribute(async_op=True) hands out what is still on its way
         local = local.wait()
-    return Described(tuple(tensor.shape), mesh, placements, local)
-
-
-def from_shard_spec(name: str, local: torch.Tensor, spec: Any, meshes: Meshes) -> Described:
-    """A flat local shard and verl's `ShardSpec`, read by its attributes full_shape, mesh and placements."""
-    shape = tuple(spec.full_shape)
-    if getattr(spec, "place", None) is not None:
-        raise Unsupported(
-            f"{name}: a ShardSpec with an explicit `place` is not carried yet; "
-            "export this tensor with mesh and placements, or as a DTensor"
-        )
-    if spec.mesh is None:
-        return plain(shape, local.view(shape), meshes)
-    mesh, placements = meshes.read(name, spec.mesh, tuple(spec.placements))
-    return Described(shape, mesh, placements, local)
+    return Described(tuple(tensor.shape), distribution, local)
 
 
 def plain(shape: tuple[int, ...], local: torch.Tensor, meshes: Meshes) -> Described:
     """A tensor that every trainer rank holds whole."""
     ranks = tuple(sorted(meshes.trainer_rank_of.values()))
-    return Described(shape, Mesh((len(ranks),), ranks), (Placement(),), local)
+    return Described(shape, Meshed(Mesh((len(ranks),), ranks), (Placement(),)), local)
 
 
 def _placement(name: str, placement: Any) -> Placement:
@@ -84,9 +70,7 @@ def _placement(name: str, placement: Any) -> Placement:
     raise Unsupported(f"{name} has the placement {placement}, which is none of Shard, _StridedShard and Replicate")
 
 
-def _mesh(
-    name: str, mesh: Any, placements: tuple[Any, ...], trainer_rank_of: dict[int, int]
-) -> tuple[Mesh, tuple[Placement, ...]]:
+def _meshed(name: str, mesh: Any, placements: tuple[Any, ...], trainer_rank_of: dict[int, int]) -> Meshed:
     global_ranks, placements = _on_root_mesh(mesh, placements)
     ranks = tuple(trainer_rank_of.get(r, -1) for r in global_ranks.flatten().tolist())
     if all(r < 0 for r in ranks):
@@ -94,7 +78,7 @@ def _mesh(
             f"{name} lives on a mesh of global ranks {global_ranks.flatten().tolist()}, none of which takes part in "
             f"the update (global ranks {sorted(trainer_rank_of)} do); give the sender all ranks that hold weights"
         )
-    return Mesh(tuple(global_ranks.shape), ranks), tuple(_placement(name, p) for p in placements)
+    return Meshed(Mesh(tuple(global_ranks.shape), ranks), tuple(_placement(name, p) for p in placements))
 
 
 def _on_root_mesh(mesh: Any, placements: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_reshard.layout import Box, split
-from sglang_reshard.sources.placements import Layout, SourceTensor
+from sglang_reshard.layout import Box, Region, split
+from sglang_reshard.sources.holdings import Piece
+from sglang_reshard.sources.placements import Layout
 
 CHUNK = 1 << 18  # elements looked at together where a copy of them is needed: 1 MiB of float32
 
@@ -17,15 +18,18 @@ def first_not_finite(layout: Layout, shards: Sequence[torch.Tensor], trainer_ran
     """What to say of the first tensor with a NaN or an infinity among this rank's shards; None if there is none.
 
     Names the tensor, how many of its elements here are not finite, and the global index of the first.
-    Reads every element once and waits for the device once; makes no temporary of more than CHUNK
-    elements (4 bytes each, 8 for float64). Integers and booleans are finite by nature.
+    Reads every element that the rank holds once, and nothing that a shard has around them, and waits for the
+    device once; makes no temporary of more than CHUNK elements (4 bytes each, 8 for float64). Integers and
+    booleans are finite by nature.
     """
+    own = _Own(layout, trainer_rank)
     extremes: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for i, shard in enumerate(shards):
         if shard.is_floating_point():
-            for chunk in _chunks(shard):
-                both = torch.stack(torch.aminmax(chunk))  # a NaN is both, an infinity one of them
-                extremes.setdefault(shard.device, []).append((i, both.to(torch.float64)))
+            for piece in own.pieces(i):
+                for chunk in _chunks(_values(piece, shard)):
+                    both = torch.stack(torch.aminmax(chunk))  # a NaN is both, an infinity one of them
+                    extremes.setdefault(shard.device, []).append((i, both.to(torch.float64)))
     bad = []
     for of_device in extremes.values():
         finite = torch.stack([both for _, both in of_device]).isfinite().all(dim=1).tolist()
@@ -33,47 +37,72 @@ def first_not_finite(layout: Layout, shards: Sequence[torch.Tensor], trainer_ran
     if not bad:
         return None
     first = min(bad)
-    return _told(layout, layout.tensors[first], shards[first], trainer_rank)
+    return _told(layout.tensors[first].name, own.pieces(first), shards[first], trainer_rank)
+
+
+class _Own:
+    """A trainer rank's pieces of tensors. Those of tensors that are alike are looked up once."""
+
+    def __init__(self, layout: Layout, trainer_rank: int) -> None:
+        self._layout, self._rank = layout, trainer_rank
+        self._known: dict[tuple[object, ...], tuple[Piece, ...]] = {}
+
+    def pieces(self, number: int) -> tuple[Piece, ...]:
+        tensor = self._layout.tensors[number]
+        key = tensor.shape, tensor.mesh, tensor.placements
+        if key not in self._known:
+            self._known[key] = self._layout.holdings(tensor).of_rank(self._rank)
+        return self._known[key]
+
+
+def _values(piece: Piece, shard: torch.Tensor) -> torch.Tensor:
+    """What a shard has of a piece, which is nearly always all that it has."""
+    whole = piece.box.shape == tuple(shard.shape)
+    return shard if whole else shard[piece.in_shard(Region.of(piece.box)).slices()]
 
 
 class _Chunk(NamedTuple):
-    box: Box  # of the local tensor
+    box: Box  # of what was cut
     values: torch.Tensor
 
 
-def _boxes(shard: torch.Tensor) -> Iterator[_Chunk]:
-    """The shard in row-major order, at most CHUNK elements at a time."""
-    if shard.numel():
-        for box in split(Box.whole(tuple(shard.shape)), CHUNK):
-            yield _Chunk(box, shard[box.slices()])
+def _boxes(values: torch.Tensor) -> Iterator[_Chunk]:
+    """All values in row-major order, at most CHUNK elements at a time."""
+    if values.numel():
+        for box in split(Box.whole(tuple(values.shape)), CHUNK):
+            yield _Chunk(box, values[box.slices()])
 
 
-def _chunks(shard: torch.Tensor) -> Iterator[torch.Tensor]:
+def _chunks(values: torch.Tensor) -> Iterator[torch.Tensor]:
     """What `aminmax` can read without a large copy: a contiguous tensor as it is, others bit by bit."""
-    if shard.element_size() > 1 and shard.is_contiguous():
-        if shard.numel():
-            yield shard
+    if values.element_size() > 1 and values.is_contiguous():
+        if values.numel():
+            yield values
         return
-    for _, values in _boxes(shard):
+    for _, part in _boxes(values):
         # Reductions do not know 8-bit floats, and copy what is not contiguous.
-        yield values.float() if values.element_size() == 1 else values.contiguous()
+        yield part.float() if part.element_size() == 1 else part.contiguous()
 
 
-def _told(layout: Layout, tensor: SourceTensor, shard: torch.Tensor, trainer_rank: int) -> str:
-    nans = infinities = 0
-    first: tuple[int, ...] | None = None
-    for box, values in _boxes(shard):
-        values = values.float() if values.element_size() == 1 else values
-        nan, infinite = values.isnan(), values.isinf()
-        nans += int(nan.sum())
-        infinities += int(infinite.sum())
-        if first is None and (nans or infinities):
-            position = int((nan | infinite).flatten().to(torch.uint8).argmax())
-            first = _global_index(layout, tensor, _unravel(position, box), trainer_rank)
+def _told(name: str, pieces: Sequence[Piece], shard: torch.Tensor, trainer_rank: int) -> str:
+    elements = nans = infinities = 0
+    firsts: list[tuple[int, ...]] = []
+    for piece in pieces:
+        found = False
+        for box, chunk in _boxes(_values(piece, shard)):
+            values = chunk.float() if chunk.element_size() == 1 else chunk
+            nan, infinite = values.isnan(), values.isinf()
+            here = int(nan.sum()), int(infinite.sum())
+            if any(here) and not found:
+                position = int((nan | infinite).flatten().to(torch.uint8).argmax())
+                inside = _unravel(position, box)
+                firsts.append(tuple(a + i for a, i in zip(piece.box.start, inside, strict=True)))
+                found = True
+            elements, nans, infinities = elements + box.numel, nans + here[0], infinities + here[1]
     kinds = [f"{n} {kind}" for n, kind in ((nans, "NaN"), (infinities, "infinite")) if n]
     return (
-        f"trainer rank {trainer_rank}: {nans + infinities} of the {shard.numel()} elements that it holds of "
-        f"{tensor.name} are not finite ({', '.join(kinds)}), the first at global index {first}"
+        f"trainer rank {trainer_rank}: {nans + infinities} of the {elements} elements that it holds of "
+        f"{name} are not finite ({', '.join(kinds)}), the first at global index {min(firsts)}"
     )
 
 
@@ -84,14 +113,3 @@ def _unravel(position: int, box: Box) -> tuple[int, ...]:
         position, remainder = divmod(position, length)
         index.append(start + remainder)
     return tuple(reversed(index))
-
-
-def _global_index(
-    layout: Layout, tensor: SourceTensor, local: tuple[int, ...], trainer_rank: int
-) -> tuple[int, ...] | None:
-    """Where a local element is in the whole tensor."""
-    for piece in layout.holdings(tensor).pieces:
-        offset = [i - a for i, a in zip(local, piece.at, strict=True)]
-        if trainer_rank in piece.ranks and all(0 <= o < n for o, n in zip(offset, piece.box.shape, strict=True)):
-            return tuple(s + o for s, o in zip(piece.box.start, offset, strict=True))
-    return None

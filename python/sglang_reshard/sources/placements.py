@@ -13,13 +13,15 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
-from sglang_reshard.layout import ITEM_BYTES, Box, Region, TensorSpec
+from sglang_reshard.layout import ITEM_BYTES, Box, TensorSpec
+from sglang_reshard.sources.holdings import Holdings
 
 Interval = tuple[int, int]
+EXPLICIT = -1  # the mesh of a tensor whose holdings are stated, not derived
 
 
 class Placement(msgspec.Struct, frozen=True, array_like=True):
@@ -46,26 +48,11 @@ class Mesh(msgspec.Struct, frozen=True, array_like=True):
         return ((r, c) for r, c in zip(self.ranks, places, strict=True) if r >= 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a tensor, the trainer ranks that hold it (ascending), and where it starts in their local tensors."""
+class Meshed(NamedTuple):
+    """How a tensor is distributed over a device mesh: one placement for each dimension of the mesh."""
 
-    box: Box
-    ranks: tuple[int, ...]
-    at: tuple[int, ...]
-
-    def in_shard(self, region: Region) -> Region:
-        """A region of the tensor that lies in the piece, with its indices counted in a holder's local tensor."""
-        start = tuple(a - b + at for a, b, at in zip(region.start, self.box.start, self.at, strict=True))
-        return Region(start, region.count, region.step)
-
-
-@dataclass(frozen=True, slots=True)
-class Holdings:
-    """All that a mesh holds of one tensor: its pieces, and each trainer rank's local shape."""
-
-    pieces: tuple[Piece, ...]
-    local_shapes: dict[int, tuple[int, ...]]
+    mesh: Mesh
+    placements: tuple[Placement, ...]
 
 
 def _chunk(length: int, parts: int, index: int) -> Interval:
@@ -118,30 +105,39 @@ def _split_dim(length: int, splits: Sequence[tuple[int, int, int]]) -> tuple[Int
 @functools.lru_cache(maxsize=65536)
 def holdings(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> Holdings:
     """What every trainer rank of `mesh` holds of a tensor of `shape`."""
-    held_by: dict[tuple[Box, tuple[int, ...]], list[int]] = {}
-    local_shapes = {}
+    held = []
+    for rank, dims in _intervals(shape, mesh, placements):
+        offsets = [list(itertools.accumulate((b - a for a, b in d), initial=0)) for d in dims]
+        for index in itertools.product(*(range(len(d)) for d in dims)):
+            intervals = [d[i] for d, i in zip(dims, index, strict=True)]
+            box = Box(tuple(a for a, _ in intervals), tuple(b for _, b in intervals))
+            held.append((box, tuple(o[i] for o, i in zip(offsets, index, strict=True)), rank))
+    return Holdings.of(held)
+
+
+@functools.lru_cache(maxsize=65536)
+def local_shapes(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> dict[int, tuple[int, ...]]:
+    """The shape of every trainer rank's local tensor, which has no elements where the rank holds none."""
+    return {rank: tuple(map(_length, dims)) for rank, dims in _intervals(shape, mesh, placements)}
+
+
+def _intervals(
+    shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]
+) -> Iterator[tuple[int, list[tuple[Interval, ...]]]]:
+    """(trainer rank, what it holds of each dimension)."""
     for rank, coordinate in mesh.coordinates():
         dims = []
         for dim, length in enumerate(shape):
             splits = [(mesh.shape[m], coordinate[m], p.split_factor) for m, p in enumerate(placements) if p.dim == dim]
             dims.append(_split_dim(length, splits))
-        local_shapes[rank] = tuple(map(_length, dims))
-        offsets = [list(itertools.accumulate((b - a for a, b in d), initial=0)) for d in dims]
-        for index in itertools.product(*(range(len(d)) for d in dims)):
-            intervals = [d[i] for d, i in zip(dims, index, strict=True)]
-            box = Box(tuple(a for a, _ in intervals), tuple(b for _, b in intervals))
-            at = tuple(o[i] for o, i in zip(offsets, index, strict=True))
-            held_by.setdefault((box, at), []).append(rank)
-    pieces = sorted((Piece(box, tuple(sorted(r)), at) for (box, at), r in held_by.items()), key=_order)
-    return Holdings(tuple(pieces), local_shapes)
-
-
-def _order(piece: Piece) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return piece.box.start, piece.ranks
+        yield rank, dims
 
 
 class SourceTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A checkpoint tensor as the trainer holds it; `mesh` and `placements` index the layout's tables."""
+    """A checkpoint tensor as the trainer holds it.
+
+    mesh, placements  index the layout's tables; where the mesh is EXPLICIT, `placements` indexes `explicit`
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -157,25 +153,32 @@ class SourceTensor(msgspec.Struct, frozen=True, array_like=True):
 class Layout(msgspec.Struct, frozen=True):
     """All tensors of a training state, the same on every trainer rank.
 
-    Meshes and placements are tables that the tensors point into, so that the layout of tens of
-    thousands of tensors stays small on the wire.
+    Meshes, placements and explicit holdings are tables that the tensors point into, so that the layout of tens
+    of thousands of tensors stays small on the wire.
     """
 
     trainer_ranks: int
     meshes: tuple[Mesh, ...]
     placements: tuple[tuple[Placement, ...], ...]
     tensors: tuple[SourceTensor, ...]
+    explicit: tuple[Holdings, ...] = ()
+
+    def distribution(self, tensor: SourceTensor) -> Meshed | Holdings:
+        if tensor.mesh == EXPLICIT:
+            return self.explicit[tensor.placements]
+        return Meshed(self.meshes[tensor.mesh], self.placements[tensor.placements])
 
     def holdings(self, tensor: SourceTensor) -> Holdings:
-        return holdings(tensor.shape, self.meshes[tensor.mesh], self.placements[tensor.placements])
+        distribution = self.distribution(tensor)
+        return distribution if isinstance(distribution, Holdings) else holdings(tensor.shape, *distribution)
 
     def local_bytes(self) -> tuple[int, ...]:
         """Bytes that each trainer rank holds of all tensors."""
         held = [0] * self.trainer_ranks
         # Thousands of experts are alike but for their names.
         alike = Counter((t.shape, t.dtype, t.mesh, t.placements) for t in self.tensors)
-        for (shape, dtype, mesh, placements), times in alike.items():
-            local_shapes = holdings(shape, self.meshes[mesh], self.placements[placements]).local_shapes
-            for rank, local_shape in local_shapes.items():
-                held[rank] += times * math.prod(local_shape) * ITEM_BYTES[dtype]
+        for key, times in alike.items():
+            tensor = SourceTensor("", *key)
+            for rank, elements in self.holdings(tensor).elements_by_rank().items():
+                held[rank] += times * elements * ITEM_BYTES[tensor.dtype]
         return tuple(held)

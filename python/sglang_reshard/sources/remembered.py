@@ -47,11 +47,14 @@ class Remembered:
         self._storages = {_id(storage): StorageWeakRef(storage) for storage in map(_storage, locals_)}
 
     @classmethod
-    def of(cls, given: Given, shards: Sequence[torch.Tensor]) -> Remembered | None:
-        """None unless the shards are the memory of these very tensors, and not of others that they stand for."""
+    def of(cls, given: Given, read: Sequence[torch.Tensor]) -> Remembered | None:
+        """None unless what was read (`TrainerState.locals`) is the memory of these very tensors.
+
+        It may be that of others that they stand for.
+        """
         locals_ = [t._local_tensor if isinstance(t, DTensor) else t for t in map(_tensor, given)]
         theirs = _KINDS.issuperset(map(type, locals_)) and all(
-            local.data_ptr() == shard.data_ptr() for local, shard in zip(locals_, shards, strict=True)
+            local.data_ptr() == found.data_ptr() for local, found in zip(locals_, read, strict=True)
         )
         return cls(given) if theirs else None
 

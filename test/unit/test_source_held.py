@@ -1,0 +1,192 @@
+"""Tensors whose holdings are stated: fused local tensors, padding, blocks that no mesh describes."""
+
+import pytest
+import torch
+
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout import Box, Region
+from sglang_reshard.messages import pack_blob, unpack_blob
+from sglang_reshard.sources import Held, Holdings, Layout, Piece, aliases, blocks, describe, first_not_finite
+from sglang_reshard.sources.difference import first_difference
+from sglang_reshard.sources.placements import EXPLICIT
+from support.toy import checkpoint
+from support.toy_fused import fused
+from test_placements import as_rank
+
+NAN = float("nan")
+
+
+def described(given, rank=0, size=1):
+    with as_rank(rank, size):
+        return describe(given, trainer_rank=rank, global_ranks=tuple(range(size)))
+
+
+def rows(*held):
+    """Holdings of a tensor of columns 0 to 2, from (first row, stop, row of the local tensor, trainer rank)."""
+    return Holdings.of((Box((a, 0), (b, 2)), (at, 0), rank) for a, b, at, rank in held)
+
+
+# -- fused as by Megatron
+
+
+def states_of(tp, ranks):
+    return [described(fused(checkpoint(1), tp, ranks, rank), rank, ranks) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(("tp", "ranks"), [(1, 1), (2, 2), (2, 4)])
+def test_the_pieces_of_all_ranks_are_the_checkpoint(tp, ranks):
+    states, whole = states_of(tp, ranks), checkpoint(1)
+    layout = states[0].layout
+    assert all(state.layout == layout for state in states)
+    assert {t.name for t in layout.tensors} == set(whole)
+    for number, tensor in enumerate(layout.tensors):
+        found = torch.full(tensor.shape, NAN)
+        for piece in layout.holdings(tensor).pieces:
+            for rank in piece.ranks:
+                shard = states[rank].shards[number]
+                found[piece.box.slices()] = shard[piece.in_shard(Region.of(piece.box)).slices()]
+        assert torch.equal(found, whole[tensor.name]), tensor.name
+
+
+def test_a_fused_local_tensor_is_the_shard_of_each():
+    state = states_of(2, 2)[1]
+    shard = {t.name: s for t, s in zip(state.layout.tensors, state.shards, strict=True)}
+    assert shard["q.weight"].data_ptr() == shard["k.weight"].data_ptr() == shard["v.weight"].data_ptr()
+    assert shard["q.weight"].shape == (30, 16)
+    assert shard["embed.weight"].shape[0] > 10, "padding is part of it"
+
+
+def test_bytes_are_those_of_the_pieces():
+    (state,) = states_of(1, 1)
+    assert state.layout.local_bytes() == (sum(t.numel() * 4 for t in checkpoint(1).values()),)
+    assert sum(s.numel() * 4 for s in state.shards) > 1.5 * state.layout.local_bytes()[0]
+
+
+def test_the_layout_is_the_same_after_the_wire():
+    layout = states_of(2, 4)[0].layout
+    read = unpack_blob(pack_blob(layout)[1], Layout)
+    assert read == layout
+    q = next(t for t in read.tensors if t.name == "q.weight")
+    assert q.mesh == EXPLICIT
+    assert [(p.box.start, p.ranks, p.at) for p in read.holdings(q).pieces] == [
+        ((0, 0), (0, 2), (0, 0)),
+        ((24, 0), (1, 3), (0, 0)),
+    ]
+
+
+# -- tied weights, and weights that are not finite
+
+
+def test_pieces_of_one_local_tensor_are_not_tied_unless_they_are_the_same_piece():
+    state = states_of(2, 2)[1]
+    assert aliases(state.layout, state.shards) == {}
+    local = torch.ones(4, 2)
+    given = [
+        ("a", local, Held((2, 2), rows((0, 2, 0, 0)))),
+        ("b", local, Held((2, 2), rows((0, 2, 2, 0)))),
+        ("tied to b", local.detach(), Held((2, 2), rows((0, 2, 2, 0)))),
+    ]
+    state = described(given)
+    assert aliases(state.layout, state.shards) == {"tied to b": "b"}
+
+
+def test_the_tensor_whose_piece_is_not_finite_is_named_and_what_is_around_pieces_does_not_count():
+    whole = checkpoint(1)
+    whole["v.weight"][4, 7] = NAN  # of the second group of heads
+    state = described(fused(whole, 2, 2, 1), 1, 2)
+    told = first_not_finite(state.layout, state.shards, 1)
+    assert told == (
+        "trainer rank 1: 1 of the 48 elements that it holds of v.weight are not finite (1 NaN), "
+        "the first at global index (4, 7)"
+    )
+    state = described(fused(whole, 2, 2, 0), 0, 2)
+    assert first_not_finite(state.layout, state.shards, 0) is None
+    assert not all(shard.isfinite().all() for shard in state.shards), "there is padding"
+
+
+def test_every_element_is_looked_at_once(monkeypatch):
+    looked = []
+    aminmax = torch.aminmax
+
+    def counted(values):
+        looked.append(values.numel())
+        return aminmax(values)
+
+    monkeypatch.setattr(torch, "aminmax", counted)
+    (state,) = states_of(1, 1)
+    assert first_not_finite(state.layout, state.shards, 0) is None
+    assert sum(looked) == sum(t.numel() for t in checkpoint(1).values())
+
+
+# -- local tensors
+
+
+def test_blocks_are_flat_or_shaped_and_equal_ones_are_replicas():
+    whole = torch.arange(12.0).view(3, 4)
+    boxes = [Box((0, 0), (3, 2)), Box((0, 2), (3, 4)), Box((0, 2), (3, 4)), None]
+    held = blocks(whole.shape, boxes)
+    assert held.shape == (3, 4)
+    assert [(p.box, p.ranks, p.at) for p in held.holdings.pieces] == [
+        (boxes[0], (0,), (0, 0)),
+        (boxes[1], (1, 2), (0, 0)),
+    ]
+    for rank, box in enumerate(boxes):
+        local = whole[box.slices()] if box else torch.empty(0)
+        for given in (local, local.flatten()):
+            (shard,) = described([("w", given, held)], rank, 4).shards
+            assert torch.equal(shard, local)
+
+
+def test_a_rank_that_holds_nothing_gives_the_dtype_and_any_shape():
+    held = Held((2, 2), rows((0, 2, 0, 1)))
+    for nothing in (torch.empty(0), torch.empty(0, 7), torch.ones(3, 3)):
+        state = described([("w", nothing.to(torch.bfloat16), held)], 0, 2)
+        assert state.layout.tensors[0].dtype == "bfloat16"
+        assert [shard.numel() for shard in state.shards] == [0]
+        assert state.layout.local_bytes() == (0, 8)
+
+
+def test_the_order_in_which_pieces_are_told_does_not_count():
+    pieces = rows((0, 1, 0, 0), (1, 2, 0, 1)).pieces
+    states = [described([("w", torch.ones(1, 2), Held((2, 2), Holdings(p)))], 0, 2) for p in (pieces, pieces[::-1])]
+    assert states[0].layout == states[1].layout
+
+
+# -- mistakes
+
+
+REFUSED = {
+    "hold 2 of its 4 elements": (rows((0, 1, 0, 0)), Unsupported),
+    "trainer ranks of which there are 2": (rows((0, 2, 0, 2)), Mismatch),
+    "elements in common": (rows((0, 2, 0, 0), (1, 2, 0, 1)), Mismatch),
+    r"not inside the shape \(2, 2\)": (rows((1, 3, 0, 0)), Mismatch),
+    "has not the 2 dimensions": (Holdings((Piece(Box((0,), (4,)), (0,), (0,)),)), Mismatch),
+    r"reach to \(5, 2\)": (rows((0, 2, 3, 1)), Mismatch),
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_what_cannot_be_is_refused_by_name_and_trainer_rank(says):
+    holdings, error = REFUSED[says]
+    with pytest.raises(error, match=says) as caught:
+        described([("w", torch.zeros(4, 2), Held((2, 2), holdings))], 1, 2)
+    assert str(caught.value).startswith("trainer rank 1: w")
+
+
+@pytest.mark.parametrize("local", [torch.zeros(3), torch.zeros(1, 2, 2), torch.zeros(2, 1)], ids=str)
+def test_a_local_tensor_of_another_shape_is_refused(local):
+    with pytest.raises(Mismatch, match=r"w has a local tensor of shape .* reach to \(2, 2\)"):
+        described([("w", local, Held((2, 2), rows((0, 2, 0, 0))))])
+
+
+def test_ranks_that_disagree_are_told_the_first_piece():
+    a, b = (
+        described([("w", torch.zeros(4, 2), Held((2, 2), rows((0, 1, 0, 0), (1, 2, at, 0))))]).layout for at in (1, 2)
+    )
+    told = first_difference(a, b, 3)
+    assert "disagree at tensor w" in told
+    assert "at=(1, 0)" in told.split("trainer rank 3")[0]
+    assert "at=(2, 0)" in told.split("trainer rank 3")[1]
+    assert "at=(0, 0)" not in told
+    plain = described([("w", torch.zeros(2, 2))]).layout
+    assert "disagree at tensor w" in first_difference(a, plain, 1)

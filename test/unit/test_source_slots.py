@@ -1,0 +1,164 @@
+"""What each checkpoint tensor is of a stack, learned from the converter: by its views, or by where indices go."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.sources import Part, describe, slots
+from test_placements import as_rank
+
+EXPERTS, INNER, HIDDEN = 3, 4, 5
+SHAPE = (EXPERTS, 2 * INNER, HIDDEN)
+GATE_UP = [(f"experts.{e}.{name}.weight", (INNER, HIDDEN)) for e in range(EXPERTS) for name in ("gate", "up")]
+
+
+def gate_up(make):
+    """A converter of a run of experts, each half made by `make`."""
+
+    def convert(first, segment):
+        for i in range(segment.shape[0]):
+            for name, half in zip(("gate", "up"), segment.chunk(2, dim=1), strict=True):
+                yield f"experts.{first + i}.{name}.weight", make(half[i])
+
+    return lambda first, segment: list(convert(first, segment))
+
+
+def expected(axes=(1, 2)):
+    return tuple(
+        (name, Part((i // 2, i % 2 * INNER, 0), (i // 2 + 1, (i % 2 + 1) * INNER, HIDDEN), axes))
+        for i, (name, _) in enumerate(GATE_UP)
+    )
+
+
+def transposed():
+    return [(name, shape[::-1]) for name, shape in GATE_UP]
+
+
+def test_without_a_converter_each_row_is_a_tensor():
+    names = [(f"experts.{e}.down", (2 * INNER, HIDDEN)) for e in range(EXPERTS)]
+    assert slots(names, SHAPE) == tuple(
+        (name, Part((e, 0, 0), (e + 1, 2 * INNER, HIDDEN), (1, 2))) for e, (name, _) in enumerate(names)
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda half: half, lambda half: half.to("cpu", non_blocking=True), lambda half: half.clone(),
+        lambda half: half.contiguous(), lambda half: half.detach().to(torch.bfloat16), lambda half: half[None][0],
+    ],
+)  # fmt: skip
+def test_views_and_copies_are_learned_without_bytes(make, monkeypatch):
+    seen = []
+    convert = gate_up(make)
+
+    def counted(first, segment):
+        seen.append((first, tuple(segment.shape), segment.device.type))
+        return convert(first, segment)
+
+    assert slots(GATE_UP, SHAPE, counted) == expected()
+    assert seen == [(0, (1, *SHAPE[1:]), "meta")], "one row, once"
+
+
+def test_transposed_parts():
+    for make in (torch.t, lambda half: half.t().contiguous()):
+        assert slots(transposed(), SHAPE, gate_up(make)) == expected((2, 1))
+
+
+def test_a_part_that_keeps_the_dimension_of_the_rows():
+    names = [(f"experts.{e}", (1, 2 * INNER, HIDDEN)) for e in range(EXPERTS)]
+    parts = slots(names, SHAPE, lambda first, segment: [(f"experts.{first}", segment)])
+    assert [part.axes for _, part in parts] == [(0, 1, 2)] * EXPERTS
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda half: half.t().clone().flatten().view(HIDDEN, INNER),  # a copy that is then taken for contiguous
+        lambda half: torch.stack(list(half.t())),
+        lambda half: torch.from_numpy(half.t().numpy()),
+    ],
+)
+def test_what_moves_data_is_learned_from_indices(make):
+    assert slots(transposed(), SHAPE, gate_up(make)) == expected((2, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda half: half * 2, r"experts.0.gate.weight is no box of a row of shape \(1, 8, 5\)"),
+        (lambda half: half.add_(1), "experts.0.gate.weight is no box"),
+        (lambda half: half.flip(0), "experts.0.gate.weight is no box"),
+        (lambda half: half.float(), "experts.0.gate.weight is no box"),
+        (lambda half: half[:, [0, 2, 1, 3, 4]], "experts.0.gate.weight is no box"),
+        (lambda half: half.sigmoid_().nope, "cannot be learned"),
+    ],
+)
+def test_what_computes_or_reorders_is_refused(make, says):
+    with pytest.raises(Unsupported, match=says):
+        slots(GATE_UP, SHAPE, gate_up(make))
+
+
+def test_rows_too_large_for_indices_are_refused_before_they_are_made():
+    with pytest.raises(Unsupported, match="more than to slice and transpose"):
+        slots([("a", (1 << 20, 1 << 20))], (1, 1 << 20, 1 << 20), lambda first, row: [("a", row[0] * 2)])
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (GATE_UP[:-1], "5 names were given for 3 rows of 2 tensors each"),
+        ([], "0 names were given"),
+        (
+            [*GATE_UP[:2], *GATE_UP[2:4][::-1], *GATE_UP[4:]],
+            "experts.1.up.weight of .* makes experts.0.gate.weight",
+        ),
+        ([*GATE_UP[2:4], *GATE_UP[2:]], "experts.1.gate.weight of shape"),
+        ([*GATE_UP[:5], (GATE_UP[5][0], (INNER, 1))], r"experts.2.up.weight of shape \(4, 1\)"),
+    ],
+)
+def test_names_that_are_not_what_the_converter_makes_are_refused(names, says):
+    with pytest.raises(Unsupported, match=says):
+        slots(names, SHAPE, gate_up(lambda half: half))
+
+
+# -- ShardSpecs that stand for several tensors
+
+
+def spec(**more):
+    return SimpleNamespace(**{"full_shape": SHAPE, "mesh": None, "placements": None, "place": None, **more})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shard_spec_with_slots_is_a_stack(rank):
+    whole = torch.arange(120.0).view(SHAPE)
+    with as_rank(rank, 2):
+        of_mesh = spec(
+            mesh=DeviceMesh("cpu", [0, 1]),
+            placements=(Shard(0),),
+            hf_slots=GATE_UP,
+            to_hf_chunk=gate_up(lambda half: half.to("cpu")),
+        )
+        local = whole.chunk(2)[rank]
+        state = describe([("stack", local.flatten(), of_mesh)], trainer_rank=rank, global_ranks=(0, 1))
+    assert [t.name for t in state.layout.tensors] == [name for name, _ in GATE_UP]
+    for i, shard in enumerate(state.shards):
+        e, first = i // 2, i % 2 * INNER
+        assert torch.equal(shard, whole[e, first : first + INNER]) if (e < 2) == (rank == 0) else shard.numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"place": 0, "hf_slots": GATE_UP}, r"explicit `place`.*sglang_reshard\.verl exchanges"),
+        ({"to_hf_chunk": gate_up(lambda half: half)}, "has to say by `hf_slots`"),
+        ({"hf_slots": GATE_UP}, "6 names were given for 3 rows"),
+    ],
+)
+def test_what_a_shard_spec_does_not_tell_is_refused_by_name_and_trainer_rank(more, says):
+    with as_rank(1, 2), pytest.raises(Unsupported, match=f"^trainer rank 1: stack: .*{says}"):
+        describe([("stack", torch.zeros(120), spec(**more))], trainer_rank=1, global_ranks=(0, 1))

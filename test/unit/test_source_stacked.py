@@ -1,0 +1,296 @@
+"""A stacked tensor stands for its parts: every rank's views, put together, are the parts, whatever the placements."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout import Box, Region
+from sglang_reshard.messages import pack_blob, unpack_blob
+from sglang_reshard.plan import Catalog
+from sglang_reshard.sources import (
+    Held,
+    Holdings,
+    Layout,
+    Mesh,
+    Part,
+    Placement,
+    Stack,
+    blocks,
+    describe,
+    part_of,
+    stacked,
+)
+from sglang_reshard.sources.holdings import fault
+from sglang_reshard.sources.placements import EXPLICIT, holdings
+from test_placements import as_rank, assembled
+
+EXPERTS, INNER, HIDDEN = 6, 4, 10
+
+
+# -- any parts of any stack
+
+
+@st.composite
+def parts_of(draw, shape):
+    start, stop = zip(*(sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2))) for n in shape), strict=True)
+    stop = tuple(max(a, b) if a < n else b for a, b, n in zip(start, stop, shape, strict=True))
+    gone = [axis for axis in range(len(shape)) if stop[axis] - start[axis] == 1 and draw(st.booleans())]
+    return Part(start, stop, tuple(draw(st.permutations([a for a in range(len(shape)) if a not in gone]))))
+
+
+@st.composite
+def jobs(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 8), min_size=1, max_size=4)))
+    mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
+    dims = [draw(st.integers(-1, len(shape) - 1)) for _ in mesh_shape]
+    placements = tuple(Placement(d) for d in dims)
+    if len(dims) == 2 and dims[0] == dims[1] >= 0 and draw(st.booleans()):
+        placements = Placement(dims[0], mesh_shape[1]), placements[1]
+    ranks = draw(st.permutations(range(math.prod(mesh_shape))))
+    return shape, Mesh(mesh_shape, tuple(ranks)), placements, [draw(parts_of(shape)) for _ in range(3)]
+
+
+def box_of(part, tensor):
+    """The part, by indexing."""
+    gone = {axis for axis in range(tensor.dim()) if axis not in part.axes}
+    bounds = zip(part.start, part.stop, strict=True)
+    box = tensor[tuple(a if axis in gone else slice(a, b) for axis, (a, b) in enumerate(bounds))]
+    kept = sorted(part.axes)
+    return box.permute([kept.index(axis) for axis in part.axes])
+
+
+@settings(max_examples=300)
+@given(jobs())
+def test_every_ranks_view_is_what_its_pieces_say_and_all_of_them_are_the_part(job):
+    shape, mesh, placements, parts = job
+    whole = torch.arange(math.prod(shape)).view(shape)
+    held = holdings(shape, mesh, placements)
+    named = tuple((str(i), part) for i, part in enumerate(parts))
+    told = []
+    for rank in range(len(mesh.ranks)):
+        local = assembled(held, rank, whole)
+        members = list(stacked.members("w", named, shape, held, local, rank))
+        told.append([(m.name, m.shape, m.distribution) for m in members])
+        for member, part in zip(members, parts, strict=True):
+            expected = box_of(part, whole)
+            assert member.shape == tuple(expected.shape)
+            own = member.distribution.of_rank(rank)
+            for piece in own:
+                inside = piece.in_shard(Region.of(piece.box)).slices()
+                assert torch.equal(member.shard[inside], expected[piece.box.slices()])
+            assert tuple(member.shard.shape) == (member.distribution.extent(rank) if own else (0,))
+            if own:
+                assert member.shard.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+            assert fault(Held(member.shape, member.distribution), len(mesh.ranks)) is None
+            assert member.distribution.elements() == expected.numel()
+    assert all(of_rank == told[0] for of_rank in told), "the same on every trainer rank"
+
+
+@given(st.data())
+def test_a_view_of_a_tensor_without_bytes_says_which_part_it_is(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
+    part = data.draw(parts_of(shape).filter(lambda part: math.prod(part.shape) > 0))
+    found = part_of(box_of(part, torch.empty(shape, dtype=torch.bfloat16, device="meta")), shape)
+    assert (found.start, found.stop) == (part.start, part.stop)
+    whole = torch.arange(math.prod(shape)).view(shape)
+    assert torch.equal(box_of(found, whole), box_of(part, whole))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda w: w.flatten(), lambda w: w[:, ::2], lambda w: w[:1].clone(), lambda w: w[0, :1].expand(3, 5),
+        lambda w: w.view(2, 2, 2, 5), lambda w: w.view(torch.int8), lambda w: w[:0], lambda w: w[:1, ..., None, None],
+    ],
+)  # fmt: skip
+def test_what_is_no_box_is_refused(view):
+    whole = torch.empty(2, 4, 5, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(Unsupported, match=r"no box of a tensor of shape \(2, 4, 5\)"):
+        part_of(view(whole), (2, 4, 5))
+
+
+# -- experts, as a trainer gives them
+
+
+def expert_stacks(layer):
+    """Names of gate, up and down of all experts of a layer, as transformers 5 stacks them."""
+    at = f"layers.{layer}.experts"
+    gate_up = [
+        (f"{at}.{e}.{name}", Part((e, first, 0), (e + 1, first + INNER, HIDDEN), (1, 2)))
+        for e in range(EXPERTS)
+        for name, first in (("gate", 0), ("up", INNER))
+    ]
+    down = [(f"{at}.{e}.down", Part((e, 0, 0), (e + 1, HIDDEN, INNER), (1, 2))) for e in range(EXPERTS)]
+    return (f"{at}.gate_up_proj", Stack(tuple(gate_up))), (f"{at}.down_proj", Stack(tuple(down)))
+
+
+def wholes(layer):
+    generator = torch.Generator().manual_seed(layer)
+    gate_up = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=generator)
+    return gate_up, torch.randn(EXPERTS, HIDDEN, INNER, generator=generator)
+
+
+def given_by(mesh, placements, layers):
+    for layer in range(layers):
+        for (name, stack), whole in zip(expert_stacks(layer), wholes(layer), strict=True):
+            yield name, distribute_tensor(whole, mesh, placements, src_data_rank=None), stack
+
+
+WAYS = {
+    "rows": ((4,), [Shard(0)]),
+    "uneven rows": ((5,), [Shard(0)]),
+    "columns": ((4,), [Shard(1)]),
+    "uneven columns": ((3,), [Shard(2)]),
+    "replicas": ((2, 2), [Replicate(), Shard(0)]),
+    "experts and columns": ((3, 2), [Shard(0), Shard(1)]),
+    "strided": ((2, 2), [_StridedShard(1, split_factor=2), Shard(1)]),
+    "whole": ((2,), [Replicate()]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_are_views_of_the_stacks_in_one_layout(way):
+    mesh_shape, placements = WAYS[way]
+    world = math.prod(mesh_shape)
+    states = []
+    for rank in range(world):
+        with as_rank(rank, world):
+            given = list(given_by(init_device_mesh("cpu", mesh_shape), placements, 3))
+            state = describe(given, trainer_rank=rank, global_ranks=tuple(range(world)))
+        states.append(state)
+        storages = {tensor._local_tensor.untyped_storage().data_ptr() for _, tensor, _ in given}
+        assert {s.untyped_storage().data_ptr() for s in state.shards if s.numel()} <= storages, "nothing is copied"
+        assert [t.data_ptr() for t in state.locals] == [tensor._local_tensor.data_ptr() for _, tensor, _ in given]
+        held = sum(tensor._local_tensor.numel() * 4 for _, tensor, _ in given)
+        assert state.layout.local_bytes()[rank] == held
+    layout = states[0].layout
+    assert all(state.layout == layout for state in states)
+    assert layout.meshes == ()
+    assert {t.mesh for t in layout.tensors} == {EXPLICIT}
+    for layer in range(3):
+        gate_up, down = wholes(layer)
+        for e in range(EXPERTS):
+            parts = {"gate": gate_up[e, :INNER], "up": gate_up[e, INNER:], "down": down[e]}
+            for name, expected in parts.items():
+                number = [t.name for t in layout.tensors].index(f"layers.{layer}.experts.{e}.{name}")
+                for piece in layout.holdings(layout.tensors[number]).pieces:
+                    for rank in piece.ranks:
+                        shard = states[rank].shards[number]
+                        inside = piece.in_shard(Region.of(piece.box)).slices()
+                        assert torch.equal(shard[inside], expected[piece.box.slices()])
+
+
+def test_layers_share_the_table_and_are_worked_out_once():
+    layouts = []
+    for layers in (1, 10):
+        stacked._cuts.cache_clear()
+        with as_rank(1, 4):
+            given = given_by(init_device_mesh("cpu", (4,)), [Shard(0)], layers)
+            layouts.append(describe(given, trainer_rank=1, global_ranks=(0, 1, 2, 3)).layout)
+        assert stacked._cuts.cache_info().misses == 2
+    assert layouts[0].explicit == layouts[1].explicit
+    # Two experts a rank, gate and up alike, and down.
+    assert len(layouts[0].explicit) == 6
+    assert len(Catalog.of(layouts[1]).kinds) == 6
+    assert [len(layout.tensors) for layout in layouts] == [3 * EXPERTS, 30 * EXPERTS]
+
+
+def test_a_stacked_layout_is_as_small_on_the_wire_as_one_of_separate_experts():
+    """Qwen3-30B-A3B's 48 layers of 128 experts on 64 trainer ranks: the names are what takes room."""
+    shape = (128, 8, 4)
+    parts = [Part((e, a, 0), (e + 1, a + 4, 4), (1, 2)) for e in range(128) for a in (0, 4)]
+    named, separate = [], []
+    with as_rank(0, 64):
+        mesh = init_device_mesh("cpu", (64,))
+        local = torch.zeros(2, *shape[1:], dtype=torch.bfloat16)
+        tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        expert = DTensor.from_local(local[0, :1], mesh, [Shard(0)], run_check=False)
+        for layer in range(48):
+            at = f"model.layers.{layer}.mlp.experts"
+            names = [f"{at}.{e}.{name}_proj.weight" for e in range(128) for name in ("gate", "up")]
+            named.append((f"stack.{layer}", tensor, Stack(tuple(zip(names, parts, strict=True)))))
+            separate += [(name, expert) for name in names]
+        ranks = {"trainer_rank": 0, "global_ranks": tuple(range(64))}
+        layout, apart = (describe(given, **ranks).layout for given in (named, separate))
+    _, blob = pack_blob(layout)
+    assert len(layout.explicit) == 64
+    assert len(blob) < 1.5 * len(pack_blob(apart)[1]) < 100_000
+    assert unpack_blob(blob, Layout) == layout
+
+
+def test_a_flat_shard_with_a_spec_of_its_own_is_a_stack_too():
+    """As verl exports stacks: by mesh and placements, or as explicit blocks."""
+    whole, (_, stack) = wholes(0)[1], expert_stacks(0)[1]
+    boxes = [Box((0, 0, 0), (2, HIDDEN, INNER)), Box((2, 0, 0), (6, HIDDEN, INNER)), None]
+    for rank, box in enumerate(boxes):
+        with as_rank(rank, 3):
+            local = whole[box.slices()].flatten() if box else torch.empty(0)
+            given = [("down", local, Stack(stack.parts, blocks(whole.shape, boxes)))]
+            state = describe(given, trainer_rank=rank, global_ranks=(0, 1, 2))
+        for e, shard in enumerate(state.shards):
+            mine = box is not None and box.start[0] <= e < box.stop[0]
+            assert torch.equal(shard, whole[e]) if mine else shard.numel() == 0
+        holders = [p.ranks for t in state.layout.tensors for p in state.layout.holdings(t).pieces]
+        assert holders == [(0,)] * 2 + [(1,)] * 4
+
+
+def test_the_dtype_is_the_stacks_also_where_a_rank_holds_nothing():
+    with as_rank(0, 2):
+        mesh = dist.device_mesh.DeviceMesh("cpu", [1])
+        tensor = DTensor.from_local(
+            torch.empty(0), mesh, [Shard(0)], run_check=False, shape=torch.Size((2, 3)), stride=(3, 1)
+        )
+        tensor = tensor.to(torch.bfloat16)
+        stack = Stack((("a", Part((0, 0), (1, 3), (1,))), ("b", Part((1, 0), (2, 3), (1,)))))
+        state = describe([("w", tensor, stack)], trainer_rank=0, global_ranks=(0, 1))
+    assert [(t.dtype, t.shape) for t in state.layout.tensors] == [("bfloat16", (3,))] * 2
+    assert [shard.numel() for shard in state.shards] == [0, 0]
+
+
+def test_between_forward_and_backward_the_parts_are_those_of_the_sharded_stack():
+    with as_rank(1, 2):
+        model = torch.nn.Linear(3, 4, bias=False)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        sharded = model.weight
+        model(torch.ones(1, 3))
+        assert not isinstance(model.weight, DTensor), "FSDP2 leaves its root unsharded"
+        stack = Stack(tuple((str(i), Part((i, 0), (i + 1, 3), (1,))) for i in range(4)))
+        state = describe([("w", model.weight, stack)], trainer_rank=1, global_ranks=(0, 1))
+    assert state.locals[0].data_ptr() == sharded._local_tensor.data_ptr()
+    assert [shard.numel() for shard in state.shards] == [0, 0, 3, 3]
+
+
+# -- mistakes
+
+
+def refused(parts, kind, says, tensor=None, spec=None):
+    tensor = torch.zeros(2, 3) if tensor is None else tensor
+    with as_rank(1, 2), pytest.raises(kind, match=says) as caught:
+        describe([("w", tensor, Stack(tuple(parts), spec))], trainer_rank=1, global_ranks=(0, 1))
+    assert str(caught.value).startswith("trainer rank 1: ")
+
+
+def test_parts_that_cannot_be_are_refused_by_name():
+    refused([("a", Part((0, 0), (2, 4), (0, 1)))], Mismatch, r"w: its part a does not lie inside the shape \(2, 3\)")
+    refused([("a", Part((0,), (2,), (0,)))], Mismatch, "w: its part a has not the 2 dimensions")
+    refused([("a", Part((0, 0), (2, 3), (0,)))], Mismatch, "w: its part a must name each of its dimensions once")
+    refused([("a", Part((0, 0), (1, 3), (1, 1)))], Mismatch, "w: its part a must name each of its dimensions once")
+    row = Part((0, 0), (1, 3), (1,))
+    refused([("a", row), ("a", row)], Mismatch, "the name a was given twice")
+
+
+def test_a_part_whose_elements_are_scattered_over_a_local_tensor_is_refused_by_name():
+    """Of one row, a rank has the ends in rows 0 and 1 of its local tensor: there is no view of them."""
+    ends = [(Box((0, 0), (1, 2)), (0, 0), 0), (Box((0, 2), (1, 3)), (1, 0), 0), (Box((1, 0), (2, 3)), (0, 0), 1)]
+    parts = [("b", Part((1, 0), (2, 3), (1,))), ("a", Part((0, 0), (1, 3), (1,)))]
+    held = Held((2, 3), Holdings.of(ends))
+    refused(parts, Unsupported, "its part a is no box of that rank's local tensor", torch.zeros(2, 3), held)
