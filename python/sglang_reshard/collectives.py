@@ -31,3 +31,16 @@ def broadcast_message(message: T | None, kind: type[T], group: dist.ProcessGroup
         data = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(data, root, group=group)
     return from_tensor(data, kind)
+
+
+def gather_messages(message: object, kind: type[T], group: dist.ProcessGroup) -> list[T]:
+    """Every rank's message, in the order of the group's ranks, on every rank. Collective over a CPU group."""
+    data, ranks = as_tensor(message), dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+    longest = max(map(int, sizes))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: data.numel()] = data
+    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(ranks)]
+    dist.all_gather(gathered, padded, group=group)
+    return [from_tensor(all_[: int(size)], kind) for all_, size in zip(gathered, sizes, strict=True)]

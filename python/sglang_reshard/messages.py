@@ -31,6 +31,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     bucket_bytes    size of a bucket; a rank holds at most two
     timeout_s       seconds that any one wait of this update may last
     ignore          names that no engine rank need have a use for, as patterns of fnmatch
+    let_go          unmap the trainer ranks' memory at the end, and map it again in the next update
     package_version of the sender; the engine's must be the same
     """
 
@@ -49,6 +50,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     flush_cache: bool = True
     abort_all_requests: bool = False
     ignore: tuple[str, ...] = ()
+    let_go: bool = False
     package_version: str = ""
 
 

@@ -83,7 +83,10 @@ class WeightReceiver:
         """
         with self._busy:
             try:
-                return self._update(request, refusal)
+                output = self._update(request, refusal)
+                if request.let_go:
+                    self._router.let_go()
+                return output
             except ReshardError as error:  # the verdicts themselves could not be exchanged
                 self._forget()
                 return DistributedUpdateWeightsOutput(success=False, message=str(error), torn=bool(self.torn))

@@ -86,11 +86,15 @@ class Router:
             self._peers.close()
             self._peers = None
 
+    def let_go(self) -> None:
+        """The trainer ranks' memory, and the route, whose views keep it."""
+        self.drop()
+        self._memory.forget()
+
     def forget(self) -> None:
         """All that was agreed with others."""
-        self.drop()
+        self.let_go()
         self.regroup()
-        self._memory.forget()
 
     def plan(
         self, request: DistributedUpdateWeightsReq, needs: Sequence[Needs], session: Session, target: Target

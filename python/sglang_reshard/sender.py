@@ -55,6 +55,7 @@ class _Options:
     abort_all_requests: bool
     ignore: tuple[str, ...]
     check_finite: bool
+    let_go: bool
 
 
 class WeightSender:
@@ -116,6 +117,7 @@ class WeightSender:
         abort_all_requests: bool = False,
         ignore: Sequence[str] = (),
         check_finite: bool = False,
+        let_go: bool = False,
     ) -> UpdateReport:
         """Bring the engine to these weights. Every trainer rank calls it, with the same names in the same order.
 
@@ -125,6 +127,8 @@ class WeightSender:
         ignore         names that the engine may have no use for, as patterns of fnmatch ("model.layers.61.*");
                        any other such name is refused, unless it is tied to a tensor that is sent too
         check_finite   look for NaN and infinities in every shard first, and refuse them
+        let_go         engine ranks unmap the shards' memory at the end: for a trainer that offloads it now. The next
+                       update maps it, and plans, anew. Memory that others have mapped is not free when it is freed
 
         Raises, on every trainer rank: Unsupported or Mismatch for what cannot be sent, DeadlineExceeded for a
         rank that does not show up, EngineRefused for what the engine says. The old weights keep serving then,
@@ -135,7 +139,7 @@ class WeightSender:
                 f"trainer rank {self._rank}: update {self._update} is running in another thread; wait for it to return"
             )
         try:
-            options = _Options(weight_version, flush_cache, abort_all_requests, tuple(ignore), check_finite)
+            options = _Options(weight_version, flush_cache, abort_all_requests, tuple(ignore), check_finite, let_go)
             return self._update_alone(named_tensors, options)
         finally:
             self._alone.release()
@@ -231,6 +235,7 @@ class WeightSender:
                 flush_cache=options.flush_cache,
                 abort_all_requests=options.abort_all_requests,
                 ignore=options.ignore + tied,
+                let_go=options.let_go,
                 package_version=__version__,
             )
         )

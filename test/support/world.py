@@ -10,6 +10,7 @@ import multiprocessing as mp
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -40,14 +41,21 @@ _CONTEXT.set_forkserver_preload(
     ]
 )
 
+Send = Callable[[DistributedUpdateWeightsReq], DistributedUpdateWeightsOutput]
+
 
 @dataclass(frozen=True)
 class Trainer:
-    """What a trainer rank's function is given. `send` reaches the engine from rank 0, and is None elsewhere."""
+    """What a trainer rank's function is given.
+
+    send      reaches the engine from rank 0, and is None elsewhere
+    send_one  reaches engine rank `i` alone: where each is an engine of its own. None elsewhere, too
+    """
 
     rank: int
     size: int
-    send: Callable[[DistributedUpdateWeightsReq], DistributedUpdateWeightsOutput] | None
+    send: Send | None
+    send_one: tuple[Send | None, ...]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -73,7 +81,8 @@ def run_world(
     engines_apart  engine ranks are left without a default process group: SGLang makes one of its own
     """
     pipes = [context.Pipe() for _ in range(engines)]
-    jobs = [(_trainer, (r, trainers, [a for a, _ in pipes] if r == 0 else [], train, args)) for r in range(trainers)]
+    near = [a for a, _ in pipes]
+    jobs = [(_trainer, (r, trainers, near if r == 0 else [None] * engines, train, args)) for r in range(trainers)]
     jobs += [(_engine, (r, engines, pipes[r][1], engines_apart, serve, args)) for r in range(engines)]
     results: list[Any] = [None] * len(jobs)
     processes, links = [], {}
@@ -139,20 +148,28 @@ def _join(rank: int, size: int, port: int, apart: bool = False) -> Any:
     return dist.group.WORLD
 
 
-def _trainer(link: Connection, rank: int, size: int, engines: list[Connection], train: Any, args: Any) -> None:
-    def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
-        for engine in engines:
+def _trainer(link: Connection, rank: int, size: int, engines: list[Connection | None], train: Any, args: Any) -> None:
+    def reach(engine: Connection) -> Send:
+        def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
             engine.send_bytes(encode(request))
-        outputs = [decode(engine.recv_bytes(), DistributedUpdateWeightsOutput) for engine in engines]
+            return decode(engine.recv_bytes(), DistributedUpdateWeightsOutput)
+
+        return send
+
+    def send_all(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
+        with ThreadPoolExecutor(len(engines)) as threads:  # engine ranks answer together
+            outputs = list(threads.map(lambda send: send(request), filter(None, sends)))
         assert all(o == outputs[0] for o in outputs), "engine ranks answered differently"
         return outputs[0]
+
+    sends = tuple(None if engine is None else reach(engine) for engine in engines)
 
     def run(port: int) -> Any:
         _join(rank, size, port)
         try:
-            return train(Trainer(rank, size, send if rank == 0 else None), *args)
+            return train(Trainer(rank, size, send_all if rank == 0 else None, sends), *args)
         finally:
-            for engine in engines:
+            for engine in filter(None, engines):
                 engine.send_bytes(b"")  # the end of the requests
 
     _report(link, run)

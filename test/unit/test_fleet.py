@@ -1,0 +1,116 @@
+"""Several engines take the same weights at the same time, and come and go between updates."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sglang_reshard.collectives import broadcast_message, gather_messages
+from sglang_reshard.control import Control
+from sglang_reshard.errors import EngineRefused, Mismatch
+from sglang_reshard.fleet import Fleet
+from sglang_reshard.messages import DistributedUpdateWeightsOutput
+from sglang_reshard.receiver import WeightReceiver
+from sglang_reshard.session import Address, Session
+from support.toy import ToyRank, checkpoint
+from support.world import run_world
+
+
+def fleet_of(trainer: Any, **options: Any) -> tuple[Fleet, Session | None]:
+    host = Session.host() if trainer.rank == 0 else None
+    address = broadcast_message(host.address if host else None, Address, trainer.group)
+    ranks = tuple(range(trainer.size))
+    return Fleet(address, trainer_rank=trainer.rank, global_ranks=ranks, timeout_s=30, **options), host
+
+
+def train(trainer, transport):
+    fleet, _host = fleet_of(trainer, transport=transport)
+    first, second = trainer.send_one
+    told = []
+    for version, engines in enumerate([{"a": first}, {"a": first, "b": second}, {"b": second}], start=1):
+        fleet.attend(engines)
+        told.append(sorted(fleet.update(checkpoint(version).items(), weight_version=str(version))))
+    fleet.attend({})
+    with pytest.raises(Mismatch, match="attend"):
+        fleet.update(checkpoint(4).items())
+    fleet.close()
+    return told
+
+
+def serve(rank, _size, requests, *_):
+    """An engine of one rank; which versions it was brought to, exactly."""
+    model = ToyRank(0, 1)
+    receiver = WeightReceiver(model, Control(requests.group, 0, 1), torch.device("cpu"))
+    seen = []
+    for request in requests:
+        requests.answer(receiver.update(request))
+        stock = ToyRank(0, 1)
+        stock.load_weights(checkpoint(int(request.weight_version)).items())
+        assert all(torch.equal(getattr(model, name), p) for name, p in stock.named_parameters())
+        seen.append(request.weight_version)
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["ipc", "p2p", "broadcast"])
+def test_engines_come_and_go(transport):
+    told, seen = run_world(2, 2, train, serve, transport)
+    assert told == [[["a"], ["a", "b"], ["b"]]] * 2
+    assert seen == [["1", "2"], ["2", "3"]]
+
+
+def refuse(_request):
+    return DistributedUpdateWeightsOutput(success=False, message="offloaded")
+
+
+def train_with_one_that_refuses(trainer):
+    fleet, _host = fleet_of(trainer)
+    refusing = refuse if trainer.rank == 0 else None
+    fleet.attend({"a": trainer.send_one[0], "b": refusing})
+    with pytest.raises(EngineRefused) as refused:
+        fleet.update(checkpoint(1).items(), weight_version="1")
+    fleet.attend({"a": trainer.send_one[0]})
+    fleet.update(checkpoint(2).items(), weight_version="2")
+    fleet.close()
+    return str(refused.value)
+
+
+def test_one_engine_that_refuses_is_named_and_the_others_are_updated():
+    told, seen = run_world(2, 1, train_with_one_that_refuses, serve)
+    assert set(told) == {"1 of 2 engines were not updated: b: offloaded"}
+    assert seen == [["1", "2"]]
+
+
+def train_and_offload(trainer):
+    fleet, _host = fleet_of(trainer, transport="ipc")
+    fleet.attend({"a": trainer.send_one[0]})
+    seconds = [
+        fleet.update(checkpoint(1).items(), weight_version="1", let_go=let_go)["a"].seconds for let_go in (True, False)
+    ]
+    fleet.close()
+    return [sorted(phases) for phases in seconds]
+
+
+def serve_and_look(rank, size, requests):
+    receiver = WeightReceiver(ToyRank(0, 1), Control(requests.group, 0, 1), torch.device("cpu"))
+    kept = []
+    for request in requests:
+        output = receiver.update(request)
+        kept.append(receiver._router.route is not None)
+        requests.answer(output)
+    return kept
+
+
+def test_memory_is_let_go_where_it_is_asked_for():
+    told, kept = run_world(1, 1, train_and_offload, serve_and_look)
+    assert kept == [[False, True]]
+    assert "plan" in told[0][1]
+
+
+def test_messages_are_gathered_in_the_order_of_the_ranks():
+    told, _ = run_world(3, 0, gather_own, serve)
+    assert told == [[["0"], ["1"] * 2, ["2"] * 3]] * 3
+
+
+def gather_own(trainer):
+    return gather_messages([str(trainer.rank)] * (trainer.rank + 1), list[str], dist.group.WORLD)
