@@ -1,0 +1,115 @@
+"""A command and all that it starts, however detached: followed, and ended without leaving anything behind.
+
+Ray starts daemons that outlive the process they come from, and workers in sessions of their own. While a
+command runs, this process adopts whatever of its descendants loses its parent, so that none can get lost.
+Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from sglang_reshard.shared_segments import remove, segments_of
+
+_PR_SET_CHILD_SUBREAPER = 36
+_SHM = Path("/dev/shm")
+_POLL_S, _CENSUS_EVERY_S = 0.2, 2.0
+
+
+class Deadline(AssertionError):
+    """The command ran longer than it may."""
+
+
+def run(command: list[str], environment: dict[str, str], folder: Path, log: Path, timeout_s: float) -> int:
+    """The exit status of `command`, run in `folder` with its output in `log`.
+
+    Raises Deadline when it takes longer than `timeout_s`. Either way every process that came of it is gone
+    afterwards, and so is the shared memory that they made.
+    """
+    end = time.monotonic() + timeout_s
+    with _adoption(), log.open("ab") as out:
+        family = _Family()
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None:
+                family.census()
+                if time.monotonic() > end:
+                    raise Deadline(f"not done after {timeout_s:g} s: {' '.join(command[:4])} ...")
+                time.sleep(_POLL_S)
+        finally:
+            family.end()
+            process.wait()
+    return process.returncode
+
+
+class _Family:
+    """All processes below this one, except those that were there before."""
+
+    def __init__(self) -> None:
+        self._strangers = set(psutil.Process().children(recursive=True))
+        self._pids: set[int] = set()
+        self._segments: set[Path] = set()
+        self._next = 0.0
+        self.peak_bytes = 0
+
+    def members(self) -> set[psutil.Process]:
+        return set(psutil.Process().children(recursive=True)) - self._strangers
+
+    def census(self) -> None:
+        """What they have mapped has to be asked while they live."""
+        if time.monotonic() < self._next:
+            return
+        pids = [member.pid for member in self.members()]
+        self._pids.update(pids)
+        self._segments |= segments_of(pids)
+        self._next = time.monotonic() + _CENSUS_EVERY_S
+
+    def end(self) -> None:
+        self._next = 0.0
+        self.census()
+        while members := self.members():  # until none starts another
+            for member in members:
+                with contextlib.suppress(psutil.Error):
+                    member.kill()
+            for member in members:
+                with contextlib.suppress(psutil.Error, ChildProcessError):
+                    member.wait(timeout=10)
+        remove(self._segments)
+        # torch's, named after the process that made them; their own manager was killed as well.
+        remove(f for pid in self._pids for f in _SHM.glob(f"torch_{pid}_*"))
+
+
+@contextlib.contextmanager
+def _adoption() -> Iterator[None]:
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def adopt(yes: int) -> None:
+        if libc.prctl(_PR_SET_CHILD_SUBREAPER, yes, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+    adopt(1)
+    try:
+        yield
+    finally:
+        adopt(0)
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's variables without those that would lead Ray or verl astray."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "VERL_")) and k != "CUDA_VISIBLE_DEVICES"}

@@ -1,0 +1,98 @@
+"""Runs of real verl on this host: in a process of its own, with a Ray of its own, under a deadline."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_reshard.cpu_host import verl_settings
+from support import descendants, verl_assets
+
+TEST = Path(__file__).parent.parent
+_TAIL_CHARACTERS = 12_000
+
+
+@dataclass(frozen=True)
+class PpoRun:
+    """log: all output. steps: verl's metrics of each step."""
+
+    log: str
+    steps: list[dict[str, float]]
+
+    @property
+    def correlations(self) -> list[float]:
+        """How closely probabilities of sampled tokens agree between rollout and trainer, by step: 1 is perfect."""
+        return [step["training/rollout_actor_probs_pearson_corr"] for step in self.steps]
+
+
+@contextmanager
+def verl_folder() -> Iterator[Path]:
+    """Not pytest's own: Ray has sockets below it, and a socket's path holds 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="verl-", ignore_cleanup_errors=True) as made:
+        yield Path(made)
+
+
+def environment(folder: Path, tp_size: int) -> dict[str, str]:
+    """Of a driver whose Ray, caches and home are in `folder`."""
+    variables = {**descendants.clean_environment(), **verl_settings.environment(tp_size)}
+    path = [str(TEST.parent), str(TEST), str(TEST / "verl"), variables["PYTHONPATH"]]
+    return {
+        **variables,
+        "PYTHONPATH": os.pathsep.join(path),
+        "HOME": str(folder),
+        "RAY_TMPDIR": str(folder),
+        # A cluster of its own, even where another one runs.
+        "RAY_ADDRESS": "local",
+        # By default workers, and the engines that they start, give way to everything else on the host.
+        "RAY_worker_niceness": "0",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VERL_LOGGING_LEVEL": "WARN",
+        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
+        "HYDRA_FULL_ERROR": "1",
+    }
+
+
+def run_verl(command: list[str], folder: Path, variables: Mapping[str, str], timeout_s: float) -> str:
+    """The output of a Python command. Fails with the end of it when the command does."""
+    log = folder / "log"
+    try:
+        status = descendants.run([sys.executable, *command], dict(variables), folder, log, timeout_s)
+    except descendants.Deadline as error:
+        raise AssertionError(f"{error}\n{_tail(log)}") from error
+    assert status == 0, f"exit status {status}\n{_tail(log)}"
+    return log.read_text(errors="replace")
+
+
+def run_ppo(
+    folder: Path, *overrides: str, steps: int = 2, ranks: int = 2, tp_size: int = 2, timeout_s: float = 300
+) -> PpoRun:
+    """GRPO with a tiny model by `verl.trainer.main_ppo`; `overrides` are hydra's, and win."""
+    verl_assets.save_model(folder / "model", ranks, tp_size)
+    verl_assets.save_prompts(folder / "prompts.parquet", rows=4)
+    settings = [*verl_settings.overrides(), *verl_assets.tiny_run(folder, ranks, tp_size, steps), *overrides]
+    log = run_verl(["-m", "verl.trainer.main_ppo", *settings], folder, environment(folder, tp_size), timeout_s)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return PpoRun(log, [json.loads(line)["data"] for line in lines])
+
+
+def run_job(function: str, folder: Path, *, tp_size: int, timeout_s: float = 170, **job: Any) -> Any:
+    """What `function` ("module:name" of a module in test/verl) returned as a driver of verl.
+
+    It is called with a dictionary of `job`, `folder` and `tp_size`.
+    """
+    order = json.dumps({"folder": str(folder), "tp_size": tp_size, **job})
+    run_verl(["-m", "support.verl_driver", function, order], folder, environment(folder, tp_size), timeout_s)
+    return json.loads((folder / "result.json").read_text())
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-_TAIL_CHARACTERS:]
