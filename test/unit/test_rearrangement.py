@@ -1,0 +1,82 @@
+"""What a function that only moves elements does with them is found without their bytes, exactly, or refused."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.trace.rearrangement import rearranged
+from support.moves import ELSEWHERE, chained, chains, counted, elsewhere, halves_joined, heads_picked, shapes
+
+
+def boxes_that_agree(function, shape):
+    """The boxes of each result, by name, compared with what the function does to real elements."""
+    truth, found = function(counted(shape)), rearranged(function, shape, torch.int64)
+    assert list(found) == list(truth)
+    for name, wanted in truth.items():
+        told = torch.full(wanted.shape, ELSEWHERE)
+        for box in found[name].boxes:
+            assert set(box.step) <= {1}
+            for index in itertools.product(*map(range, box.size)):
+                place = tuple(a + i for a, i in zip(box.start, index, strict=True))
+                assert told[place] == ELSEWHERE
+                told[place] = box.write + sum(i * s for i, s in zip(index, box.stride, strict=True))
+        assert torch.equal(told, wanted), name
+    return {name: result.boxes for name, result in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "boxes"),
+    [
+        (lambda x: {"itself": x}, (3, 4), 1),
+        (lambda x: {"rows": torch.cat([elsewhere(x), x])}, (3, 4), 1),
+        (lambda x: {"columns": torch.cat([elsewhere(x), x], dim=1)}, (3, 4), 1),
+        (lambda x: {"vocabulary": torch.cat([elsewhere(x), x])[:5]}, (3, 4), 1),
+        (lambda x: {"vocabulary": torch.cat([x, elsewhere(x)])[:2]}, (3, 4), 1),
+        (halves_joined, (6, 5), 2),
+        (heads_picked, (12, 5), 3),
+        (lambda x: {"transposed": x.permute(1, 0).contiguous()}, (3, 4), 1),
+        (lambda x: {"stacked": torch.stack([x, x])}, (3, 4), 2),
+        (lambda x: {"interleaved": x.view(2, 3, 4).transpose(0, 1).reshape(6, 4)}, (6, 4), 3),
+        (lambda x: {"masked": x[:, torch.tensor([True, False, True, True])]}, (3, 4), 2),
+        (lambda x: {"from the end": x[:, torch.tensor([-1, 0])]}, (3, 4), 2),
+        (lambda x: {"last dimension": x.index_select(-1, torch.tensor([3, 0, 1]))}, (3, 4), 2),
+        (lambda x: {"scalar": x}, (), 1),
+        (lambda x: {"nothing": x[:0], "of others": elsewhere(x)}, (3, 4), 0),
+    ],
+)
+def test_moved_elements_are_found_in_few_boxes(function, shape, boxes):
+    assert sum(map(len, boxes_that_agree(function, shape).values())) == boxes
+
+
+@settings(max_examples=60)
+@given(shapes, chains)
+def test_any_chain_of_moves_is_followed(shape, moves):
+    boxes_that_agree(chained(moves), shape)
+
+
+def test_nothing_of_the_tensors_size_is_allocated():
+    found = rearranged(halves_joined, (2**21, 2**15), torch.bfloat16)  # 128 GiB, and three times that
+    assert [(b.start, b.size, b.write) for b in found["up"].boxes] == [((2**20, 0), (2**20, 2**15), 2**35)]
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda x: {"t": x + 1}, "t is computed, not only moved"),
+        (lambda x: {"t": torch.cat([x, x * 2])}, "t is computed, not only moved"),
+        (lambda x: {"t": x.to(torch.float32)}, "t is not of the dtype torch.bfloat16"),
+        (lambda x: {"t": x.view(torch.int16)}, "t is not of the dtype torch.bfloat16"),
+        (lambda x: {"t": x if x.sum() > 0 else -x}, "derived"),
+        (lambda x: {"t": torch.empty_like(x)}, "t is computed, not only moved"),
+        # Picked by an index that is too irregular, is not known (torch makes a list one of x's device), is too large.
+        (lambda x: {"t": x[torch.arange(2**14) ** 2 % 4]}, "t is computed, not only moved"),
+        (lambda x: {"t": x[[0, 3]]}, "t is computed, not only moved"),
+        (lambda x: {"t": x[torch.tensor([0, 4])]}, "t is computed, not only moved"),
+    ],
+)
+def test_what_is_more_than_moving_is_refused(function, why):
+    with pytest.raises(Unsupported, match=why):
+        rearranged(function, (4, 4), torch.bfloat16)

@@ -1,0 +1,162 @@
+"""Run by test_megatron.py: Megatron-Core models over four ranks, and what verl's records of them make of them.
+
+Prints, as JSON, for every case what is wrong on any rank, and some numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from verl.workers.engine.megatron.delta_export import McoreParamExport, build_export_index, mcore_hf_delta_entry
+
+from sglang_reshard.messages import decode, encode
+from sglang_reshard.sources import TrainerState, describe
+from sglang_reshard.sources.remembered import Remembered
+from sglang_reshard.verl.megatron import Megatron
+from support import megatron_bridge
+from support.megatron_models import Case, checkpoint, logits, megatron_model, parallel, reference
+from support.world import Trainer, run_world
+
+RANKS = 4
+
+
+def examine(trainer: Trainer, case: Case) -> dict[str, Any]:
+    model = reference(case)
+    expected = checkpoint(model)
+    exchanges: list[Any] = []
+    source = Megatron(lambda message, kind: exchanged(message, kind, exchanges))
+    with parallel(case):
+        megatron = megatron_model(case, expected)
+        with torch.no_grad():
+            tokens = torch.arange(16).view(2, 8)
+            ours, wanted = logits(case, megatron, tokens), model(tokens).logits
+        engine = SimpleNamespace(
+            bridge=megatron_bridge.Bridge(),
+            module=[megatron],
+            model_config=SimpleNamespace(hf_config=model.config),
+            vanilla_bridge=False,
+            peft_cls=None,
+        )
+        given = source.tensors(engine)
+        index = build_export_index(engine.bridge, engine.module, {})
+    state = describe(given, trainer_rank=trainer.rank, global_ranks=tuple(range(trainer.size)))
+    wrong = [
+        *not_in_place(index, given),
+        *not_assembled(trainer, state, expected),
+        *not_as_verl_probes(index, given, trainer.rank),
+    ]
+    if ours is not None and not torch.allclose(ours, wanted, rtol=1e-5, atol=1e-6):
+        wrong.append(f"logits differ by {(ours - wanted).abs().max()}")
+    if not Remembered(given).same(source.tensors(engine)):
+        wrong.append("the same weights are news")
+    wrong += after_offload(index, source, engine, trainer, expected)
+    if len(exchanges) != 1:
+        wrong.append(f"{len(exchanges)} exchanges")
+    pieces = sum(len(state.layout.holdings(tensor).pieces) for tensor in state.layout.tensors)
+    return {
+        "wrong": wrong,
+        "tensors": len(given),
+        "pieces": pieces,
+        "logits": ours is not None,
+    }
+
+
+def exchanged(message: Any, kind: Any, exchanges: list[Any]) -> list[Any]:
+    exchanges.append(message)
+    everyones: list[Any] = [None] * RANKS
+    dist.all_gather_object(everyones, encode(message))
+    return [decode(each, kind) for each in everyones]
+
+
+def not_in_place(index: list[McoreParamExport], given: list[Any]) -> list[str]:
+    """What is not the memory of a live parameter."""
+    live = {record.param.untyped_storage().data_ptr() for record in index if record.param is not None}
+    return [f"{name} was copied" for name, t, _ in given if t.numel() and t.untyped_storage().data_ptr() not in live]
+
+
+def not_assembled(trainer: Trainer, state: TrainerState, expected: dict[str, torch.Tensor]) -> list[str]:
+    """What the shards of all ranks do not put together again, every holder's bits compared."""
+    layouts: list[Any] = [None] * trainer.size
+    shards: list[Any] = [None] * trainer.size
+    dist.all_gather_object(layouts, encode(state.layout))
+    dist.all_gather_object(shards, [shard.clone() for shard in state.shards])
+    wrong = [] if len(set(layouts)) == 1 else ["layouts differ between ranks"]
+    names = {tensor.name for tensor in state.layout.tensors}
+    wrong += [f"{name} is missing or not of the checkpoint" for name in names ^ set(expected)]
+    for number, tensor in enumerate(state.layout.tensors):
+        whole = expected[tensor.name]
+        times = torch.zeros(whole.shape, dtype=torch.int64)
+        for piece in state.layout.holdings(tensor).pieces:
+            times[piece.box.slices()] = 1
+            inside = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.box.shape, strict=True))
+            for rank in piece.ranks:
+                if not torch.equal(shards[rank][number][inside], whole[piece.box.slices()]):
+                    wrong.append(f"{tensor.name}{piece.box} of trainer rank {rank} differs")
+        if tuple(whole.shape) != tensor.shape or not bool(times.all()):
+            wrong.append(f"{tensor.name} is not whole")
+    return wrong
+
+
+def not_as_verl_probes(index: list[McoreParamExport], given: list[Any], rank: int) -> list[str]:
+    """What verl's own NaN probe, run on the real shard, finds at other places than we do."""
+    mine = {name: (tensor, held) for name, tensor, held in given}
+    wrong = []
+    for record in index:
+        if record.param is None:
+            continue
+        values = record.param.detach().flatten()
+        slots, _, counts, places, found = mcore_hf_delta_entry(record, 0, torch.arange(values.numel()), values, {})
+        ends = [0, *itertools.accumulate(counts.tolist())]
+        for (name, shape), first, last in zip(slots, ends, ends[1:], strict=False):
+            if first == last:
+                continue
+            theirs = torch.full(shape, float("nan"))
+            theirs.view(-1)[places[first:last].long()] = found[first:last]
+            tensor, held = mine[name]
+            ours = torch.full(held.shape, float("nan"))
+            for piece in held.holdings.of_rank(rank):
+                inside = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.box.shape, strict=True))
+                ours[piece.box.slices()] = tensor[inside]
+            # verl's probe leaves the padding of the vocabulary in.
+            if not torch.equal(theirs[: held.shape[0]].nan_to_num(-7), ours.nan_to_num(-7)):
+                wrong.append(f"{name}: verl's probe of {record.megatron_name} differs")
+    return wrong
+
+
+def after_offload(
+    index: list[McoreParamExport], source: Megatron, engine: Any, trainer: Trainer, expected: dict[str, torch.Tensor]
+) -> list[str]:
+    """What is not found when parameters come back in other memory, changed. Nothing is probed for it again."""
+    engine.bridge = None
+    for record in index:
+        if record.param is not None:
+            record.param.data = record.param.data * 2
+    state = describe(source.tensors(engine), trainer_rank=trainer.rank, global_ranks=tuple(range(trainer.size)))
+    twice = {name: tensor * 2 for name, tensor in expected.items()}
+    return [f"after offload: {why}" for why in not_assembled(trainer, state, twice)]
+
+
+def train(trainer: Trainer, cases: list[Case]) -> list[dict[str, Any]]:
+    return [examine(trainer, case) for case in cases]
+
+
+def main(cases: list[dict[str, Any]]) -> None:
+    megatron_bridge.install()
+    asked = [Case(**case) for case in cases]
+    # Forked, so that what takes long to import is imported once.
+    context = multiprocessing.get_context("fork")
+    ranks, _ = run_world(RANKS, 0, train, None, asked, deadline_s=200, context=context)
+    for case, of_ranks in zip(asked, zip(*ranks, strict=True), strict=True):
+        print("CASE " + json.dumps([dataclasses.asdict(case), of_ranks]))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,66 @@
+"""Megatron-Core models resharded in place: what all ranks' parameters hold, put together, is the checkpoint.
+
+Real models on CPU over gloo, with verl's own probes and its export index to compare with; the converters that
+Megatron-Bridge would give it are `support.megatron_bridge`'s. That the models are what they should be is shown by
+their logits, which are those of the transformers model.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.scripts import run_script
+
+JOB = Path(__file__).parent / "megatron_job.py"
+# As `support.megatron_models.Case`, which imports Megatron-Core. The other ranks of four are data parallel.
+CASES = {
+    "tp2": {"kind": "qwen3", "tp": 2},
+    "tp2 bias tied": {"kind": "qwen2", "tp": 2, "tied": True},
+    "tp2 inside a group": {"kind": "qwen2", "tp": 2, "groups": 1},
+    "tp4": {"kind": "qwen3", "tp": 4, "groups": 4},
+    "tp2 pp2": {"kind": "qwen3", "tp": 2, "pp": 2},
+    "ep2": {"kind": "qwen3_moe", "ep": 2},
+    "tp2 ep2": {"kind": "qwen3_moe", "tp": 2, "ep": 2},
+    "tp2 ep2 etp2": {"kind": "qwen3_moe", "tp": 2, "ep": 2, "etp": 2},
+    "tp2 ep4": {"kind": "qwen3_moe", "tp": 2, "ep": 4},
+}
+TENSORS = {"qwen3": 2 * 11 + 3, "qwen2": 2 * 12 + 3, "qwen3_moe": 2 * (9 + 3 * 4) + 3}
+
+
+@pytest.fixture(scope="module")
+def results():
+    lines = run_script(JOB, json.dumps(list(CASES.values())), timeout_s=300)
+    found = [json.loads(line.removeprefix("CASE ")) for line in lines if line.startswith("CASE ")]
+    assert len(found) == len(CASES)
+    return {name: ranks for name, (_, ranks) in zip(CASES, found, strict=True)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_parameters_put_together_are_the_checkpoint(results, name):
+    for rank, found in enumerate(results[name]):
+        assert found["wrong"] == [], f"trainer rank {rank}"
+        assert found["tensors"] == TENSORS[CASES[name]["kind"]] - bool(CASES[name].get("tied"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_models_are_those_of_the_checkpoint(results, name):
+    """Logits were compared, on all ranks of the last pipeline stage."""
+    assert sum(found["logits"] for found in results[name]) == 4 // CASES[name].get("pp", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        # Norms are in one piece, whoever holds them; all else is in one piece on each tensor parallel rank, ...
+        ("tp2", 9 + 16 * 2),
+        ("tp4", 9 + 16 * 4),
+        # ... but keys and values, weights and biases, where the one group's are with its last queries on one rank.
+        ("tp2 inside a group", 5 + 2 * (4 + 6 * 2) + 2 * 2),
+        # Experts are whole on their ranks, or halved.
+        ("tp2 ep4", 45 + 2 * 4 + 2),
+        ("tp2 ep2 etp2", 45 + 2 * 4 + 2 + 2 * 3 * 4),
+    ],
+)
+def test_a_tensor_is_in_few_pieces(results, name, pieces):
+    assert {found["pieces"] for found in results[name]} == {pieces}
