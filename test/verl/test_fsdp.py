@@ -1,0 +1,62 @@
+"""FSDP2 models as verl's engines hold them: stacked experts come out as the tensors that verl's own export yields."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from sglang_reshard.publisher import Publisher
+from sglang_reshard.session import Session
+from sglang_reshard.sources import describe
+from support.world import run_world
+from test_contract import assembled
+
+RANKS = 3
+
+
+def small_model(kind: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    common = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8,
+              "num_key_value_heads": 2, "intermediate_size": 24}  # fmt: skip
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
+    config = AutoConfig.for_model(kind, **common, **(experts if kind == "qwen3_moe" else {}))
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+
+
+def export(trainer: Any, kind: str) -> tuple[Any, bool]:
+    """This rank's state, and whether a second look finds nothing new."""
+    from sglang_reshard.verl.fsdp import Fsdp2
+
+    model = small_model(kind)
+    mesh = init_device_mesh("cpu", (trainer.size,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    engine = SimpleNamespace(module=model, model_config=SimpleNamespace(hf_config=model.config))
+    reading, ranks = Fsdp2(), tuple(range(trainer.size))
+    state = describe(reading.tensors(engine), trainer_rank=trainer.rank, global_ranks=ranks)
+    # To be read when this process, and the memory that it hands out by handle, has gone.
+    numbers = [shard.numpy().copy() for shard in state.shards]
+    publisher = Publisher(Session.host(), trainer.rank, ranks)
+    first, second = (publisher.publish(reading.tensors(engine), check_finite=False) for _ in range(2))
+    return (state.layout, numbers), first is second
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_what_comes_out_is_what_verl_itself_exports(kind: str) -> None:
+    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+    told, _ = run_world(RANKS, 0, export, print, kind, deadline_s=120)
+    states = [SimpleNamespace(layout=layout, shards=list(map(torch.from_numpy, n))) for (layout, n), _ in told]
+    found = assembled(states)
+    expected = dict(unfuse_moe_params(small_model(kind).state_dict().items(), kind))
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert all(unchanged for _, unchanged in told)

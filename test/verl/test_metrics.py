@@ -1,0 +1,38 @@
+"""The metrics of a sync, out of the reports of the engines that took part."""
+
+from __future__ import annotations
+
+from sglang_reshard.report import RankReport, TrainerRankReport, UpdateReport
+from sglang_reshard.verl.metrics import metrics_of, reasons_of
+
+
+def report(transport: str, received: int, move: float) -> UpdateReport:
+    return UpdateReport(
+        success=True,
+        message="",
+        weight_version=None,
+        transport=transport,
+        transport_reason="asked for",
+        predicted_seconds=0.1,
+        bucket_bytes=1,
+        seconds={"move": move},
+        engine_ranks=(RankReport(0, received, received, 7, {"move": move}),),
+        trainer_ranks=(TrainerRankReport(0, 100, received), TrainerRankReport(1, 100, 0)),
+    )
+
+
+def test_the_slowest_and_the_largest_count() -> None:
+    reports = {"a": report("ipc", 1_000, 0.25), "b": report("p2p", 4_000, 0.5)}
+    assert metrics_of(reports, 2.0) == {
+        "reshard/seconds": 2.0,
+        "reshard/bytes_per_rank": 4_000.0,
+        "reshard/gb_per_s": 2e-6,
+        "reshard/peak_extra_bytes": 7.0,
+        "reshard/sent_bytes_rank0": 5_000.0,
+        "reshard/predicted_seconds": 0.1,
+        "reshard/seconds/move": 0.5,
+        "reshard/transport/ipc": 1.0,
+        "reshard/transport/p2p": 1.0,
+    }
+    assert reasons_of(reports) == "a: ipc: asked for; b: p2p: asked for"
+    assert reasons_of({"a": reports["a"], "c": reports["a"]}) == "a, c: ipc: asked for"

@@ -1,0 +1,37 @@
+"""`checkpoint_engine.engine_kwargs.reshard`: what may be set, and that a mistake there is an error at once."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.verl.settings import Settings
+
+
+def test_what_hydra_hands_over_is_read() -> None:
+    given = OmegaConf.create({"transport": "p2p", "bucket_bytes": "1000000", "timeout": 60, "ignore": ["model.mtp.*"]})
+    settings = Settings.of(given)
+    assert settings == Settings(transport="p2p", bucket_bytes=1_000_000, timeout=60.0, ignore=("model.mtp.*",))
+
+
+def test_nothing_need_be_set() -> None:
+    config = OmegaConf.create({"engine_kwargs": {}})
+    assert Settings.of_rollout(config) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"transprt": "p2p"}, ["transprt", "Its settings are transport, bucket_bytes"]),
+        ({"transport": "rdma"}, ["rdma", "ipc"]),
+        ({"verify": "full"}, ["full", "verify"]),
+        ({"bucket_bytes": "much"}, ["bucket_bytes"]),
+        ({"bucket_bytes": 0}, ["bucket_bytes=0", "positive"]),
+        ({"timeout": -1}, ["timeout=-1", "positive"]),
+    ],
+)
+def test_a_mistake_is_refused_by_name(given: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ReshardError) as refused:
+        Settings.of(given)
+    assert all(word in str(refused.value) for word in words), str(refused.value)

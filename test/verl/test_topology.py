@@ -1,0 +1,34 @@
+"""Which replicas take part in a sync, out of what the workers say of themselves in `prepare`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.session import Address
+from sglang_reshard.verl.checkpoint_engine import Place, ReshardCheckpointEngine
+
+ADDRESS = Address("s", "127.0.0.1", 1)
+
+
+def said(*places: Place) -> list[dict[str, Any]]:
+    return [msgspec.to_builtins(place) for place in places]
+
+
+def test_workers_belong_to_the_replica_whose_first_worker_came_before_them() -> None:
+    trainers = said(Place(ADDRESS, sync=3), Place(sync=3))
+    workers = said(Place(replica="a"), Place(), Place(replica="b"), Place())
+    to_trainers, to_workers = ReshardCheckpointEngine.build_topology(2, 4, trainers + workers)
+    assert [told["replica"] for told in to_workers["topology"]] == ["a", "a", "b", "b"]
+    assert [told["replica"] for told in to_trainers["topology"]] == ["", ""]
+    for told in to_trainers["topology"] + to_workers["topology"]:
+        assert tuple(told["replicas"]) == ("a", "b")
+        assert told["sync"] == 3
+
+
+def test_no_trainer_rank_0_is_an_error() -> None:
+    with pytest.raises(Unsupported, match="trainer rank 0"):
+        ReshardCheckpointEngine.build_topology(1, 1, said(Place(), Place(replica="a")))

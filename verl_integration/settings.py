@@ -1,0 +1,64 @@
+"""What a user can set: `checkpoint_engine.engine_kwargs.reshard` in verl's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S
+from sglang_reshard.plan import check_transport
+
+BACKEND = "reshard"
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of all syncs of a run.
+
+    transport     "auto", "ipc", "p2p" or "broadcast", see `sglang_reshard.plan.choice`
+    bucket_bytes  size of a bucket; a rank holds at most two. verl's update_weights_bucket_megabytes is for staging
+                  whole tensors, of which there is none here
+    verify        "off", or "finite": look for NaN and infinities in every shard first, and refuse them
+    timeout       seconds that any one wait of a sync may last
+    ignore        names that the engine may have no use for, as patterns of fnmatch
+    interface     address of trainer rank 0's host that rollout hosts reach; Ray's address of that node if empty
+    """
+
+    transport: str = "auto"
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    verify: Literal["off", "finite"] = "off"
+    timeout: float = DEFAULT_TIMEOUT_S
+    ignore: tuple[str, ...] = ()
+    interface: str = ""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Settings:
+        """Raises Unsupported for a setting that there is not, and for values that it cannot have."""
+        try:
+            settings = msgspec.convert(_plain(given), cls, strict=False)
+        except msgspec.ValidationError as error:
+            names = ", ".join(cls.__struct_fields__)
+            raise Unsupported(
+                f"checkpoint_engine.engine_kwargs.{BACKEND}: {error}. Its settings are {names}"
+            ) from error
+        check_transport(settings.transport)
+        if settings.bucket_bytes < 1 or settings.timeout <= 0:
+            raise Unsupported(
+                f"checkpoint_engine.engine_kwargs.{BACKEND}: bucket_bytes={settings.bucket_bytes} and "
+                f"timeout={settings.timeout} must be positive"
+            )
+        return settings
+
+    @classmethod
+    def of_rollout(cls, checkpoint_engine: Any) -> Settings:
+        """The settings in a rollout's `checkpoint_engine` configuration."""
+        return cls.of((checkpoint_engine.engine_kwargs or {}).get(BACKEND) or {})
+
+
+def _plain(given: Any) -> Any:
+    """Hydra's own dictionaries and lists, as Python's."""
+    if isinstance(given, Mapping):
+        return {str(key): _plain(value) for key, value in given.items()}
+    return list(given) if not isinstance(given, (str, bytes)) and hasattr(given, "__iter__") else given

@@ -1,0 +1,43 @@
+"""What a training engine hands out as its weights: verl's own generator, and the way to the engine behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sglang_reshard.verl.hooks import around
+
+
+class EngineWeights:
+    """verl's generator of gathered tensors, untouched, for those who iterate; `engine` for those who need not."""
+
+    def __init__(self, engine: Any, gathered: Iterator[Any]) -> None:
+        self.engine = engine
+        self._gathered = gathered
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._gathered)
+
+    def __next__(self) -> Any:
+        return next(self._gathered)
+
+
+def install() -> None:
+    """Let every training engine that verl knows hand out `EngineWeights`. Nothing is gathered until one iterates."""
+    from verl.workers.engine.base import BaseEngine, EngineRegistry
+
+    registered = [
+        engine
+        for backends in EngineRegistry._engines.values()
+        for devices in backends.values()
+        for engine in devices.values()
+    ]
+    for engine in registered:
+        for owner in engine.__mro__:
+            if owner is not BaseEngine and "get_per_tensor_param" in vars(owner):
+                around(owner, "get_per_tensor_param", _get_per_tensor_param)
+
+
+def _get_per_tensor_param(stock: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    weights, peft_config = stock(engine, *args, **kwargs)
+    return EngineWeights(engine, iter(weights)), peft_config
