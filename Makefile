@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all bench bench-quick lint lock clean
+.PHONY: setup demo test test-verl test-all bench bench-quick bench-verl lint lock clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,10 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# The part that runs real verl: Ray workers, SGLang servers, main_ppo. A quarter of an hour of the above.
+test-verl: setup
+	$(BIN)/python -m pytest test/verl $(PYTEST_ARGS)
+
 # Also what takes long: every rank of every engine that the architectures are tried with. It writes
 # benchmark/results/architectures.json, and from it the table in RESHARDING_GUIDE.md.
 test-all: setup
@@ -44,6 +48,10 @@ bench: setup
 # The same with fewer cases, fewer updates by SGLang's own path and no scaling curves: ten minutes at most.
 bench-quick: setup
 	$(BIN)/python -m benchmark --quick
+
+# verl's own sync and ours between the same workers: ten minutes. It writes benchmark/results/verl.json.
+bench-verl: setup
+	PYTHONPATH=test:test/verl $(BIN)/python -m benchmark.verl
 
 lint: setup
 	$(BIN)/ruff check .

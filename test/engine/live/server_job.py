@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from sglang_reshard import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, WeightSender
+from sglang_reshard import WeightSender
 from sglang_reshard.demo import text, tiny_model
 from sglang_reshard.demo.reference import greedy_tokens
 from sglang_reshard.demo.trainer import Trainer
+from sglang_reshard.http_send import http_send
 
 PROMPTS = [[5, 6, 7, 8], [100, 200]]
 
@@ -21,11 +21,6 @@ PROMPTS = [[5, 6, 7, 8], [100, 200]]
 def update_a_server(job: dict[str, Any]) -> dict[str, Any]:
     url, folder = job["url"], Path(job["folder"])
     admin = {"Authorization": f"Bearer {job['key']}"}
-
-    def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
-        body = msgspec.json.encode(request)
-        answer = httpx.post(f"{url}/update_weights_distributed", content=body, headers=admin, timeout=None)
-        return msgspec.json.decode(answer.content, type=DistributedUpdateWeightsOutput)
 
     def tokens() -> list[list[int]]:
         sampling = {"temperature": 0, "max_new_tokens": text.NEW_TOKENS, "ignore_eos": True}
@@ -43,7 +38,8 @@ def update_a_server(job: dict[str, Any]) -> dict[str, Any]:
     trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), mesh)
     trainer.save_checkpoint(folder / "checkpoint")
     dist.barrier()
-    sender = WeightSender.over(mesh.get_group(), send if rank == 0 else None, timeout_s=60)
+    send = http_send(url, api_key=job["key"], timeout_s=60) if rank == 0 else None
+    sender = WeightSender.over(mesh.get_group(), send, timeout_s=60)
     before = tokens()
     report = sender.update(trainer.model.named_parameters(), weight_version="from afar").as_dict()
     after = tokens()
