@@ -25,10 +25,11 @@ from sglang_reshard.http_send import http_send
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Failure
 from sglang_reshard.sender import Send
 from sglang_reshard.session import Address
-from sglang_reshard.verl import server_adapter, weights
+from sglang_reshard.verl import server_adapter
 from sglang_reshard.verl.meeting import Arrival, Meeting
 from sglang_reshard.verl.settings import BACKEND, Settings
 from sglang_reshard.verl.trainer import TrainerRank
+from sglang_reshard.verl.weights import engine_of, install
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -75,7 +76,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         leads = not self._is_trainer and int(os.environ.get("RANK", "0")) == 0
         self._replica = secrets.token_hex(8) if leads else ""
         if self._is_trainer:
-            weights.install()
+            install()
         # A trainer that hosts no rollout need not import SGLang for it.
         if not self._is_trainer or server_adapter.STOCK_MODULE in sys.modules:
             server_adapter.install()
@@ -127,7 +128,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         assert meeting is not None
         failure = None
         try:
-            metrics = trainer.update(_engine(weights), global_steps)
+            metrics = trainer.update(engine_of(weights), global_steps)
         except BaseException as error:
             failure = Failure.of(error)
             raise
@@ -151,13 +152,3 @@ class ReshardCheckpointEngine(CheckpointEngine):
             return known[0](request)
 
         return send
-
-
-def _engine(given: Any) -> Any:
-    """The training engine whose weights these are."""
-    if not isinstance(given, weights.EngineWeights):
-        raise Unsupported(
-            f"verl handed out weights as a {type(given).__name__}, which would gather them; was sglang_reshard.verl "
-            "imported in this worker (checkpoint_engine.custom_backend_module)?"
-        )
-    return given.engine

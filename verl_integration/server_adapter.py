@@ -23,7 +23,7 @@ from sglang_reshard.verl.hooks import around
 from sglang_reshard.verl.meeting import Arrival
 from sglang_reshard.verl.settings import BACKEND, Settings
 from sglang_reshard.verl.trainer import TrainerRank, world
-from sglang_reshard.verl.weights import EngineWeights
+from sglang_reshard.verl.weights import engine_of
 
 logger = logging.getLogger(__name__)
 STOCK_MODULE = "verl.workers.rollout.sglang_rollout.sglang_rollout"
@@ -54,10 +54,11 @@ async def _update_weights(
 ) -> Any:
     if isinstance(weights, Arrival):
         return await _arrive(adapter, weights, global_steps)
-    if adapter.config.checkpoint_engine.backend == BACKEND and isinstance(weights, EngineWeights):
-        reason = not_carried(weights.engine, adapter, kwargs.get("peft_config"))
+    if adapter.config.checkpoint_engine.backend == BACKEND:
+        engine = engine_of(weights)
+        reason = not_carried(engine, adapter, kwargs.get("peft_config"))
         if not reason:
-            return await _reshard(adapter, weights.engine, global_steps)
+            return await _reshard(adapter, engine, global_steps)
         _say_once(adapter, f"reshard: {reason}; this sync takes verl's own path, which gathers every tensor")
     return await stock(adapter, weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
 

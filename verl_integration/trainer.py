@@ -21,7 +21,6 @@ from sglang_reshard.verl.settings import Settings
 
 logger = logging.getLogger(__name__)
 # Of the last sync in this process; verl drops what a colocated sync returns, so `driver` asks for it.
-_last: dict[str, UpdateReport] = {}
 _last_metrics: dict[str, float] = {}
 
 
@@ -87,19 +86,12 @@ class TrainerRank:
         return metrics
 
     def _remember(self, reports: dict[str, UpdateReport], metrics: dict[str, float]) -> None:
-        _last.clear()
-        _last.update(reports)
         _last_metrics.clear()
         _last_metrics.update(metrics)
         said = reasons_of(reports)
         if self.rank == 0 and said != self._said:
             logger.warning("reshard: %s", said)  # verl shows warnings only
             self._said = said
-
-
-def last_reports() -> dict[str, UpdateReport]:
-    """The report of each replica's last update in this process."""
-    return dict(_last)
 
 
 def take_metrics() -> dict[str, float]:

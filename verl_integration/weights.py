@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from sglang_reshard.errors import Unsupported
 from sglang_reshard.verl.hooks import around
 
 
@@ -20,6 +21,16 @@ class EngineWeights:
 
     def __next__(self) -> Any:
         return next(self._gathered)
+
+
+def engine_of(weights: Any) -> Any:
+    """The training engine whose weights these are. Raises Unsupported for weights that do not say."""
+    if not isinstance(weights, EngineWeights):
+        raise Unsupported(
+            f"verl handed out weights as a {type(weights).__name__}, which gathers them. Was the training engine's "
+            "class registered after this worker imported sglang_reshard.verl? Import it earlier (model.external_lib)"
+        )
+    return weights.engine
 
 
 def install() -> None:
