@@ -53,8 +53,7 @@ def run(command: list[str], environment: dict[str, str], folder: Path, log: Path
                     raise Deadline(f"not done after {timeout_s:g} s: {' '.join(command[:4])} ...")
                 time.sleep(_POLL_S)
         finally:
-            family.end()
-            process.wait()
+            family.end(process)
     return process.returncode
 
 
@@ -66,7 +65,6 @@ class _Family:
         self._pids: set[int] = set()
         self._segments: set[Path] = set()
         self._next = 0.0
-        self.peak_bytes = 0
 
     def members(self) -> set[psutil.Process]:
         return set(psutil.Process().children(recursive=True)) - self._strangers
@@ -80,16 +78,18 @@ class _Family:
         self._segments |= segments_of(pids)
         self._next = time.monotonic() + _CENSUS_EVERY_S
 
-    def end(self) -> None:
+    def end(self, process: subprocess.Popen[bytes]) -> None:
         self._next = 0.0
         self.census()
-        while members := self.members():  # until none starts another
+        process.poll()
+        while members := self.members():  # also those that they start meanwhile
             for member in members:
                 with contextlib.suppress(psutil.Error):
                     member.kill()
-            for member in members:
-                with contextlib.suppress(psutil.Error, ChildProcessError):
-                    member.wait(timeout=10)
+                # It counts until it is reaped, by us once its parent has gone.
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(member.pid, os.WNOHANG)
+            time.sleep(0.05)
         remove(self._segments)
         # torch's, named after the process that made them; their own manager was killed as well.
         remove(f for pid in self._pids for f in _SHM.glob(f"torch_{pid}_*"))

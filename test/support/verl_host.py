@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_reshard.cpu_host import verl_settings
-from support import descendants, verl_assets
+from support import descendants
 
 TEST = Path(__file__).parent.parent
 _TAIL_CHARACTERS = 12_000
@@ -72,19 +72,16 @@ def run_verl(command: list[str], folder: Path, variables: Mapping[str, str], tim
     return log.read_text(errors="replace")
 
 
-def run_ppo(
-    folder: Path, *overrides: str, steps: int = 2, ranks: int = 2, tp_size: int = 2, timeout_s: float = 300
-) -> PpoRun:
-    """GRPO with a tiny model by `verl.trainer.main_ppo`; `overrides` are hydra's, and win."""
-    verl_assets.save_model(folder / "model", ranks, tp_size)
-    verl_assets.save_prompts(folder / "prompts.parquet", rows=4)
-    settings = [*verl_settings.overrides(), *verl_assets.tiny_run(folder, ranks, tp_size, steps), *overrides]
-    log = run_verl(["-m", "verl.trainer.main_ppo", *settings], folder, environment(folder, tp_size), timeout_s)
+def run_ppo(folder: Path, *overrides: str, steps: int = 2, timeout_s: float = 300) -> PpoRun:
+    """examples/tiny_on_cpu.py: GRPO by `verl.trainer.main_ppo`; `overrides` are hydra's, and win."""
+    settings = [f"trainer.total_training_steps={steps}", f"trainer.total_epochs={steps}", *overrides]
+    script = TEST.parent / "examples" / "tiny_on_cpu.py"
+    log = run_verl([str(script), str(folder), *settings], folder, environment(folder, tp_size=2), timeout_s)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return PpoRun(log, [json.loads(line)["data"] for line in lines])
 
 
-def run_job(function: str, folder: Path, *, tp_size: int, timeout_s: float = 170, **job: Any) -> Any:
+def run_job(function: str, folder: Path, *, tp_size: int, timeout_s: float = 300, **job: Any) -> Any:
     """What `function` ("module:name" of a module in test/verl) returned as a driver of verl.
 
     It is called with a dictionary of `job`, `folder` and `tp_size`.

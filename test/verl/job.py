@@ -14,10 +14,9 @@ import torch
 from job_replica import JobReplica
 from job_trainer import JobTrainer
 from sglang_reshard.cpu_host import verl_settings
-from sglang_reshard.demo import text
+from sglang_reshard.demo import text, verl_run
 from sglang_reshard.demo.reference import greedy_tokens
 from sglang_reshard.oracle.digests import LOADER
-from support import verl_assets
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 LONG = 200  # tokens; takes seconds
@@ -72,7 +71,7 @@ class Job:
         seconds = time.perf_counter() - started
         if self.colocated:
             self.manager.resume_generation_replicas()
-        return {"metrics": metrics, "seconds": seconds, "gathers": self.trainer.gathers()}
+        return {"metrics": metrics, "seconds": seconds, "gathers": self.trainer.gathers(), **self.trainer.sizes()}
 
     def change_and_update(self, version: int) -> dict[str, Any]:
         """The trainer's weights change, all engines are updated, and everything is looked at."""
@@ -99,12 +98,20 @@ def a_job(order: dict[str, Any], *, colocated: bool, spare: int = 0) -> Iterator
     """A job in a Ray of its own. order: `folder` and what `Job` takes. spare: devices for engines to come"""
     arguments = {**order, "folder": Path(order["folder"])}
     ranks, tp_size = order["ranks"], order["tp_size"]
-    verl_assets.save_model(arguments["folder"] / "model", ranks, tp_size)
+    verl_run.save_model(arguments["folder"] / "model", ranks, tp_size)
     devices = ranks if colocated else ranks + order["replicas"] * tp_size + spare
-    settings = verl_config(arguments["folder"], ranks, tp_size, order["dtype"], order["overrides"]).ray_kwargs.ray_init
-    ray.init(**{**{k: v for k, v in settings.items() if k != "runtime_env"}, "num_gpus": devices})
-    try:
+    config = verl_config(arguments["folder"], ranks, tp_size, order["dtype"], order["overrides"])
+    with ray_of_its_own(config, devices):
         yield Job(**arguments, colocated=colocated)
+
+
+@contextmanager
+def ray_of_its_own(config: Any, devices: int) -> Iterator[None]:
+    """A Ray with so many "GPUs", as verl's configuration has it otherwise."""
+    settings = {key: value for key, value in config.ray_kwargs.ray_init.items() if key != "runtime_env"}
+    ray.init(**{**settings, "num_gpus": devices})
+    try:
+        yield
     finally:
         ray.shutdown()
 
@@ -116,7 +123,7 @@ def verl_config(folder: Path, ranks: int, tp_size: int, dtype: str, overrides: S
 
     settings = [
         *verl_settings.overrides(),
-        *verl_assets.tiny_run(folder, ranks, tp_size),
+        *verl_run.tiny_run(folder, ranks, tp_size),
         f"actor_rollout_ref.rollout.dtype={dtype}",
         f"+actor_rollout_ref.rollout.engine_kwargs.sglang.custom_weight_loader=[{LOADER}]",
         *overrides,

@@ -47,6 +47,10 @@ class JobTrainer:
         """How many DTensors each trainer rank has gathered since it was last asked."""
         return self.each(gathers)
 
+    def sizes(self) -> dict[str, int]:
+        """tensors: how many there are. Bytes of trainer rank 0's shards: of matrices, and of vectors."""
+        return self.each(sizes)[0]
+
 
 # ---- inside a worker; verl keeps the module at worker.actor.engine.module
 
@@ -87,3 +91,12 @@ def count_gathers(worker: Any) -> None:
 def gathers(worker: Any) -> int:
     counted, worker.test_gathers = worker.test_gathers, 0
     return counted
+
+
+def sizes(worker: Any) -> dict[str, int]:
+    shards = [parameter.to_local() for parameter in worker.actor.engine.module.parameters()]
+    return {
+        "tensors": len(shards),
+        "rank0_matrix_bytes": sum(shard.nbytes for shard in shards if shard.ndim > 1),
+        "rank0_vector_bytes": sum(shard.nbytes for shard in shards if shard.ndim == 1),
+    }

@@ -1,13 +1,18 @@
-"""What a verl run reads, made on the spot: a tiny Qwen3 with weights, tokenizer and chat template, and prompts."""
+"""What a tiny run of verl reads, made on the spot, and its settings: a Qwen3 with random weights, tokenizer and chat
+template, a few prompts, and a reward."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from sglang_reshard.demo import text, tiny_model
 
-_REWARD = Path(__file__).parent.parent / "verl" / "reward.py"
+RESHARD = (
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=reshard",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=sglang_reshard.verl",
+)
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -17,12 +22,12 @@ def save_model(folder: Path, trainer_ranks: int, tp_size: int) -> None:
     from transformers import Qwen3ForCausalLM
 
     tiny_model.save(folder, trainer_ranks, tp_size)
-    _for_chats(folder)
+    for_chats(folder)
     torch.manual_seed(0)
     Qwen3ForCausalLM(tiny_model.config(trainer_ranks, tp_size)).save_pretrained(folder)
 
 
-def _for_chats(folder: Path) -> None:
+def for_chats(folder: Path) -> None:
     """Give the tokenizer what verl expects of any Qwen's: a chat template and a token that ends a turn."""
     settings, tokenizer = folder / "tokenizer_config.json", folder / "tokenizer.json"
     described = json.loads(settings.read_text())
@@ -48,6 +53,12 @@ def save_prompts(file: Path, rows: int) -> None:
     parquet.write_table(Table.from_pylist(table), file)
 
 
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
+    """The reward, which verl loads from this file: the share of letters in the answer. Any two answers of a random
+    model differ in it."""
+    return sum(c.isalpha() for c in solution_str) / max(1, len(solution_str))
+
+
 def tiny_run(folder: Path, ranks: int, tp_size: int, steps: int = 1) -> list[str]:
     """Hydra overrides for GRPO with what the functions above made in `folder`.
 
@@ -65,7 +76,7 @@ def tiny_run(folder: Path, ranks: int, tp_size: int, steps: int = 1) -> list[str
         f"actor_rollout_ref.model.path={folder}/model",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         # So large that a step that never reached the rollout shows.
-        f"{actor}.optim.lr=1e-3",
+        f"{actor}.optim.lr=5e-3",
         f"{actor}.ppo_mini_batch_size=4",
         f"{actor}.ppo_micro_batch_size_per_gpu=4",
         f"{rollout}.name=sglang",
@@ -77,7 +88,7 @@ def tiny_run(folder: Path, ranks: int, tp_size: int, steps: int = 1) -> list[str
         f"{rollout}.log_prob_micro_batch_size_per_gpu=4",
         f"{rollout}.agent.num_workers=1",
         "reward.num_workers=1",
-        f"reward.custom_reward_function.path={_REWARD}",
+        f"reward.custom_reward_function.path={__file__}",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
         "trainer.logger=[console,file]",
         f"trainer.n_gpus_per_node={ranks}",

@@ -1,0 +1,73 @@
+"""cpu_host for verl: its variables and overrides fit verl's own configuration, and never reach a GPU host."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_reshard import cpu_host
+from sglang_reshard.cpu_host import verl_settings
+
+
+def test_variables_are_those_of_the_engine_and_more() -> None:
+    assert cpu_host.environment(2).items() <= verl_settings.environment(2).items()
+
+
+def test_modules_that_verl_was_to_import_already_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", f"mine,{verl_settings.PLATFORM_MODULE}")
+    assert verl_settings.environment(1)["VERL_USE_EXTERNAL_MODULES"] == f"{verl_settings.PLATFORM_MODULE},mine"
+
+
+def test_a_host_with_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    with pytest.raises(cpu_host.GpuHost, match=r"verl_settings.* this one has a GPU"):
+        verl_settings.environment(2)
+
+
+def run(script: str) -> str:
+    environment = {**os.environ, **verl_settings.environment(2)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_cpu_host_itself_imports_no_verl() -> None:
+    assert run("import sys, sglang_reshard.cpu_host.verl_settings; print('verl' in sys.modules)") == "False"
+
+
+def test_verl_takes_the_platform_and_its_configuration_takes_the_overrides() -> None:
+    script = """
+import verl
+from pathlib import Path
+import hydra
+import torch.multiprocessing
+from verl.plugin.platform import get_platform
+from sglang_reshard.cpu_host import verl_settings
+platform = get_platform()
+device = platform.device_module
+assert device.memory_allocated() > 2**20 and device.mem_get_info()[1] > device.mem_get_info()[0] > 0
+assert torch.multiprocessing.get_sharing_strategy() == "file_system"
+assert "verl.workers" not in str(verl.utils.distributed.initialize_global_process_group_ray.__wrapped__)
+with hydra.initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+    config = hydra.compose("ppo_trainer", overrides=verl_settings.overrides())
+print(platform.device_name, platform.ray_resource_name(), config.actor_rollout_ref.rollout.engine_kwargs.sglang.device)
+"""
+    assert run(script).splitlines()[-1] == "cpu GPU cpu"
+
+
+def test_no_other_module_of_the_core_names_verl() -> None:
+    package = Path(cpu_host.__file__).parent.parent
+    importing = {
+        str(file.relative_to(package))
+        for file in package.rglob("*.py")
+        if any(line.strip().startswith(("import verl", "from verl")) for line in file.read_text().splitlines())
+    }
+    assert importing == {"cpu_host/verl_platform.py"}

@@ -1,0 +1,50 @@
+"""verl with engines on devices of their own: after every update, every engine rank holds the trainer's weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from seen import GLOO_RANK0, RESHARD, assert_arrived, assert_nothing_gathered, assert_says_the_same, cold_loads
+from support.verl_host import run_job, verl_folder
+
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(420)]
+
+
+def run(job: str, updates: int, **order: Any) -> dict[str, Any]:
+    """What the job saw, after every digest and token in it was found right."""
+    order = {"dtype": "float32", "overrides": RESHARD, **order}
+    with verl_folder() as folder:
+        seen = run_job(f"disaggregated_job:{job}", folder, **order)
+        assert_arrived(seen["updates"], cold_loads(folder, updates, order["tp_size"], order["dtype"]))
+    assert_says_the_same(seen["updates"])
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "tp_size", "transport"),
+    [(3, 1, 2, "auto"), (2, 2, 1, "p2p")],
+    ids=["3 uneven ranks to TP=2", "2 ranks to 2 of TP=1"],
+)
+def test_two_updates_gather_nothing_and_interrupt_requests(
+    ranks: int, replicas: int, tp_size: int, transport: str
+) -> None:
+    overrides = [*RESHARD, f"+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard.transport={transport}"]
+    seen = run("two_updates", 2, ranks=ranks, replicas=replicas, tp_size=tp_size, overrides=overrides)
+    assert_nothing_gathered(seen["updates"], tp_size)
+    assert seen["interrupted"] == ["abort"] * replicas
+
+
+def test_replicas_come_and_go() -> None:
+    seen = run("replicas_come_and_go", 3, ranks=2, replicas=1, tp_size=1)
+    assert [len(update["tokens"]) for update in seen["updates"]] == [1, 2, 1]
+    assert seen["removed"] == seen["updates"][1]["expected_tokens"]
+    assert_nothing_gathered(seen["updates"], tp_size=1)
+
+
+def test_the_yardstick_is_right_and_gathers_everything() -> None:
+    """`benchmark.verl.rank0_broadcast`; here so that what is measured against it means something."""
+    seen = run("two_updates", 2, ranks=2, replicas=1, tp_size=1, overrides=GLOO_RANK0)
+    for update in seen["updates"]:
+        assert update["gathers"] == [update["tensors"]] * 2
