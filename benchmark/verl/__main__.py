@@ -1,0 +1,90 @@
+"""verl's own sync and ours, by turns between the same workers and the same SGLang servers.
+
+    PYTHONPATH=test python -m benchmark.verl [--only TEXT]
+
+Real verl, Ray and SGLang, as the tests start them (`test/support`). Writes results/verl.json.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from benchmark import results
+from benchmark.cases import DENSE, MOE
+from benchmark.models import Qwen3
+from support.verl_host import run_job, verl_folder
+
+MODELS = {"dense": DENSE, "MoE": MOE}
+RANKS, TP_SIZE = 2, 2
+_DEADLINE_S = 900.0
+
+
+def main(only: str = "") -> None:
+    rows = []
+    for kind, model in MODELS.items():
+        for mode in ("colocated", "disaggregated"):
+            case = f"{kind}, {mode}, FSDP2 {RANKS} -> TP {TP_SIZE}"
+            if only in case:
+                rows += _measured(case, mode, model)
+    command = "PYTHONPATH=test python -m benchmark.verl" + (f" --only {only!r}" if only else "")
+    results.save(results.FOLDER / "verl.json", results.header(command, []), rows)
+    print(table(rows))
+
+
+def _measured(case: str, mode: str, model: Qwen3) -> list[dict[str, Any]]:
+    print(f"{case}: {model.tensors} tensors, {model.bytes / 1e6:.0f} MB", flush=True)
+    started = time.perf_counter()
+    with verl_folder() as folder:
+        seen = run_job(
+            "benchmark.verl.job:measure",
+            folder,
+            timeout_s=_DEADLINE_S,
+            mode=mode,
+            model_config=model.config(),
+            ranks=RANKS,
+            tp_size=TP_SIZE,
+        )
+    print(f"  {time.perf_counter() - started:.0f} s", flush=True)
+    return rows_of(case, model, seen)
+
+
+def rows_of(case: str, model: Qwen3, seen: dict[str, Any]) -> list[dict[str, Any]]:
+    """One for verl's own path and one for ours; seconds of a whole `CheckpointEngineManager.update_weights`."""
+    medians = {path: statistics.median(seconds) for path, seconds in seen["seconds"].items()}
+    return [
+        {
+            "case": case,
+            "path": path,
+            "tensors": model.tensors,
+            "bytes": model.bytes,
+            "updates": len(seen["seconds"][path]),
+            "seconds_median": median,
+            "seconds_max": max(seen["seconds"][path]),
+            "times_faster": medians["verl"] / median,
+            "same_tokens": seen["same_tokens"],
+            **(seen["metrics"] if path == "reshard" else {}),
+        }
+        for path, median in medians.items()
+    ]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown, as the guide has it."""
+    lines = ["| case | tensors | MB | verl's own, s | reshard, s | times faster |", "|---|---|---|---|---|---|"]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        own, ours = (next(r for r in rows if r["case"] == case and r["path"] == p) for p in ("verl", "reshard"))
+        lines.append(
+            f"| {case} | {own['tensors']:,} | {own['bytes'] / 1e6:,.0f} | {own['seconds_median']:.2f} | "
+            f"{ours['seconds_median']:.3f} | {ours['times_faster']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    Path(results.FOLDER).mkdir(exist_ok=True)
+    typer.run(main)
