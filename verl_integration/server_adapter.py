@@ -49,18 +49,18 @@ async def _update_weights(
     adapter: Any,
     weights: Any,
     global_steps: int | None = None,
-    wire_format: str = "named_tensors",
     **kwargs: Any,
 ) -> Any:
     if isinstance(weights, Arrival):
         return await _arrive(adapter, weights, global_steps)
-    if adapter.config.checkpoint_engine.backend == BACKEND:
+    # A checkpoint engine's worker says in which form its weights come; a hybrid worker, which has the engine, does not.
+    if "wire_format" not in kwargs and adapter.config.checkpoint_engine.backend == BACKEND:
         engine = engine_of(weights)
         reason = not_carried(engine, adapter, kwargs.get("peft_config"))
         if not reason:
             return await _reshard(adapter, engine, global_steps)
         _say_once(adapter, f"reshard: {reason}; this sync takes verl's own path, which gathers every tensor")
-    return await stock(adapter, weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
+    return await stock(adapter, weights, global_steps=global_steps, **kwargs)
 
 
 async def _arrive(adapter: Any, arrival: Arrival, global_steps: int | None) -> None:

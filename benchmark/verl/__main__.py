@@ -1,6 +1,6 @@
 """verl's own sync and ours, by turns between the same workers and the same SGLang servers.
 
-    PYTHONPATH=test python -m benchmark.verl [--only TEXT]
+    PYTHONPATH=test:test/verl python -m benchmark.verl [--only TEXT]     # make bench-verl for all
 
 Real verl, Ray and SGLang, as the tests start them (`test/support`). Writes results/verl.json.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -25,14 +24,15 @@ _DEADLINE_S = 900.0
 
 
 def main(only: str = "") -> None:
-    rows = []
+    """only: cases whose name has it in it; the rows of the others stay."""
+    path = results.FOLDER / "verl.json"
+    rows = results.load(path)[1] if path.exists() else []
     for kind, model in MODELS.items():
         for mode in ("colocated", "disaggregated"):
             case = f"{kind}, {mode}, FSDP2 {RANKS} -> TP {TP_SIZE}"
             if only in case:
-                rows += _measured(case, mode, model)
-    command = "PYTHONPATH=test python -m benchmark.verl" + (f" --only {only!r}" if only else "")
-    results.save(results.FOLDER / "verl.json", results.header(command, []), rows)
+                rows = [row for row in rows if row["case"] != case] + _measured(case, mode, model)
+                results.save(path, results.header("make bench-verl", []), rows)
     print(table(rows))
 
 
@@ -86,5 +86,4 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    Path(results.FOLDER).mkdir(exist_ok=True)
     typer.run(main)

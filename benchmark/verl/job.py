@@ -11,9 +11,13 @@ from job import PROMPTS, Job, ray_of_its_own, verl_config
 from sglang_reshard.demo import tiny_model, verl_run
 
 _NEW_TOKENS = 8
-# verl's default of 2,048 lets its own path run out of this host's memory: each rank holds buckets of float32 tensors.
-_BUCKETS = ["actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=256"]
-_BACKEND = [*verl_run.RESHARD, *_BUCKETS]
+# What verl's own path needs to get along with this host's memory: buckets smaller than its default of 2,048, and a
+# trainer in bfloat16, as every rank holds buckets of whole tensors in the trainer's dtype.
+_SMALLER = [
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=256",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16",
+]
+_BACKEND = [*verl_run.RESHARD, *_SMALLER]
 _UPDATES = {"reshard": (2, 10), "verl": (1, 3)}  # path -> untimed, timed
 
 

@@ -94,15 +94,15 @@ class Job:
 
 
 @contextmanager
-def a_job(order: dict[str, Any], *, colocated: bool, spare: int = 0) -> Iterator[Job]:
+def a_job(order: dict[str, Any], *, spare: int = 0) -> Iterator[Job]:
     """A job in a Ray of its own. order: `folder` and what `Job` takes. spare: devices for engines to come"""
     arguments = {**order, "folder": Path(order["folder"])}
     ranks, tp_size = order["ranks"], order["tp_size"]
     verl_run.save_model(arguments["folder"] / "model", ranks, tp_size)
-    devices = ranks if colocated else ranks + order["replicas"] * tp_size + spare
+    devices = ranks if order["colocated"] else ranks + order["replicas"] * tp_size + spare
     config = verl_config(arguments["folder"], ranks, tp_size, order["dtype"], order["overrides"])
     with ray_of_its_own(config, devices):
-        yield Job(**arguments, colocated=colocated)
+        yield Job(**arguments)
 
 
 @contextmanager

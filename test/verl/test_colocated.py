@@ -13,9 +13,9 @@ STOCK: list[str] = []
 
 @pytest.mark.parametrize("backend", [RESHARD, STOCK], ids=["reshard", "stock"])
 def test_two_updates_are_bit_exact(backend: list[str]) -> None:
-    order = {"ranks": 2, "replicas": 1, "tp_size": 2, "dtype": "float32", "overrides": backend}
+    order = {"colocated": True, "ranks": 2, "replicas": 1, "tp_size": 2, "dtype": "float32", "overrides": backend}
     with verl_folder() as folder:
-        seen = run_job("colocated_job:two_updates", folder, **order)
+        seen = run_job("jobs:two_updates", folder, **order)
         assert_arrived(seen["updates"], cold_loads(folder, 2, 2, "float32"))
     assert_says_the_same(seen["updates"])
     assert seen["interrupted"] == ["abort"]

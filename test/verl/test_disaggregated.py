@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ pytestmark = [pytest.mark.verl, pytest.mark.timeout(420)]
 
 def run(job: str, updates: int, **order: Any) -> dict[str, Any]:
     """What the job saw, after every digest and token in it was found right."""
-    order = {"dtype": "float32", "overrides": RESHARD, **order}
+    order = {"colocated": False, "dtype": "float32", "overrides": RESHARD, **order}
     with verl_folder() as folder:
-        seen = run_job(f"disaggregated_job:{job}", folder, **order)
+        seen = run_job(f"jobs:{job}", folder, **order)
         assert_arrived(seen["updates"], cold_loads(folder, updates, order["tp_size"], order["dtype"]))
     assert_says_the_same(seen["updates"])
     return seen
@@ -43,6 +44,7 @@ def test_replicas_come_and_go() -> None:
     assert_nothing_gathered(seen["updates"], tp_size=1)
 
 
+@pytest.mark.skipif(not os.environ.get("SGLANG_RESHARD_SWEEP"), reason="what we are measured against: make test-all")
 def test_the_yardstick_is_right_and_gathers_everything() -> None:
     """`benchmark.verl.rank0_broadcast`; here so that what is measured against it means something."""
     seen = run("two_updates", 2, ranks=2, replicas=1, tp_size=1, overrides=GLOO_RANK0)

@@ -1,7 +1,7 @@
-"""`python -m verl.trainer.main_ppo` with engines on the trainer's own devices: every update arrives.
+"""`python -m verl.trainer.main_ppo`, engines on the trainer's own devices and on others: every update arrives.
 
 What tells is how well the trainer and the engine agree on the probabilities of the tokens that the engine
-chose: they agree while both have the same weights. The last update is lost on purpose, and they no longer do.
+chose: they agree while both have the same weights. Where an update is lost on purpose, they no longer do.
 """
 
 from __future__ import annotations
@@ -11,13 +11,34 @@ import pytest
 from support.verl_host import run_ppo, verl_folder
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(420)]
+# Steps so large that one that never reached the engine cannot be overlooked.
+LARGE_STEPS = "actor_rollout_ref.actor.optim.lr=1e-2"
+LOSE_ONE = "actor_rollout_ref.model.external_lib=drop_sync"
+APART = [
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=1",
+    # Else it samples ahead, from older weights.
+    "trainer.v1.separate_async.num_warmup_batches=0",
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=2",
+    "ray_kwargs.ray_init.num_gpus=4",
+    "ray_kwargs.ray_init.num_cpus=40",
+]
 
 
-def test_every_update_arrives_until_one_is_lost() -> None:
+def test_together_every_update_arrives_until_one_is_lost() -> None:
     with verl_folder() as folder:
-        run = run_ppo(folder, "actor_rollout_ref.model.external_lib=drop_sync", steps=3)
+        run = run_ppo(folder, LARGE_STEPS, LOSE_ONE, steps=3)
     first, second, after_the_lost_one = run.correlations
     assert min(first, second) > 0.99
     assert "the update after step 2 is lost" in run.log
     assert after_the_lost_one < 0.9
     assert run.steps[0]["reshard/bytes_per_rank"] > 0
+
+
+def test_apart_every_update_arrives() -> None:
+    with verl_folder() as folder:
+        run = run_ppo(folder, LARGE_STEPS, *APART, steps=2)
+    assert min(run.correlations) > 0.99
+    assert run.steps[1]["reshard/bytes_per_rank"] > 0

@@ -1,4 +1,4 @@
-"""What the driver of test_disaggregated.py does: trainer and engines apart, as in verl's separate_async."""
+"""What drivers of verl do in test_colocated.py and test_disaggregated.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sglang_reshard.demo import text
 
 
 def two_updates(order: dict[str, Any]) -> dict[str, Any]:
-    """Two updates, the second one into engines that are at work."""
-    with a_job(order, colocated=False) as job:
+    """Two updates, the second one into engines that are at work. order: whether `colocated`, and what a job takes"""
+    with a_job(order) as job:
         first = job.change_and_update(1)
         asked = job.ask_for_long()
         second = job.change_and_update(2)
@@ -22,7 +22,7 @@ def two_updates(order: dict[str, Any]) -> dict[str, Any]:
 
 def replicas_come_and_go(order: dict[str, Any]) -> dict[str, Any]:
     """An update of one replica; of two, after another one came; and of the second, after the first one went."""
-    with a_job(order, colocated=False, spare=order["tp_size"]) as job:
+    with a_job(order, spare=order["tp_size"]) as job:
         one = job.change_and_update(1)
         added = job.new_replica(1)
         job.replicas.append(added)
