@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmark import results
+from benchmark import marked, results
 from benchmark.cases import STOCK
 
 README = results.REPOSITORY / "README.md"
-BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
+NAME = "benchmark"
 
 _COLUMNS = (
     "path",
@@ -94,13 +94,11 @@ def markdown(head: dict[str, Any], rows: results.Rows) -> str:
 
 
 def write_readme() -> None:
-    before, rest = README.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    README.write_text(f"{before}{BEGIN}\n{markdown(*results.load(results.BENCH))}\n{END}{after}")
+    marked.write(README, NAME, markdown(*results.load(results.BENCH)))
 
 
 def table_in_readme() -> str:
-    return README.read_text().split(BEGIN)[1].split(END)[0].strip("\n")
+    return marked.read(README, NAME)
 
 
 def _three_digits(value: float) -> str:

@@ -2,7 +2,8 @@
 
     PYTHONPATH=test:test/verl python -m benchmark.verl [--only TEXT]     # make bench-verl for all
 
-Real verl, Ray and SGLang, as the tests start them (`test/support`). Writes results/verl.json.
+Real verl, Ray and SGLang, as the tests start them (`test/support`). Writes results/verl.json, and from it the table in
+RESHARDING_GUIDE.md.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 
 import typer
 
-from benchmark import results
+from benchmark import marked, results
 from benchmark.cases import DENSE, MOE
 from benchmark.models import Qwen3
+from benchmark.verl import tables
 from support.verl_host import run_job, verl_folder
 
 MODELS = {"dense": DENSE, "MoE": MOE}
@@ -25,15 +27,15 @@ _DEADLINE_S = 900.0
 
 def main(only: str = "") -> None:
     """only: cases whose name has it in it; the rows of the others stay."""
-    path = results.FOLDER / "verl.json"
-    rows = results.load(path)[1] if path.exists() else []
+    rows = results.load(tables.PATH)[1] if tables.PATH.exists() else []
     for kind, model in MODELS.items():
         for mode in ("colocated", "disaggregated"):
             case = f"{kind}, {mode}, FSDP2 {RANKS} -> TP {TP_SIZE}"
             if only in case:
                 rows = [row for row in rows if row["case"] != case] + _measured(case, mode, model)
-                results.save(path, results.header("make bench-verl", []), rows)
-    print(table(rows))
+                results.save(tables.PATH, results.header("make bench-verl", []), rows)
+    tables.write_guide()
+    print(marked.read(tables.GUIDE, tables.NAME))
 
 
 def _measured(case: str, mode: str, model: Qwen3) -> list[dict[str, Any]]:
@@ -71,18 +73,6 @@ def rows_of(case: str, model: Qwen3, seen: dict[str, Any]) -> list[dict[str, Any
         }
         for path, median in medians.items()
     ]
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown, as the guide has it."""
-    lines = ["| case | tensors | MB | verl's own, s | reshard, s | times faster |", "|---|---|---|---|---|---|"]
-    for case in dict.fromkeys(row["case"] for row in rows):
-        own, ours = (next(r for r in rows if r["case"] == case and r["path"] == p) for p in ("verl", "reshard"))
-        lines.append(
-            f"| {case} | {own['tensors']:,} | {own['bytes'] / 1e6:,.0f} | {own['seconds_median']:.2f} | "
-            f"{ours['seconds_median']:.3f} | {ours['times_faster']:.0f} |"
-        )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 import torch
 
-from benchmark import deepseek_v3, results, rows, tables
+from benchmark import deepseek_v3, marked, results, rows, tables
 from benchmark.cases import CASES, DENSE, MOE, PATHS, QUICK_CASES, STOCK, Case, Effort
 from benchmark.exactness import bit_exact, differing
 from benchmark.models import Qwen3
 from benchmark.scaling import CURVES
 from benchmark.timing import Timed
 from benchmark.trainer import Seen
+from benchmark.verl import tables as verl_tables
 from benchmark.weights import FINAL_VERSION, version_of
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.oracle.digests import digests
@@ -174,6 +175,13 @@ def test_the_table_says_what_is_not_bit_exact():
 def test_readme_has_the_saved_table():
     assert tables.table_in_readme() == tables.markdown(*results.load(results.BENCH)), (
         "python -m benchmark.tables writes it anew"
+    )
+
+
+def test_the_guide_has_the_saved_table_of_verl():
+    told = marked.read(verl_tables.GUIDE, verl_tables.NAME)
+    assert told == verl_tables.markdown(*results.load(verl_tables.PATH)), (
+        "python -m benchmark.verl.tables writes it anew"
     )
 
 

@@ -1,6 +1,6 @@
 """What became of each architecture, as JSON in benchmark/results and as the table in RESHARDING_GUIDE.md.
 
-PYTHONPATH=test python test/engine/architectures/architecture_results.py    # the guide's table anew from the JSON
+PYTHONPATH=test:. python test/engine/architectures/architecture_results.py    # the guide's table anew from the JSON
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from architecture_cases import RUNS
+from benchmark import marked
 
 REPOSITORY = Path(__file__).parents[3]
 RESULTS = REPOSITORY / "benchmark" / "results" / "architectures.json"
 GUIDE = REPOSITORY / "RESHARDING_GUIDE.md"
-BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
+NAME = "architectures"
 
 # The runs that decide what the table says of an architecture; the others have columns of their own.
 MAIN_RUNS = ("tp 1", "tp 2", "tp 4")
@@ -131,13 +132,11 @@ def _short(reason: str) -> str:
 
 
 def write_table() -> None:
-    before, rest = GUIDE.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    GUIDE.write_text(f"{before}{BEGIN}\n{table(saved())}\n{END}{after}")
+    marked.write(GUIDE, NAME, table(saved()))
 
 
 def table_in_guide() -> str:
-    return GUIDE.read_text().split(BEGIN)[1].split(END)[0].strip("\n")
+    return marked.read(GUIDE, NAME)
 
 
 if __name__ == "__main__":

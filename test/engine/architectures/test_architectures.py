@@ -132,7 +132,7 @@ def test_nothing_saved_failed():
 
 def test_the_guide_has_the_saved_table():
     assert results.table_in_guide() == results.table(results.saved()), (
-        "PYTHONPATH=test python test/engine/architectures/architecture_results.py writes it anew"
+        "PYTHONPATH=test:. python test/engine/architectures/architecture_results.py writes it anew"
     )
 
 
