@@ -16,7 +16,8 @@ def metrics_of(reports: Mapping[str, UpdateReport], seconds: float) -> dict[str,
     reshard/bytes_per_rank      bytes that the engine rank with the most received
     reshard/gb_per_s            those, over the whole sync, in 10^9 bytes per second
     reshard/peak_extra_bytes    the most memory that an engine rank took beyond its own
-    reshard/sent_bytes_rank0    bytes that left trainer rank 0: no more than its share
+    reshard/sent_bytes_rank0    bytes that engine ranks took of trainer rank 0's shards: each what it lacks, so what all
+                                of them hold, as norms, counts for each
     reshard/seconds/PHASE       of the slowest rank
     reshard/predicted_seconds   what the cost model expected `move` to take
     reshard/transport/NAME      how many engines were reached this way

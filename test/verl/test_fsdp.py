@@ -60,3 +60,45 @@ def test_what_comes_out_is_what_verl_itself_exports(kind: str) -> None:
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert all(unchanged for _, unchanged in told)
+
+
+def with_adapters(kind: str) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(small_model(kind), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    for seed, (name, parameter) in enumerate(model.named_parameters()):
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed))
+    return model
+
+
+def export_merged(trainer: Any, kind: str) -> tuple[Any, bool]:
+    """This rank's state with adapters merged, and whether they are out of the weights again afterwards."""
+    from sglang_reshard.verl.fsdp import Fsdp2, merged
+
+    model = with_adapters(kind)
+    mesh = init_device_mesh("cpu", (trainer.size,))
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    engine = SimpleNamespace(module=model, model_config=SimpleNamespace(hf_config=model.config))
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    with merged(engine):
+        ranks = tuple(range(trainer.size))
+        state = describe(Fsdp2().tensors(engine), trainer_rank=trainer.rank, global_ranks=ranks)
+        numbers = [shard.numpy().copy() for shard in state.shards]
+    restored = all(torch.equal(a, b.to_local()) for a, b in zip(before, model.parameters(), strict=True))
+    return (state.layout, numbers), restored
+
+
+def test_adapters_are_merged_for_as_long_as_the_weights_are_read() -> None:
+    told, _ = run_world(RANKS, 0, export_merged, print, "qwen3", deadline_s=120)
+    states = [SimpleNamespace(layout=layout, shards=list(map(torch.from_numpy, n))) for (layout, n), _ in told]
+    found = assembled(states)
+    expected = with_adapters("qwen3").merge_and_unload().state_dict()
+    plain = small_model("qwen3").state_dict()
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor)
+    assert any(not torch.equal(found[name], plain[name]) for name in found)
+    assert all(restored for _, restored in told)

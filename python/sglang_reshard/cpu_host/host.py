@@ -16,15 +16,12 @@ class GpuHost(Unsupported):
     """A usable GPU is here; SGLang needs no help to run on it."""
 
 
-def refuse_gpu(what: str) -> None:
-    """Raise GpuHost where torch sees a GPU; `what` is what was asked for."""
+def refuse_gpu(what: str, instead: str) -> None:
+    """Raise GpuHost where torch sees a GPU; `what` was asked for, and `instead` is what to do."""
     import torch
 
     if torch.cuda.is_available():
-        raise GpuHost(
-            f"{what} is for hosts without a GPU, and this one has {torch.cuda.get_device_name(0)}. "
-            "Start the engine without it, or set CUDA_VISIBLE_DEVICES='' to try the CPU path here."
-        )
+        raise GpuHost(f"{what} is for hosts without a GPU, and this one has {torch.cuda.get_device_name(0)}. {instead}")
 
 
 def environment(tp_size: int) -> dict[str, str]:
@@ -50,7 +47,7 @@ def environment(tp_size: int) -> dict[str, str]:
 
 def activate(tp_size: int) -> None:
     """Apply `environment` to this process; the processes it starts inherit it. Repeatable."""
-    refuse_gpu("cpu_host.activate")
+    refuse_gpu("cpu_host", "Start the engine without it, or set CUDA_VISIBLE_DEVICES='' to try the CPU path here.")
     loaded = sys.modules.get("sgl_kernel")
     if loaded is not None and not str(loaded.__file__).startswith(str(STAND_IN)):
         raise Unsupported(

@@ -159,7 +159,7 @@ def _share_by_name() -> None:
     torch.multiprocessing.set_sharing_strategy("file_system")
 
 
-refuse_gpu("verl_platform")
+refuse_gpu("verl_platform", "Take it out of VERL_USE_EXTERNAL_MODULES, and unset VERL_PLATFORM.")
 _name_gloo_once()
 _leave_reductions_alone()
 _share_by_name()

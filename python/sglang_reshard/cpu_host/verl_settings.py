@@ -24,7 +24,7 @@ def environment(tp_size: int) -> dict[str, str]:
     To be set before the driver starts: Ray's daemons hand on to workers what they were started with.
     CUDA_VISIBLE_DEVICES must not be set. Raises GpuHost on a host with a usable GPU.
     """
-    refuse_gpu("verl_settings.environment")
+    refuse_gpu("verl_settings", "verl runs here as it is, without these settings.")
     others = [m for m in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m and m != PLATFORM_MODULE]
     return {
         **sglang_environment(tp_size),
