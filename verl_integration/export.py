@@ -26,7 +26,7 @@ def not_carried(engine: Any, adapter: Any = None, peft_config: Any = None) -> st
 
     adapter  the rollout's, where trainer and rollout share a process
     """
-    if peft_config is not None:
+    if peft_config is not None or (fsdp.is_peft(engine) and not engine.model_config.lora.get("merge", False)):
         return "a LoRA adapter that is served as an adapter is not carried (model.lora.merge=True is)"
     if getattr(engine, "_qat_enabled", False):
         return "weights of quantization-aware training are quantized on the way to the rollout, which is not carried"

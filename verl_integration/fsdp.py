@@ -13,13 +13,16 @@ from sglang_reshard.sources.stacked import part_of
 
 
 def is_fsdp2(engine: Any) -> bool:
+    """Whether the DTensors of an engine's state dict say all. VeOmni's are FSDP2's, too, of experts split by hand."""
     from verl.utils.fsdp_utils import fsdp_version
+    from verl.workers.engine.fsdp import FSDPEngine
 
-    return isinstance(engine.module, torch.nn.Module) and fsdp_version(engine.module) == 2
+    plain = type(engine).get_per_tensor_param_shard is FSDPEngine.get_per_tensor_param_shard
+    return plain and fsdp_version(engine.module) == 2
 
 
 def is_peft(engine: Any) -> bool:
-    return hasattr(engine.module, "peft_config")
+    return hasattr(getattr(engine, "module", None), "peft_config")
 
 
 @contextlib.contextmanager

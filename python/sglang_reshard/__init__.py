@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_reshard.version import __version__
 
 if TYPE_CHECKING:
+    from sglang_reshard.fleet import Fleet
     from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
     from sglang_reshard.report import UpdateReport
     from sglang_reshard.sender import WeightSender
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _HOME = {
     "DistributedUpdateWeightsOutput": "messages",
     "DistributedUpdateWeightsReq": "messages",
+    "Fleet": "fleet",
     "UpdateReport": "report",
     "VerlEngine": "verl_engine",
     "WeightSender": "sender",
@@ -28,6 +30,7 @@ _HOME = {
 __all__ = [
     "DistributedUpdateWeightsOutput",
     "DistributedUpdateWeightsReq",
+    "Fleet",
     "UpdateReport",
     "VerlEngine",
     "WeightSender",

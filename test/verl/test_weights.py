@@ -15,6 +15,7 @@ from sglang_reshard.verl.hooks import around
 from sglang_reshard.verl.weights import EngineWeights, engine_of, install
 
 GATHERED: list[str] = []
+UNMERGED = {"module": SimpleNamespace(peft_config={}), "model_config": SimpleNamespace(lora={})}
 
 
 def gathering() -> Iterator[tuple[str, int]]:
@@ -68,6 +69,7 @@ def adapter(**settings: Any) -> SimpleNamespace:
         ({"quantization": "fp8"}, {}, None, "rollout.quantization=fp8"),
         ({"role": "prefill"}, {}, None, "rollout.disaggregation"),
         ({}, {"_qat_enabled": True}, None, "quantization-aware"),
+        ({}, UNMERGED, None, "served as an adapter"),
     ],
 )
 def test_what_is_not_carried_takes_verls_own_path_and_a_warning_says_so(
@@ -87,3 +89,23 @@ def test_what_is_not_carried_takes_verls_own_path_and_a_warning_says_so(
     sync(rollout)
     assert taken == [([("w", 1)], 7, peft)] * 2
     assert [why in record.message for record in caplog.records] == [True], "said once, by name"
+
+
+def test_only_verls_own_fsdp_engines_are_read_by_their_dtensors() -> None:
+    from torch.distributed.fsdp import FSDPModule
+    from verl.workers.engine.fsdp import FSDPEngine, FSDPEngineWithLMHead
+
+    from sglang_reshard.verl.fsdp import is_fsdp2
+
+    class Module(FSDPModule): ...
+
+    class LikeVeOmni(FSDPEngine):
+        def get_per_tensor_param_shard(self, **kwargs: Any) -> Any: ...
+
+    def made(kind: type) -> Any:
+        engine = object.__new__(kind)
+        engine.module = object.__new__(Module)
+        return engine
+
+    assert is_fsdp2(made(FSDPEngineWithLMHead))
+    assert not is_fsdp2(made(LikeVeOmni))
