@@ -5,20 +5,33 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 TEST = Path(__file__).parent.parent
+_ANSWERS = "TEST_SCRIPT_ANSWERS"  # the file that answers go to
 
 
 def run_script(script: Path, *arguments: str, timeout_s: float) -> list[str]:
-    """The lines that a script printed. Its errors fail the test."""
-    run = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TEST), *filter(None, [os.environ.get("PYTHONPATH")])])},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-8000:]
-    return run.stdout.splitlines()
+    """The answers that a script gave, one after the other. Its errors fail the test."""
+    path = os.pathsep.join([str(TEST), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with tempfile.NamedTemporaryFile("r") as answers:
+        run = subprocess.run(
+            [sys.executable, str(script), *arguments],
+            env={**os.environ, "PYTHONPATH": path, _ANSWERS: answers.name},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr[-8000:]
+        return answers.read().splitlines()
+
+
+def answer(line: str) -> None:
+    """Called by a script. Not by its output: SGLang and forked children print to that, too, in between."""
+    if path := os.environ.get(_ANSWERS):
+        with open(path, "a") as answers:
+            answers.write(line + "\n")
+    else:  # started by hand
+        print(line, flush=True)

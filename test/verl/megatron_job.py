@@ -1,6 +1,6 @@
 """Run by test_megatron.py: Megatron-Core models over four ranks, and what verl's records of them make of them.
 
-Prints, as JSON, for every case what is wrong on any rank, and some numbers.
+Answers, as JSON, for every case what is wrong on any rank, and some numbers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from sglang_reshard.sources.remembered import Remembered
 from sglang_reshard.verl.megatron import Megatron
 from support import megatron_bridge
 from support.megatron_models import Case, checkpoint, logits, megatron_model, parallel, reference
+from support.scripts import answer
 from support.world import Trainer, run_world
 
 RANKS = 4
@@ -155,7 +156,7 @@ def main(cases: list[dict[str, Any]]) -> None:
     context = multiprocessing.get_context("fork")
     ranks, _ = run_world(RANKS, 0, train, None, asked, deadline_s=200, context=context)
     for case, of_ranks in zip(asked, zip(*ranks, strict=True), strict=True):
-        print("CASE " + json.dumps([dataclasses.asdict(case), of_ranks]))
+        answer(json.dumps([dataclasses.asdict(case), of_ranks]))
 
 
 if __name__ == "__main__":

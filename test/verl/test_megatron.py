@@ -30,8 +30,7 @@ TENSORS = {"qwen3": 2 * 11 + 3, "qwen2": 2 * 12 + 3, "qwen3_moe": 2 * (9 + 3 * 4
 
 @pytest.fixture(scope="module")
 def results():
-    lines = run_script(JOB, json.dumps(list(CASES.values())), timeout_s=300)
-    found = [json.loads(line.removeprefix("CASE ")) for line in lines if line.startswith("CASE ")]
+    found = list(map(json.loads, run_script(JOB, json.dumps(list(CASES.values())), timeout_s=300)))
     assert len(found) == len(CASES)
     return {name: ranks for name, (_, ranks) in zip(CASES, found, strict=True)}
 

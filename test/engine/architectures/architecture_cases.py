@@ -1,4 +1,4 @@
-"""Tries architectures one engine rank at a time, and prints one line of JSON for each that is done.
+"""Tries architectures one engine rank at a time, and answers with a line of JSON for each that is done.
 
 Run as a script by test_architectures.py: SGLang chooses between GPU and CPU code paths at import, so
 each kind needs a process of its own, and each rank a fork of it.
@@ -22,6 +22,7 @@ from examination import Finding, examine, said
 from sglang_reshard.oracle.forks import in_forks
 from sglang_reshard.oracle.rank import choose_code_paths, import_before_forks
 from support.checkpoints import has_experts, write_checkpoint
+from support.scripts import answer
 
 ARCHITECTURE, CASE = "architecture: ", "case: "
 # Variants of the config: the first that passes is the usual one, the first that is refused if none does.
@@ -179,10 +180,10 @@ def main(paths: str, level: str, folder: str, *only: str) -> None:
     usual = _usual([a for a in architectures if a.writer], Path(folder), probe)
     for architecture in architectures:
         line = [architecture.name, architecture.writer, architecture.own, *usual.get(architecture, ((), ""))]
-        print(ARCHITECTURE + json.dumps(line), flush=True)
+        answer(ARCHITECTURE + json.dumps(line))
     jobs = list(_cases(usual, list(runs.values()), Path(folder), fast))
     for (case, _), found in _forked(lambda job: _examined(runs[job[0].run], job[0].rank, job[1]), jobs):
-        print(CASE + json.dumps([case, dataclasses.asdict(found)]), flush=True)
+        answer(CASE + json.dumps([case, dataclasses.asdict(found)]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Examines one engine rank with a trace that is wrong in one way after another; prints what is said of each.
+"""Examines one engine rank with a trace that is wrong in one way after another; answers with what is said
+of each.
 
 Run as a script by test_examination.py, because SGLang chooses its code paths at import.
 """
@@ -20,8 +21,8 @@ from sglang_reshard.oracle.forks import in_forks
 from sglang_reshard.oracle.rank import choose_code_paths, import_before_forks
 from sglang_reshard.trace import Program, trace
 from support.checkpoints import write_checkpoint
+from support.scripts import answer
 
-ANSWER = "mutant: "
 NORM = "model.norm.weight"
 
 
@@ -72,7 +73,7 @@ def main(folder: str) -> None:
         return examination.examine(path, tp_size=2, tp_rank=0)
 
     for mutant, found in in_forks(examined, MUTANTS, processes=2, deadline_seconds=300):
-        print(ANSWER + json.dumps([mutant.__name__, found.outcome, found.why]), flush=True)
+        answer(json.dumps([mutant.__name__, found.outcome, found.why]))
 
 
 if __name__ == "__main__":
