@@ -63,7 +63,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
     settings     of `engine_kwargs.reshard`, see `Settings`
     """
 
-    wire_format = server_adapter.WIRE_FORMAT
+    wire_format = BACKEND
 
     def __init__(self, bucket_size: int, is_master: bool | None = None, **settings: Any) -> None:
         self._settings = Settings.of(settings)

@@ -16,16 +16,10 @@ from sglang_reshard.sources import Held, Stack, blocks, slots
 from sglang_reshard.verl.exchange import Exchange
 
 
-class _Block(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's block of a tensor: where it starts and stops, in elements of each dimension."""
-
-    name: str
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
-
-
 class _Blocks(msgspec.Struct, frozen=True):
-    blocks: tuple[_Block, ...]
+    """A rank's block of each tensor that it places itself, by the tensor's name."""
+
+    blocks: tuple[tuple[str, Box], ...]
 
 
 class Contract:
@@ -50,15 +44,15 @@ class Contract:
         return [(name, shard, self._third(name, spec)) for name, shard, spec in given]
 
     def _learn(self, given: list[tuple[str, Any, Any]]) -> None:
-        own = _Blocks(tuple(_block(name, spec) for name, _, spec in given if spec.place is not None))
+        own = _Blocks(tuple((name, _block(name, spec)) for name, _, spec in given if spec.place is not None))
         if own == self._own or not own.blocks:
             return
         if self._own is not None:
             raise Mismatch("a trainer rank's blocks of tensors have moved since the first sync; start the run anew")
         shapes = {name: tuple(map(int, spec.full_shape)) for name, _, spec in given}
         for of_ranks in zip(*(ranks.blocks for ranks in self._exchange(own, _Blocks)), strict=True):
-            name = of_ranks[0].name
-            self._held[name] = blocks(shapes[name], [Box(block.start, block.stop) for block in of_ranks])
+            name, _ = of_ranks[0]
+            self._held[name] = blocks(shapes[name], [box for _, box in of_ranks])
         self._own = own
 
     def _third(self, name: str, spec: Any) -> Any:
@@ -70,7 +64,7 @@ class Contract:
         return Stack(self._parts[name], described)
 
 
-def _block(name: str, spec: Any) -> _Block:
+def _block(name: str, spec: Any) -> Box:
     place = spec.place
     if isinstance(place, int):
         raise Unsupported(
@@ -78,4 +72,4 @@ def _block(name: str, spec: Any) -> _Block:
             "export it with mesh and placements, or a BlockPlacement"
         )
     start = tuple(map(int, place.global_offset))
-    return _Block(name, start, tuple(a + int(n) for a, n in zip(start, place.local_shape, strict=True)))
+    return Box(start, tuple(a + int(n) for a, n in zip(start, place.local_shape, strict=True)))

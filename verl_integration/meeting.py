@@ -13,10 +13,9 @@ import msgspec
 import torch.distributed as dist
 
 from sglang_reshard.errors import DeadlineExceeded
+from sglang_reshard.http_send import WAITS
 from sglang_reshard.messages import Failure, decode, encode
 from sglang_reshard.session import Address, Session
-
-_WAITS = 8  # a sync waits this often at most, each time for up to the timeout
 
 
 class _Outcome(msgspec.Struct, frozen=True):
@@ -46,7 +45,7 @@ class Meeting:
     def await_outcome(self, sync: int, replica: str) -> None:
         """Return when a sync has ended well. Raises what it ended with, DeadlineExceeded if it does not end."""
         what = f"the end of sync {sync}"
-        data = self._get(f"outcome/{replica}/{sync}", what, replica, _WAITS * self._timeout_s)
+        data = self._get(f"outcome/{replica}/{sync}", what, replica, WAITS * self._timeout_s)
         failure = decode(data, _Outcome).failure
         if failure is not None:
             raise failure.error()

@@ -27,7 +27,6 @@ from sglang_reshard.verl.weights import engine_of
 
 logger = logging.getLogger(__name__)
 STOCK_MODULE = "verl.workers.rollout.sglang_rollout.sglang_rollout"
-WIRE_FORMAT = "reshard"
 _COLOCATED = "_sglang_reshard_colocated"
 Stock = Callable[..., Awaitable[Any]]
 

@@ -15,7 +15,7 @@ from sglang_reshard.messages import (
 
 _PATH = "/update_weights_distributed"
 _CONNECT_S = 10.0
-_WAITS = 8  # an update waits this often at most, each time for up to `timeout_s`
+WAITS = 8  # an update waits this often at most, each time for up to `timeout_s`
 
 
 def http_send(
@@ -31,7 +31,7 @@ def http_send(
     import httpx
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    timeout = httpx.Timeout(_WAITS * timeout_s, connect=_CONNECT_S)
+    timeout = httpx.Timeout(WAITS * timeout_s, connect=_CONNECT_S)
 
     def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
         body = msgspec.json.encode(request)
