@@ -1,0 +1,346 @@
+"""Lines of one hub, in threads of one process."""
+
+import os
+import threading
+import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+
+import pytest
+
+from sglang_reshard.channel import Address, Hub, Late, Line, caller, link, words
+from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, ReshardError, Unauthorized
+
+SOON_S = 20.0
+
+
+@pytest.fixture
+def hub():
+    hub = Hub.open()
+    yield hub
+    hub.close()
+
+
+@pytest.fixture
+def lines(hub):
+    """Three lines of one session."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(Line(hub.address, SOON_S)) for _ in range(3)]
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(32) as pool:
+        yield pool
+
+
+def deadline():
+    return time.monotonic() + SOON_S
+
+
+def census():
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def settles(reading, expected):
+    end = deadline()
+    while (found := reading()) != expected and time.monotonic() < end:
+        time.sleep(0.01)
+    assert found == expected
+
+
+def test_keys_are_seen_by_all(lines):
+    a, b, _ = lines
+    a.set({"x": b"1", "y": b""})
+    assert b.get(["y", "x"], SOON_S) == [b"", b"1"]
+    assert b.present(["x", "z", "y"]) == [True, False, True]
+    b.append("list", b"first")
+    a.append("list", b"second")
+    assert b.get(["list/0", "list/1"], SOON_S) == [b"first", b"second"]
+    assert a.add("n", 3) == 3
+    assert b.add("n", -1) == 2
+    assert b.swap("n", b"2", b"9") == b"9"
+    assert a.count_keys() == 6
+    a.delete(["x", "never", "list/0", "list/1", "list", "n"])
+    assert b.count_keys() == 1
+    b.wait(["y"], SOON_S)
+
+
+def test_many_threads_wait_on_one_line(lines, threads):
+    a, b, _ = lines
+    waits = [threads.submit(a.get, [f"k{n}"], SOON_S) for n in range(24)]
+    for n in reversed(range(24)):
+        b.set({f"k{n}": b"%d" % n})
+    assert [w.result(SOON_S) for w in waits] == [[b"%d" % n] for n in range(24)]
+
+
+def test_counting_is_atomic(lines, threads):
+    wait([threads.submit(lines[n % 3].add, "n", 1) for n in range(300)])
+    assert lines[0].add("n", 0) == 300
+
+
+def test_sessions_of_a_hub_are_apart(hub, lines):
+    with Line(hub.address.named("other"), SOON_S) as other:
+        lines[0].set({"x": b"1"})
+        assert other.present(["x"]) == [False]
+        other.abort("s", "of the other session")
+        lines[0].enter("s", "rank 0")
+        with pytest.raises(Late):
+            other.gather("g", 0, 2, b"", 0.0)
+        assert other.count_keys() == 0
+
+
+def test_large_values_arrive_whole(lines, threads):
+    value = os.urandom(1 << 20) * 24
+    setting = threads.submit(lines[0].set, {"big": value})
+    taken = [threads.submit(line.get, ["big"], SOON_S) for line in lines]
+    setting.result(SOON_S)
+    assert all(t.result(SOON_S) == [value] for t in taken)
+
+
+def test_a_late_get_says_what_is_missing_after_its_time_and_not_before(lines):
+    lines[1].set({"y": b""})
+    start = time.monotonic()
+    with pytest.raises(Late) as late:
+        lines[0].get(["x", "y", "z"], 0.3)
+    assert late.value.missing == (0, 2)
+    assert 0.3 <= time.monotonic() - start < link.GRACE_S
+    assert lines[0].get(["y"], SOON_S) == [b""]
+
+
+@pytest.mark.parametrize("timeout_s", [1e9, float("inf")])
+def test_a_wait_may_be_as_long_as_one_likes(lines, threads, timeout_s):
+    waiting = threads.submit(lines[0].get, ["x"], timeout_s)
+    with pytest.raises(Late):
+        lines[1].get(["y"], 0.2)
+    lines[1].set({"x": b"1"})
+    assert waiting.result(SOON_S) == [b"1"]
+
+
+def test_a_gather_is_everyones_data_in_order(lines, threads):
+    for round_ in range(3):  # the name is free again each time
+        came = [threads.submit(line.gather, "g", n, 3, b"%d %d" % (n, round_), SOON_S) for n, line in enumerate(lines)]
+        assert [c.result(SOON_S) for c in came] == [[b"%d %d" % (n, round_) for n in range(3)]] * 3
+
+
+def test_a_late_gather_lets_nobody_through(lines, threads):
+    patient = threads.submit(lines[0].gather, "g", 2, 3, b"", 2 * SOON_S)
+    with pytest.raises(Late) as late:
+        lines[1].gather("g", 0, 3, b"", 0.3)
+    assert late.value.missing == (1,)
+    with pytest.raises(Late):
+        patient.result(SOON_S)
+    with pytest.raises(Late) as late:
+        lines[2].gather("g", 1, 3, b"", SOON_S)
+    assert late.value.missing == (1,)
+
+
+def test_a_second_arrival_is_refused_and_harms_nobody(lines, threads):
+    both = {threads.submit(line.gather, "g", 0, 2, b"one of two", SOON_S) for line in lines[:2]}
+    (refused,), (waiting,) = wait(both, SOON_S, FIRST_COMPLETED)
+    with pytest.raises(ReshardError, match="gather g: index 0 has come already"):
+        refused.result()
+    assert lines[2].gather("g", 1, 2, b"other", SOON_S) == [b"one of two", b"other"] == waiting.result(SOON_S)
+
+
+def test_an_abort_ends_waits_and_is_heard_by_watchers_once(lines, threads):
+    a, b, c = lines
+    heard = []
+    again = threading.Event()
+    b.enter("s", "rank 1")
+    b.watch("s", heard.append)
+    waits = [
+        threads.submit(b.get, ["x"], SOON_S, "s"),
+        threads.submit(b.gather, "g", 0, 2, b"", SOON_S, "s"),
+    ]
+    a.abort("s", "rank 0 ran out of memory")
+    a.abort("s", "another reason")
+    for w in waits:
+        with pytest.raises(Aborted, match=r"^rank 0 ran out of memory$"):
+            w.result(SOON_S)
+    settles(lambda: heard, ["rank 0 ran out of memory"])
+    c.watch("s", lambda reason: (heard.append(reason), again.set()))
+    assert again.wait(SOON_S)
+    assert heard == ["rank 0 ran out of memory"] * 2
+    with pytest.raises(Aborted, match="memory"):
+        c.enter("s", "rank 2")
+    a.forget("s")
+    c.enter("s", "rank 2")
+
+
+def test_who_left_does_not_hear_and_does_not_abort(hub, lines):
+    a, b, _ = lines
+    heard = []
+    other = Line(hub.address, SOON_S)
+    other.enter("s", "rank 7")
+    other.leave("s")
+    other._link._socket.shutdown(2)
+    a.enter("s", "rank 0")
+    a.watch("s", heard.append)
+    a.leave("s")
+    b.enter("s", "rank 1")  # not aborted
+    b.abort("s", "why")
+    a.count_keys()
+    assert heard == []
+    other.close()
+
+
+def test_a_callback_may_use_the_line(lines):
+    a, b, _ = lines
+    found = []
+    a.set({"x": b"1"})
+    a.watch("s", lambda reason: found.extend(a.get(["x"], SOON_S)))
+    b.abort("s", "why")
+    settles(lambda: found, [b"1"])
+
+
+def test_a_line_that_breaks_fails_at_once_and_everyone_hears_who_it_was(lines, threads):
+    a, b, _ = lines
+    heard, lost = [], threading.Event()
+    a.enter("s", "engine rank 3 (host h, process 123)")
+    a.watch("s", heard.append)
+    a.when_lost(lost.set)
+    own = threads.submit(a.get, ["x"], SOON_S)
+    other = threads.submit(b.get, ["x"], SOON_S, "s")
+    time.sleep(0.1)
+    a._link._socket.shutdown(2)
+    with pytest.raises(ConnectionLost):
+        own.result(SOON_S)
+    with pytest.raises(Aborted, match=r"^engine rank 3 \(host h, process 123\) has gone: its connection broke;"):
+        other.result(SOON_S)
+    assert lost.wait(SOON_S)
+    settles(lambda: len(heard), 1)
+    assert "cannot be reached any more" in heard[0]
+    again, late = threading.Event(), []
+    a.when_lost(again.set)
+    a.watch("t", late.append)
+    assert again.wait(SOON_S)
+    settles(lambda: late, heard)
+    for use in (a.count_keys, lambda: a.set({"x": b""}), lambda: a.enter("s", "me")):
+        with pytest.raises(ConnectionLost):
+            use()
+
+
+def test_the_end_of_a_session_is_heard_by_its_other_lines_only(hub, lines, threads):
+    a, b, c = lines
+    heard = []
+    with Line(hub.address.named("other"), SOON_S) as other:
+        for name, line in zip("abco", (*lines, other), strict=True):
+            line.when_lost(lambda name=name: heard.append(name))
+        b.enter("s", "rank 1")
+        other.set({"x": b"1"})
+        a.set({"x": b"1"})
+        waiting = threads.submit(c.get, ["y"], SOON_S)
+        time.sleep(0.1)
+        a.end_session()
+        with pytest.raises(ConnectionLost, match="the session was ended"):
+            waiting.result(SOON_S)
+        settles(lambda: sorted(heard), ["b", "c"])
+        assert a.count_keys() == 0
+        assert other.count_keys() == 1
+    assert len(heard) == 2
+
+
+def test_who_closes_a_line_does_not_hear_of_its_loss_and_others_do_not_either(hub, threads):
+    heard = []
+    a, b = Line(hub.address, SOON_S), Line(hub.address, SOON_S)
+    a.enter("s", "rank 0")
+    b.enter("s", "rank 1")
+    b.watch("s", heard.append)
+    a.watch("s", heard.append)
+    a.when_lost(lambda: heard.append("lost"))
+    waiting = threads.submit(a.get, ["x"], SOON_S)
+    time.sleep(0.1)
+    a.close()
+    a.close()
+    with pytest.raises(ConnectionLost, match="this line is closed"):
+        waiting.result(SOON_S)
+    with pytest.raises(ConnectionLost):
+        a.count_keys()
+    b.get([], 0.0, "s")
+    b.close()
+    time.sleep(0.1)
+    assert heard == []
+
+
+def test_the_end_of_the_hub_is_heard_by_all(hub, lines, threads):
+    lost = [threading.Event() for _ in lines]
+    for line, event in zip(lines, lost, strict=True):
+        line.when_lost(event.set)
+    waiting = [threads.submit(line.get, ["x"], SOON_S) for line in lines]
+    time.sleep(0.1)
+    hub.close()
+    hub.close()
+    for w in waiting:
+        with pytest.raises(ConnectionLost, match="trainer rank 0"):
+            w.result(SOON_S)
+    assert all(event.wait(SOON_S) for event in lost)
+    with pytest.raises(DeadlineExceeded, match="trainer rank 0's session at"):
+        Line(hub.address, 1.0)
+
+
+def test_a_wrong_key_is_not_let_in(hub):
+    wrong = Address(hub.address.session, hub.address.host, hub.address.port, "00" * 32)
+    with pytest.raises(Unauthorized, match="does not know the key"):
+        Line(wrong, SOON_S)
+    with pytest.raises(Unauthorized, match="hexadecimal"):
+        Line(Address("s", hub.address.host, hub.address.port, "not a key"), SOON_S)
+
+
+def test_an_address_of_any_kind(threads):
+    hub = Hub.open("::1")
+    try:
+        with Line(hub.address, SOON_S) as line:
+            line.set({"x": b"1"})
+    finally:
+        hub.close()
+    with pytest.raises(OSError, match="assign"):
+        Hub.open("192.0.2.1")
+
+
+def test_what_is_too_much_is_refused_and_the_line_goes_on(hub, lines, monkeypatch):
+    a = lines[0]
+    with pytest.raises(ReshardError, match="a name of 5000 characters"):
+        a.set({"x" * 5000: b""})
+    monkeypatch.setattr("sglang_reshard.channel.frames.MAX_FRAME_BYTES", 10_000)
+    with pytest.raises(ReshardError, match="at most 10000"):
+        a.set({"x": bytes(20_000)})
+    with pytest.raises(ReshardError, match="a name of"):
+        Line(hub.address.named("x" * 5000), SOON_S)
+    a.set({"x": bytes(5000)})
+    assert a.count_keys() == 1
+
+
+def test_who_does_not_read_its_replies_is_dropped(hub, lines, monkeypatch, caplog):
+    monkeypatch.setattr(caller, "MAX_UNSENT_BYTES", 4 << 20)
+    lazy, other, _ = lines
+    lazy.set({"x": bytes(1 << 20)})
+    stuck = threading.Event()
+    lazy._link._opener.open = lambda piece: stuck.wait(SOON_S) and []
+    asked = [lazy._link._sealer.seal(words.Get(n, ("x",), 1.0, "", True)) for n in range(100, 1000)]
+
+    def ask_on():
+        for frame in asked:
+            lazy._link._socket.sendall(frame)
+            time.sleep(0.001)
+
+    with pytest.raises(OSError, match=r"Broken pipe|reset"):
+        ask_on()
+    stuck.set()
+    assert "does not read its replies" in caplog.text
+    assert other.get(["x"], SOON_S) == [bytes(1 << 20)]
+
+
+def test_nothing_is_left_behind():
+    before = census()
+    for _ in range(3):
+        hub = Hub.open()
+        lines = [Line(hub.address, SOON_S) for _ in range(4)]
+        for n, line in enumerate(lines):
+            line.enter("s", f"rank {n}")
+        lines[0].close()
+        lines[1]._link._socket.shutdown(2)
+        lines[2].close()
+        hub.close()
+        lines[3].close()
+    settles(census, before)

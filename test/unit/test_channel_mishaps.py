@@ -1,0 +1,166 @@
+"""Processes that are killed, stopped or forked: everyone else hears of it, in time."""
+
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from sglang_reshard.channel import Hub, Line, link
+from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded
+
+SOON_S = 20.0
+AT_ONCE_S = 1.0
+SPAWN = mp.get_context("spawn")
+
+
+@contextmanager
+def process(function, *arguments):
+    """One that runs `function(pipe, *arguments)`, and the other end of its pipe."""
+    pipe, theirs = SPAWN.Pipe()
+    child = SPAWN.Process(target=function, args=(theirs, *arguments), daemon=True)
+    child.start()
+    try:
+        yield child, pipe
+    finally:
+        child.kill()
+        child.join()
+        pipe.close()
+        theirs.close()
+
+
+def said(pipe):
+    assert pipe.poll(SOON_S)
+    return pipe.recv()
+
+
+def keep_hub(pipe):
+    hub = Hub.open()
+    pipe.send(hub.address)
+    pipe.recv()
+
+
+def take_part(pipe, address, waits):
+    """Enter, and wait for what never comes, until killed."""
+    line = Line(address, SOON_S)
+    line.enter("s", "engine rank 3 (host h, process 123)")
+    if waits == "gather":
+        threading.Thread(target=line.gather, args=("g", 2, 3, b"", SOON_S, "s"), daemon=True).start()
+    pipe.send("in")
+    pipe.recv()
+
+
+def take_part_and_fork(pipe, address):
+    line = Line(address, SOON_S)
+    line.enter("s", "trainer rank 1 (host h, process 5)")
+    if (child := os.fork()) == 0:
+        try:
+            line.count_keys()
+        except ConnectionLost:  # it is the parent's
+            time.sleep(SOON_S)
+        os._exit(1)
+    pipe.send(child)
+    pipe.recv()
+
+
+@pytest.fixture
+def hub():
+    hub = Hub.open()
+    yield hub
+    hub.close()
+
+
+@pytest.mark.parametrize("waits", ["gather", "nothing"])
+def test_when_a_member_is_killed_all_others_hear_who_it_was(hub, waits):
+    with (
+        process(take_part, hub.address, waits) as (member, pipe),
+        Line(hub.address, SOON_S) as a,
+        Line(hub.address, SOON_S) as b,
+        ThreadPoolExecutor() as threads,
+    ):
+        assert said(pipe) == "in"
+        heard = threading.Event()
+        a.watch("s", lambda reason: heard.set())
+        waiting = [
+            threads.submit(a.gather, "g", 0, 3, b"", SOON_S, "s"),
+            threads.submit(b.get, ["never"], SOON_S, "s"),
+        ]
+        time.sleep(0.2)
+        assert not any(w.done() for w in waiting)
+        member.kill()
+        end = time.monotonic() + AT_ONCE_S
+        for w in waiting:
+            with pytest.raises(Aborted, match=r"^engine rank 3 \(host h, process 123\) has gone: .* Look at its log"):
+                w.result(end - time.monotonic())
+        assert heard.wait(AT_ONCE_S)
+
+
+def test_a_child_that_a_member_forked_does_not_keep_its_connection(hub):
+    with process(take_part_and_fork, hub.address) as (member, pipe), Line(hub.address, SOON_S) as line:
+        child = said(pipe)
+        try:
+            with ThreadPoolExecutor() as threads:
+                waiting = threads.submit(line.get, ["never"], SOON_S, "s")
+                time.sleep(0.3)
+                os.kill(child, 0)
+                assert not waiting.done()
+                member.kill()
+                with pytest.raises(Aborted, match="trainer rank 1"):
+                    waiting.result(AT_ONCE_S)
+                os.kill(child, 0)  # it lives
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_when_the_hubs_process_is_killed_all_lines_are_lost():
+    with process(keep_hub) as (keeper, pipe):
+        address = said(pipe)
+        line, lost = Line(address, SOON_S), threading.Event()
+        line.when_lost(lost.set)
+        with ThreadPoolExecutor() as threads:
+            waiting = threads.submit(line.gather, "g", 0, 2, b"", SOON_S)
+            time.sleep(0.2)
+            keeper.kill()
+            with pytest.raises(ConnectionLost, match=f"trainer rank 0's session at 127.0.0.1:{address.port} cannot"):
+                waiting.result(AT_ONCE_S)
+        assert lost.wait(AT_ONCE_S)
+        with pytest.raises(ConnectionLost):
+            line.count_keys()
+        line.close()
+
+
+def test_a_hub_that_stands_still_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr("sglang_reshard.channel.line.GRACE_S", 0.5)
+    assert link.GRACE_S == 5.0
+    with process(keep_hub) as (keeper, pipe):
+        address = said(pipe)
+        line, quick, lost = Line(address, SOON_S), Line(address, 0.7), threading.Event()
+        line.when_lost(lost.set)
+        os.kill(keeper.pid, signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(ConnectionLost, match=r"it did not answer within 1\.5 s"):
+            line.get(["x"], 1.0)
+        assert 1.5 <= time.monotonic() - start < 3
+        assert lost.wait(AT_ONCE_S)
+        start = time.monotonic()
+        with pytest.raises(ConnectionLost, match=r"it did not answer within 0\.7 s"):
+            quick.set({"x": b""})
+        with pytest.raises(DeadlineExceeded, match=r"did not answer within 0\.7 s"):
+            Line(address, 0.7)
+        assert time.monotonic() - start < 3
+        for each in (line, quick):
+            each.close()
+
+
+def test_a_stopped_hub_does_not_block_who_has_much_to_say(monkeypatch):
+    monkeypatch.setattr(link, "STALL_S", 0.7)
+    with process(keep_hub) as (keeper, pipe):
+        line = Line(said(pipe), SOON_S)
+        os.kill(keeper.pid, signal.SIGSTOP)
+        with pytest.raises(ConnectionLost, match="while it was written to"):
+            line.set({"x": bytes(64 << 20)})  # more than the connection takes on its way
+        line.close()

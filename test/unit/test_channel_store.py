@@ -1,0 +1,110 @@
+"""Process groups of torch find each other over a hub."""
+
+import multiprocessing as mp
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sglang_reshard.channel import Hub, HubStore, Line
+from sglang_reshard.errors import Aborted, ConnectionLost
+
+SOON_S = 180.0  # three processes import torch
+RANKS = 3
+
+
+@pytest.fixture
+def hub():
+    hub = Hub.open()
+    yield hub
+    hub.close()
+
+
+@pytest.fixture
+def line(hub):
+    with Line(hub.address, SOON_S) as line:
+        yield line
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_it_is_what_torch_means_by_a_store(line, prefixed):
+    """Called from Python, and from torch's own code, which a PrefixStore is."""
+    store = HubStore(line, 1.0)
+    if prefixed:
+        store = dist.PrefixStore("prefix", store)
+    store.set("a", "text")
+    assert store.get("a") == b"text"
+    assert store.add("n", 2) == 2
+    assert store.add("n", 3) == 5
+    assert store.check(["a", "n"])
+    assert not store.check(["a", "z"])
+    assert store.compare_set("c", "", "1") == b"1"
+    assert store.compare_set("c", "2", "3") == b"1"
+    assert store.compare_set("c", "1", "3") == b"3"
+    store.wait(["a", "c"])
+    store.wait(["a", "c"], timedelta(seconds=1))
+    assert store.delete_key("a")
+    assert not store.delete_key("a")
+    assert store.num_keys() == line.count_keys() == 2
+    assert line.present(["prefix/n" if prefixed else "n"]) == [True]
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_a_wait_that_ends_with_nothing_is_the_error_that_torch_knows(line, prefixed):
+    store = HubStore(line, 0.2)
+    if prefixed:
+        store = dist.PrefixStore("prefix", store)
+    for wait in (
+        lambda: store.get("z"),
+        lambda: store.wait(["z"]),
+        lambda: store.wait(["z"], timedelta(seconds=0.1)),
+    ):
+        with pytest.raises(dist.DistStoreError, match=r"z did not come within 0\.[12] s"):
+            wait()
+    store.set_timeout(timedelta(seconds=0.5))
+    start = time.monotonic()
+    with pytest.raises(dist.DistStoreError):
+        store.get("z")
+    assert time.monotonic() - start >= 0.5
+
+
+def test_an_abort_and_a_loss_come_through_torch(hub, line):
+    store = dist.PrefixStore("prefix", HubStore(line, SOON_S, scope="s"))
+    threading.Timer(0.2, line.abort, ("s", "why")).start()
+    with pytest.raises(Aborted, match=r"^why$"):
+        store.get("z")
+    threading.Timer(0.2, hub.close).start()
+    with pytest.raises(ConnectionLost):
+        dist.PrefixStore("prefix", HubStore(line, SOON_S)).wait(["z"], timedelta(seconds=SOON_S))
+
+
+def reduce(pipe, address, rank):
+    with Line(address, SOON_S) as line:
+        store = dist.PrefixStore("group", HubStore(line, SOON_S))
+        group = dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=SOON_S))
+        numbers = torch.full((3,), 10.0**rank)
+        group.allreduce([numbers]).wait()
+        pipe.send(numbers.tolist())
+
+
+def test_process_groups_meet_over_it(hub, line):
+    context = mp.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(RANKS)]
+    ranks = [
+        context.Process(target=reduce, args=(theirs, hub.address, rank), daemon=True)
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    try:
+        for rank in ranks:
+            rank.start()
+        for own, _ in pipes:
+            assert own.poll(SOON_S)
+            assert own.recv() == [111.0] * 3
+        assert line.count_keys() > 0
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()

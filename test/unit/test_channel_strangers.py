@@ -1,0 +1,343 @@
+"""Whoever does not know the session's key, and whoever meddles with a connection of one who does."""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from sglang_reshard.channel import Hub, Late, Line, hub, refusals
+from sglang_reshard.channel.frames import ANSWER_BYTES, MAGIC, OPENING_BYTES, PROOF_BYTES, Sealer, direction_key, proof
+from sglang_reshard.channel.words import Done, Hello, Leave, Set
+from sglang_reshard.errors import ConnectionLost, DeadlineExceeded, ReshardError, Unauthorized
+
+SOON_S = 20.0
+HANDSHAKE_BYTES = OPENING_BYTES + PROOF_BYTES
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """A hub whose every refusal is logged, and that serves as before in the end."""
+    monkeypatch.setattr(refusals, "_EVERY_S", 0.0)
+    host = Hub.open()
+    with Line(host.address, SOON_S) as line:
+        yield host
+        line.set({"still": b"served"})
+        assert line.get(["still"], SOON_S) == [b"served"]
+    host.close()
+
+
+class Relay:
+    """Between a line and a hub. Keeps what the line sent, and changes it on its way."""
+
+    def __init__(self, address, change=lambda sent: sent):
+        """`change` is given each frame (with its length) after the hello, and what it returns goes on."""
+        self.sent, self._change = b"", change
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._hub = socket.create_connection((address.host, address.port))
+        self.address = type(address)(address.session, "127.0.0.1", self._listener.getsockname()[1], address.key)
+        self._threads = [threading.Thread(target=self._up), threading.Thread(target=self._down)]
+        self._line = None
+
+    def __enter__(self):
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *exception):
+        for end in filter(None, (self._line, self._hub)):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        for thread in filter(threading.Thread.is_alive, self._threads):
+            thread.join()
+        for end in filter(None, (self._line, self._hub, self._listener)):
+            end.close()
+
+    def _up(self):
+        with contextlib.suppress(OSError):
+            self._line, _ = self._listener.accept()
+            self._threads[1].start()
+            self._pass(self._take(HANDSHAKE_BYTES))
+            self._pass(self._frame())  # the hello
+            while frame := self._frame():
+                self._pass(self._change(frame))
+            self._hub.shutdown(socket.SHUT_WR)
+
+    def _down(self):
+        with contextlib.suppress(OSError):
+            while piece := self._hub.recv(1 << 16):
+                self._line.sendall(piece)
+            self._line.shutdown(socket.SHUT_RDWR)
+
+    def _pass(self, data):
+        self.sent += data
+        self._hub.sendall(data)
+
+    def _take(self, size):
+        data = b""
+        while len(data) < size and (piece := self._line.recv(size - len(data))):
+            data += piece
+            if len(data) == OPENING_BYTES and size == HANDSHAKE_BYTES:  # the hub answers to this
+                self._pass(data)
+                size, data = PROOF_BYTES, b""
+        return data
+
+    def _frame(self):
+        length = self._take(4)
+        return length + self._take(int.from_bytes(length, "big")) if length else b""
+
+
+def hangs_up(connection):
+    """What comes before it does."""
+    connection.settimeout(SOON_S)
+    got = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := connection.recv(1 << 16):
+            got += piece
+    return got
+
+
+def says(caplog, what):
+    end = time.monotonic() + SOON_S
+    while what not in caplog.text and time.monotonic() < end:
+        time.sleep(0.01)
+    assert what in caplog.text
+    assert all(record.levelno == logging.WARNING for record in caplog.records)
+
+
+def knock(address, *pieces):
+    """A stranger that says this; what it hears."""
+    with socket.create_connection((address.host, address.port), SOON_S) as connection:
+        with contextlib.suppress(OSError):
+            for piece in pieces:
+                connection.sendall(piece)
+        return hangs_up(connection)
+
+
+def authentic(address):
+    """A connection that has proved itself, done by hand, and what seals for it."""
+    connection = socket.create_connection((address.host, address.port), SOON_S)
+    nonce, key = b"n" * 32, address.secret()
+    connection.sendall(MAGIC + nonce)
+    answer = b""
+    while len(answer) < ANSWER_BYTES:
+        answer += connection.recv(ANSWER_BYTES - len(answer))
+    nonces = nonce, answer[:32]
+    connection.sendall(proof(key, b"line", *nonces))
+    return connection, Sealer(direction_key(key, b"line", *nonces))
+
+
+def test_garbage_is_refused(host, caplog):
+    assert knock(host.address, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n") == b""
+    says(caplog, "does not speak this package's language")
+    assert "127.0.0.1:" in caplog.text
+
+
+def test_a_wrong_proof_is_refused_and_nothing_after_it_is_read(host, caplog):
+    frame = Sealer(bytes(32)).seal(Hello(0, "s"))
+    heard = knock(host.address, MAGIC + b"n" * 32, b"p" * 32, frame * 1000)
+    assert len(heard) in (0, ANSWER_BYTES)  # 0 where what it did not read resets the connection
+    says(caplog, "it does not know the session's key")
+
+
+def test_a_wrong_key_is_refused_by_both_sides(host, caplog):
+    wrong = type(host.address)(host.address.session, host.address.host, host.address.port, "00" * 32)
+    with pytest.raises(Unauthorized):
+        Line(wrong, SOON_S)
+    says(caplog, "it hung up before it proved that it knows the session's key")
+
+
+def test_a_host_that_does_not_know_the_key_is_not_told_anything():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = Hub.open()
+        address.close()
+        address = type(address.address)("s", "127.0.0.1", listener.getsockname()[1], address.address.key)
+        heard = []
+
+        def pose():
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"h" * ANSWER_BYTES)
+                heard.append(hangs_up(connection))
+
+        with ThreadPoolExecutor() as threads:
+            posing = threads.submit(pose)
+            with pytest.raises(Unauthorized, match="a stranger has taken the port"):
+                Line(address, SOON_S)
+            posing.result(SOON_S)
+        assert len(heard[0]) == OPENING_BYTES
+
+
+def test_who_never_proves_itself_is_turned_away(host, caplog, monkeypatch):
+    monkeypatch.setattr(hub, "_VISIT_S", 0.3)
+    start = time.monotonic()
+    assert knock(host.address, MAGIC) == b""
+    assert time.monotonic() - start >= 0.3
+    says(caplog, "did not prove in time")
+
+
+def test_many_who_say_nothing_do_not_keep_others_out_for_long(host, monkeypatch):
+    monkeypatch.setattr(hub, "_VISIT_S", 2 * SOON_S)
+    monkeypatch.setattr(hub, "_VISIT_WHEN_FULL_S", 0.5)
+    idle = [socket.create_connection((host.address.host, host.address.port)) for _ in range(2 * hub._VISITORS)]
+    try:
+        time.sleep(0.1)
+        assert len(host._visitors) == hub._VISITORS
+        with Line(host.address, SOON_S) as line:
+            assert line.count_keys() == 0
+    finally:
+        for connection in idle:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    ("meant", "why"),
+    [
+        (lambda frame: b"\xff\xff\xff\xff" + frame[4:], "a frame said to have 4294967295 bytes"),
+        (lambda frame: b"\0\0\0\0" + frame[4:], "a frame said to have 0 bytes"),
+        (lambda frame: frame[:-1], "it hung up within a frame"),
+        (lambda frame: frame[:-1] + bytes([frame[-1] ^ 1]), "not authentic"),
+        (lambda frame: bytes(frame) * 2, "repeated or lost"),
+    ],
+    ids=["oversized", "undersized", "truncated", "changed", "repeated"],
+)
+def test_bad_frames_of_one_who_knows_the_key_end_its_connection(host, caplog, meant, why):
+    connection, sealer = authentic(host.address)
+    with connection:
+        frame = meant(sealer.seal(Hello(0, "s")))
+        connection.sendall(frame)
+        connection.shutdown(socket.SHUT_WR)
+        hangs_up(connection)
+    says(caplog, why)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ((Leave(0, "s"),), "its first word was no hello"),
+        ((Hello(0, "s"), Hello(1, "t")), "a second hello"),
+        ((Hello(0, "s"), Done(1)), "Invalid value"),
+        ((Hello(0, "s"), Set(1, {"x": "text"})), "Expected"),
+    ],
+)
+def test_words_that_have_no_place_end_a_connection(host, caplog, words, why):
+    connection, sealer = authentic(host.address)
+    with connection:
+        for word in words:
+            connection.sendall(sealer.seal(word))
+        hangs_up(connection)
+    says(caplog, why)
+
+
+def test_a_connection_that_was_recorded_cannot_be_repeated(host, caplog):
+    with Relay(host.address) as relay, Line(relay.address, SOON_S) as line:
+        line.add("n", 1)
+        assert line.add("n", 1) == 2
+    heard = knock(host.address, relay.sent[:OPENING_BYTES], relay.sent[OPENING_BYTES:])
+    assert len(heard) in (0, ANSWER_BYTES)
+    says(caplog, "it does not know the session's key")
+    with Line(host.address, SOON_S) as line:
+        assert line.add("n", 0) == 2
+
+
+def test_frames_of_one_connection_are_of_no_use_in_another(host, caplog):
+    with Relay(host.address) as relay, Line(relay.address, SOON_S) as line:
+        line.add("n", 1)
+    with Relay(host.address, lambda _: relay.sent[-len(line_frame(relay)) :]) as other:
+        line = Line(other.address, SOON_S)
+        with pytest.raises(ConnectionLost):
+            line.add("n", 5)
+        line.close()
+    says(caplog, "not authentic")
+    with Line(host.address, SOON_S) as line:
+        assert line.add("n", 0) == 1
+
+
+def line_frame(relay):
+    """The last frame that went through it."""
+    at, frames = HANDSHAKE_BYTES, []
+    while at < len(relay.sent):
+        end = at + 4 + int.from_bytes(relay.sent[at : at + 4], "big")
+        frames.append(relay.sent[at:end])
+        at = end
+    return frames[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda frame: frame + frame, "repeated or lost"),
+        (lambda frame: frame[:20] + bytes([frame[20] ^ 4]) + frame[21:], "not authentic"),
+    ],
+    ids=["repeated", "changed"],
+)
+def test_who_meddles_with_a_connection_ends_it_and_no_more(host, caplog, change, why):
+    with Line(host.address, SOON_S) as witness:
+        with Relay(host.address, change) as relay:
+            line = Line(relay.address, SOON_S)
+            line.when_lost((lost := threading.Event()).set)
+            with contextlib.suppress(ReshardError):  # the first of two is as good as any
+                line.add("n", 1)
+            assert lost.wait(SOON_S)
+            with pytest.raises(ConnectionLost):
+                line.add("n", 1)
+            line.close()
+        says(caplog, why)
+        assert witness.add("n", 0) <= 1
+        with pytest.raises(Late):
+            witness.get(["never"], 0.0)
+
+
+def test_who_meddles_with_what_a_hub_says_is_noticed_by_the_line(host):
+    with Relay(host.address) as relay:
+        taken = relay._hub.recv
+
+        class Bent:
+            """The hub's end, of which one bit is changed after the handshake and the answer to the hello."""
+
+            seen = 0
+
+            def __getattr__(self, name):
+                return getattr(self.inner, name)
+
+            def recv(self, size):
+                piece = bytearray(taken(size))
+                self.seen += len(piece)
+                if self.bend and piece:
+                    piece[-1] ^= 1
+                return bytes(piece)
+
+        bent = Bent()
+        bent.inner, bent.bend = relay._hub, False
+        relay._hub = bent
+        line = Line(relay.address, SOON_S)
+        bent.bend = True
+        with pytest.raises(ConnectionLost, match="not from trainer rank 0: a frame that is not authentic"):
+            line.count_keys()
+        line.close()
+
+
+def test_refusals_do_not_fill_the_log_and_tell_no_secret(caplog, monkeypatch):
+    monkeypatch.setattr(refusals, "_EVERY_S", 0.5)
+    host = Hub.open()
+    for _ in range(50):
+        knock(host.address, b"garbage!")
+    time.sleep(0.5)
+    knock(host.address, b"garbage!")
+    says(caplog, "other refusals were not logged")
+    host.close()
+    assert len(caplog.records) <= 5
+    assert host.address.key not in caplog.text + repr(host.address) + str(vars(host))
+
+
+def test_nothing_that_listens_is_said_so(host):
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = type(host.address)("s", "127.0.0.1", mute.getsockname()[1], host.address.key)
+        with pytest.raises(
+            DeadlineExceeded, match=r"trainer rank 0's session at 127\.0\.0\.1:\d+ did not answer within 0\.5 s"
+        ):
+            Line(address, 0.5)
