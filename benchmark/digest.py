@@ -1,0 +1,238 @@
+"""What digests cost beside a copy of the same bytes, on one core without a GPU: `python -m benchmark.digest`.
+
+Seconds are of this process's one thread (CPU time), and so others on the host do not add their own to them, though
+they take room in its caches: a digest and the copy beside it are taken in turn, and the least of their times counts.
+"MoE" has the shapes of a small mixture of experts, for what many small tensors cost. What is done once for a trace,
+and not in every update, is measured for DeepSeek-V3, too.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import torch
+
+from benchmark import deepseek_v3, results
+from sglang_reshard.digest import Auditor, Claims, Selection, Voucher
+from sglang_reshard.layout import Region
+from sglang_reshard.plan import Catalog
+from sglang_reshard.sources.placements import Layout, Mesh, Placement, SourceTensor
+from sglang_reshard.trace import Copy, Program
+
+ONE_IN, TIMES = 64, 7
+MATRICES, MATRIX = 64, (2048, 4096)  # 1 GiB of bfloat16
+LAYERS, EXPERTS, HIDDEN, INTER, RANKS = 13, 128, 512, 192, 8  # 5,019 tensors
+DEEPSEEK_TRAINERS, DEEPSEEK_ENGINES = 64, 32
+T = TypeVar("T")
+
+
+class DigestRow(msgspec.Struct, frozen=True):
+    """One rank's digest of all that it holds, or of a sample of it.
+
+    case             how the weights are sharded, and from which dtype to which they are cast
+    side             whose memory is read: a trainer rank casts what it reads
+    elements, bytes  that the rank has, in its own dtype; ns_per_element and gb_per_s are of all of them, also where
+                     a sample reads a few
+    seconds          of a digest, and of a copy of all of the bytes to bfloat16 in the same run
+    """
+
+    case: str
+    side: str
+    selection: str
+    tensors: int
+    elements: int
+    bytes: int
+    seconds: float
+    copy_seconds: float
+    times_copy: float
+    ns_per_element: float
+    gb_per_s: float
+
+
+class PreparationRow(msgspec.Struct, frozen=True):
+    """What is made once for a trace: by one engine rank, and by one trainer rank for all engine ranks.
+
+    claims_bytes  that one engine rank tells, before they are compressed
+    """
+
+    case: str
+    tensors: int
+    trainer_ranks: int
+    engine_ranks: int
+    auditor_seconds: float
+    voucher_seconds: float
+    claims: int
+    claims_bytes: int
+
+
+class Weight(NamedTuple):
+    """A tensor, and the dimension that engine ranks split; None when every rank takes it whole."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None
+
+
+def moe() -> Iterator[Weight]:
+    for layer in range(LAYERS):
+        yield Weight(f"{layer}.norm", (HIDDEN,), None)
+        yield Weight(f"{layer}.router", (EXPERTS, HIDDEN), None)
+        for expert in range(EXPERTS):
+            yield Weight(f"{layer}.{expert}.gate", (INTER, HIDDEN), 0)
+            yield Weight(f"{layer}.{expert}.up", (INTER, HIDDEN), 0)
+            yield Weight(f"{layer}.{expert}.down", (HIDDEN, INTER), 1)
+    yield Weight("norm", (HIDDEN,), None)
+
+
+def layout_of(weights: Sequence[Weight], trainer_ranks: int, dtype: str) -> Layout:
+    """Every tensor split over the trainer ranks along dimension 0."""
+    mesh = Mesh((trainer_ranks,), tuple(range(trainer_ranks)))
+    tensors = tuple(SourceTensor(w.name, w.shape, dtype, 0, 0) for w in weights)
+    return Layout(trainer_ranks, (mesh,), ((Placement(0),),), tensors)
+
+
+def copies(weights: Sequence[Weight], rank: int, ranks: int) -> list[Copy]:
+    """What engine rank `rank` keeps, one after the other in one live tensor."""
+    found, end = [], 0
+    for w in weights:
+        count = tuple(n // ranks if d == w.dim else n for d, n in enumerate(w.shape))
+        start = tuple(rank * n if d == w.dim else 0 for d, n in enumerate(count))
+        strides = tuple(math.prod(count[d + 1 :]) for d in range(len(count)))
+        found.append(Copy(w.name, Region(start, count, (1,) * len(count)), "live", end, strides))
+        end += math.prod(count)
+    return found
+
+
+def measure(case: str, weights: Sequence[Weight], ranks: int, trainer_dtype: str) -> Iterator[DigestRow]:
+    """Of the first of as many trainer ranks as engine ranks, which keep bfloat16."""
+    layout = layout_of(weights, ranks, trainer_dtype)
+    catalog = Catalog.of(layout)
+    programs = [Program((), tuple(copies(weights, r, ranks)), {}, (), 0.0) for r in range(ranks)]
+    elements = sum(copy.region.numel for copy in programs[0].copies)
+    live = torch.randn(elements).to(torch.bfloat16)
+    for program in programs:  # all ranks': only the first one's is read
+        program.targets["live"] = live
+    auditors = [Auditor(catalog, program) for program in programs]
+    yield from _rows(case, "engine rank", auditors[0].digests, len(auditors[0].claims), [live], torch.bfloat16)
+    shards = [torch.randn(w.shape[0] // ranks, *w.shape[1:]).to(getattr(torch, trainer_dtype)) for w in weights]
+    voucher = Voucher(layout, shards, 0, [auditor.claims for auditor in auditors])
+    yield from _rows(case, "trainer rank", voucher.digests, len(weights), shards, torch.bfloat16)
+
+
+def _rows(
+    case: str,
+    side: str,
+    digests: Callable[[Selection], object],
+    tensors: int,
+    read: Sequence[torch.Tensor],
+    kept: torch.dtype,
+) -> Iterator[DigestRow]:
+    elements = sum(t.numel() for t in read)
+    nbytes = sum(t.nbytes for t in read)
+    into = [torch.zeros_like(t, dtype=kept) for t in read]
+    ways = {"full": Selection.full(), f"sample of one row in {ONE_IN}": Selection.sample(0, ONE_IN)}
+    least: dict[str, float] = {}
+    for _ in range(TIMES):
+        for name, selection in ways.items():
+            least[name] = min(least.get(name, math.inf), _timed(lambda s=selection: digests(s))[0])  # type: ignore[misc]
+        least["copy"] = min(least.get("copy", math.inf), _timed(lambda: torch._foreach_copy_(into, list(read)))[0])
+    for name in ways:
+        seconds, copy = least[name], least["copy"]
+        yield DigestRow(
+            case=case,
+            side=side,
+            selection=name,
+            tensors=tensors,
+            elements=elements,
+            bytes=nbytes,
+            seconds=seconds,
+            copy_seconds=copy,
+            times_copy=seconds / copy,
+            ns_per_element=seconds / elements * 1e9,
+            gb_per_s=nbytes / seconds / 1e9,
+        )
+
+
+def prepare_moe() -> PreparationRow:
+    weights = list(moe())
+    layout = layout_of(weights, RANKS, "float32")
+    return prepare("MoE", layout, [copies(weights, rank, RANKS) for rank in range(RANKS)])
+
+
+def prepare_deepseek() -> PreparationRow:
+    copied = [
+        [c for c in deepseek_v3.copies(rank, DEEPSEEK_ENGINES, DEEPSEEK_ENGINES) if min(c.region.count) > 0]
+        for rank in range(DEEPSEEK_ENGINES)
+    ]
+    return prepare("DeepSeek-V3, ep=32", deepseek_v3.fsdp_layout(DEEPSEEK_TRAINERS), copied)
+
+
+def prepare(case: str, layout: Layout, copied: Sequence[Sequence[Copy]]) -> PreparationRow:
+    """On tensors without bytes: preparing reads none."""
+    catalog = Catalog.of(layout)
+    dtypes = {t.name: getattr(torch, t.dtype) for t in layout.tensors}
+    claims: list[Claims] = []
+    auditor_seconds = 0.0
+    for own in copied:
+        ends: dict[str, tuple[int, torch.dtype]] = {}
+        for copy in own:
+            last = copy.offset + sum((n - 1) * s for n, s in zip(copy.region.count, copy.strides, strict=True))
+            ends[copy.target] = max(ends.get(copy.target, (0,))[0], last + 1), dtypes[copy.source]
+        targets = {name: torch.empty(end, dtype=dtype, device="meta") for name, (end, dtype) in ends.items()}
+        program = Program((), tuple(own), targets, (), 0.0)
+        auditor_seconds, auditor = _timed(lambda program=program: Auditor(catalog, program))  # type: ignore[misc]
+        claims.append(auditor.claims)
+    shards = [
+        torch.empty(catalog.kind(i).holdings.extent(0) or (0,), dtype=dtypes[t.name], device="meta")
+        for i, t in enumerate(layout.tensors)
+    ]
+    voucher_seconds, _ = _timed(lambda: Voucher(layout, shards, 0, claims))
+    return PreparationRow(
+        case=case,
+        tensors=len(layout.tensors),
+        trainer_ranks=layout.trainer_ranks,
+        engine_ranks=len(claims),
+        auditor_seconds=auditor_seconds,
+        voucher_seconds=voucher_seconds,
+        claims=len(claims[-1]),
+        claims_bytes=len(msgspec.msgpack.encode(claims[-1])),
+    )
+
+
+def _timed(step: Callable[[], T]) -> tuple[float, T]:
+    began = time.process_time()
+    found = step()
+    return time.process_time() - began, found
+
+
+def main() -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+    matrices = [Weight(f"{i}", MATRIX, 0) for i in range(MATRICES)]
+    rows: list[DigestRow | PreparationRow] = []
+    cases = [(f"64 matrices, {dtype} -> bfloat16", matrices, 1, dtype) for dtype in ("bfloat16", "float32")]
+    cases.append((f"MoE, fsdp={RANKS} -> tp={RANKS}, float32 -> bfloat16", list(moe()), RANKS, "float32"))
+    for case in cases:
+        for row in measure(*case):
+            rows.append(row)
+            print(
+                f"{row.case}, {row.side}, {row.selection}: {row.seconds * 1e3:.1f} ms, {row.ns_per_element:.3f} "
+                f"ns an element, {row.gb_per_s:.1f} GB/s, {row.times_copy:.2f} times the copy"
+            )
+    for made in (prepare_moe(), prepare_deepseek()):
+        rows.append(made)
+        print(
+            f"{made.case}: {made.tensors} tensors, auditor {made.auditor_seconds:.2f} s, voucher for "
+            f"{made.engine_ranks} engine ranks {made.voucher_seconds:.2f} s, claims {made.claims_bytes / 1e6:.2f} MB"
+        )
+    load = f"The host's {os.cpu_count()} cores had a load of {os.getloadavg()[0]:.1f}, this run included."
+    results.save(results.FOLDER / "digest.json", results.header("python -m benchmark.digest", [load]), rows)
+
+
+if __name__ == "__main__":
+    main()

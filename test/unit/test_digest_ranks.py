@@ -1,0 +1,287 @@
+"""Trainer ranks vouch for what engine ranks keep: their digests agree, and any mishap is noticed and named."""
+
+import itertools
+import zlib
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from sglang_reshard.digest import GROUPS, Auditor, Claim, Claims, Kept, Selection, Voucher, claims
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.layout import Box, Region
+from sglang_reshard.plan import Catalog
+from sglang_reshard.sources import Layout, Mesh, Placement, SourceTensor
+from sglang_reshard.trace import trace
+from sglang_reshard.trace.program import Copy, Program
+from support.plans import shards, wanted
+from support.toy import ToyRank, checkpoint, shapes
+
+HIDDEN = 64
+FULL = Selection.full()
+TP = {"down.weight": 1, "norm.weight": -1}
+TRAINERS = {  # (shape of the mesh, the placements of a tensor)
+    "whole": ((3,), lambda name: (Placement(),)),
+    "fsdp": ((3,), lambda name: (Placement(0),)),
+    "tp": ((4,), lambda name: (Placement(TP.get(name, 0)),)),
+    "hsdp": ((2, 3), lambda name: (Placement(), Placement(0))),
+    "fsdp over tp": (
+        (2, 2),
+        lambda name: (Placement(0, 2 if TP.get(name, 0) == 0 else 1), Placement(TP.get(name, 0))),
+    ),
+}
+
+
+def layout_of(kind, dtype=torch.float32):
+    mesh, placements = TRAINERS[kind]
+    table = sorted({placements(name) for name in shapes(HIDDEN)}, key=str)
+    tensors = tuple(
+        SourceTensor(name, shape, str(dtype).removeprefix("torch."), 0, table.index(placements(name)))
+        for name, shape in shapes(HIDDEN).items()
+    )
+    ranks = int(np.prod(mesh))
+    return Layout(ranks, (Mesh(mesh, tuple(range(ranks))),), tuple(table), tensors)
+
+
+class Engine:
+    """One engine rank with its traced loader, filled as a checkpoint says."""
+
+    def __init__(self, layout, rank, size, dtype):
+        self.model = ToyRank(rank, size, dtype, HIDDEN)
+        self.program = trace(self.model, [t.spec for t in layout.tensors])
+        self.auditor = Auditor(Catalog.of(layout), self.program)
+
+    def load(self, weights):
+        self.model.load_weights(weights.items())
+        return self
+
+
+class World:
+    """Trainer ranks that have version 1 and engine ranks that were filled with it."""
+
+    def __init__(self, kind="fsdp", engines=2, dtype=torch.bfloat16):
+        self.layout, self.right = layout_of(kind), checkpoint(1, hidden=HIDDEN)
+        self.engines = [Engine(self.layout, e, engines, dtype).load(self.right) for e in range(engines)]
+        own = [engine.auditor.claims for engine in self.engines]
+        self.shards = [shards(self.layout, self.right, r) for r in range(self.layout.trainer_ranks)]
+        self.vouchers = [Voucher(self.layout, local, r, own) for r, local in enumerate(self.shards)]
+
+    def told(self, selection=FULL):
+        """What each engine rank says of what differs; empty where nothing does."""
+        vouched = sum(voucher.digests(selection) for voucher in self.vouchers)
+        have = [engine.auditor.digests(selection) for engine in self.engines]
+        return [
+            engine.auditor.explain(np.flatnonzero(mine != right).tolist())
+            for engine, mine, right in zip(self.engines, have, vouched, strict=True)
+        ]
+
+    def load(self, **wrong):
+        """Fill the engine ranks with the right weights but for these."""
+        given = {name.replace("_", ".") + ".weight": tensor for name, tensor in wrong.items()}
+        assert not any(torch.equal(tensor, self.right[name]) for name, tensor in given.items())
+        for engine in self.engines:
+            engine.load({**self.right, **given})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("engines", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_digests_agree_whatever_the_layouts_and_dtypes(kind, engines, dtype):
+    world = World(kind, engines, dtype)
+    for selection in (FULL, Selection.sample(0), Selection.sample(77), Selection.sample(3, 5)):
+        assert world.told(selection) == [""] * engines
+    for engine in world.engines:
+        assert engine.auditor.digests(FULL).any()
+
+
+def test_padding_is_not_looked_at():
+    world = World(engines=4)
+    world.engines[-1].model.embed.data[-1] = 7  # 21 rows on 4 ranks of 6
+    assert world.told() == [""] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_flipped_bit_is_noticed_where_it_is(dtype):
+    world = World("tp", 2, dtype)
+    tensors = {"embed": "embed", "qkv": "q", "gate_up": "gate", "down": "down", "norm": "norm"}
+    integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    for (parameter, tensor), bit in itertools.product(tensors.items(), range(8 * dtype.itemsize)):
+        bits = getattr(world.engines[1].model, parameter).data.view(integer).view(-1)
+        flip = torch.tensor(1 << bit).to(integer)
+        bits[5 * bit % 64] ^= flip
+        assert world.told() == ["", f"{tensor}.weight"], bit
+        bits[5 * bit % 64] ^= flip
+    assert world.told() == ["", ""]
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tp", "hsdp"])
+def test_two_shards_that_came_as_each_others_are_noticed(kind):
+    world = World(kind)
+    for name, dim in {"q.weight": 0, "down.weight": 1 if kind == "tp" else 0}.items():
+        first, second, *rest = world.right[name].split(16, dim)
+        world.load(**{name.removesuffix(".weight"): torch.cat([second, first, *rest], dim)})
+        assert name in world.told(), name
+    world.load()
+    assert world.told() == ["", ""]
+
+
+@pytest.mark.parametrize("selection", [FULL, *(Selection.sample(n) for n in (0, 1, 63))])
+def test_a_stale_tensor_is_noticed_by_any_sample(selection):
+    world, old = World(), checkpoint(0, hidden=HIDDEN)
+    for name in world.right:
+        world.load(**{name.removesuffix(".weight"): old[name]})
+        assert world.told(selection) == [name, name]
+
+
+def test_a_stale_trainer_shard_is_noticed():
+    """And so the digests are of what the shards hold now."""
+    world = World()
+    world.shards[1][0].add_(1)
+    assert "embed.weight" in world.told()
+
+
+def test_the_same_bytes_in_another_order_are_noticed():
+    world = World(engines=1)
+    gate = world.right["gate.weight"]
+    transposed, turned, shifted = gate.clone(), gate.flip(1), gate.roll(1, 1)
+    transposed[:8, :8] = gate[:8, :8].t()
+    reshaped = gate.t().reshape(gate.shape)
+    rows = gate[torch.randperm(len(gate), generator=torch.Generator().manual_seed(0))]
+    for wrong in (transposed, turned, shifted, reshaped, rows):
+        assert torch.equal(wrong.flatten().sort()[0], gate.flatten().sort()[0])
+        world.load(gate=wrong)
+        assert world.told() == ["gate.weight"]
+
+
+def test_exchanged_tensors_of_one_shape_are_noticed_even_in_one_group(monkeypatch):
+    monkeypatch.setattr(claims, "GROUPS", 1)
+    world = World()
+    assert world.told() == ["", ""]
+    for one, other in (("k", "v"), ("gate", "up")):
+        right = world.right[f"{one}.weight"], world.right[f"{other}.weight"]
+        world.load(**{one: right[1], other: right[0]})
+        told = "embed.weight, q.weight, k.weight, v.weight, gate.weight and 3 more"
+        assert world.told() == [told, told]
+
+
+def test_a_part_that_is_missing_is_noticed_even_if_all_weights_are_zero():
+    world = World("fsdp")
+    zeros = world.right["up.weight"].clone()
+    zeros[:5] = 0
+    world.load(up=zeros)
+    assert world.told() == ["up.weight", ""]
+    for local in world.shards:
+        for shard in local:
+            shard.zero_()
+    for engine in world.engines:
+        engine.load({name: torch.zeros_like(tensor) for name, tensor in world.right.items()})
+    assert world.told() == ["", ""]
+    world.vouchers = world.vouchers[1:]
+    assert all(told.startswith("embed.weight") for told in world.told()[:1])
+
+
+def test_each_place_of_elements_that_are_kept_twice_is_looked_at():
+    layout, right = layout_of("fsdp"), checkpoint(1, hidden=HIDDEN)
+    number = next(i for i, t in enumerate(layout.tensors) if t.name == "k.weight")
+    whole = right["k.weight"]
+    copies = [wanted(layout, number, Box.whole(tuple(whole.shape)), offset) for offset in (0, 1000)]
+    region = Region((0, 1), (6, 20), (1, 3))
+    copies.append(Copy("k.weight", region, "scratch/0", 3, (1, 6)))
+    targets = {"live": torch.zeros(1000 + whole.numel()), "scratch/0": torch.zeros(200)}
+    for copy in copies:
+        copy.landing(targets[copy.target]).copy_(whole[copy.region.slices()])
+    auditor = Auditor(Catalog.of(layout), Program((), tuple(copies), targets, (), 0.0))
+    assert [claim.kept.places for claim in auditor.claims] == [2, 1]
+    vouchers = [Voucher(layout, shards(layout, right, r), r, [auditor.claims]) for r in range(3)]
+    vouched = sum(voucher.digests(FULL) for voucher in vouchers)[0]
+    assert np.array_equal(auditor.digests(FULL), vouched)
+    for target, element in (("live", 10), ("live", 1010), ("scratch/0", 9)):
+        right_one = targets[target][element].clone()
+        targets[target][element] = 123
+        assert np.flatnonzero(auditor.digests(FULL) != vouched).tolist() == [number]
+        targets[target][element] = right_one
+    assert np.array_equal(auditor.digests(FULL), vouched)
+
+
+def test_holders_of_the_same_elements_share_the_work():
+    world = World("whole", engines=1)
+    parts = np.stack([voucher.digests(FULL)[0] for voucher in world.vouchers])
+    assert ((parts != 0).sum(axis=0) == 1).all(), "each tensor is counted by one trainer rank"
+    assert ((parts != 0).sum(axis=1) > 0).all(), "and each trainer rank counts some"
+
+
+def test_what_engine_ranks_claim_alike_is_looked_at_once(monkeypatch):
+    world, added = World("fsdp", engines=1), []
+    monkeypatch.setattr("sglang_reshard.digest.sums.Series.add", lambda self, extent, view, row: added.append(row))
+    own = world.engines[0].auditor.claims
+    once = Voucher(world.layout, world.shards[0], 0, [own])
+    assert len(added) == len(own)
+    again = Voucher(world.layout, world.shards[0], 0, [own] * 5)
+    assert len(added) == 2 * len(own)
+    assert (once.digests(FULL).shape, again.digests(FULL).shape) == ((1, 8), (5, 8))
+
+
+def test_claims_are_the_same_in_any_order_and_small_on_the_wire():
+    alike = [Kept("bfloat16", (0, 64 * part), (512, 64), (1, 1)) for part in range(4)]
+    given = [Claim(tensor, alike[tensor % 4]) for tensor in range(100_000)]
+    made, turned = Claims.of(given), Claims.of(reversed(given))
+    assert made == turned
+    assert made.digest == turned.digest
+    assert list(made) == given
+    assert len(made) == 100_000
+    assert made.digest != Claims.of(given[1:]).digest
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Claims)
+    assert sent == made
+    assert len(zlib.compress(msgspec.msgpack.encode(made), 1)) < 400_000
+
+
+def test_groups_are_of_neighbours_and_there_are_not_many():
+    for tensors in (1, 5, GROUPS, GROUPS + 1, 100_000):
+        group = claims.group_of(np.arange(tensors, dtype=np.int32), tensors)
+        assert (np.diff(group) >= 0).all()
+        assert set(group.tolist()) == set(range(claims.groups_of(tensors)))
+    assert claims.groups_of(100_000) == GROUPS
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        Kept("bfloat16", (0,), (64,), (1,)),
+        Kept("bfloat16", (0, 0), (22, 64), (1, 1)),
+        Kept("bfloat16", (-1, 0), (2, 64), (1, 1)),
+        Kept("bfloat16", (0, 0), (11, 64), (3, 1)),
+        Kept("bfloat16", (0, 0), (2, 64), (0, 1)),
+        Kept("bfloat16", (0, 0), (0, 64), (1, 1)),
+        Kept("tensor", (0, 0), (21, 64), (1, 1)),
+        Kept("bfloat16", (0, 0), (21, 64), (1, 1), 0),
+        Kept("bfloat16", (0, 0), (21, 64), (1, 1), 1 << 70),
+    ],
+)
+def test_a_claim_that_the_layout_does_not_have_is_refused_by_name(kept):
+    layout = layout_of("fsdp")
+    good = Claims.of([Claim(0, Kept("bfloat16", (0, 0), (21, 64), (1, 1)))])
+    local = shards(layout, checkpoint(1, hidden=HIDDEN), 0)
+    with pytest.raises(Mismatch, match=r"engine rank 1 claims to keep .* of embed\.weight, which is float32"):
+        Voucher(layout, local, 0, [good, Claims.of([Claim(0, kept)])])
+
+
+@pytest.mark.parametrize(
+    "change", [{"tensors": b"\x08\0\0\0"}, {"tensors": b"\xff" * 4}, {"kept": b"\1\0\0\0"}, {"kept": b""}]
+)
+def test_claims_that_point_outside_their_tables_are_refused(change):
+    layout = layout_of("fsdp")
+    good = Claims.of([Claim(0, Kept("bfloat16", (0, 0), (21, 64), (1, 1)))])
+    local = shards(layout, checkpoint(1, hidden=HIDDEN), 0)
+    for wrong in (change, {"tensors": b"\0\0\0", "kept": b"\0\0\0"}):
+        with pytest.raises(Mismatch, match="engine rank 0 claims to keep tensors"):
+            Voucher(layout, local, 0, [msgspec.structs.replace(good, **wrong)])
+
+
+def test_rank_without_claims_has_nothing_to_say():
+    layout = layout_of("fsdp")
+    local = shards(layout, checkpoint(1, hidden=HIDDEN), 0)
+    assert not Voucher(layout, local, 0, [Claims.of([])]).digests(FULL).any()
+    auditor = Auditor(Catalog.of(layout), Program((), (), {}, (), 0.0))
+    assert not auditor.digests(FULL).any()
+    assert auditor.explain([0, 1]) == ""
