@@ -8,7 +8,8 @@ were split by hand) state it themselves.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -89,19 +90,33 @@ def canonical(holdings: Holdings) -> Holdings:
 def fault(held: Held, trainer_ranks: int) -> str | None:
     """Why holdings that were stated are not those of a tensor of their shape, by so many trainer ranks."""
     for piece in held.holdings.pieces:
-        if any(not 0 <= rank < trainer_ranks for rank in piece.ranks):
+        if not piece.ranks or any(a >= b for a, b in itertools.pairwise(piece.ranks)):
+            return f"{piece} is not held by trainer ranks in ascending order"
+        if not 0 <= piece.ranks[0] <= piece.ranks[-1] < trainer_ranks:
             return f"{piece} is held by trainer ranks of which there are {trainer_ranks}"
         if not len(piece.box.start) == len(piece.box.stop) == len(piece.at) == len(held.shape):
             return f"{piece} has not the {len(held.shape)} dimensions of the shape {held.shape}"
         bounds = zip(piece.box.start, piece.box.stop, held.shape, strict=True)
         if any(not 0 <= a < b <= n for a, b, n in bounds) or any(a < 0 for a in piece.at):
             return f"{piece} is empty, or not inside the shape {held.shape}"
-    boxes = sorted({piece.box for piece in held.holdings.pieces})
+    common = _overlap(sorted({piece.box for piece in held.holdings.pieces}))
+    return f"{common[0]} and {common[1]} have elements in common" if common else None
+
+
+def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two of these different boxes that have elements in common."""
+    if len(boxes) < 2:
+        return None
     starts = np.array([box.start for box in boxes], np.int64)
     stops = np.array([box.stop for box in boxes], np.int64)
-    for number, box in enumerate(boxes[:-1]):
-        later = slice(number + 1, None)
-        common = ((starts[later] < box.stop) & (stops[later] > box.start)).all(axis=1)
+    # Along the dimension in which most are apart; there a box can meet only those that begin before it ends.
+    dim = max(range(starts.shape[1]), key=lambda d: len(np.unique(starts[:, d])))
+    order = np.argsort(starts[:, dim], kind="stable")
+    starts, stops = starts[order], stops[order]
+    ends = np.searchsorted(starts[:, dim], stops[:, dim])
+    for number in range(len(boxes)):
+        later = slice(number + 1, int(ends[number]))
+        common = ((starts[later] < stops[number]) & (stops[later] > starts[number])).all(axis=1)
         if common.any():
-            return f"{box} and {boxes[number + 1 + int(common.argmax())]} have elements in common"
+            return boxes[order[number]], boxes[order[number + 1 + int(common.argmax())]]
     return None

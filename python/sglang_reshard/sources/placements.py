@@ -172,6 +172,24 @@ class Layout(msgspec.Struct, frozen=True):
         distribution = self.distribution(tensor)
         return distribution if isinstance(distribution, Holdings) else holdings(tensor.shape, *distribution)
 
+    def extents(self, trainer_rank: int) -> list[tuple[int, ...] | None]:
+        """The least shape of a trainer rank's local tensor of each tensor; None where it holds no element."""
+        known: dict[tuple[tuple[int, ...], int, int], tuple[int, ...] | None] = {}
+        found = []
+        for tensor in self.tensors:
+            key = tensor.shape, tensor.mesh, tensor.placements
+            if key not in known:
+                known[key] = self._extent(tensor, trainer_rank)
+            found.append(known[key])
+        return found
+
+    def _extent(self, tensor: SourceTensor, trainer_rank: int) -> tuple[int, ...] | None:
+        distribution = self.distribution(tensor)
+        if isinstance(distribution, Holdings):
+            return distribution.extent(trainer_rank)
+        shape = local_shapes(tensor.shape, *distribution).get(trainer_rank, (0,))
+        return shape if math.prod(shape) else None
+
     def local_bytes(self) -> tuple[int, ...]:
         """Bytes that each trainer rank holds of all tensors."""
         held = [0] * self.trainer_ranks

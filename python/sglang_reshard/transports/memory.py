@@ -22,6 +22,7 @@ from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout import Region
 from sglang_reshard.transports.mapping import map_files
 from sglang_reshard.transports.room import check_shared_memory, make_descriptors
+from sglang_reshard.transports.shared_file import open_shared
 
 
 class ShmStorage(msgspec.Struct, frozen=True, tag="shm"):
@@ -147,13 +148,16 @@ def _export_storage(storage: torch.UntypedStorage, where: str) -> ShmStorage | C
 
 
 class PeerMemory:
-    """An engine rank's side: one trainer rank's storages, mapped. On CPU all of them are one stretch of memory."""
+    """An engine rank's side: one trainer rank's storages, mapped. On CPU all of them are one stretch of memory.
+
+    `handles` were checked by `check_handles`: a view of them reaches over no storage's end. One that reaches over
+    the stretch's end is refused here whatever they say.
+    """
 
     def __init__(self, trainer_rank: int, handles: Handles) -> None:
         self._rank = trainer_rank
         self._views = handles.shards
-        files = [(self._checked(h), h.nbytes) for h in handles.storages if isinstance(h, ShmStorage)]
-        stretch, begins = self._mapped(files)
+        stretch, begins = self._mapped([h for h in handles.storages if isinstance(h, ShmStorage)])
         self._stretches = [stretch.untyped_storage()]
         self._places: list[tuple[int, int]] = []  # of each storage: in which stretch, and from which byte on
         on_host = iter(begins)
@@ -167,6 +171,8 @@ class PeerMemory:
     def place(self, tensor: int, region: Region, item_bytes: int) -> tuple[int, int, tuple[int, ...]]:
         """Stretch, offset and strides (elements) of a region of the shard of the layout's tensor number `tensor`."""
         view = self._views[tensor]
+        if view.storage < 0:
+            raise Mismatch(f"trainer rank {self._rank} says that its shard of tensor number {tensor} is empty")
         stretch, begin = self._places[view.storage]
         offset = begin // item_bytes + view.offset
         offset += sum(a * s for a, s in zip(region.start, view.strides, strict=True))
@@ -175,44 +181,47 @@ class PeerMemory:
     def view(
         self, stretch: int, offset: int, strides: tuple[int, ...], count: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """So many elements of a stretch, in the trainer's own memory. It must not be written to."""
+        """So many elements of a stretch, in the trainer's own memory. It must not be written to.
+
+        Raises Mismatch where there are no such elements.
+        """
         storage = self._stretches[stretch]
+        last = offset + sum((n - 1) * s for n, s in zip(count, strides, strict=True))
+        if min(offset, *strides, 0) < 0 or (last + 1) * dtype.itemsize > storage.nbytes():
+            raise Mismatch(
+                f"elements {offset} to {last} ({dtype}) of the memory of trainer rank {self._rank} are outside of it, "
+                f"which has {storage.nbytes():,} bytes"
+            )
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, count, strides)
 
     def region(self, tensor: int, region: Region, dtype: torch.dtype) -> torch.Tensor:
         """A region of the shard of the layout's tensor number `tensor`."""
         return self.view(*self.place(tensor, region, dtype.itemsize), region.count, dtype)
 
-    def _checked(self, handle: ShmStorage) -> str:
-        """The path by which a storage can be mapped."""
-        path = f"/proc/{handle.pid}/fd/{handle.fd}"
+    def _mapped(self, storages: Sequence[ShmStorage]) -> tuple[torch.Tensor, list[int]]:
         try:
-            found = os.stat(path)
+            return map_files([h.nbytes for h in storages], lambda number: self._opened(storages[number]))
         except OSError as error:
-            raise self._unreachable(handle.pid, error) from error
-        if (found.st_ino, found.st_size) != (handle.inode, handle.nbytes):
+            if error.errno != errno.ENOMEM:
+                raise Unsupported(f"the memory of trainer rank {self._rank} cannot be mapped: {error}") from error
+            raise Unsupported(
+                f"{len(storages)} storages of trainer rank {self._rank} cannot be mapped: {error}; "
+                "raise vm.max_map_count (sysctl), which counts them for all trainer ranks together"
+            ) from error
+
+    def _opened(self, handle: ShmStorage) -> int:
+        try:
+            return open_shared(handle.pid, handle.fd, handle.inode, handle.nbytes)
+        except OSError as error:
+            raise Unsupported(
+                f"the memory of trainer rank {self._rank} (process {handle.pid}) cannot be opened: {error}. Trainer "
+                "and engine must run as the same user in the same PID namespace, and the trainer must be alive"
+            ) from error
+        except Mismatch as error:
             raise Mismatch(
-                f"the memory of trainer rank {self._rank} (process {handle.pid}) is not what it announced; "
-                "did the trainer restart? Start a new session"
-            )
-        return path
-
-    def _mapped(self, files: Sequence[tuple[str, int]]) -> tuple[torch.Tensor, list[int]]:
-        try:
-            return map_files(files)
-        except OSError as error:
-            if error.errno == errno.ENOMEM:
-                raise Unsupported(
-                    f"{len(files)} storages of trainer rank {self._rank} cannot be mapped: {error}; "
-                    "raise vm.max_map_count (sysctl), which counts them for all trainer ranks together"
-                ) from error
-            raise self._unreachable(files[0][0], error) from error
-
-    def _unreachable(self, whose: object, error: OSError) -> Unsupported:
-        return Unsupported(
-            f"the memory of trainer rank {self._rank} (process {whose}) cannot be opened: {error}. Trainer "
-            "and engine must run as the same user in the same PID namespace, and the trainer must be alive"
-        )
+                f"the memory of trainer rank {self._rank} (process {handle.pid}) is not what it announced: {error}. "
+                "Did the trainer restart? Start a new session"
+            ) from error
 
     def _open_cuda(self, handle: CudaStorage) -> torch.UntypedStorage:
         uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
