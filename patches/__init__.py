@@ -4,13 +4,16 @@ SGLang calls `install` in every process it starts, through its entry-point group
 On its way a request passes:
 
     engine.py, http_server.py   Engine.update_weights_distributed, POST /update_weights_distributed
+    torn.py                     while an update that broke off is not made good: no request is served
+    outlive.py                  a process of the engine that dies fails calls, and not the trainer (VerlEngine only)
     tokenizer_manager.py        pause and writer locks, weight_version
     scheduler.py                what the scheduler's state forbids; cache flush; never lets an error out
     tp_worker.py                hands on to the model runner
     model_runner.py             the live parameters: `sglang_reshard.receiver.WeightReceiver`
 
 Nothing that SGLang defines is replaced. One list is appended to (the tokenizer manager's communicators)
-and three methods are followed by ours, through SGLang's own hook registry; all else is new methods.
+and some methods have ours before, after or around them, through SGLang's own hook registry: all but those in
+torn.py follow. All else is new methods, and a middleware of the server's that does nothing while weights are sound.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ def install() -> None:
         model_runner,
         scheduler,
         tokenizer_manager,
+        torn,
         tp_worker,
     )
 
-    for module in (model_runner, tp_worker, scheduler, tokenizer_manager, http_server, engine):
+    for module in (model_runner, tp_worker, scheduler, tokenizer_manager, torn, http_server, engine):
         module.apply()

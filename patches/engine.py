@@ -13,8 +13,11 @@ import psutil
 from sglang_reshard.errors import DeadlineExceeded, Unsupported
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.patches.fitness import unfit
+from sglang_reshard.patches.outlive import Children, EngineDied, ended, outlive
 from sglang_reshard.shared_segments import forget, remove, segments_of
 from sglang_reshard.version import VERSION_KEY, __version__
+
+__all__ = ["EngineDied", "apply", "check_installed", "end", "outlive", "update_weights_distributed"]
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -34,11 +37,14 @@ def update_weights_distributed(self: Engine, request: DistributedUpdateWeightsRe
     if self.loop.is_running():
         message = "another thread is using this Engine; give it one call at a time"
         return DistributedUpdateWeightsOutput(success=False, message=message)
-    return self.loop.run_until_complete(self.tokenizer_manager.update_weights_distributed(request))
+    try:
+        return self.loop.run_until_complete(self.tokenizer_manager.update_weights_distributed(request))
+    except EngineDied as error:
+        return DistributedUpdateWeightsOutput(success=False, message=str(error))
 
 
 def end(engine: Engine) -> None:
-    """End an engine's processes and what they leave in shared memory.
+    """End an engine's processes and what they leave in shared memory, also where some have died before.
 
     SGLang's own `Engine.shutdown` kills every child of this process, a trainer's data loaders and Python's
     resource tracker among them, and leaves the shared memory.
@@ -46,12 +52,13 @@ def end(engine: Engine) -> None:
     manager = engine.tokenizer_manager
     if manager is not None and manager._subprocess_watchdog is not None:
         manager._subprocess_watchdog.stop()  # it would take their end for a crash
+    children = Children.of(engine)
     family = []
-    for pid in engine.get_all_child_pids():
+    for child in children.members:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            family += [process, *process.children(recursive=True)]
-    segments = segments_of(p.pid for p in family) - segments_of([os.getpid()])
+            family += [child.process, *child.process.children(recursive=True)]
+    segments = children.segments | segments_of(p.pid for p in family)
+    segments -= segments_of([os.getpid()])
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -60,6 +67,7 @@ def end(engine: Engine) -> None:
     remove(present)
     forget(present)
     atexit.unregister(engine.shutdown)
+    ended(engine)
 
 
 def check_installed(engine: Engine) -> None:

@@ -217,7 +217,11 @@ class _Outcome(msgspec.Struct, frozen=True):
 def _start_engine(arguments: dict[str, Any]) -> Engine:
     from sglang.srt.entrypoints.engine import Engine
 
+    from sglang_reshard.patches.engine import outlive
+
     # Else an engine on a node other than the first never returns from its constructor.
     os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     with without_torchrun_variables():
-        return Engine(**arguments)
+        engine = Engine(**arguments)
+    outlive(engine)
+    return engine

@@ -1,0 +1,322 @@
+"""An engine with torn weights serves nobody, says why wherever it is asked, and serves again once it is whole.
+
+And an engine that loses a process fails the trainer's calls, not the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from sglang_reshard import cpu_host
+from sglang_reshard.demo import tiny_model
+from sglang_reshard.shared_segments import remove, segments_of
+from support.trainers import run_trainers
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+TP = 2
+
+# -- in the trainer's process; see torn_job.py
+
+REASON = "engine rank 1 has half of update 7"
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    (seen,) = run_trainers(1, "torn_job:all_of_it", tmp_path_factory.mktemp("torn"))
+    return seen
+
+
+WAYS = ["generate", "batch", "several", "stream", "async", "encode", "VerlEngine"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whoever_asks_a_torn_engine_is_told_why(seen: dict[str, Any], way: str) -> None:
+    assert seen["torn"]["refused"][way] == ["TornWeights", REASON]
+    assert set(seen["torn"]["refused"]) == set(WAYS)
+
+
+@pytest.mark.parametrize("what", ["for a pause", "for an update", "for the tokenizer"])
+def test_who_waited_while_the_weights_tore_is_told_too(seen: dict[str, Any], what: str) -> None:
+    assert seen["torn"]["waited"][what] == ["TornWeights", REASON]
+
+
+def test_nothing_is_left_of_refused_requests(seen: dict[str, Any]) -> None:
+    """SGLang waits for all that are on its list before it ends on SIGTERM."""
+    assert seen["torn"]["left"] == []
+
+
+@pytest.mark.parametrize("flight", ["retract", "in_place", "while it is being lifted"])
+def test_a_paused_request_gets_no_token_of_torn_weights(seen: dict[str, Any], flight: str) -> None:
+    flown = seen["torn"]["flights"][flight]
+    assert flown["reason"] == "abort"
+    assert flown["tokens"] == flown["had"] > 0
+
+
+def test_a_paused_request_goes_on_when_the_weights_were_healed_before(seen: dict[str, Any]) -> None:
+    flown = seen["torn"]["flights"]["healed"]
+    assert flown["reason"] == "length"
+    assert flown["tokens"] > flown["had"] > 0
+
+
+def test_a_healed_engine_says_what_it_said_before(seen: dict[str, Any]) -> None:
+    assert seen["torn"]["after"] == seen["torn"]["before"]
+
+
+LOOK_S = 3.0  # seconds that an answer may take after a process has gone
+
+
+@pytest.mark.parametrize("call", ["generate", "update"])
+def test_a_call_under_way_says_which_process_has_gone(seen: dict[str, Any], call: str) -> None:
+    lost = seen["lost"][call]
+    assert f"scheduler_TP1 (process {lost['pid']}) ended with exit code -9" in lost["told"][1]
+    assert lost["seconds"] < 1 + LOOK_S  # it goes after one second
+
+
+@pytest.mark.parametrize("call", ["after a step", "update after a step"])
+def test_so_does_the_next_call(seen: dict[str, Any], call: str) -> None:
+    """SGLang's way, a signal to the trainer while it trains, would make this call wait for ever."""
+    told, seconds = seen["lost"][call]["told"], seen["lost"][call]["seconds"]
+    assert f"scheduler_TP1 (process {seen['lost']['update']['pid']}) ended with exit code -9" in told[1]
+    assert seconds < LOOK_S
+
+
+def test_the_next_engine_starts_in_the_same_process(seen: dict[str, Any]) -> None:
+    assert seen["lost"]["same tokens"]
+    had, left = seen["lost"]["segments"]
+    assert had > 0
+    assert left == []
+
+
+def test_the_trainer_keeps_its_signals(seen: dict[str, Any]) -> None:
+    assert seen["terminated"] == [15]
+    assert seen["quit"]
+
+
+# -- a server
+
+NEW_TOKENS = 6
+SAMPLING = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "A shard"}], "max_tokens": NEW_TOKENS}
+SERVING: dict[str, tuple[str, dict[str, Any]]] = {
+    "generate": ("/generate", {"input_ids": [5, 6, 7], "sampling_params": SAMPLING}),
+    "generate, batch": ("/generate", {"input_ids": [[5, 6], [7]], "sampling_params": SAMPLING}),
+    "generate, stream": ("/generate", {"input_ids": [5, 6, 7], "sampling_params": SAMPLING, "stream": True}),
+    "completions": ("/v1/completions", {"model": "m", "prompt": "A shard", "max_tokens": NEW_TOKENS}),
+    "completions, stream": (
+        "/v1/completions",
+        {"model": "m", "prompt": "A shard", "max_tokens": NEW_TOKENS, "stream": True},
+    ),
+    "chat": ("/v1/chat/completions", CHAT),
+    "chat, stream": ("/v1/chat/completions", {**CHAT, "stream": True}),
+    "responses": ("/v1/responses", {"model": "m", "input": "A shard", "max_output_tokens": NEW_TOKENS}),
+    "messages, stream": ("/v1/messages", {**CHAT, "stream": True}),
+    "ollama, stream": ("/api/generate", {"model": "m", "prompt": "A shard", "stream": True}),
+}
+CONTROL: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "server_info": ("GET", "/server_info", {}),
+    "model_info": ("GET", "/model_info", {}),
+    "flush_cache": ("POST", "/flush_cache", {}),
+    "pause": ("POST", "/pause_generation", {"mode": "retract"}),
+    "continue": ("POST", "/continue_generation", {}),
+    "abort": ("POST", "/abort_request", {"rid": "nobody's"}),
+    "release": ("POST", "/release_memory_occupation", {"tags": ["weights"]}),
+    "resume": ("POST", "/resume_memory_occupation", {"tags": ["weights"]}),
+}
+
+
+class Server:
+    def __init__(self, url: str, checkpoint: Path) -> None:
+        self.url, self.checkpoint = url, checkpoint
+
+    def ask(self, name: str) -> httpx.Response:
+        path, body = SERVING[name]
+        return httpx.post(self.url + path, json=body, timeout=60)
+
+    def control(self, name: str) -> httpx.Response:
+        method, path, body = CONTROL[name]
+        return httpx.request(method, self.url + path, json=body if method == "POST" else None, timeout=60)
+
+    def probe(self, told: dict[str, str]) -> int:
+        return httpx.post(f"{self.url}/torn_probe", json=told, timeout=10).raise_for_status().json()
+
+    def load(self, folder: Path) -> httpx.Response:
+        body = {"model_path": str(folder), "load_format": "auto"}
+        return httpx.post(f"{self.url}/update_weights_from_disk", json=body, timeout=60)
+
+    def tokens(self) -> list[int]:
+        return self.ask("generate").raise_for_status().json()["output_ids"]
+
+    def gauge(self) -> list[str]:
+        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        return re.findall(r"^sglang_reshard_torn(?:\{.*\})? (\S+)$", text, re.MULTILINE)
+
+    @contextlib.contextmanager
+    def torn(self, reason: str = REASON) -> Iterator[None]:
+        self.probe({"reason": reason})
+        try:
+            yield
+        finally:
+            self.probe({"reason": ""})
+
+
+def refuses(answer: httpx.Response) -> bool:
+    return answer.status_code == 503 and answer.json() == {
+        "error": {"message": REASON, "type": "TornWeights", "code": 503}
+    }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A TP=2 server on dummy weights, and a checkpoint of others."""
+    from transformers import Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("server")
+    tiny_model.save(folder / "model", TP, TP)
+    tiny_model.save(folder / "checkpoint", TP, TP)
+    Qwen3ForCausalLM(tiny_model.config(TP, TP)).save_pretrained(folder / "checkpoint")
+    port = free_port()
+    command = [sys.executable, str(Path(__file__).with_name("torn_server.py")), "--model-path", str(folder / "model"),
+               "--tp-size", str(TP), "--port", str(port), "--load-format", "dummy", "--dtype", "float32",
+               "--chat-template", "chatml", "--enable-metrics", "--skip-server-warmup"]  # fmt: skip
+    for name, value in cpu_host.engine_arguments().items():
+        command += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **cpu_host.environment(TP)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            server = Server(f"http://127.0.0.1:{port}", folder / "checkpoint")
+            await_health(server.url, process, folder / "log")
+            yield server
+        finally:
+            end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a server, all but Python's resource tracker, which removes what it and its schedulers leave."""
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    segments = segments_of(p.pid for p in family)
+    tracker = [p for p in family if "resource_tracker" in " ".join(p.cmdline())]
+    for p in set(family) - set(tracker):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            p.kill()
+    process.wait()
+    assert psutil.wait_procs(tracker, timeout=30)[1] == []
+    remove(segments)
+
+
+def free_port() -> int:
+    """One that leaves room: the server takes more ports, up to 10,000 above its own."""
+    while True:
+        port = random.randrange(20_000, 50_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+
+
+def await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + 180
+    while time.monotonic() < end and process.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        time.sleep(0.5)
+    pytest.fail(f"the server did not come up:\n{log.read_text()[-6000:]}")
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end, what
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_every_serving_endpoint_says_503_and_why(server: Server, name: str) -> None:
+    assert server.ask(name).status_code == 200
+    with server.torn():
+        assert refuses(server.ask(name))
+    assert server.ask(name).status_code == 200
+
+
+def test_embeddings_are_refused_too(server: Server) -> None:
+    """This model has none to give; it says so when it is sound."""
+    body = {"input_ids": [5, 6]}
+    assert httpx.post(f"{server.url}/encode", json=body, timeout=60).status_code != 503
+    with server.torn():
+        assert refuses(httpx.post(f"{server.url}/encode", json=body, timeout=60))
+
+
+@pytest.mark.parametrize("path", ["/health", "/health_generate"])
+def test_a_torn_server_is_not_healthy(server: Server, path: str) -> None:
+    with server.torn():
+        assert refuses(httpx.get(server.url + path, timeout=30))
+    assert httpx.get(server.url + path, timeout=30).status_code == 200
+
+
+def test_the_gauge_shows_it(server: Server) -> None:
+    assert [float(value) for value in server.gauge()] == [0]
+    with server.torn():
+        assert [float(value) for value in server.gauge()] == [1]
+    assert [float(value) for value in server.gauge()] == [0]
+
+
+def test_who_waited_for_a_pause_to_end_gets_503_too(server: Server) -> None:
+    """Streams as well: nothing of their answers may be sent before it is known that there will be one."""
+    before = server.probe({})  # SGLang itself leaves requests on its list that fail before they are sent
+    assert server.control("pause").status_code == 200
+    try:
+        with ThreadPoolExecutor(len(SERVING)) as pool:
+            asked = {name: pool.submit(server.ask, name) for name in SERVING}
+            several = sum(isinstance(body.get("input_ids", [0])[0], list) for _, body in SERVING.values())
+            until(lambda: server.probe({}) == before + len(SERVING) + several, "not all requests came to wait")
+            with server.torn():
+                assert server.control("continue").status_code == 200
+                answers = {name: future.result(timeout=60) for name, future in asked.items()}
+    finally:
+        server.control("continue")
+    assert [name for name, answer in answers.items() if not refuses(answer)] == []
+    assert server.probe({}) == before
+    assert len(server.tokens()) == NEW_TOKENS
+
+
+@pytest.mark.parametrize("name", CONTROL)
+def test_control_requests_go_on_working(server: Server, name: str) -> None:
+    with server.torn():
+        assert server.control(name).status_code == 200
+
+
+def test_tokens_are_the_same_when_it_is_healed(server: Server) -> None:
+    before = server.tokens()
+    with server.torn():
+        assert refuses(server.ask("generate"))
+    assert server.tokens() == before
+
+
+def test_a_stock_load_heals_and_a_failed_one_does_not(server: Server, tmp_path: Path) -> None:
+    before = server.tokens()
+    server.probe({"reason": REASON})
+    assert server.load(tmp_path / "nothing").status_code == 400
+    assert refuses(server.ask("generate"))
+    assert server.load(server.checkpoint).status_code == 200
+    assert [float(value) for value in server.gauge()] == [0]
+    assert server.tokens() != before
