@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmark.scaling import Point
-from sglang_reshard.control import Control
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.sender import WeightSender
@@ -88,7 +87,7 @@ def value(update: int, tensor: int, trainer_rank: int) -> float:
 def serve(rank: int, size: int, requests: Any, point: Point, transports: tuple[str, ...], updates: int) -> set[str]:
     """The transports after whose last update this rank had what it should have."""
     model = Rank(rank, size, point)
-    receiver = WeightReceiver(model, Control(requests.group, rank, size), torch.device("cpu"))
+    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
     right = set()
     for request in requests:
         output = receiver.update(request)

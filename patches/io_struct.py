@@ -13,6 +13,7 @@ from sglang.srt.managers.io_struct import BaseReq
 from sglang_reshard.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
+    Step,
     decode,
     encode,
 )
@@ -21,10 +22,11 @@ from sglang_reshard.messages import (
 @dataclass
 class UpdateWeightsDistributedReqInput(BaseReq):
     payload: bytes = b""
+    step: Step = "update"
 
     @classmethod
-    def of(cls, request: DistributedUpdateWeightsReq) -> UpdateWeightsDistributedReqInput:
-        return cls(payload=encode(request))
+    def of(cls, request: DistributedUpdateWeightsReq, step: Step) -> UpdateWeightsDistributedReqInput:
+        return cls(payload=encode(request), step=step)
 
     def open(self) -> DistributedUpdateWeightsReq:
         return decode(self.payload, DistributedUpdateWeightsReq)

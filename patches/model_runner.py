@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Step
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+UNDER_WAY = DistributedUpdateWeightsOutput(success=True, message="", under_way=True)
 _RECEIVER = "_reshard_receiver"
 
 
@@ -21,26 +22,29 @@ def apply() -> None:
 
 
 def update_weights_distributed(
-    self: ModelRunner, request: DistributedUpdateWeightsReq, refusal: str
+    self: ModelRunner, request: DistributedUpdateWeightsReq, step: Step, refusal: str
 ) -> DistributedUpdateWeightsOutput:
-    """Bring this engine rank's parameters to the trainer's; `refusal` is why this rank must not."""
+    """A step of bringing this engine rank's parameters to the trainer's; `refusal` is why this rank must not."""
     from sglang.srt.distributed import get_tp_group
 
-    from sglang_reshard.control import Control
     from sglang_reshard.receiver import WeightReceiver
 
     device = next(self.model.parameters()).device
     kept: tuple[WeightReceiver, str] | None = getattr(self, _RECEIVER, None)
     if kept is None:
         tp = get_tp_group()
-        control = Control(tp.cpu_group, tp.rank_in_group, tp.world_size)
         # Repacking is a matter of how the engine was started: one look at the modules is enough.
-        kept = WeightReceiver(self.model, control, device), repacked(self.model)
+        kept = WeightReceiver(self.model, tp.rank_in_group, tp.world_size, device), repacked(self.model)
         setattr(self, _RECEIVER, kept)
     receiver, cannot = kept
+    if step == "stage":
+        return receiver.stage(request, refusal or cannot)
+    if step == "staged":
+        return receiver.staged() or UNDER_WAY
     if device.type == "cuda":
         self.forward_stream.synchronize()  # a forward pass in flight still reads the old weights
-    return receiver.update(request, refusal or cannot)
+    run = receiver.commit if step == "commit" else receiver.update
+    return run(request, refusal or cannot)
 
 
 def repacked(model: torch.nn.Module) -> str:

@@ -48,9 +48,10 @@ def update_weights_distributed(
     """Update, then flush the cache. An exception here would end the server, so none gets out."""
     try:
         request = envelope.open()
-        refusal = _refusal(self, request)
-        output = self.tp_worker.update_weights_distributed(request, refusal)
-        if output.success and request.flush_cache:
+        writes = envelope.step in ("update", "commit")
+        refusal = _refusal(self, request, writes) if envelope.step != "staged" else ""
+        output = self.tp_worker.update_weights_distributed(request, envelope.step, refusal)
+        if writes and output.success and request.flush_cache:
             _flush_cache(self)
     except Exception as error:
         logger.exception("update_weights_distributed failed")
@@ -59,8 +60,8 @@ def update_weights_distributed(
     return UpdateWeightsDistributedReqOutput.of(output)
 
 
-def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq) -> str:
-    """Why the scheduler's state forbids the update now; empty if it does not."""
+def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq, writes: bool) -> str:
+    """Why the scheduler's state forbids the update now; empty if it does not. `writes`: into live weights."""
     if "weights" in scheduler.offload_tags:
         return (
             "the weights are offloaded by release_memory_occupation; "
@@ -70,7 +71,7 @@ def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq) -> str:
         return "a draft model is loaded, which is not carried yet; start the engine without speculative decoding"
     with _without_waiting_requests(scheduler):
         idle = scheduler.is_fully_idle()
-    if request.flush_cache and not idle:
+    if writes and request.flush_cache and not idle:
         return (
             f"the cache cannot be flushed: {len(scheduler.running_batch.reqs)} requests are running; pause with "
             "mode='abort' or mode='retract', pass abort_all_requests=True, or pass flush_cache=False to go on with "

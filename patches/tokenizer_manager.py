@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
-from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.http_send import WAITS
+from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Step
+from sglang_reshard.patches import torn
 from sglang_reshard.patches.fitness import unfit
 from sglang_reshard.patches.io_struct import (
     UpdateWeightsDistributedReqInput,
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 _NAME = "update_weights_distributed"
+_POLL_S = 0.02
 _RUNNING = "_reshard_running"  # on the manager: the update that is under way
 
 
@@ -37,7 +41,8 @@ async def update_weights_distributed(
     self.auto_create_handle_loop()
     if refusal := _refusal(self.server_args, request) or getattr(self, _RUNNING, ""):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
-    running = f"update {request.update} of session {request.session} is running; repeat this one when it has ended"
+    whose = f"update {request.update} of session {request.address.session}"
+    running = f"{whose} is running; repeat this one when it has ended"
     setattr(self, _RUNNING, running)
     try:
         return await _update(self, request)
@@ -46,21 +51,61 @@ async def update_weights_distributed(
 
 
 async def _update(self: TokenizerManager, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
+    step: Step = "update"
+    if request.staged:  # the old weights go on serving until the new ones are here
+        output = await _ask(self, request, "stage")
+        while output.success and (output := await _ask(self, request, "staged")).under_way:
+            await asyncio.sleep(_POLL_S)
+        if not output.success:
+            return output
+        step = "commit"
     if request.abort_all_requests:
         self.abort_request(abort_all=True)
-    envelope = UpdateWeightsDistributedReqInput.of(request)
     async with self.is_pause_cond:  # held while updating, so that nobody unpauses meanwhile
         paused = self.is_pause
         if paused:
-            replies = await self.update_weights_distributed_communicator(envelope)
+            output = await _write(self, request, step)
     if not paused:
         async with self.model_update_lock.writer_lock:
-            replies = await self.update_weights_distributed_communicator(envelope)
-    outputs = [reply.open() for reply in replies]
-    output = next((o for o in outputs if not o.success), outputs[0])
-    if output.success:
-        self._update_weight_version_if_provided(request.weight_version)
+            output = await _write(self, request, step)
     return output
+
+
+async def _write(
+    self: TokenizerManager, request: DistributedUpdateWeightsReq, step: Step
+) -> DistributedUpdateWeightsOutput:
+    """Have the schedulers write the weights, and let nobody compute with them if that breaks off half-way."""
+    try:
+        output = await _ask(self, request, step)
+    except BaseException:  # whoever waits for this has gone: it will not be known how it ends
+        torn.mark(self, f"update {request.update} was left before it ended")
+        raise
+    if output.success:
+        torn.heal(self)
+        self._update_weight_version_if_provided(request.weight_version)
+    elif output.torn:
+        torn.mark(self, output.message)
+    return output
+
+
+async def _ask(
+    self: TokenizerManager, request: DistributedUpdateWeightsReq, step: Step
+) -> DistributedUpdateWeightsOutput:
+    """What the schedulers answer; the first that fails speaks for all."""
+    envelope = UpdateWeightsDistributedReqInput.of(request, step)
+    within = WAITS * request.timeout_s
+    # An answer that comes later belongs to this question: SGLang would take it for the next one's.
+    answer = asyncio.ensure_future(self.update_weights_distributed_communicator(envelope))
+    done, _ = await asyncio.wait([answer], timeout=within)
+    if not done:
+        return DistributedUpdateWeightsOutput(
+            success=False,
+            torn=step in ("update", "commit"),
+            message=f"the engine's schedulers did not answer within {within:.0f} s; look at their log, and start the "
+            "engine anew",
+        )
+    outputs = [reply.open() for reply in answer.result()]
+    return next((o for o in outputs if not o.success), outputs[0])
 
 
 def _refusal(server_args: Any, request: DistributedUpdateWeightsReq) -> str:

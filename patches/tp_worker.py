@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Step
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import BaseTpWorker
@@ -17,6 +17,6 @@ def apply() -> None:
 
 
 def update_weights_distributed(
-    self: BaseTpWorker, request: DistributedUpdateWeightsReq, refusal: str
+    self: BaseTpWorker, request: DistributedUpdateWeightsReq, step: Step, refusal: str
 ) -> DistributedUpdateWeightsOutput:
-    return self.model_runner.update_weights_distributed(request, refusal)
+    return self.model_runner.update_weights_distributed(request, step, refusal)

@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
+from sglang_reshard.channel import Address
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.http_send import http_send
+from sglang_reshard.lead import Send
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Failure
-from sglang_reshard.sender import Send
-from sglang_reshard.session import Address
 from sglang_reshard.verl import server_adapter
 from sglang_reshard.verl.meeting import Arrival, Meeting
 from sglang_reshard.verl.settings import BACKEND, Settings

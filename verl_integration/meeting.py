@@ -1,4 +1,4 @@
-"""Words between trainer rank 0 and the rollout workers of a replica, over the store of the sessions.
+"""Words between trainer rank 0 and the rollout workers of a replica, over the hub of the sessions.
 
 They are few: where the replica's server is, and how each sync ended.
 """
@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import msgspec
-import torch.distributed as dist
 
+from sglang_reshard.channel import Address, Late, Line
 from sglang_reshard.errors import DeadlineExceeded
 from sglang_reshard.http_send import WAITS
 from sglang_reshard.messages import Failure, decode, encode
-from sglang_reshard.session import Address, Session
 
 
 class _Outcome(msgspec.Struct, frozen=True):
@@ -23,14 +21,14 @@ class _Outcome(msgspec.Struct, frozen=True):
 
 
 class Meeting:
-    """A process's connection to the store that trainer rank 0 hosts."""
+    """A process's connection to the hub that trainer rank 0 hosts."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self.address, self._timeout_s = address, timeout_s
-        self._store = Session.join(Address(f"{address.session}/meeting", address.host, address.port), timeout_s).store
+        self._line = Line(address.named("meeting"), timeout_s)
 
     def say_url(self, replica: str, url: str) -> None:
-        self._store.set(f"url/{replica}", url)
+        self._line.set({f"url/{replica}": url.encode()})
 
     def url_of(self, replica: str) -> str:
         """Raises DeadlineExceeded when the replica's workers do not say it."""
@@ -39,8 +37,8 @@ class Meeting:
     def say_outcome(self, sync: int, replicas: Sequence[str], failure: Failure | None) -> None:
         """Trainer rank 0: how a sync ended. What was said of the one before is forgotten."""
         for replica in replicas:
-            self._store.set(f"outcome/{replica}/{sync}", encode(_Outcome(failure)))  # type: ignore[arg-type]
-            self._store.delete_key(f"outcome/{replica}/{sync - 1}")
+            self._line.set({f"outcome/{replica}/{sync}": encode(_Outcome(failure))})
+            self._line.delete([f"outcome/{replica}/{sync - 1}"])
 
     def await_outcome(self, sync: int, replica: str) -> None:
         """Return when a sync has ended well. Raises what it ended with, DeadlineExceeded if it does not end."""
@@ -52,13 +50,12 @@ class Meeting:
 
     def _get(self, key: str, what: str, replica: str, timeout_s: float) -> bytes:
         try:
-            self._store.wait([key], timedelta(seconds=timeout_s))
-            return self._store.get(key)
-        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            return self._line.get([key], timeout_s)[0]
+        except Late:
             raise DeadlineExceeded(
                 f"replica {replica}: {what} did not arrive within {timeout_s:.0f} s; look at the logs of its workers "
-                f"and of trainer rank 0: {error}"
-            ) from error
+                "and of trainer rank 0"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)

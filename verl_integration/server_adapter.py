@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
+from sglang_reshard.channel import Address
 from sglang_reshard.collectives import broadcast_message, gather_messages
 from sglang_reshard.http_send import http_send
-from sglang_reshard.session import Address
 from sglang_reshard.verl.export import not_carried
 from sglang_reshard.verl.hooks import around
 from sglang_reshard.verl.meeting import Arrival

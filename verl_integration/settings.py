@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S
+from sglang_reshard.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Verify
 from sglang_reshard.plan import check_transport
 
 BACKEND = "reshard"
@@ -20,7 +20,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     transport     "auto", "ipc", "p2p" or "broadcast", see `sglang_reshard.plan.choice`
     bucket_bytes  size of a bucket; a rank holds at most two. verl's update_weights_bucket_megabytes is for staging
                   whole tensors, of which there is none here
-    verify        "off", or "finite": look for NaN and infinities in every shard first, and refuse them
+    check_finite  look for NaN and infinities in every shard first, and refuse them
+    verify        "off", "sample" or "full": compare what has arrived with what was sent before it counts
+    staged        keep new weights beside the old ones until all have arrived
     timeout       seconds that any one wait of a sync may last
     ignore        names that the engine may have no use for, as patterns of fnmatch
     interface     address of trainer rank 0's host that rollout hosts reach; Ray's address of that node if empty
@@ -28,7 +30,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     transport: str = "auto"
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    verify: Literal["off", "finite"] = "off"
+    check_finite: bool = False
+    verify: Verify = "off"
+    staged: bool = False
     timeout: float = DEFAULT_TIMEOUT_S
     ignore: tuple[str, ...] = ()
     interface: str = ""

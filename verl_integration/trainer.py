@@ -10,11 +10,12 @@ from typing import Any
 import ray
 import torch.distributed as dist
 
+from sglang_reshard.channel import Address
 from sglang_reshard.collectives import gather_messages
 from sglang_reshard.fleet import Fleet
+from sglang_reshard.lead import Send
 from sglang_reshard.report import UpdateReport
-from sglang_reshard.sender import Send
-from sglang_reshard.session import Address, Session
+from sglang_reshard.session import Session
 from sglang_reshard.verl.export import Export
 from sglang_reshard.verl.metrics import metrics_of, reasons_of
 from sglang_reshard.verl.settings import Settings
@@ -46,7 +47,7 @@ class TrainerRank:
         self._said = ""
 
     def host(self) -> Address | None:
-        """Trainer rank 0: the address of the store where all meet; None on the others."""
+        """Trainer rank 0: the address of the hub where all meet; None on the others."""
         if self.rank == 0 and self._host is None:
             interface = self._settings.interface or ray.util.get_node_ip_address().strip("[]")
             self._host = Session.host(interface, self._settings.timeout)
@@ -75,7 +76,9 @@ class TrainerRank:
                 # verl syncs a step again, after validation for one; an engine takes a version once.
                 weight_version=None if global_steps is None or global_steps == self._version else str(global_steps),
                 ignore=self._settings.ignore,
-                check_finite=self._settings.verify == "finite",
+                check_finite=self._settings.check_finite,
+                verify=self._settings.verify,
+                staged=self._settings.staged,
                 let_go=leaving,
             )
             if leaving:

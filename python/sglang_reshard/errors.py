@@ -23,3 +23,15 @@ class TornWeights(ReshardError):
 
 class EngineRefused(ReshardError):
     """The engine answered an update with a failure; the message is the engine's own."""
+
+
+class Aborted(ReshardError):
+    """Another rank failed or has gone, and the update was given up on all ranks."""
+
+
+class ConnectionLost(ReshardError):
+    """Trainer rank 0's process, which all ranks meet in, cannot be reached any more."""
+
+
+class Unauthorized(ReshardError):
+    """The other side does not know this session's key."""

@@ -4,7 +4,7 @@
     fleet.attend({"replica 0": send_0, "replica 1": send_1})           # `send`s on trainer rank 0, None on others
     reports = fleet.update(model.named_parameters(), weight_version="42")
 
-All sessions share the store of trainer rank 0's `Session.host`. Engines come and go between updates.
+All sessions share the hub of trainer rank 0's `Session.host`. Engines come and go between updates.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from typing import Any
 
 import torch
 
+from sglang_reshard.channel import Address
 from sglang_reshard.errors import Mismatch, ReshardError, TornWeights
+from sglang_reshard.lead import Send
 from sglang_reshard.messages import DEFAULT_TIMEOUT_S
 from sglang_reshard.report import UpdateReport
-from sglang_reshard.sender import Send, WeightSender
-from sglang_reshard.session import Address, Session
+from sglang_reshard.sender import WeightSender
+from sglang_reshard.session import Session
 from sglang_reshard.sources import NamedTensors
 
 
 class Fleet:
     """One trainer rank's end of the sessions with all engines.
 
-    address       of the store that trainer rank 0 hosts for all of them
+    address       of the hub that trainer rank 0 hosts for all of them
     global_ranks  the global rank of each trainer rank
     options       transport, bucket_bytes and timeout_s, see `WeightSender`
     """
@@ -93,10 +95,8 @@ class Fleet:
 
     def _sender(self, name: str, send: Send | None) -> WeightSender:
         timeout_s = self._options.get("timeout_s", DEFAULT_TIMEOUT_S)
-        own = Address(f"{self._address.session}/{name}", self._address.host, self._address.port)
-        # A connection for each engine, on trainer rank 0 too: while one thread waits on a store, others cannot.
         return WeightSender(
-            Session.join(own, timeout_s),
+            Session.join(self._address.named(name), timeout_s),
             trainer_rank=self._rank,
             global_ranks=self._global_ranks,
             send=send,

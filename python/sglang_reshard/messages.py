@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import zlib
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from sglang_reshard import errors
+from sglang_reshard.channel import Address
+from sglang_reshard.digest import Selection
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.report import RankReport, UpdateReport
 
@@ -16,13 +16,15 @@ T = TypeVar("T")
 
 DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 300.0
+Verify = Literal["off", "sample", "full"]
+Step = Literal["update", "stage", "staged", "commit"]  # what an engine's processes do of an update: all, or a part
 
 
 class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     """The one request of an update. It carries no tensor and no handle, only where to find them.
 
-    session         names the rendezvous; engine ranks keep plans and open handles as long as it stays the same
-    store_host/port where the session's key-value store listens
+    address         of the session: engine ranks keep plans and open handles as long as it stays the same. It has the
+                    session's key in it, so whoever can read a request can take part in the session
     update          number of the update within the session
     layout          content hash of the source layout in the store
     handles         content hash of each trainer rank's memory handles in the store
@@ -31,13 +33,13 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     bucket_bytes    size of a bucket; a rank holds at most two
     timeout_s       seconds that any one wait of this update may last
     ignore          names that no engine rank need have a use for, as patterns of fnmatch
+    verify          compare digests of what has arrived with the trainer's own: "off", "sample" or "full"
+    staged          keep the weights apart until they have all arrived and been verified; takes as much memory again
     let_go          unmap the trainer ranks' memory at the end, and map it again in the next update
     package_version of the sender; the engine's must be the same
     """
 
-    session: str
-    store_host: str
-    store_port: int
+    address: Address
     update: int
     layout: str
     handles: tuple[str, ...]
@@ -50,16 +52,23 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     flush_cache: bool = True
     abort_all_requests: bool = False
     ignore: tuple[str, ...] = ()
+    verify: Verify = "off"
+    staged: bool = False
     let_go: bool = False
     package_version: str = ""
 
 
 class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's answer. `torn` says that weights were partly written: only a successful update heals that."""
+    """The engine's answer.
+
+    torn       weights were partly written: only a successful update heals that
+    under_way  between the engine's processes: what was asked about goes on still
+    """
 
     success: bool
     message: str
     torn: bool = False
+    under_way: bool = False
     transport: str = ""
     transport_reason: str = ""
     predicted_seconds: float = 0.0  # of the move, by the cost model
@@ -131,6 +140,17 @@ class Move(msgspec.Struct, frozen=True, tag="move"):
     route: str
 
 
+class Vouch(msgspec.Struct, frozen=True, tag="vouch"):
+    """Engine rank 0 to all trainer ranks: say what the digests of the engine ranks' weights must be.
+
+    claims     where each engine rank's claims are in the session
+    selection  which elements are looked at
+    """
+
+    claims: tuple[str, ...]
+    selection: Selection
+
+
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """Trainer rank 0 to the others: how the update ended. One of the two is None."""
 
@@ -138,7 +158,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     failure: Failure | None
 
 
-Word = Connect | Join | Move | Done
+Word = Connect | Join | Move | Vouch | Done
 
 
 def encode(message: Any) -> bytes:
@@ -154,13 +174,3 @@ def _as_list(value: Any) -> Any:
 
 def decode(data: bytes, kind: type[T]) -> T:
     return msgspec.msgpack.decode(data, type=kind)
-
-
-def pack_blob(message: Any) -> tuple[str, bytes]:
-    """A compressed message and its content hash."""
-    raw = encode(message)
-    return hashlib.sha256(raw).hexdigest(), zlib.compress(raw, 1)
-
-
-def unpack_blob(data: bytes, kind: type[T]) -> T:
-    return decode(zlib.decompress(data), kind)

@@ -1,31 +1,33 @@
-"""What one trainer rank sends to engine ranks, when and as they ask for it.
+"""What one trainer rank does for engine ranks, when and as they ask for it.
 
-Where engine ranks read trainer memory by themselves, nothing here happens but the wait for the result.
-Where they do not, engine rank 0 says what to do, in words that every trainer rank follows:
+Where engine ranks read trainer memory by themselves, and nothing is verified, nothing here happens but the wait for
+the result. Else engine rank 0 says what to do, in words that every trainer rank follows:
 
     Connect  get the orders of engine ranks, make views and buffers, answer `ready`
     Join     connect to those who send and receive
     Move     send
+    Vouch    say what the digests of the engine ranks' weights must be
     Done     trainer rank 0's word: how the update ended
 
-Orders, views, buffers and connections stay for the next update, which then needs no word but `Move`.
+Orders, views, buffers and connections stay for the next update, which then needs no word but `Move` and `Vouch`.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from sglang_reshard.errors import DeadlineExceeded, Mismatch, ReshardError
-from sglang_reshard.messages import Connect, Done, Failure, Join, Word
+from sglang_reshard.digest import Claims, Voucher
+from sglang_reshard.errors import Aborted, Mismatch, ReshardError
+from sglang_reshard.manifests import check_connect, check_order
+from sglang_reshard.messages import Connect, Done, Join, Move, Vouch, Word
 from sglang_reshard.plan.streams import Order
 from sglang_reshard.publisher import Published
 from sglang_reshard.session import Session
+from sglang_reshard.talk import Talk
 from sglang_reshard.transports.p2p import Outlet
 from sglang_reshard.transports.peers import Peers, join_peers
 
@@ -46,15 +48,25 @@ class _Route:
     joined: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Vouching:
+    """What this rank vouches with, for one set of claims and shards."""
+
+    asked: tuple[str, ...]
+    layout: str
+    handles: str
+    voucher: Voucher
+
+
 class Outbound:
     """One trainer rank's."""
 
     def __init__(self, session: Session, trainer_rank: int, timeout_s: float) -> None:
         self._session, self._rank, self._timeout_s = session, trainer_rank, timeout_s
         self._orders: dict[int, tuple[str, Order]] = {}  # by engine rank, with the digest of its intake
+        self._claims: dict[str, Claims] = {}
         self._route: _Route | None = None
-        self._beside: threading.Thread | None = None
-        self._line: Session | None = None  # the thread's own connection: while one waits on a store, others cannot
+        self._vouching: _Vouching | None = None
 
     def standing(self, published: Published | None) -> str:
         """The route that is ready for these shards; empty if there is none.
@@ -68,84 +80,68 @@ class Outbound:
         ready = (route.layout, route.handles) == (published.layout, published.handles)
         return route.connect.route if ready else ""
 
-    def follow(self, update: int, published: Published | None, shards: Shards) -> Done:
-        """Do what is said in an update, until its end. A failure here is told to the others, and not raised."""
-        return self._follow(self._session, update, published, shards)
+    def follow(self, talk: Talk, published: Published | None, shards: Shards) -> Done:
+        """Do what is said in an update, until its end.
 
-    @contextmanager
-    def followed(self, update: int, published: Published | None, shards: Shards) -> Iterator[None]:
-        """Follow in a thread while the block runs, which has to end with saying `Done`: trainer rank 0's way.
-
-        Raises DeadlineExceeded when what is to be sent is stuck.
+        A failure here gives the update up on all ranks, who are told why, and is not raised: the last word tells how
+        the update ended. Raises Aborted where no such word comes.
         """
-        if self._beside is not None and self._beside.is_alive():
-            raise DeadlineExceeded(
-                f"trainer rank {self._rank}: what an earlier update had to send is stuck still; start a new session"
-            )
-        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-        def follow() -> None:
-            try:
-                if gpu is not None:
-                    torch.cuda.set_device(gpu)  # a thread begins at GPU 0
-                self._line = self._line or Session.join(self._session.address, self._timeout_s)
-                self._follow(self._line, update, published, shards)
-            except Exception:
-                logger.exception("trainer rank %d followed update %d no longer", self._rank, update)
-                self.drop()
-
-        self._beside = thread = threading.Thread(target=follow, name="sglang-reshard outbound", daemon=True)
-        thread.start()
+        talk.watch(self._break_off)
+        said = False
         try:
-            yield
-        finally:
-            thread.join(2 * self._timeout_s)
-        if thread.is_alive():
-            raise DeadlineExceeded(f"trainer rank {self._rank}: sending did not end within {2 * self._timeout_s:.0f} s")
+            for word in talk.words(2 * self._timeout_s):
+                if isinstance(word, Done):
+                    if said and word.failure is not None:
+                        self.drop()
+                    return word
+                said = True
+                try:
+                    self._heed(talk, word, published, shards)
+                except Aborted:
+                    pass  # as the next word will tell
+                except Exception as error:
+                    if not isinstance(error, ReshardError):
+                        logger.exception("trainer rank %d failed in update %d", self._rank, talk.update)
+                    talk.fail(error, _told(self._rank, error))
+        except BaseException:
+            self.drop()
+            raise
+        raise AssertionError("words end with Done")
 
     def drop(self) -> None:
         """Give up what is ready: connections, buffers, and the views that keep the shards' memory."""
+        self._vouching = None
         route, self._route = self._route, None
         if route is not None and route.peers is not None:
             route.peers.close()
 
-    def _follow(self, session: Session, update: int, published: Published | None, shards: Shards) -> Done:
-        said = False
-        for word in session.words(update, 2 * self._timeout_s):
-            if isinstance(word, Done):
-                if said and word.failure is not None:
-                    self.drop()
-                return word
-            said = True
-            failure = None
-            try:
-                self._heed(session, word, published, shards)
-            except Exception as error:
-                if not isinstance(error, ReshardError):
-                    logger.exception("trainer rank %d could not send in update %d", self._rank, update)
-                failure = Failure.of(error)
-            if isinstance(word, Connect):
-                session.ready(update, self._rank, failure)
-            elif failure is not None:
-                session.mishap(update, self._rank, failure)
-            if failure is not None:
-                self.drop()  # after having said why: peers notice now
-        raise AssertionError("words end with Done")
-
-    def _heed(self, session: Session, word: Word, published: Published | None, shards: Shards) -> None:
-        if isinstance(word, Connect):
-            self.drop()
-            if published is None:
-                raise Mismatch(f"trainer rank {self._rank} has published nothing that it could send")
-            self._route = self._prepared(session, word, published, shards())
-            return
+    def _break_off(self, _reason: str) -> None:
+        """From another thread: end a wait for messages."""
         route = self._route
-        if route is None:
-            return  # it failed, and that was said
-        if isinstance(word, Join):
-            self._join(session, route)
-            return
+        if route is not None and route.peers is not None:
+            route.peers.abort()
+
+    def _heed(self, talk: Talk, word: Word, published: Published | None, shards: Shards) -> None:
         assert not isinstance(word, Done)
+        if published is None:
+            raise Mismatch(f"trainer rank {self._rank} has published nothing that it could send")
+        if isinstance(word, Connect):
+            check_connect(word, published.source.trainer_ranks)
+            self.drop()
+            self._route = self._prepared(word, published, shards())
+            talk.ready(self._rank)
+        elif isinstance(word, Vouch):
+            talk.vouch(self._rank, self._voucher(word, published, shards).digests(word.selection))
+        elif self._route is not None:
+            self._go(talk, self._route, word)
+
+    def _go(self, talk: Talk, route: _Route, word: Word) -> None:
+        if isinstance(word, Join):
+            store = self._session.store(route.connect.timeout_s, talk.scope)
+            route.peers = join_peers(store, route.connect, self._rank, route.device)
+            route.joined = True
+            return
+        assert isinstance(word, Move)
         if word.route != route.connect.route or not route.joined:
             raise Mismatch(
                 f"trainer rank {self._rank} was asked to send for another preparation than its last; "
@@ -154,17 +150,16 @@ class Outbound:
         if route.peers is not None:
             route.outlet.send(route.peers)
 
-    def _prepared(
-        self, session: Session, connect: Connect, published: Published, shards: Sequence[torch.Tensor]
-    ) -> _Route:
+    def _prepared(self, connect: Connect, published: Published, shards: Sequence[torch.Tensor]) -> _Route:
         own = connect.shares[self._rank]
         orders = {}
         for engine_rank in (e for e, share in enumerate(own) if share):
             digest = connect.intakes[engine_rank]
             known = self._orders.get(engine_rank)
             if known is None or known[0] != digest:
-                known = digest, session.get_order(digest, engine_rank, self._rank, connect.timeout_s)
-            session.forget_order(digest, engine_rank, self._rank)  # nobody else reads it
+                known = digest, self._session.get_order(digest, engine_rank, self._rank, connect.timeout_s)
+                check_order(known[1], published.source, self._rank, engine_rank)
+            self._session.forget_order(digest, engine_rank, self._rank)  # nobody else reads it
             orders[engine_rank] = known
         self._orders = orders
         trainer_ranks = len(connect.shares)
@@ -178,9 +173,22 @@ class Outbound:
         )
         return _Route(connect, published.layout, published.handles, device, outlet)
 
-    def _join(self, session: Session, route: _Route) -> None:
-        route.peers = join_peers(session.store, route.connect, self._rank, route.device)
-        route.joined = True
+    def _voucher(self, asked: Vouch, published: Published, shards: Shards) -> Voucher:
+        known = self._vouching
+        key = asked.claims, published.layout, published.handles
+        if known is None or (known.asked, known.layout, known.handles) != key:
+            self._claims = {
+                digest: self._claims.get(digest) or self._session.get_claims(rank, digest, self._timeout_s)
+                for rank, digest in enumerate(asked.claims)
+            }
+            claims = [self._claims[digest] for digest in asked.claims]
+            known = self._vouching = _Vouching(*key, Voucher(published.source, shards(), self._rank, claims))
+        return known.voucher
+
+
+def _told(trainer_rank: int, error: Exception) -> str:
+    said = str(error) if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
+    return said if said.startswith("trainer rank") else f"trainer rank {trainer_rank}: {said}"
 
 
 def _device(backend: str, shards: Sequence[torch.Tensor]) -> torch.device:

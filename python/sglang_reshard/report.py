@@ -16,6 +16,7 @@ class RankReport(msgspec.Struct, frozen=True):
                       resident memory without mapped pages, on GPU the allocator's peak; at least the
                       buffers, whether they are new, kept from the last update or in freed memory
     seconds           phase -> seconds
+    staged_bytes      of the extra memory, what new weights were kept in beside the old ones
     """
 
     rank: int
@@ -23,6 +24,7 @@ class RankReport(msgspec.Struct, frozen=True):
     least_bytes: int
     peak_extra_bytes: int
     seconds: dict[str, float]
+    staged_bytes: int = 0
 
 
 class TrainerRankReport(msgspec.Struct, frozen=True):
@@ -36,6 +38,7 @@ class TrainerRankReport(msgspec.Struct, frozen=True):
 class UpdateReport(msgspec.Struct, frozen=True):
     """One update, the same on every trainer rank.
 
+    verified           how what has arrived was compared with what was sent: "off", "sample" or "full"
     message            what the trainer should know, such as names that the engine has no use for
     predicted_seconds  what the cost model expected the `move` to take
     seconds            phase -> seconds: `publish` and `total` as trainer rank 0 saw them, the others of the slowest
@@ -52,6 +55,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     seconds: dict[str, float]
     engine_ranks: tuple[RankReport, ...]
     trainer_ranks: tuple[TrainerRankReport, ...]
+    verified: str = "off"
 
     def as_dict(self) -> dict[str, Any]:
         return msgspec.to_builtins(self)

@@ -9,53 +9,37 @@ cannot it sends what they ask for, see `outbound`. Its weights must not change u
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import glob
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from sglang_reshard.channel import Address
 from sglang_reshard.collectives import broadcast_message
-from sglang_reshard.errors import EngineRefused, Mismatch, ReshardError, TornWeights
+from sglang_reshard.errors import Aborted, Mismatch, ReshardError
+from sglang_reshard.lead import Lead, Options, Send, Way
 from sglang_reshard.messages import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_TIMEOUT_S,
-    DistributedUpdateWeightsOutput,
-    DistributedUpdateWeightsReq,
-    Done,
     Failure,
     TrainerNote,
+    Verify,
 )
 from sglang_reshard.outbound import Outbound, Shards
 from sglang_reshard.publisher import Published, Publisher
-from sglang_reshard.report import TrainerRankReport, UpdateReport
-from sglang_reshard.session import Address, Session
-from sglang_reshard.sources import Layout, NamedTensors
-from sglang_reshard.sources.difference import first_difference
+from sglang_reshard.report import UpdateReport
+from sglang_reshard.session import Session
+from sglang_reshard.sources import NamedTensors
+from sglang_reshard.talk import Talk
 from sglang_reshard.transports.memory import host_identity
-from sglang_reshard.version import __version__
 
 logger = logging.getLogger(__name__)
-_LEAVING_S = 10.0  # how long rank 0 waits at the end for ranks that may have died
-Send = Callable[[DistributedUpdateWeightsReq], DistributedUpdateWeightsOutput]
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """What one update is asked for; see `WeightSender.update`."""
-
-    weight_version: str | None
-    flush_cache: bool
-    abort_all_requests: bool
-    ignore: tuple[str, ...]
-    check_finite: bool
-    let_go: bool
 
 
 class WeightSender:
@@ -81,12 +65,15 @@ class WeightSender:
         if bucket_bytes < 1 or timeout_s <= 0:
             raise ValueError(f"bucket_bytes={bucket_bytes} and timeout_s={timeout_s} must be positive")
         self._session, self._rank, self._global_ranks = session, trainer_rank, global_ranks
-        self._send, self._transport = send, transport
-        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        way = Way(transport, bucket_bytes, timeout_s)
+        self._lead = Lead(session, global_ranks, send, way) if send is not None else None
         self._publisher = Publisher(session, trainer_rank, global_ranks)
         self._outbound = Outbound(session, trainer_rank, timeout_s)
         self._update = 0
         self._alone = threading.Lock()  # held by the thread that updates
+        self._talk: Talk | None = None  # of the update under way
+        self._gone = ""  # which trainer rank has gone, so that no update can succeed any more
+        session.attend(f"trainer rank {trainer_rank}", self._on_gone)
 
     @classmethod
     def over(cls, group: dist.ProcessGroup, send: Send | None, **options: Any) -> WeightSender:
@@ -117,6 +104,8 @@ class WeightSender:
         abort_all_requests: bool = False,
         ignore: Sequence[str] = (),
         check_finite: bool = False,
+        verify: Verify = "off",
+        staged: bool = False,
         let_go: bool = False,
     ) -> UpdateReport:
         """Bring the engine to these weights. Every trainer rank calls it, with the same names in the same order.
@@ -127,41 +116,42 @@ class WeightSender:
         ignore         names that the engine may have no use for, as patterns of fnmatch ("model.layers.61.*");
                        any other such name is refused, unless it is tied to a tensor that is sent too
         check_finite   look for NaN and infinities in every shard first, and refuse them
+        verify         compare what has arrived with what was sent, by digests, before it counts: "full" looks at every
+                       element, "sample" at one row in 64, others in each update. Both sides read that much once more
+        staged         engine ranks keep the new weights beside the old ones until all have arrived and are verified: a
+                       failure before that leaves the old ones serving. Takes as much memory again as the weights
         let_go         engine ranks unmap the shards' memory at the end: for a trainer that offloads it now. The next
                        update maps it, and plans, anew. Memory that others have mapped is not free when it is freed
 
         Raises, on every trainer rank: Unsupported or Mismatch for what cannot be sent, DeadlineExceeded for a
         rank that does not show up, EngineRefused for what the engine says. The old weights keep serving then,
-        except after TornWeights, which only a successful update heals.
+        except after TornWeights, which only a successful update heals. Aborted or ConnectionLost where a rank has gone
+        and the engine did not say how it stands; it refuses to generate then if its weights are torn.
         """
         if not self._alone.acquire(blocking=False):
             raise Mismatch(
                 f"trainer rank {self._rank}: update {self._update} is running in another thread; wait for it to return"
             )
         try:
-            options = _Options(weight_version, flush_cache, abort_all_requests, tuple(ignore), check_finite, let_go)
+            options = Options(
+                weight_version, flush_cache, abort_all_requests, tuple(ignore), check_finite, verify, staged, let_go
+            )
             return self._update_alone(named_tensors, options)
         finally:
             self._alone.release()
 
-    def _update_alone(self, named_tensors: NamedTensors | torch.nn.Module, options: _Options) -> UpdateReport:
+    def _update_alone(self, named_tensors: NamedTensors | torch.nn.Module, options: Options) -> UpdateReport:
         started = time.perf_counter()
         self._update += 1
-        published, shards = self._announce(named_tensors, options.check_finite)
-        seconds = {"publish": time.perf_counter() - started}
-        if self._send is None:
-            return _outcome(self._outbound.follow(self._update, published, shards))
-        with self._outbound.followed(self._update, published, shards):
-            try:
-                answer = self._lead(self._send, published, options)
-                seconds["total"] = time.perf_counter() - started
-                assert published is not None  # an error of this rank's own is among the notes and was raised
-                report = _report(answer, published.shard_bytes, options.weight_version, self._bucket_bytes, seconds)
-            except BaseException as error:
-                self._session.say(self._update, Done(None, Failure.of(error)))
-                raise
-            self._session.say(self._update, Done(report, None))
-        return report
+        with self._session.update(self._update, f"trainer rank {self._rank}") as talk, self._unless_gone(talk):
+            published, shards = self._announce(talk, named_tensors, options.check_finite)
+            if self._lead is not None:
+                self._lead.begin(talk, published, options, started)
+            done = self._outbound.follow(talk, published, shards)
+        if done.failure is not None:
+            raise done.failure.error()
+        assert done.report is not None
+        return done.report
 
     def release(self) -> None:
         """Let go of the shards' memory; to be called before weights are offloaded or freed between updates.
@@ -181,13 +171,28 @@ class WeightSender:
         self._outbound.drop()
         self._publisher.close()
         if self._rank == 0:
-            self._session.end()
-            self._session.await_leaving(len(self._global_ranks), _LEAVING_S)
+            self._session.end(len(self._global_ranks))
         else:
             self._session.leave(self._rank)
 
+    @contextlib.contextmanager
+    def _unless_gone(self, talk: Talk) -> Iterator[None]:
+        """An update that can still succeed: one that waits for a rank which died before it would wait in vain."""
+        self._talk = talk
+        try:
+            if self._gone:
+                raise Aborted(self._gone)
+            yield
+        finally:
+            self._talk = None
+
+    def _on_gone(self, reason: str) -> None:
+        self._gone = f"{reason}; then make a new WeightSender on every trainer rank"
+        if (talk := self._talk) is not None:
+            talk.abort(self._gone)
+
     def _announce(
-        self, named_tensors: NamedTensors | torch.nn.Module, check_finite: bool
+        self, talk: Talk, named_tensors: NamedTensors | torch.nn.Module, check_finite: bool
     ) -> tuple[Published | None, Shards]:
         """Publish what is new about this rank's shards, and say to rank 0 that it is ready, or why not.
 
@@ -203,94 +208,10 @@ class WeightSender:
                 logger.exception("trainer rank %d cannot take part in update %d", self._rank, self._update)
         layout, handles = (published.layout, published.handles) if published else ("", "")
         note = TrainerNote(host_identity(), layout, handles, failure, self._outbound.standing(published))
-        self._session.announce(self._update, self._rank, note)
+        talk.announce(self._rank, note)
         return published, functools.partial(self._publisher.shards, named_tensors)
-
-    def _lead(self, send: Send, published: Published | None, options: _Options) -> DistributedUpdateWeightsOutput:
-        """Trainer rank 0: all ranks ready and agreed? Then one request, which carries metadata only."""
-        size = len(self._global_ranks)
-        notes = self._session.collect_notes(self._update, size, self._timeout_s)
-        if self._update > 1:  # every rank has announced this update, so every rank has read the last one's result
-            self._session.forget_update(self._update - 1, size)
-        for note in notes:
-            if note.failure is not None:
-                raise note.failure.error()
-        self._check_agreement(notes)
-        assert published is not None
-        tied = tuple(glob.escape(name) for name in published.tied)
-        answer = send(
-            DistributedUpdateWeightsReq(
-                session=self._session.address.session,
-                store_host=self._session.address.host,
-                store_port=self._session.address.port,
-                update=self._update,
-                layout=notes[0].layout,
-                handles=tuple(note.handles for note in notes),
-                trainer_hosts=tuple(note.host for note in notes),
-                routes=tuple(note.route for note in notes),
-                weight_version=options.weight_version,
-                transport=self._transport,
-                bucket_bytes=self._bucket_bytes,
-                timeout_s=self._timeout_s,
-                flush_cache=options.flush_cache,
-                abort_all_requests=options.abort_all_requests,
-                ignore=options.ignore + tied,
-                let_go=options.let_go,
-                package_version=__version__,
-            )
-        )
-        if answer.success:
-            return answer
-        message = "; ".join([answer.message, *self._session.mishaps(self._update, size)])
-        if answer.torn:
-            raise TornWeights(f"{message}. The engine's weights are torn: repeat the update before generating")
-        raise EngineRefused(message)
-
-    def _check_agreement(self, notes: list[TrainerNote]) -> None:
-        for rank, note in enumerate(notes):
-            if note.layout == notes[0].layout:
-                continue
-            mine, other = (
-                self._session.get_layout(digest, Layout, self._timeout_s) for digest in (notes[0].layout, note.layout)
-            )
-            raise Mismatch(first_difference(mine, other, rank))
 
 
 def _repeatable(named_tensors: NamedTensors | torch.nn.Module) -> NamedTensors | torch.nn.Module:
     """What can be gone through twice: first for what is published, then for the shards that are sent."""
     return named_tensors if isinstance(named_tensors, (torch.nn.Module, Collection)) else list(named_tensors)
-
-
-def _outcome(done: Done) -> UpdateReport:
-    if done.failure is not None:
-        raise done.failure.error()
-    assert done.report is not None
-    return done.report
-
-
-def _report(
-    answer: DistributedUpdateWeightsOutput,
-    shard_bytes: Sequence[int],
-    weight_version: str | None,
-    bucket_bytes: int,
-    seconds: dict[str, float],
-) -> UpdateReport:
-    slowest = dict(seconds)
-    for rank in answer.ranks:
-        for phase, s in rank.seconds.items():
-            slowest[phase] = max(s, slowest.get(phase, 0.0))
-    trainers = tuple(
-        TrainerRankReport(rank, held, answer.read_bytes.get(rank, 0)) for rank, held in enumerate(shard_bytes)
-    )
-    return UpdateReport(
-        success=True,
-        message=answer.message,
-        weight_version=weight_version,
-        transport=answer.transport,
-        transport_reason=answer.transport_reason,
-        predicted_seconds=answer.predicted_seconds,
-        bucket_bytes=bucket_bytes,
-        seconds=slowest,
-        engine_ranks=answer.ranks,
-        trainer_ranks=trainers,
-    )

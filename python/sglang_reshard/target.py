@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_reshard.manifests import check_layout
 from sglang_reshard.messages import DistributedUpdateWeightsReq
 from sglang_reshard.plan import Catalog, Intake, Needs, Seat, intake, needs_of
 from sglang_reshard.session import Session
@@ -51,6 +52,7 @@ class Target:
             catalog, program = known.catalog, known.program
         else:
             layout = session.get_layout(request.layout, Layout, request.timeout_s)
+            check_layout(layout, len(request.trainer_hosts))
             program = trace(model, [t.spec for t in layout.tensors])
             catalog = Catalog.of(layout)
         host = host_identity()

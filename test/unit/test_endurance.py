@@ -7,7 +7,6 @@ import psutil
 import pytest
 import torch
 
-from sglang_reshard.control import Control
 from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.sender import WeightSender
 from support.toy import ToyRank, checkpoint
@@ -40,7 +39,7 @@ def train(trainer, transport):
 
 def serve(rank, size, requests, transport):
     model = ToyRank(rank, size)
-    receiver = WeightReceiver(model, Control(torch.distributed.group.WORLD, rank, size), torch.device("cpu"))
+    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
     seen = []
     for update, request in enumerate(requests):
         requests.answer(receiver.update(request))

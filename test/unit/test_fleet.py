@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sglang_reshard.channel import Address
 from sglang_reshard.collectives import broadcast_message, gather_messages
-from sglang_reshard.control import Control
 from sglang_reshard.errors import EngineRefused, Mismatch
 from sglang_reshard.fleet import Fleet
 from sglang_reshard.messages import DistributedUpdateWeightsOutput
 from sglang_reshard.receiver import WeightReceiver
-from sglang_reshard.session import Address, Session
+from sglang_reshard.session import Session
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 
@@ -41,7 +41,7 @@ def train(trainer, transport):
 def serve(rank, _size, requests, *_):
     """An engine of one rank; which versions it was brought to, exactly."""
     model = ToyRank(0, 1)
-    receiver = WeightReceiver(model, Control(requests.group, 0, 1), torch.device("cpu"))
+    receiver = WeightReceiver(model, 0, 1, torch.device("cpu"))
     seen = []
     for request in requests:
         requests.answer(receiver.update(request))
@@ -92,7 +92,7 @@ def train_and_offload(trainer):
 
 
 def serve_and_look(rank, size, requests):
-    receiver = WeightReceiver(ToyRank(0, 1), Control(requests.group, 0, 1), torch.device("cpu"))
+    receiver = WeightReceiver(ToyRank(0, 1), 0, 1, torch.device("cpu"))
     kept = []
     for request in requests:
         output = receiver.update(request)

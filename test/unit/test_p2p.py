@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reshard.plan.streams import order_of, shares
+from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.sender import WeightSender
 from sglang_reshard.transports.p2p import Outlet, P2pTransport
 from support.plans import copies_of, empty_targets, intakes, loaded, meshed_layouts, values
 from support.plans import shards as cut_shards
-from support.sent import CPU, Engine, here_of
+from support.sent import CPU, here_of
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import PAIRS, State
 from support.world import run_world
@@ -92,7 +93,7 @@ def test_any_layout_and_any_copies(data, bucket):
 
 
 def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates):
-    sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=bucket_bytes, timeout_s=30)
+    sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=bucket_bytes, timeout_s=30, transport="p2p")
     state = State(mesh_shape, kind, dtype)
     routes = []
     for version in range(1, updates + 1):
@@ -105,16 +106,17 @@ def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates):
 
 def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, live_dtype=None):
     live_dtype = live_dtype or dtype
-    engine = Engine(rank, size, ToyRank(rank, size, live_dtype))
+    model = ToyRank(rank, size, live_dtype)
+    receiver = WeightReceiver(model, rank, size, CPU)
     differing, sizes = [], []
     for version, request in enumerate(requests, start=1):
-        requests.answer(engine.update(request))
+        requests.answer(receiver.update(request))
         stock = ToyRank(rank, size, live_dtype)
         stock.load_weights(checkpoint(version, dtype).items())
-        live = dict(engine.model.named_parameters())
+        live = dict(model.named_parameters())
         differing += [(version, n) for n, p in stock.named_parameters() if not torch.equal(live[n], p)]
-        transport = engine.transport
-        assert transport.received_bytes == engine.taken.least_bytes() == sum(transport.read_bytes.values())
+        transport = receiver._router.route.transport
+        assert transport.received_bytes == receiver._target.intake.least_bytes() == sum(transport.read_bytes.values())
         sizes.append(transport.extra_bytes)
     return differing, sizes[-1]
 
@@ -124,7 +126,7 @@ def run(mesh_shape, engines, kind, dtype=torch.float32, bucket_bytes=MIB, live_d
     trainers = int(torch.Size(mesh_shape).numel())
     routes, served = run_world(trainers, engines, train, serve_as(live_dtype), *arguments)
     assert [differing for differing, _ in served] == [[]] * engines
-    assert routes == [["route 1"] * 3] * trainers, "what is ready stays so"
+    assert routes == [[routes[0][0]] * 3] * trainers, "what is ready stays so"
     return max(extra for _, extra in served)
 
 

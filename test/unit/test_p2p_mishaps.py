@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.messages import DistributedUpdateWeightsOutput
+from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.sender import WeightSender
-from support.sent import Engine, open_here
+from support.sent import CPU, open_here
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import sharded
 from support.world import run_world
@@ -27,7 +27,7 @@ def stumble_once(copies):
 
 def train_through_a_mishap(trainer, mishap):
     """Three updates; in the second, trainer rank 1 stumbles between two rounds, or engine rank 1 before the first."""
-    sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=64, timeout_s=10)
+    sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=64, timeout_s=10, transport="p2p")
     state = dict(sharded(1, (2,), "tp", torch.float32))
     told = []
     for update in (1, 2, 3):
@@ -44,17 +44,21 @@ def train_through_a_mishap(trainer, mishap):
 
 
 def serve_through_a_mishap(rank, size, requests, mishap):
-    engine = Engine(rank, size, ToyRank(rank, size))
+    model = ToyRank(rank, size)
+    receiver = WeightReceiver(model, rank, size, CPU)
+    move = receiver._move
 
-    def stumble():
-        if (mishap, request.update, rank) == ("engine", 2, 1):
+    def stumble(course):
+        if (mishap, course.request.update, rank) == ("engine", 2, 1):
             raise OSError("the engine rank stumbled")
+        move(course)
 
+    receiver._move = stumble
     for request in requests:
-        requests.answer(engine.update(request, stumble))
+        requests.answer(receiver.update(request))
     stock = ToyRank(rank, size)
     stock.load_weights(checkpoint(1).items())
-    return all(torch.equal(p, getattr(engine.model, n)) for n, p in stock.named_parameters())
+    return all(torch.equal(p, getattr(model, n)) for n, p in stock.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -70,7 +74,7 @@ def test_a_failure_on_either_side_is_told_to_all_and_the_next_update_heals_it(mi
 
 
 def train_without_orders(trainer):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=10)
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=10, transport="p2p")
     if trainer.rank == 1:
         sender._outbound._prepared = None  # not callable
     with pytest.raises(ReshardError) as refused:
@@ -80,24 +84,22 @@ def train_without_orders(trainer):
 
 
 def serve_refused(rank, size, requests):
-    engine = Engine(rank, size, ToyRank(rank, size))
-    request = next(requests)
-    with pytest.raises(ReshardError) as refused:
-        engine.update(request)
-    requests.answer(DistributedUpdateWeightsOutput(success=False, message=str(refused.value)))
-    return engine.transport is None
+    receiver = WeightReceiver(ToyRank(rank, size), rank, size, CPU)
+    output = receiver.update(next(requests))
+    requests.answer(output)
+    return output.torn
 
 
 def test_a_trainer_rank_that_cannot_make_ready_is_heard_before_anything_is_written():
-    told, unmoved = run_world(2, 1, train_without_orders, serve_refused)
+    told, torn = run_world(2, 1, train_without_orders, serve_refused)
     assert told[0] == told[1]
     assert "'NoneType' object is not callable" in told[0]
-    assert unmoved == [True]
+    assert torn == [False]
 
 
 def train_released(trainer):
     """What is kept ready keeps the shards' memory, until it is released."""
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=10)
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=10, transport="p2p")
     state = checkpoint(1)
     sender.update(state.items())
     alive = torch.multiprocessing.reductions.StorageWeakRef(state["up.weight"].untyped_storage())
@@ -115,35 +117,38 @@ def train_released(trainer):
 
 
 def serve_all(rank, size, requests):
-    engine = Engine(rank, size, ToyRank(rank, size))
+    receiver = WeightReceiver(ToyRank(rank, size), rank, size, CPU)
     for request in requests:
-        requests.answer(engine.update(request))
+        requests.answer(receiver.update(request))
 
 
 def test_shards_that_are_released_or_replaced_are_made_ready_again():
     told, _ = run_world(1, 1, train_released, serve_all)
-    assert told == [(True, True, "route 2", "route 3")]
+    ((kept, freed, route, moved),) = told
+    assert kept
+    assert freed
+    assert (route.split("/")[0], moved.split("/")[0]) == ("2", "3")
 
 
 def train_for_long(trainer, updates):
     """Every other update makes all ready again."""
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=10)
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=10, transport="p2p")
     state = dict(sharded(1, (2,), "tp", torch.float32))
     counts = []
     for update in range(updates):
         if update % 2:
             sender.release()
         sender.update(state.items())
-        counts.append((open_here(), sender._session.store.num_keys()))
+        counts.append((open_here(), sender._session.line.count_keys()))
     sender.close()
     return counts
 
 
 def serve_for_long(rank, size, requests, updates):
-    engine = Engine(rank, size, ToyRank(rank, size))
+    receiver = WeightReceiver(ToyRank(rank, size), rank, size, CPU)
     counts = []
     for request in requests:
-        requests.answer(engine.update(request))
+        requests.answer(receiver.update(request))
         counts.append(open_here())
     return counts
 

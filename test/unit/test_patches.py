@@ -1,11 +1,20 @@
 """What the patches decide without SGLang."""
 
+import asyncio
+import json
+import multiprocessing
+import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
+from sglang_reshard.errors import TornWeights
+from sglang_reshard.patches import torn
+from sglang_reshard.patches.http_server import TornAnswers
 from sglang_reshard.patches.model_runner import repacked
+from sglang_reshard.patches.outlive import Child, Children, EngineDied, _WatchedLoop
 
 
 def model_with(**attributes):
@@ -31,3 +40,160 @@ def test_repacked_weights_are_refused_by_name(attributes, says):
     reason = repacked(model_with(**attributes))
     assert reason.startswith("1 was")
     assert says in reason
+
+
+# -- answers of a torn server
+
+
+def manager(reason=""):
+    it = SimpleNamespace(enable_metrics=False, is_pause=False)
+    if reason:
+        torn.mark(it, reason)
+    return it
+
+
+async def answered(app, of, path="/generate"):
+    """What a client gets: the status, the body, and what was raised instead of the rest."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    try:
+        await TornAnswers(app, of)({"type": "http", "path": path, "root_path": ""}, None, send)
+        error = None
+    except Exception as raised:
+        error = raised
+    statuses = [m["status"] for m in sent if m["type"] == "http.response.start"]
+    return statuses, b"".join(m.get("body", b"") for m in sent), error
+
+
+def start(status=200):
+    return {"type": "http.response.start", "status": status, "headers": []}
+
+
+def body(data, more=False):
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def asked(app, of, path="/generate"):
+    return asyncio.run(answered(app, of, path))
+
+
+REFUSAL = {"error": {"message": "half of update 7", "type": "TornWeights", "code": 503}}
+
+
+def test_a_sound_server_answers_what_its_endpoints_answer():
+    async def endpoint(scope, receive, send):
+        for message in (start(206), body(b"a", more=True), body(b"b")):
+            await send(message)
+
+    assert asked(endpoint, manager()) == ([206], b"ab", None)
+    assert asked(endpoint, manager(), "/health") == ([206], b"ab", None)
+
+
+def test_health_is_not_asked_for_while_torn():
+    async def endpoint(scope, receive, send):
+        raise AssertionError("it would wait for a token")
+
+    statuses, data, error = asked(endpoint, manager("half of update 7"), "/health")
+    assert (statuses, json.loads(data), error) == ([503], REFUSAL, None)
+
+
+def test_a_refusal_becomes_503_whatever_the_endpoint_makes_of_it():
+    of = manager("half of update 7")
+
+    async def raises(scope, receive, send):
+        torn._refuse(of)
+
+    async def in_a_stream(scope, receive, send):
+        await send(start())
+        await asyncio.create_task(raises(scope, receive, send))
+
+    async def says_500(scope, receive, send):
+        with pytest.raises(TornWeights):
+            torn._refuse(of)
+        await send(start(500))
+        await send(body(b"something"))
+
+    for endpoint in (raises, in_a_stream, says_500):
+        statuses, data, error = asked(endpoint, of)
+        assert (statuses, json.loads(data), error) == ([503], REFUSAL, None)
+
+
+def test_a_stream_that_has_begun_is_broken_off():
+    of = manager()
+
+    async def endpoint(scope, receive, send):
+        await send(start())
+        await send(body(b"tokens", more=True))
+        torn.mark(of, "half of update 7")
+        torn._refuse(of)
+
+    statuses, data, error = asked(endpoint, of)
+    assert (statuses, data) == ([200], b"tokens")
+    assert isinstance(error, TornWeights)
+
+
+def test_other_errors_and_endpoints_that_need_no_weights_are_left_alone():
+    async def fails(scope, receive, send):
+        raise ZeroDivisionError
+
+    async def says(scope, receive, send):
+        await send(start())
+        await send(body(b"fine"))
+
+    of = manager("half of update 7")
+    assert isinstance(asked(fails, of)[2], ZeroDivisionError)
+    assert asked(says, of) == ([200], b"fine", None)
+
+
+# -- the loop that notices processes that go
+
+
+@pytest.fixture
+def child():
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), daemon=True)
+    process.start()
+    yield process
+    process.kill()
+    process.join()
+
+
+def watched(process, handle=True):
+    member = Child("scheduler_TP1", psutil.Process(process.pid), process if handle else None)
+    return _WatchedLoop(asyncio.new_event_loop(), Children((member,), frozenset()))
+
+
+@pytest.mark.parametrize(("handle", "code"), [(True, "-9"), (False, "unknown")])
+def test_a_call_under_way_ends_when_a_process_ends(child, handle, code):
+    loop = watched(child, handle)
+    cancelled = []
+
+    async def call():
+        loop.call_later(0.2, child.kill)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    begin = time.monotonic()
+    with pytest.raises(EngineDied, match=rf"scheduler_TP1 \(process {child.pid}\) ended with exit code {code}"):
+        loop.run_until_complete(call())
+    assert time.monotonic() - begin < 5
+    assert cancelled == [True]
+    loop.close()
+
+
+def test_a_watched_loop_returns_and_raises_what_the_call_does(child):
+    loop = watched(child)
+
+    async def numbers():
+        yield 1
+
+    generator = numbers()
+    assert loop.run_until_complete(generator.__anext__()) == 1
+    with pytest.raises(StopAsyncIteration):
+        loop.run_until_complete(generator.__anext__())
+    loop.close()

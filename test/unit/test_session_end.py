@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_reshard.control import Control
+from sglang_reshard.channel import Address
 from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.sender import WeightSender
-from sglang_reshard.session import Address, Session, when_ended
+from sglang_reshard.session import Session
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 
@@ -30,7 +30,7 @@ def train(trainer, transport):
 
 
 def serve(rank, size, requests, transport):
-    receiver = WeightReceiver(ToyRank(rank, size), Control(requests.group, rank, size), torch.device("cpu"))
+    receiver = WeightReceiver(ToyRank(rank, size), rank, size, torch.device("cpu"))
     before, during = mappings(), 0
     for request in requests:
         requests.answer(receiver.update(request))
@@ -52,9 +52,10 @@ def test_engine_ranks_let_go_when_the_sender_is_closed(transport):
 
 def keep_session(link):
     session = Session.host()
-    link.send((session.address.session, session.address.host, session.address.port))
+    a = session.address
+    link.send((a.session, a.host, a.port, a.key))
     if link.recv() == "end":
-        session.end()
+        session.end(1)
         link.recv()
 
 
@@ -66,7 +67,8 @@ def test_the_end_is_noticed(way):
     process.start()
     noticed = threading.Event()
     try:
-        when_ended(Address(*link.recv()), noticed.set, timeout_s=20)
+        session = Session.join(Address(*link.recv()), timeout_s=20)
+        session.when_lost(noticed.set)
         assert not noticed.wait(0.5)
         if way == "end":
             link.send("end")

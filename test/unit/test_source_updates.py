@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from sglang_reshard.control import Control
 from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.sender import WeightSender
 from sglang_reshard.sources import named_shards
@@ -168,7 +167,7 @@ def train(trainer, live_dtype, ways):
 def serve(rank, size, requests, live_dtype, ways=()):
     """Which parameters were not what stock loading of the checkpoint makes them, by update."""
     model = Engine(rank, size, live_dtype)
-    receiver = WeightReceiver(model, Control(torch.distributed.group.WORLD, rank, size), torch.device("cpu"))
+    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
     differing, updates = [], 0
     for request in requests:
         requests.answer(receiver.update(request))

@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 
-from sglang_reshard.control import Control
 from sglang_reshard.errors import EngineRefused, Mismatch, ReshardError, Unsupported
 from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.sender import WeightSender
@@ -33,9 +32,8 @@ def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates, transport):
 
 def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, transport, live_dtype=None):
     live_dtype = live_dtype or dtype
-    model, control = ToyRank(rank, size, live_dtype), None
-    control = Control(torch.distributed.group.WORLD, rank, size)
-    receiver = WeightReceiver(model, control, torch.device("cpu"))
+    model = ToyRank(rank, size, live_dtype)
+    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
     addresses = {n: p.data_ptr() for n, p in model.named_parameters()}
     differing = []
     for version, request in enumerate(requests, start=1):
@@ -219,7 +217,7 @@ def serve_untouched(rank, size, requests, mistake=None):
     model = ToyRank(rank, size)
     model.load_weights(checkpoint(0).items())
     before = {n: p.clone() for n, p in model.named_parameters()}
-    receiver = WeightReceiver(model, Control(torch.distributed.group.WORLD, rank, size), torch.device("cpu"))
+    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
     for request in requests:
         requests.answer(receiver.update(request))
     assert not receiver.torn
@@ -253,7 +251,7 @@ def test_a_trainer_rank_that_never_shows_up_is_named():
 
 def serve_refusing_once_on_one_rank(rank, size, requests):
     model = ToyRank(rank, size)
-    receiver = WeightReceiver(model, Control(torch.distributed.group.WORLD, rank, size), torch.device("cpu"))
+    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
     for version, request in enumerate(requests, start=1):
         requests.answer(receiver.update(request, "busy" if (version, rank) == (1, 1) else ""))
     stock = ToyRank(rank, size)
@@ -292,7 +290,7 @@ def train_through_refusals(trainer):
 def serve_with_a_fault(rank, size, requests):
     """Engine rank 1 fails in the middle of the second update."""
     model = ToyRank(rank, size)
-    receiver = WeightReceiver(model, Control(torch.distributed.group.WORLD, rank, size), torch.device("cpu"))
+    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
     torn = []
     for version, request in enumerate(requests, start=1):
         if (version, rank) == (2, 1):

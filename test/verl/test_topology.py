@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from sglang_reshard.channel import Address
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.session import Address
 from sglang_reshard.verl.checkpoint_engine import Place, ReshardCheckpointEngine
 
 ADDRESS = Address("s", "127.0.0.1", 1)

@@ -69,7 +69,7 @@ class BroadcastTransport:
 
     @staticmethod
     def _land(turn: _Turn, work: Work) -> None:
-        work.wait()
+        turn.group.finish(work)
         turn.land.run()
 
     def _turn(

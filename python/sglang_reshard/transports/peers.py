@@ -1,6 +1,6 @@
 """Messages between trainer ranks and engine ranks, over one process group of them that torch.distributed knows not of.
 
-Like groups of engine ranks it is built on the session's own store: neither side's own world (its group
+Like groups of engine ranks it is built over the session: neither side's own world (its group
 names, the order of its collectives) depends on it. Gloo for memory on the host, NCCL for GPUs.
 """
 
@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import ErrorType
 
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
 from sglang_reshard.messages import Connect
+from sglang_reshard.transports.groups import CONNECT_S, ConnectionBroke, break_connections
 
 Parcel = tuple[int, torch.Tensor]  # who it goes to or comes from, and its bytes (1-D, contiguous)
 _POLL_S = 0.0002
@@ -72,14 +73,13 @@ class Peers:
         self.backend, self.timeout_s = backend, timeout_s
         self._me, self._trainer_ranks = me, trainer_ranks
         self._index = {member: i for i, member in enumerate(members)}
-        prefixed = dist.PrefixStore(f"peers/{route}", store)
-        self._meet(prefixed)
+        self._meet(store, f"peers/{route}")
         self._pg: Any = None
         try:
-            self._pg = self._connected(prefixed, device)
+            self._pg = self._connected(dist.PrefixStore(f"peers/{route}", store), device)
         except RuntimeError as error:
-            raise ReshardError(f"{self.name(me)} could not connect to {self._names(members)}: {error}") from error
-        prefixed.delete_key(_here(me))  # whoever is connected has seen it
+            raise ConnectionBroke(f"{self.name(me)} could not connect to {self._names(members)}: {error}") from error
+        store.delete_key(_here(f"peers/{route}", me))  # whoever is connected has seen it
 
     def name(self, member: int) -> str:
         own = member < self._trainer_ranks
@@ -98,6 +98,12 @@ class Peers:
         pg, self._pg = self._pg, None
         if pg is not None and self.backend == "nccl":
             pg.abort()
+
+    def abort(self) -> None:
+        """From another thread: end this rank's waits at once."""
+        pg = self._pg
+        if pg is not None:
+            break_connections(pg, self.backend, len(self._index), self._index[self._me])
 
     def finish(self, work: dist.Work, end: float) -> None:
         """Wait for one piece of work until `end`, a time of the monotonic clock."""
@@ -129,7 +135,7 @@ class Peers:
                     f"{self.name(self._me)} could not {verb} a message {whom} within {self.timeout_s:.0f} s; "
                     "is it stuck? Look at its log"
                 ) from error
-            raise ReshardError(
+            raise ConnectionBroke(
                 f"{self.name(self._me)} could not {verb} a message {whom}: the connection broke; "
                 f"did that rank fail? Look at its log. ({error})"
             ) from error
@@ -153,9 +159,9 @@ class Peers:
                 works.append((peer, start([buffer], self._index[peer], 0)))
         return Travel(self, verb, works)
 
-    def _meet(self, store: dist.Store) -> None:
+    def _meet(self, store: dist.Store, prefix: str) -> None:
         """Wait for all members, so that one that does not come can be named."""
-        keys = {member: _here(member) for member in self._index}
+        keys = {member: _here(prefix, member) for member in self._index}
         store.set(keys[self._me], "")
         try:
             store.wait(list(keys.values()), timedelta(seconds=self.timeout_s))
@@ -167,12 +173,13 @@ class Peers:
             ) from error
 
     def _connected(self, store: dist.Store, device: torch.device) -> Any:
-        rank, size, timeout = self._index[self._me], len(self._index), timedelta(seconds=self.timeout_s)
+        rank, size = self._index[self._me], len(self._index)
         if self.backend != "nccl":
-            return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+            connect = timedelta(seconds=min(self.timeout_s, CONNECT_S))
+            return dist.ProcessGroupGloo(store, rank, size, timeout=connect)
         options = dist.ProcessGroupNCCL.Options()
         # The deadlines here come first. NCCL's own, and its way with errors, is to end the process.
-        options._timeout = 10 * timeout
+        options._timeout = 10 * timedelta(seconds=self.timeout_s)
         with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"), torch.cuda.device(device):
             made: Any = dist.ProcessGroupNCCL(store, rank, size, options)
             made.eager_connect_single_device(device)
@@ -182,8 +189,8 @@ class Peers:
         return ", ".join(self.name(m) for m in members if m != self._me)
 
 
-def _here(member: int) -> str:
-    return f"here/{member}"
+def _here(prefix: str, member: int) -> str:
+    return f"{prefix}/here/{member}"
 
 
 def join_peers(store: dist.Store, connect: Connect, member: int, device: torch.device) -> Peers | None:

@@ -12,7 +12,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from pair_models import weights
 from pairs import Pair, Placing
-from sglang_reshard.control import Control
 from sglang_reshard.layout import TensorSpec
 from sglang_reshard.oracle.digests import digests
 from sglang_reshard.oracle.rank import build_rank
@@ -100,7 +99,7 @@ def serve(
 ) -> dict[str, Any]:
     """Updates of this rank's model, then stock loads of the same weights; where they differ."""
     model = build_rank(folder, tp_size=size, tp_rank=rank, ep_size=pair.ep, dtype=pair.engine_dtype)
-    receiver = WeightReceiver(model, Control(requests.group, rank, size), torch.device("cpu"))
+    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
     fill_with_garbage(model)
     signature = live_signature(model)
     updated = []

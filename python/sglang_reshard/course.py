@@ -1,0 +1,107 @@
+"""One update under way on one engine rank: its phases, and what all engine ranks agree on between them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.messages import DistributedUpdateWeightsReq
+from sglang_reshard.peak_memory import PeakMemory
+from sglang_reshard.session import Session
+from sglang_reshard.talk import Talk
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """Some rank failed, as all of them know. `what` they had agreed on to say."""
+
+    def __init__(self, what: str, message: str) -> None:
+        super().__init__(message)
+        self.what = what
+
+
+class Verdict(Protocol):
+    """What an engine rank says of a phase to the others; `error` is empty where it went well."""
+
+    @property
+    def error(self) -> str: ...
+
+
+V = TypeVar("V", bound=Verdict)
+
+
+@dataclass(slots=True)
+class Course:
+    """See the module's text.
+
+    rank, size  this engine rank, and how many there are
+    kept_bytes  of buffers that an earlier update left
+    seconds     phase -> seconds
+    now         the phase that was entered last
+    """
+
+    request: DistributedUpdateWeightsReq
+    session: Session
+    talk: Talk
+    rank: int
+    size: int
+    meter: PeakMemory
+    kept_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    now: str = "prepare"
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started, self.now = time.perf_counter(), name
+        try:
+            yield
+        finally:
+            self.seconds[name] = time.perf_counter() - started
+
+    def gather(self, what: str, message: T) -> list[T]:
+        """Every engine rank's message; raises as `Talk.gather` does."""
+        return self.talk.gather(what, self.rank, self.size, message, self.request.timeout_s)
+
+    def agree(self, what: str, verdict: V) -> list[V]:
+        """All ranks' verdicts. Raises Refused if any has failed, with what the first of them said."""
+        verdicts = self.gather(what, verdict)
+        failed = [rank for rank, v in enumerate(verdicts) if v.error]
+        if failed:
+            others = f" (engine ranks {failed} failed)" if len(failed) > 1 else ""
+            raise Refused(what, f"{what}, engine rank {failed[0]}: {verdicts[failed[0]].error}{others}")
+        return verdicts
+
+    def together(self, step: Callable[[], None]) -> str:
+        """A step in which ranks wait for each other: one that fails gives the update up on all of them.
+
+        Returns what went wrong, if anything did.
+        """
+        try:
+            step()
+            return ""
+        except Exception as error:
+            said = told(error)
+            self.talk.fail(error, f"{self.now}, engine rank {self.rank}: {said}")
+            return said
+
+
+def attempt(step: Callable[[], T]) -> tuple[T | None, str]:
+    """A step's result, or what went wrong. The other ranks must hear of any failure, so all are caught."""
+    try:
+        return step(), ""
+    except Exception as error:
+        return None, told(error)
+
+
+def told(error: Exception) -> str:
+    if isinstance(error, ReshardError):
+        return str(error)
+    logger.error("update failed", exc_info=error)
+    return f"{type(error).__name__}: {error}"

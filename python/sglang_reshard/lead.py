@@ -1,0 +1,179 @@
+"""Trainer rank 0's part beside its own: the engine is asked once for all trainer ranks, who are told how it went."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sglang_reshard.errors import DeadlineExceeded, EngineRefused, Mismatch, ReshardError, TornWeights
+from sglang_reshard.messages import (
+    DistributedUpdateWeightsOutput,
+    DistributedUpdateWeightsReq,
+    Done,
+    Failure,
+    TrainerNote,
+    Verify,
+)
+from sglang_reshard.publisher import Published
+from sglang_reshard.report import TrainerRankReport, UpdateReport
+from sglang_reshard.session import Session
+from sglang_reshard.sources import Layout
+from sglang_reshard.sources.difference import first_difference
+from sglang_reshard.talk import Talk
+from sglang_reshard.version import __version__
+
+Send = Callable[[DistributedUpdateWeightsReq], DistributedUpdateWeightsOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What one update is asked for; see `WeightSender.update`."""
+
+    weight_version: str | None
+    flush_cache: bool
+    abort_all_requests: bool
+    ignore: tuple[str, ...]
+    check_finite: bool
+    verify: Verify
+    staged: bool
+    let_go: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How all updates of a session go; see `WeightSender`."""
+
+    transport: str
+    bucket_bytes: int
+    timeout_s: float
+
+
+class Lead:
+    """See the module's text. `send` reaches the engine."""
+
+    def __init__(self, session: Session, global_ranks: Sequence[int], send: Send, way: Way) -> None:
+        self._session, self._size, self._send, self._way = session, len(global_ranks), send, way
+        self._engine_ranks = 0  # as the last successful update reported
+        self._asking: threading.Thread | None = None
+
+    def begin(self, talk: Talk, published: Published | None, options: Options, started: float) -> None:
+        """In a thread of its own, as this rank has a part in the update like all others.
+
+        published  what this rank has; None where it has failed, which its note tells
+        started    when the update began, by `time.perf_counter`
+        """
+        arguments = talk, published, options, started, self._asking
+        self._asking = threading.Thread(target=self._run, args=arguments, name="sglang-reshard lead", daemon=True)
+        self._asking.start()
+
+    def _run(
+        self,
+        talk: Talk,
+        published: Published | None,
+        options: Options,
+        started: float,
+        before: threading.Thread | None,
+    ) -> None:
+        """Have the engine updated, and say to all trainer ranks how it went.
+
+        before  the thread of the update before this one, whose answer is waited for still if that was given up
+        """
+        seconds = {"publish": time.perf_counter() - started}
+        try:
+            if before is not None:
+                before.join(self._way.timeout_s)
+                if before.is_alive():
+                    raise DeadlineExceeded(
+                        f"the engine has not answered update {talk.update - 1} yet; look at its log, and start it "
+                        "anew if it does not go on"
+                    )
+            answer = self._ask(talk, published, options)
+            seconds["total"] = time.perf_counter() - started
+            assert published is not None  # an error of this rank's own is among the notes and was raised
+            done = Done(_report(answer, published.shard_bytes, options, self._way.bucket_bytes, seconds), None)
+            self._engine_ranks = len(answer.ranks)
+        except Exception as error:
+            done = Done(None, Failure.of(error))
+        with contextlib.suppress(ReshardError):  # nobody is there any more to be told
+            talk.say(done)
+
+    def _ask(self, talk: Talk, published: Published | None, options: Options) -> DistributedUpdateWeightsOutput:
+        """All ranks ready and agreed? Then one request, which carries metadata only."""
+        notes = talk.collect_notes(self._size, self._way.timeout_s)
+        if talk.update > 1:  # every rank has announced this update, so every rank has read the last one's result
+            talk.forget(talk.update - 1, self._size, self._engine_ranks)
+        for note in notes:
+            if note.failure is not None:
+                raise note.failure.error()
+        self._check_agreement(notes)
+        assert published is not None
+        tied = tuple(glob.escape(name) for name in published.tied)
+        answer = self._send(
+            DistributedUpdateWeightsReq(
+                address=self._session.address,
+                update=talk.update,
+                layout=notes[0].layout,
+                handles=tuple(note.handles for note in notes),
+                trainer_hosts=tuple(note.host for note in notes),
+                routes=tuple(note.route for note in notes),
+                weight_version=options.weight_version,
+                transport=self._way.transport,
+                bucket_bytes=self._way.bucket_bytes,
+                timeout_s=self._way.timeout_s,
+                flush_cache=options.flush_cache,
+                abort_all_requests=options.abort_all_requests,
+                ignore=options.ignore + tied,
+                verify=options.verify,
+                staged=options.staged,
+                let_go=options.let_go,
+                package_version=__version__,
+            )
+        )
+        if answer.success:
+            return answer
+        if answer.torn:
+            raise TornWeights(f"{answer.message}. The engine's weights are torn: repeat the update before generating")
+        raise EngineRefused(answer.message)
+
+    def _check_agreement(self, notes: list[TrainerNote]) -> None:
+        for rank, note in enumerate(notes):
+            if note.layout == notes[0].layout:
+                continue
+            mine, other = (
+                self._session.get_layout(digest, Layout, self._way.timeout_s)
+                for digest in (notes[0].layout, note.layout)
+            )
+            raise Mismatch(first_difference(mine, other, rank))
+
+
+def _report(
+    answer: DistributedUpdateWeightsOutput,
+    shard_bytes: Sequence[int],
+    options: Options,
+    bucket_bytes: int,
+    seconds: dict[str, float],
+) -> UpdateReport:
+    slowest = dict(seconds)
+    for rank in answer.ranks:
+        for phase, s in rank.seconds.items():
+            slowest[phase] = max(s, slowest.get(phase, 0.0))
+    trainers = tuple(
+        TrainerRankReport(rank, held, answer.read_bytes.get(rank, 0)) for rank, held in enumerate(shard_bytes)
+    )
+    return UpdateReport(
+        success=True,
+        message=answer.message,
+        weight_version=options.weight_version,
+        verified=options.verify,
+        transport=answer.transport,
+        transport_reason=answer.transport_reason,
+        predicted_seconds=answer.predicted_seconds,
+        bucket_bytes=bucket_bytes,
+        seconds=slowest,
+        engine_ranks=answer.ranks,
+        trainer_ranks=trainers,
+    )
