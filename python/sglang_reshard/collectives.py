@@ -1,15 +1,33 @@
-"""Small typed messages over process groups; nothing is pickled."""
+"""Small typed messages over process groups of the trainer's own; nothing is pickled.
+
+The group's own timeout bounds each wait. DeadlineExceeded says when it has passed, or a rank has gone.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import socket
+from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from sglang_reshard.errors import DeadlineExceeded
 from sglang_reshard.messages import decode, encode
 
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def _explained(group: dist.ProcessGroup) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeadlineExceeded(
+            f"trainer rank {dist.get_rank(group)} (host {socket.gethostname()}): the other trainer ranks did not come "
+            f"to exchange a message, or have gone; look at their logs: {error}"
+        ) from error
 
 
 def as_tensor(message: object) -> torch.Tensor:
@@ -26,10 +44,11 @@ def broadcast_message(message: T | None, kind: type[T], group: dist.ProcessGroup
     root = dist.get_process_group_ranks(group)[0]
     data = as_tensor(message) if message is not None else None
     size = torch.tensor([data.numel() if data is not None else 0])
-    dist.broadcast(size, root, group=group)
-    if data is None:
-        data = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, root, group=group)
+    with _explained(group):
+        dist.broadcast(size, root, group=group)
+        if data is None:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, root, group=group)
     return from_tensor(data, kind)
 
 
@@ -37,10 +56,12 @@ def gather_messages(message: object, kind: type[T], group: dist.ProcessGroup) ->
     """Every rank's message, in the order of the group's ranks, on every rank. Collective over a CPU group."""
     data, ranks = as_tensor(message), dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
-    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+    with _explained(group):
+        dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
     longest = max(map(int, sizes))
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: data.numel()] = data
     gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(ranks)]
-    dist.all_gather(gathered, padded, group=group)
+    with _explained(group):
+        dist.all_gather(gathered, padded, group=group)
     return [from_tensor(all_[: int(size)], kind) for all_, size in zip(gathered, sizes, strict=True)]

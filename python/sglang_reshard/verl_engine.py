@@ -20,7 +20,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from sglang_reshard.collectives import broadcast_message
-from sglang_reshard.errors import TornWeights, Unsupported
+from sglang_reshard.errors import Unsupported
 from sglang_reshard.launch import require_main_guard, without_torchrun_variables
 from sglang_reshard.messages import (
     DEFAULT_BUCKET_BYTES,
@@ -78,7 +78,6 @@ class VerlEngine:
             )
         self._group = device_mesh_cpu.get_group()
         self._rank = device_mesh_cpu.get_local_rank()
-        self._torn = ""
         self.engine: Engine | None = None
         ranks_per_node = device_mesh_cpu.size() // nnodes
         arguments = {
@@ -113,13 +112,7 @@ class VerlEngine:
         """
         if load_format is not None:
             raise Unsupported(f"load_format={load_format!r}: the engine's own loader decides; leave it out")
-        try:
-            report = self._sender.update(named_tensors, **options)
-        except TornWeights as error:
-            self._torn = str(error)
-            raise
-        self._torn = ""
-        return report
+        return self._sender.update(named_tensors, **options)
 
     def generate(
         self,
@@ -136,10 +129,9 @@ class VerlEngine:
     ) -> Any:
         """SGLang's `Engine.generate` on the first rank, its output on every rank (tensors in it become lists).
 
-        Raises TornWeights while the last update broke off half-way.
+        Raises TornWeights while the last update broke off half-way. The other ranks wait for as long as it generates;
+        the group's own timeout bounds that.
         """
-        if self._torn:
-            raise TornWeights(self._torn)
         arguments = {
             "prompt": prompt,
             "sampling_params": sampling_params,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -14,8 +17,73 @@ from sglang_reshard.demo import text, tiny_model
 from sglang_reshard.demo.reference import greedy_tokens
 from sglang_reshard.demo.trainer import Trainer
 from sglang_reshard.http_send import http_send
+from sglang_reshard.transports.p2p import Outlet
 
+SLOW_S = 3.0
 PROMPTS = [[5, 6, 7, 8], [100, 200]]
+
+
+class Client(threading.Thread):
+    """Generates all the time; `answers` has the time of each answer, its version and its tokens."""
+
+    def __init__(self, url: str, key: str) -> None:
+        super().__init__(daemon=True)
+        self._url, self._headers = url, {"Authorization": f"Bearer {key}"}
+        self._ended = threading.Event()
+        self.answers: list[tuple[float, str, list[int]]] = []
+
+    def run(self) -> None:
+        body = {"input_ids": PROMPTS[0], "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}}
+        while not self._ended.is_set():
+            answer = httpx.post(f"{self._url}/generate", json=body, headers=self._headers, timeout=60)
+            answer.raise_for_status()
+            said = answer.json()
+            self.answers.append((time.monotonic(), said["meta_info"]["weight_version"], said["output_ids"]))
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+def stage(job: dict[str, Any]) -> dict[str, Any]:
+    """The same update staged and not, both slow, while a client generates: which of its answers came while it moved."""
+    url, rank, ranks = job["url"], dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), mesh)
+    send = http_send(url, api_key=job["key"], timeout_s=60) if rank == 0 else None
+    sender = WeightSender.over(mesh.get_group(), send, timeout_s=60, transport="p2p")
+    sender.update(trainer.model.named_parameters(), weight_version="settled")
+    moving: list[float] = []
+    go = Outlet.send
+
+    def go_slowly(outlet: Outlet, peers: Any) -> None:
+        moving.append(time.monotonic())
+        time.sleep(SLOW_S)
+        go(outlet, peers)
+
+    Outlet.send = go_slowly  # type: ignore[method-assign]
+    seen: dict[str, Any] = {}
+    for name, options in (("plain", {}), ("staged", {"staged": True, "verify": "full"})):
+        client = Client(url, job["key"])
+        if rank == 0:
+            client.start()
+        dist.barrier()
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.mul_(1.01)
+        report = sender.update(trainer.model.named_parameters(), weight_version=name, **options).as_dict()
+        if rank == 0:
+            time.sleep(1)
+            client.end()
+        began = moving[-1]
+        seen[name] = {
+            "report": report,
+            "meanwhile": [version for at, version, _ in client.answers if began + 0.5 < at < began + SLOW_S],
+            "afterwards": [version for at, version, _ in client.answers if at > began + SLOW_S],
+        }
+    Outlet.send = go  # type: ignore[method-assign]
+    sender.close()
+    return seen
 
 
 def update_a_server(job: dict[str, Any]) -> dict[str, Any]:

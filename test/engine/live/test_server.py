@@ -92,6 +92,17 @@ def test_a_trainer_updates_a_server_by_url(server: str, tmp_path: Path) -> None:
     assert {state["reshard_version"] for state in info["internal_states"]} == {__version__}
 
 
+def test_old_weights_serve_while_new_ones_are_staged(server: str, tmp_path: Path) -> None:
+    seen = run_trainers(2, "server_job:stage", tmp_path, url=server, key=KEY, target_tp=TP)[0]
+    plain, staged = seen["plain"], seen["staged"]
+    assert plain["meanwhile"] == []
+    assert len(staged["meanwhile"]) > 5
+    assert set(staged["meanwhile"]) == {"plain"}, "the version before"
+    assert staged["afterwards"][-1] == "staged"
+    assert staged["report"]["verified"] == "full"
+    assert all(rank["staged_bytes"] > 0 for rank in staged["report"]["engine_ranks"])
+
+
 def test_a_stranger_is_turned_away(server: str) -> None:
     assert httpx.post(f"{server}/update_weights_distributed", content=b"{}").status_code == 401
 
