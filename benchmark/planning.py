@@ -50,7 +50,7 @@ class PlanningRow(msgspec.Struct, frozen=True):
     boxes             that all engine ranks take in
     bytes             of the checkpoint; received_bytes is what an engine rank lacks of it, the median
     peak_bytes        the most memory that the process had, libraries included
-    layout_bytes ...  compressed, as they go through the store: the layout, what engine ranks tell each other
+    layout_bytes ...  compressed, as they go through the session: the layout, what engine ranks tell each other
                       of their needs, and all their orders to trainer ranks
     """
 

@@ -98,7 +98,7 @@ def _told(reports: Sequence[UpdateReport]) -> Told:
         transport_reason=reports[-1].transport_reason,
         publish_seconds=phase("publish"),
         move_seconds=phase("move"),
-        finish_seconds=phase("finish"),
+        finish_seconds=phase("commit"),
         control_seconds=statistics.median(control_seconds(report) for report in reports),
         total_seconds=phase("total"),
     )

@@ -2,7 +2,7 @@
 
 One sync, as verl drives it:
 
-    prepare             trainer rank 0 opens the store where all meet; a replica's first worker names its life
+    prepare             trainer rank 0 opens the hub where all meet; a replica's first worker names its life
     build_topology      in the driver: which replicas there are, told to all
     init_process_group  trainer ranks open a session with each new replica and close those of replicas that went
     send_weights        on trainer ranks; trainer rank 0 asks each replica's server to update itself
@@ -35,7 +35,7 @@ from sglang_reshard.verl.weights import engine_of, install
 class Place(msgspec.Struct, frozen=True):
     """What a worker says of itself in `prepare`.
 
-    address  on trainer rank 0: of the store
+    address  on trainer rank 0: of the hub
     sync     on trainer rank 0: number of the sync that begins
     replica  on a replica's first worker: the name of its life
     """

@@ -26,8 +26,8 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     address         of the session: engine ranks keep plans and open handles as long as it stays the same. It has the
                     session's key in it, so whoever can read a request can take part in the session
     update          number of the update within the session
-    layout          content hash of the source layout in the store
-    handles         content hash of each trainer rank's memory handles in the store
+    layout          content hash of the source layout in the session
+    handles         content hash of each trainer rank's memory handles in the session
     weight_version  what the engine calls the weights once all ranks have them; None keeps its name
     routes          what each trainer rank still has ready to send, by the route of the `Connect` it was made for
     bucket_bytes    size of a bucket; a rank holds at most two
@@ -111,7 +111,7 @@ class Connect(msgspec.Struct, frozen=True, tag="connect"):
     """Engine rank 0 to all trainer ranks: make ready to send, and say whether you are.
 
     route      names this preparation; a later `Move` is for it
-    intakes    the digest of each engine rank's intake, under which its orders are in the store
+    intakes    the digest of each engine rank's intake, under which its orders are in the session
     shares     bytes that each link carries in one round, [trainer ranks, engine ranks]; 0 where nothing is sent
     backend    "gloo" or "nccl"
     timeout_s  seconds that any one wait may last

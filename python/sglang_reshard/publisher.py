@@ -1,4 +1,4 @@
-"""A trainer rank's shards, made known in the session's store: layout and handles, when something about them changed."""
+"""A trainer rank's shards, made known in the session: layout and handles, when something about them changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_reshard.transports.memory import Handles, MemoryExporter
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What is in the store of this rank's shards.
+    """What is in the session of this rank's shards.
 
     layout, handles  content hashes, under which they are there
     shard_bytes      bytes that each trainer rank holds
@@ -45,7 +45,7 @@ class Publisher:
         self._handles: Handles | None = None
 
     def publish(self, named_tensors: NamedTensors | torch.nn.Module, *, check_finite: bool) -> Published:
-        """Bring the store up to date, and the shards to where other processes can read them.
+        """Bring the session up to date, and the shards to where other processes can read them.
 
         Raises Unsupported and Mismatch as `describe` does, and Mismatch for what is not finite, where asked.
         """

@@ -109,11 +109,8 @@ class WeightReceiver:
         """Make ready, and begin to take new weights in beside the live ones, in a thread. All ranks call it."""
 
         def land() -> None:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-            self._staged = self._part(
-                request, lambda _: self._open_course(request), lambda c: self._land(c), ends=False
-            )
+            with _aside(self._device):
+                self._staged = self._part(request, self._open_course, self._land, ends=False)
 
         self._staged = None
         output = self._part(request, self._begun, lambda c: self._make_ready(c, refusal), ends=False)
@@ -167,6 +164,8 @@ class WeightReceiver:
         except ReshardError as error:
             self._router.forget()
             message = f"engine rank {self._rank}: {error}"
+            if self._course is not None:
+                self._course.talk.abort(message)
             if isinstance(error, ConnectionLost):
                 self._drop_session()
         except Exception as error:
@@ -360,6 +359,16 @@ class WeightReceiver:
             if may_write:
                 self.torn = _torn(course.request)
             raise
+
+
+@contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    """On a GPU: on a stream beside that on which the model runs. A thread begins at GPU 0."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
 
 
 def _torn(request: DistributedUpdateWeightsReq) -> str:

@@ -80,7 +80,7 @@ def report(total, move, received=60, peak=5):
         transport_reason="asked for",
         predicted_seconds=0.5,
         bucket_bytes=1,
-        seconds={"publish": 0.001, "total": total, "move": move, "finish": 0.0},
+        seconds={"publish": 0.001, "total": total, "move": move, "commit": 0.0},
         engine_ranks=ranks,
         trainer_ranks=(),
     )

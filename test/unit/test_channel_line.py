@@ -181,6 +181,10 @@ def test_who_left_does_not_hear_and_does_not_abort(hub, lines):
     b.enter("s", "rank 1")  # not aborted
     b.abort("s", "why")
     a.count_keys()
+    a.when_lost((lost := threading.Event()).set)
+    a._link._socket.shutdown(2)
+    assert lost.wait(SOON_S)
+    time.sleep(0.05)
     assert heard == []
     other.close()
 

@@ -26,11 +26,14 @@ from sglang_reshard.manifests import (
 from sglang_reshard.messages import Connect
 from sglang_reshard.plan import Catalog, Seat, intake
 from sglang_reshard.plan.streams import Order, order_of
-from sglang_reshard.sources import Held, Holdings, Layout, Mesh, Piece, Placement, SourceTensor
+from sglang_reshard.sources import Held, Holdings, Layout, Mesh, Piece, Placement, SourceTensor, describe
 from sglang_reshard.sources.holdings import fault
 from sglang_reshard.sources.placements import EXPLICIT
 from sglang_reshard.transports.memory import CudaStorage, Handles, MemoryExporter, PeerMemory, ShardView, ShmStorage
 from support.plans import tensor_parallel, wanted
+from support.toy import checkpoint
+from support.toy_fused import fused
+from test_placements import as_rank
 
 BIG = 1 << 62
 
@@ -243,6 +246,23 @@ def with_storage(number, **changes):
 def test_handles_of_other_memory_than_there_is_are_refused(handles, change, says):
     with pytest.raises(Mismatch, match=says):
         check_handles(change(handles), GOOD, 0)
+
+
+@pytest.mark.parametrize(("tp", "ranks"), [(1, 1), (2, 2), (2, 4)])
+def test_what_trainers_with_fused_tensors_hand_over_passes(tp, ranks):
+    """Shards that are larger than what is held of them, several of one local tensor, some of none."""
+    for rank in range(ranks):
+        given = list(fused(checkpoint(1), tp, ranks, rank))
+        with as_rank(rank, ranks):
+            state = describe(given, trainer_rank=rank, global_ranks=tuple(range(ranks)))
+        check_layout(state.layout, ranks)
+        handles = MemoryExporter(rank).export(state.shards)
+        check_handles(handles, state.layout, rank)
+        peer = PeerMemory(rank, handles)
+        for number, tensor in enumerate(state.layout.tensors):
+            for piece in state.layout.holdings(tensor).of_rank(rank):
+                at = piece.in_shard(Region.of(piece.box))
+                assert torch.equal(peer.region(number, at, torch.float32), state.shards[number][at.slices()])
 
 
 def test_offsets_count_in_elements_of_the_tensors_own_dtype():

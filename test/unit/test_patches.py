@@ -197,3 +197,17 @@ def test_a_watched_loop_returns_and_raises_what_the_call_does(child):
     with pytest.raises(StopAsyncIteration):
         loop.run_until_complete(generator.__anext__())
     loop.close()
+
+
+def test_a_call_that_fails_after_a_process_has_ended_says_that(child):
+    loop = watched(child)
+
+    async def call():
+        child.kill()
+        child.join()
+        raise TornWeights("half of update 7")
+
+    with pytest.raises(EngineDied, match="scheduler_TP1") as raised:
+        loop.run_until_complete(call())
+    assert isinstance(raised.value.__cause__, TornWeights)
+    loop.close()
