@@ -19,7 +19,7 @@ import msgspec
 
 from benchmark import results
 from benchmark.deepseek_v3 import copies, fsdp_layout
-from sglang_reshard.manifests import pack_blob
+from sglang_reshard.blobs import pack_blob
 from sglang_reshard.plan import Catalog, Intake, Seat, Setting, choose, intake, needs_of
 from sglang_reshard.plan.streams import order_of
 

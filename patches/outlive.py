@@ -148,8 +148,16 @@ class _WatchedLoop:
             if gone := self._children.ended():
                 task.cancel()
                 await asyncio.wait([task], timeout=_CANCEL_S)
-                raise EngineDied(f"the engine cannot go on: {gone}. Look at its log, shut it down and start it again")
-        return task.result()
+                raise EngineDied(_ADVICE.format(gone))
+        try:
+            return task.result()
+        except Exception as error:
+            if gone := self._children.ended():  # whatever the call says, that is the reason to know
+                raise EngineDied(_ADVICE.format(gone)) from error
+            raise
+
+
+_ADVICE = "the engine cannot go on: {}. Look at its log, shut it down and start it again"
 
 
 def _take_back_signals(terminate: Any = None) -> None:

@@ -9,7 +9,7 @@ import msgspec
 from sglang_reshard import errors
 from sglang_reshard.channel import Address
 from sglang_reshard.digest import Selection
-from sglang_reshard.errors import ReshardError
+from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.report import RankReport, UpdateReport
 
 T = TypeVar("T")
@@ -173,4 +173,11 @@ def _as_list(value: Any) -> Any:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    return msgspec.msgpack.decode(data, type=kind)
+    """Raises Mismatch for what is no such message."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Mismatch(
+            f"what came is no {getattr(kind, '__name__', kind)}: {error}; trainer and engine must run the same version "
+            "of sglang-reshard"
+        ) from error

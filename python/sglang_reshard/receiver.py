@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from sglang_reshard.course import Course, Refused, attempt
-from sglang_reshard.errors import Aborted, ConnectionLost, ReshardError
+from sglang_reshard.errors import Aborted, ConnectionLost, Mismatch, ReshardError
 from sglang_reshard.manifests import check_request
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.peak_memory import PeakMemory
@@ -145,6 +145,10 @@ class WeightReceiver:
         ends: bool = True,
     ) -> DistributedUpdateWeightsOutput:
         """What became of these steps of an update, said on this rank. With them it ends, or when they fail."""
+        try:
+            check_request(request)
+        except Mismatch as error:  # not from a sender of ours: no other rank is told
+            return DistributedUpdateWeightsOutput(success=False, message=str(error), torn=bool(self.torn))
         if not self._busy.acquire(timeout=request.timeout_s):
             message = f"engine rank {self._rank} was busy with another update for {request.timeout_s:.0f} s"
             return DistributedUpdateWeightsOutput(success=False, message=message)
@@ -253,7 +257,6 @@ class WeightReceiver:
     def _look(self, course: Course) -> _Looked:
         request = course.request
         check_same_version(request.package_version)
-        check_request(request)
         check_transport(request.transport)
         signature = self._signature.current()
         target = self._target

@@ -12,10 +12,10 @@ import socket
 from collections.abc import Callable
 from typing import TypeVar
 
+from sglang_reshard.blobs import pack_blob, unpack_blob
 from sglang_reshard.channel import Address, Hub, HubStore, Late, Line
 from sglang_reshard.digest import Claims
 from sglang_reshard.errors import Aborted, DeadlineExceeded
-from sglang_reshard.manifests import pack_blob, unpack_blob
 from sglang_reshard.plan.streams import Order
 from sglang_reshard.talk import Talk
 
@@ -131,7 +131,7 @@ class Session:
             (data,) = self.line.get([key], timeout_s)
         except Late:
             raise DeadlineExceeded(f"{what} did not arrive within {timeout_s:.0f} s") from None
-        return unpack_blob(data, kind, expect=digest)
+        return unpack_blob(data, kind, digest, what=what)
 
 
 def _named(who: str) -> str:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from sglang_reshard.blobs import pack_blob, unpack_blob
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout import Box, Region
-from sglang_reshard.messages import pack_blob, unpack_blob
 from sglang_reshard.sources import Held, Holdings, Layout, Piece, aliases, blocks, describe, first_not_finite
 from sglang_reshard.sources.difference import first_difference
 from sglang_reshard.sources.placements import EXPLICIT

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from sglang_reshard.blobs import pack_blob, unpack_blob
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout import Box, Region
-from sglang_reshard.messages import pack_blob, unpack_blob
 from sglang_reshard.plan import Catalog
 from sglang_reshard.sources import (
     Held,

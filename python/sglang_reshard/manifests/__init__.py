@@ -1,10 +1,10 @@
 """What one process tells another about tensors and memory, checked before it is used.
 
 A process knows who wrote a manifest, not that what it says is so: a trainer that is broken, or of another
-make, must not end the engine that reads its memory, nor the other way round. After these checks every index
-is in its table, every view inside its memory, and every piece of work bounded:
+make, must not end the engine that reads its memory, nor the other way round. How they travel, bounded and
+under a content hash, is in `blobs`. After these checks every index is in its table, every view inside its
+memory, and every piece of work bounded:
 
-    blobs     how a manifest travels: compressed, bounded, under its content hash
     layouts   `check_layout`   engine ranks, before anything is made of a trainer's layout
     handles   `check_handles`  engine ranks, before a trainer rank's memory is mapped
     orders    `check_order`    trainer ranks, before views for an engine rank's order are made
@@ -13,7 +13,6 @@ is in its table, every view inside its memory, and every piece of work bounded:
 All raise Mismatch. They run where a manifest is new, not in every update.
 """
 
-from sglang_reshard.manifests.blobs import inflate, pack_blob, unpack_blob
 from sglang_reshard.manifests.handles import check_handles
 from sglang_reshard.manifests.layouts import check_layout
 from sglang_reshard.manifests.orders import check_order
@@ -25,7 +24,4 @@ __all__ = [
     "check_layout",
     "check_order",
     "check_request",
-    "inflate",
-    "pack_blob",
-    "unpack_blob",
 ]

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from sglang_reshard.blobs import inflate
+from sglang_reshard.errors import Mismatch
 from sglang_reshard.plan.catalog import Catalog
 from sglang_reshard.plan.intake import Intake
 
@@ -40,7 +42,12 @@ def needs_of(catalog: Catalog, taken: Intake, host: str, cores: int = 1) -> Need
 
 def needed_pieces(catalog: Catalog, needs: Sequence[Needs]) -> np.ndarray:
     """A bool for each engine rank and piece."""
-    rows = [np.frombuffer(zlib.decompress(n.pieces), np.uint8) for n in needs]
+    nbytes = -(-catalog.pieces // 8)
+    rows = [
+        np.frombuffer(inflate(n.pieces, nbytes, f"what engine rank {e} lacks"), np.uint8) for e, n in enumerate(needs)
+    ]
+    if any(len(row) != nbytes for row in rows):
+        raise Mismatch("what engine ranks lack is not of one layout; this is a bug, please report it")
     return np.unpackbits(np.stack(rows), axis=1, count=catalog.pieces, bitorder="little").astype(bool)
 
 

@@ -1,0 +1,222 @@
+"""Many cases of the fuzz tests, over all cores: `python -m benchmark.fuzz --cases 1000000`.
+
+Every test gets as many cases as any other, but for those whose cases take long. A process runs tests of one file;
+cases are drawn by its seed, so the same command runs the same cases. Exits with 1 unless all tests pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmark import results
+
+FUZZ = results.FOLDER / "fuzz.json"
+FOLDER = "test/fuzz"
+# Of tests whose cases take milliseconds, the part of all cases that each gets.
+SHARES = {
+    "test_every_element_lands_and_nothing_else_is_written": 0.02,
+    "test_an_engine_refuses_and_keeps_its_weights_or_takes_the_new_ones": 0.01,
+    "test_changed_claims_are_refused_or_vouched_for": 0.02,
+    "test_changed_orders_are_refused_or_carried_out": 0.03,
+    "test_pieces_are_the_tensor": 0.03,
+    "test_a_hub_goes_on_serving_whatever_strangers_say": 0.02,
+    "test_a_hub_goes_on_serving_whatever_those_say_who_know_the_key": 0.02,
+}
+_COLLECT_S, _DEADLINE_S = 300.0, 7200.0
+_TEST = re.compile(rf"^({FOLDER}/\S+?::\w+):$")
+_CASES = re.compile(r"(\d+) passing, (\d+) failing, and (\d+) invalid")
+_SECONDS = re.compile(r"during generate phase \(([\d.]+) seconds\)")
+
+
+class FuzzRow(msgspec.Struct, frozen=True):
+    """One test. cases: that were run, without those that were no case after all. seed: of its process."""
+
+    test: str
+    cases: int
+    seconds: float
+    seed: int
+    outcome: str
+
+
+class Job(NamedTuple):
+    """What one process runs: tests of one file, so many cases of each."""
+
+    tests: tuple[str, ...]
+    cases: int
+    seed: int
+
+
+class Running(NamedTuple):
+    """A job under way; its output goes to a file."""
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    output: Path
+    deadline: float
+
+
+def collected() -> list[str]:
+    """The fuzz tests, as pytest names them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", FOLDER]
+    done = subprocess.run(command, cwd=results.REPOSITORY, capture_output=True, text=True, timeout=_COLLECT_S)
+    if done.returncode:
+        raise SystemExit(f"the fuzz tests cannot be collected:\n{done.stdout}{done.stderr}")
+    return [line for line in done.stdout.splitlines() if line.startswith(f"{FOLDER}/") and "::" in line]
+
+
+def jobs(tests: Sequence[str], cases: int, seed: int) -> list[Job]:
+    """All cases, spread over the tests; what takes longest comes first."""
+    slow = [test for test in tests if _name(test) in SHARES]
+    quick = [test for test in tests if test not in slow]
+    left = cases - sum(round(SHARES[_name(test)] * cases) for test in slow)
+    each = -(-left // max(1, len(quick)))
+    files: dict[str, list[str]] = {}
+    for test in quick:
+        files.setdefault(test.split("::")[0], []).append(test)
+    groups: list[tuple[tuple[str, ...], int]] = [((test,), round(SHARES[_name(test)] * cases)) for test in slow]
+    groups += [(tuple(found), each) for found in sorted(files.values(), key=len, reverse=True)]
+    return [Job(group, max(1, count), seed + number) for number, (group, count) in enumerate(groups)]
+
+
+def run(todo: Sequence[Job], console: Console) -> list[FuzzRow]:
+    """As many processes at a time as there are cores."""
+    cores, waiting, under_way = len(os.sched_getaffinity(0)), list(todo), list[Running]()
+    rows: list[FuzzRow] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            while waiting or under_way:
+                while waiting and len(under_way) < cores:
+                    under_way.append(_start(waiting.pop(0), Path(folder)))
+                time.sleep(0.2)
+                for one in list(under_way):
+                    if one.process.poll() is None and time.monotonic() < one.deadline:
+                        continue
+                    under_way.remove(one)
+                    found = _rows(one)
+                    for row in found:
+                        console.print(f"{row.test}: {row.cases:,} cases, {row.outcome}", highlight=False)
+                    if any(row.outcome != "passed" for row in found):
+                        console.print(one.output.read_text(errors="replace")[-20_000:], highlight=False, markup=False)
+                    rows += found
+        finally:
+            for one in under_way:
+                _end(one.process)
+    return rows
+
+
+def _start(job: Job, folder: Path) -> Running:
+    options = ("-q", "-p", "no:cacheprovider", "--timeout=0", "--hypothesis-show-statistics")
+    environment = os.environ | {
+        "SGLANG_RESHARD_FUZZ_EXAMPLES": str(job.cases),
+        "SGLANG_RESHARD_FUZZ_SEED": str(job.seed),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    output = folder / str(job.seed)
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, *job.tests],
+            cwd=results.REPOSITORY,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    return Running(job, process, output, time.monotonic() + _DEADLINE_S)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def _rows(done: Running) -> list[FuzzRow]:
+    """What became of a job's tests; those that have no cases are left out, unless they fail."""
+    outcome = "passed"
+    if done.process.poll() is None:
+        _end(done.process)
+        outcome = f"did not end within {_DEADLINE_S:.0f} s"
+    elif done.process.returncode < 0:
+        outcome = f"ended the process: {signal.Signals(-done.process.returncode).name}"
+    text = done.output.read_text(errors="replace")
+    ran = _statistics(text.splitlines())
+    found = []
+    for test in done.job.tests:
+        cases, seconds = ran.get(test, (0, 0.0))
+        failed = f"FAILED {test}" in text or f"ERROR {test}" in text
+        said = "failed" if failed else outcome
+        if said == "passed" and done.process.returncode and not any(f"{kind} {FOLDER}" in text for kind in _BAD):
+            said = f"pytest ended with {done.process.returncode}"
+        if cases or said != "passed":
+            found.append(FuzzRow(test.removeprefix(f"{FOLDER}/"), cases, seconds, done.job.seed, said))
+    return found
+
+
+_BAD = ("FAILED", "ERROR")
+
+
+def _statistics(lines: Iterable[str]) -> dict[str, tuple[int, float]]:
+    """Test -> its cases and seconds, from what hypothesis says of the phase in which it makes cases."""
+    found: dict[str, tuple[int, float]] = {}
+    test, seconds = "", None
+    for line in lines:
+        if named := _TEST.match(line):
+            test = named[1]
+        elif timed := _SECONDS.search(line):
+            seconds = float(timed[1])
+        elif seconds is not None and (counted := _CASES.search(line)):
+            found[test] = int(counted[1]) + int(counted[2]), seconds
+            seconds = None
+    return found
+
+
+def _name(test: str) -> str:
+    return test.split("::")[1]
+
+
+def table(rows: Sequence[FuzzRow]) -> Table:
+    found = Table("test", "cases", "seconds", "outcome", title="Fuzzing")
+    for column in found.columns[1:3]:
+        column.justify = "right"
+    for row in rows:
+        found.add_row(row.test, f"{row.cases:,}", f"{row.seconds:.0f}", row.outcome)
+    return found
+
+
+def main() -> int:
+    """The exit status: 0 when all tests passed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmark.fuzz", description=__doc__)
+    parser.add_argument("--cases", type=int, default=1_000_000, help="of all tests together")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=FUZZ, help="the file of results")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the processes are ended, too
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    started = time.monotonic()
+    rows = run(jobs(collected(), arguments.cases, arguments.seed), console)
+    rows.sort(key=lambda row: row.test)
+    seconds = time.monotonic() - started
+    console.print(table(rows))
+    cases = sum(row.cases for row in rows)
+    console.print(f"{cases:,} cases in {seconds:.0f} s, {cases / seconds:,.0f} a second", highlight=False)
+    command = f"python -m benchmark.fuzz --cases {arguments.cases} --seed {arguments.seed}"
+    notes = [f"{cases} cases in {seconds:.0f} s"]
+    results.save(arguments.out, results.header(command, notes), rows)
+    return 0 if rows and all(row.outcome == "passed" for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

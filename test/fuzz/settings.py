@@ -1,0 +1,31 @@
+"""How many cases there are, and where their randomness comes from.
+
+SGLANG_RESHARD_FUZZ_EXAMPLES  cases of each test (200)
+SGLANG_RESHARD_FUZZ_SEED      other cases than the usual ones, which are the same in every run; drawn as many are
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+EXAMPLES = int(os.environ.get("SGLANG_RESHARD_FUZZ_EXAMPLES", "200"))
+SEED = os.environ.get("SGLANG_RESHARD_FUZZ_SEED", "")
+MANY = 2000  # more cases than this are drawn by seed: quicker, and a failure is told by its seed and not made smaller
+
+
+def fuzzed(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of one argument: a `random.Random` that its case is made with."""
+    random = st.randoms(use_true_random=bool(SEED) or EXAMPLES > MANY)
+    run: Any = settings(
+        max_examples=EXAMPLES,
+        derandomize=not SEED,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )(given(random)(test))
+    return seed(int(SEED))(run) if SEED else run

@@ -1,0 +1,104 @@
+"""Trainer states and what engine ranks copy of them, drawn from a `Random`."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import torch
+
+from sglang_reshard.layout import Region
+from sglang_reshard.sources import Holdings, Layout, Mesh, Placement, SourceTensor
+from sglang_reshard.sources.placements import EXPLICIT, holdings
+from sglang_reshard.trace import Copy
+from support import plans
+
+DTYPES = ("float32", "bfloat16", "uint8", "int64")
+
+
+def layout_of(random: Random) -> Layout:
+    """Tensors on meshes of one or two dimensions: sharded, replicated, strided, uneven, empty, scalars, stated."""
+    mesh_shape = tuple(random.randint(1, 3) for _ in range(random.randint(1, 2)))
+    trainers = math.prod(mesh_shape)
+    meshes = [Mesh(mesh_shape, tuple(range(trainers)))]
+    if len(mesh_shape) == 2:  # the same ranks, walked another way
+        meshes.append(Mesh(mesh_shape[::-1], tuple(random.sample(range(trainers), trainers))))
+    placements: dict[tuple[Placement, ...], int] = {}
+    explicit: dict[Holdings, int] = {}
+    tensors = []
+    for i in range(random.randint(1, 4)):
+        shape = tuple(
+            random.randint(0 if random.random() < 0.05 else 1, 8) for _ in range(random.choice((0, 1, 2, 2, 3)))
+        )
+        mesh = random.randrange(len(meshes))
+        dims = [random.randint(-1, len(shape) - 1) for _ in mesh_shape]
+        placed = tuple(map(Placement, dims))
+        if len(dims) == 2 and dims[0] == dims[1] >= 0 and random.random() < 0.5:
+            placed = Placement(dims[0], meshes[mesh].shape[1]), placed[1]
+        where = mesh, placements.setdefault(placed, len(placements))
+        if random.random() < 0.3:
+            held = _moved(holdings(shape, meshes[mesh], placed), random)
+            where = EXPLICIT, explicit.setdefault(held, len(explicit))
+        tensors.append(SourceTensor(f"t{i}", shape, random.choice(DTYPES), *where))
+    return Layout(trainers, tuple(meshes), tuple(placements), tuple(tensors), tuple(explicit))
+
+
+def _moved(held: Holdings, random: Random) -> Holdings:
+    """The same, where each trainer rank's local tensor has something else before it."""
+    dims = len(held.pieces[0].at) if held.pieces else 0
+    by = {r: tuple(random.randint(0, 2) for _ in range(dims)) for piece in held.pieces for r in piece.ranks}
+    own = [(piece, rank) for piece in held.pieces for rank in piece.ranks]
+    return Holdings.of((p.box, tuple(a + b for a, b in zip(p.at, by[rank], strict=True)), rank) for p, rank in own)
+
+
+def copies_of(layout: Layout, random: Random) -> list[Copy]:
+    """What some engine rank's loader might copy: strided regions, transposed, with gaps, some of them twice."""
+    found: list[Copy] = []
+    ends = {"a": 0, "b": 0}
+    for tensor in layout.tensors:
+        if not tensor.spec.numel:
+            continue
+        for _ in range(random.choice((0, 1, 1, 1, 2))):
+            region = _region(tensor.shape, random)
+            strides, stride = [0] * len(region.count), random.choice((1, 1, 1, 2))
+            for d in random.sample(range(len(strides)), len(strides)):
+                strides[d], stride = stride, stride * region.count[d]
+            for _ in range(2 if random.random() < 0.15 else 1):
+                target = random.choice(sorted(ends))
+                found.append(Copy(tensor.name, region, target, ends[target], tuple(strides)))
+                ends[target] += stride + random.randrange(2)
+    return found
+
+
+def _region(shape: tuple[int, ...], random: Random) -> Region:
+    start, count, step = [], [], []
+    for length in shape:
+        step.append(s := random.choice((1, 1, 1, 2, 3)))
+        start.append(a := random.choice((0, random.randrange(length))))
+        most = (length - 1 - a) // s + 1
+        count.append(random.choice((most, random.randint(1, most))))
+    return Region(tuple(start), tuple(count), tuple(step))
+
+
+def whole_of(layout: Layout, random: Random) -> dict[str, torch.Tensor]:
+    """Whole tensors by name. Small integers that every dtype holds, hardly ever two alike."""
+    generator = torch.Generator().manual_seed(random.getrandbits(32))
+    return {
+        t.name: torch.randint(1, 200, t.shape, generator=generator).to(getattr(torch, t.dtype)) for t in layout.tensors
+    }
+
+
+def shards_of(layout: Layout, whole: dict[str, torch.Tensor], trainer_rank: int, random: Random) -> list[torch.Tensor]:
+    """A trainer rank's shards: with a storage of their own, or in the middle of one, or transposed in it."""
+    return [_laid(shard, random) for shard in plans.shards(layout, whole, trainer_rank)]
+
+
+def _laid(shard: torch.Tensor, random: Random) -> torch.Tensor:
+    way = random.randrange(3)
+    if way == 0 or not shard.numel():
+        return shard
+    if way == 1 and shard.dim() > 1:
+        return shard.transpose(0, -1).contiguous().transpose(0, -1)
+    begin = random.randrange(5)
+    storage = torch.zeros(begin + shard.numel() + random.randrange(5), dtype=shard.dtype)
+    return storage[begin : begin + shard.numel()].view(shard.shape).copy_(shard)

@@ -1,0 +1,124 @@
+"""Arbitrary bytes and arbitrary values for everything that is sent: decoded to the same again, or refused."""
+
+import contextlib
+import inspect
+
+import msgspec
+import pytest
+
+from fuzz.arbitrary import changed, damaged, value_of
+from fuzz.settings import fuzzed
+from sglang_reshard import messages
+from sglang_reshard.blobs import inflate, pack_blob, unpack_blob
+from sglang_reshard.digest import Claims
+from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.manifests import check_request
+from sglang_reshard.messages import DistributedUpdateWeightsReq, decode, encode
+from sglang_reshard.plan import Needs
+from sglang_reshard.plan.streams import Order
+from sglang_reshard.sources import Layout
+from sglang_reshard.transports.memory import Handles
+
+WORDS = tuple(
+    kind
+    for _, kind in sorted(inspect.getmembers(messages, inspect.isclass))
+    if issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct
+)
+MANIFESTS = (Layout, Handles, Order, Needs, Claims)
+REFUSALS = (ReshardError, msgspec.MsgspecError)
+
+
+def same(one, other):
+    """Equal, where NaN is NaN."""
+    return encode(one) == encode(other)
+
+
+def test_there_is_something_to_send():
+    assert {"DistributedUpdateWeightsReq", "Connect", "Done", "TrainerNote"} <= {kind.__name__ for kind in WORDS}
+
+
+@fuzzed
+def test_arbitrary_values_arrive_as_they_are(random):
+    kind = random.choice(WORDS + MANIFESTS)
+    value = value_of(kind, random)
+    assert same(decode(encode(value), kind), value)
+    digest, blob = pack_blob(value)
+    assert same(unpack_blob(blob, kind, digest), value)
+
+
+@fuzzed
+def test_damaged_bytes_are_refused_or_mean_something(random):
+    kind = random.choice(WORDS + MANIFESTS)
+    data = damaged(encode(value_of(kind, random)), random)
+    try:
+        value = decode(data, random.choice((kind, random.choice(WORDS + MANIFESTS))))
+    except REFUSALS:
+        return
+    assert same(decode(encode(value), type(value)), value)
+
+
+@fuzzed
+def test_arbitrary_bytes_are_refused_or_mean_something(random):
+    data = random.randbytes(random.choice((0, 1, 2, 9, 40)))
+    kind = random.choice(WORDS + MANIFESTS)
+    try:
+        value = decode(data, kind)
+    except REFUSALS:
+        return
+    assert same(decode(encode(value), kind), value)
+
+
+@fuzzed
+def test_changed_values_are_refused_or_arrive_as_they_are(random):
+    kind = random.choice(WORDS + MANIFESTS)
+    value = changed(value_of(kind, random), random)
+    try:
+        arrived = decode(encode(value), kind)
+    except REFUSALS:
+        return
+    assert same(decode(encode(arrived), kind), arrived)
+
+
+@fuzzed
+def test_a_damaged_blob_is_refused_or_has_the_same_content(random):
+    kind = random.choice(MANIFESTS)
+    value = value_of(kind, random)
+    digest, blob = pack_blob(value)
+    try:
+        arrived = unpack_blob(damaged(blob, random), kind, digest)
+    except Mismatch:
+        return
+    assert same(arrived, value)  # some bits of a zlib stream say nothing of its content
+
+
+@fuzzed
+def test_a_blob_of_other_content_is_refused(random):
+    kind = random.choice(MANIFESTS)
+    value = value_of(kind, random)
+    other = changed(value, random)
+    digest, _ = pack_blob(value)
+    other_digest, blob = pack_blob(other)
+    if digest != other_digest:
+        with pytest.raises(Mismatch, match="is not what its content hash"):
+            unpack_blob(blob, kind, digest)
+
+
+@fuzzed
+def test_what_is_unpacked_is_never_more_than_is_allowed(random):
+    size = random.choice((0, 1, 100, 5000))
+    _, blob = pack_blob(bytes(size))
+    most = random.choice((0, 1, 50, 200, 6000))
+    with contextlib.suppress(Mismatch):
+        assert len(inflate(damaged(blob, random) if random.random() < 0.5 else blob, most)) <= most
+
+
+@fuzzed
+def test_a_request_is_refused_or_makes_sense(random):
+    request = value_of(DistributedUpdateWeightsReq, random)
+    try:
+        check_request(request)
+    except Mismatch:
+        return
+    assert len(request.handles) == len(request.trainer_hosts) >= 1
+    assert 0 < request.timeout_s < float("inf")
+    assert request.bucket_bytes >= 1

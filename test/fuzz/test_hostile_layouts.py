@@ -1,0 +1,71 @@
+"""Whatever a layout says: it is refused, or all that is planned from it lies in what trainer ranks hold."""
+
+import math
+
+import pytest
+
+from fuzz.arbitrary import changed, value_of
+from fuzz.settings import fuzzed
+from fuzz.states import layout_of
+from sglang_reshard.blobs import pack_blob, unpack_blob
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.layout import Box, Region
+from sglang_reshard.manifests import check_layout
+from sglang_reshard.plan import Catalog, Seat, intake, needs_of, unneeded
+from sglang_reshard.sources import Layout
+from sglang_reshard.trace import Copy
+
+
+def plan(layout, trainer_ranks):
+    """An engine rank that takes everything, and what it takes lies in its trainer ranks' local tensors."""
+    catalog = Catalog.of(layout)
+    copies, end = [], 0
+    for tensor in layout.tensors:
+        if tensor.spec.numel:
+            strides = tuple(math.prod(tensor.shape[d + 1 :]) for d in range(len(tensor.shape)))
+            copies.append(Copy(tensor.name, Region.of(Box.whole(tensor.shape)), "live", 0, strides))
+            end += tensor.spec.nbytes
+    taken = intake(catalog, copies, Seat(0, 1, "a", ("a",) * trainer_ranks))
+    assert taken.least_bytes() == end
+    extents = [layout.extents(rank) for rank in range(trainer_ranks)]
+    for row in range(len(taken.trainer)):
+        _, part, tensor = taken.row(row)
+        shape = extents[int(taken.trainer[row])][tensor]
+        bounds = zip(part.shard.start, part.shard.count, part.shard.step, shape, strict=True)
+        assert all(a >= 0 and n >= 1 and s >= 1 and a + (n - 1) * s < length for a, n, s, length in bounds)
+    assert unneeded(catalog, [needs_of(catalog, taken, "a")]) == ()
+    assert len(layout.local_bytes()) == trainer_ranks
+
+
+@fuzzed
+def test_changed_layouts_are_refused_or_can_be_planned(random):
+    base = layout_of(random)
+    layout = base
+    for _ in range(random.choice((1, 1, 2, 4))):
+        layout = changed(layout, random)
+    try:
+        digest, blob = pack_blob(layout)
+        layout = unpack_blob(blob, Layout, digest)
+        check_layout(layout, base.trainer_ranks)
+    except Mismatch:
+        return
+    plan(layout, base.trainer_ranks)
+
+
+@fuzzed
+def test_arbitrary_layouts_are_refused_or_can_be_planned(random):
+    layout = value_of(Layout, random)
+    trainer_ranks = random.choice((layout.trainer_ranks, 1, 2))
+    try:
+        check_layout(layout, trainer_ranks)
+    except Mismatch:
+        return
+    plan(layout, trainer_ranks)
+
+
+@fuzzed
+def test_what_is_sent_in_earnest_is_not_refused(random):
+    layout = layout_of(random)
+    check_layout(layout, layout.trainer_ranks)
+    with pytest.raises(Mismatch, match="trainer ranks"):
+        check_layout(layout, layout.trainer_ranks + 1)

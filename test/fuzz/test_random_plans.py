@@ -1,0 +1,131 @@
+"""Any layout, any copies, any way: every element lands where it should, and nothing beside it is touched."""
+
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from fuzz.in_process import Guarded, Mail, RoomGroups, Rooms
+from fuzz.settings import fuzzed
+from fuzz.states import copies_of, layout_of, shards_of, whole_of
+from sglang_reshard.blobs import pack_blob, unpack_blob
+from sglang_reshard.layout import Region
+from sglang_reshard.manifests import check_handles, check_layout, check_order
+from sglang_reshard.plan import Catalog, Seat, Setting, choose, intake, needs_of
+from sglang_reshard.plan.streams import Order, order_of
+from sglang_reshard.sources import Layout
+from sglang_reshard.trace import Program
+from sglang_reshard.transports.base import Here
+from sglang_reshard.transports.choice import build
+from sglang_reshard.transports.memory import Handles, MemoryExporter, PeerMemory
+from sglang_reshard.transports.p2p import Outlet
+
+CPU = torch.device("cpu")
+LIVE = (torch.float32, torch.bfloat16, torch.int64)
+
+
+def sent(message, kind):
+    digest, blob = pack_blob(message)
+    return unpack_blob(blob, kind, digest)
+
+
+def expected_of(copies, dtypes, whole):
+    found = Guarded(copies, dtypes)
+    for copy in copies:
+        copy.landing(found.targets[copy.target]).copy_(whole[copy.source][copy.region.slices()])
+    return found
+
+
+def send_orders(choice, layout, shards, taken, boxes):
+    for trainer_rank, own in shards.items():
+        receivers = {e: int(share) for e, share in enumerate(choice.shares[trainer_rank]) if share}
+        orders = {}
+        for e in receivers:
+            orders[e] = sent(order_of(taken[e], trainer_rank), Order)
+            check_order(orders[e], layout, trainer_rank, e)
+        peers = {e: layout.trainer_ranks + e for e in receivers}
+        Outlet(
+            layout,
+            own,
+            {peers[e]: orders[e] for e in orders},
+            {peers[e]: share for e, share in receivers.items()},
+            CPU,
+        ).send(Mail(trainer_rank, boxes))
+
+
+@fuzzed
+def test_every_element_lands_and_nothing_else_is_written(random):
+    layout = sent(layout_of(random), Layout)
+    check_layout(layout, layout.trainer_ranks)
+    engines = random.randint(1, 3)
+    asked = random.choice(("auto", "auto", "ipc", "p2p", "broadcast"))
+    hosts = "a" if asked in ("ipc", "broadcast") else "ab"
+    trainer_hosts = tuple(random.choice(hosts) for _ in range(layout.trainer_ranks))
+    engine_hosts = [random.choice(hosts) for _ in range(engines)]
+    bucket = random.choice((1, 16, 100, 1000, 1 << 20))
+    whole = whole_of(layout, random)
+    shards = {t: shards_of(layout, whole, t, random) for t in range(layout.trainer_ranks)}
+    before = {t: [shard.clone() for shard in own] for t, own in shards.items()}
+    copies = [copies_of(layout, random) for _ in range(engines)]
+
+    catalog = Catalog.of(layout)
+    taken = [intake(catalog, own, Seat(e, engines, engine_hosts[e], trainer_hosts)) for e, own in enumerate(copies)]
+    needs = [needs_of(catalog, t, host) for t, host in zip(taken, engine_hosts, strict=True)]
+    choice = choose(asked, catalog, needs, Setting.of(needs, trainer_hosts, "cpu"), bucket)
+
+    memory = {}
+    for trainer_rank, own in shards.items() if choice.name != "p2p" else ():
+        handles = sent(MemoryExporter(trainer_rank).export(own), Handles)
+        check_handles(handles, layout, trainer_rank)
+        memory[trainer_rank] = PeerMemory(trainer_rank, handles)
+    boxes: dict[tuple[int, int], deque[torch.Tensor]] = {}
+    send_orders(choice, layout, shards, taken, boxes)
+
+    rooms, live, transports = Rooms(), [], []
+    dtypes = [{name: random.choice(LIVE) for name in ("a", "b")} for _ in range(engines)]
+    for e, own in enumerate(copies):
+        live.append(Guarded(own, dtypes[e]))
+        program = Program((), tuple(own), live[e].targets, (), 0.0)
+        here = Here(
+            engine_rank=e,
+            device=CPU,
+            catalog=catalog,
+            intake=taken[e],
+            program=program,
+            memory=memory,
+            broadcast=choice.broadcast,
+            groups=RoomGroups(rooms, e),
+            shares=choice.trainer_ranks_sending(e),
+            peers=Mail(layout.trainer_ranks + e, boxes),
+        )
+        transports.append(build(choice, here))
+    if choice.broadcast is not None and choice.broadcast.lanes:
+        with ThreadPoolExecutor(engines) as threads:
+            list(threads.map(lambda transport: transport.move(), transports))
+    else:
+        for transport in transports:
+            transport.move()
+
+    for e, own in enumerate(copies):
+        assert live[e] == expected_of(own, dtypes[e], whole), f"engine rank {e} by {choice.name}"
+        if choice.broadcast is None:
+            assert transports[e].received_bytes >= taken[e].least_bytes()
+    assert not any(boxes.values()), "something was sent that nobody received"
+    for trainer_rank, own in shards.items():
+        for shard, kept in zip(own, before[trainer_rank], strict=True):
+            assert torch.equal(shard, kept), "trainer memory was written"
+
+
+@fuzzed
+def test_pieces_are_the_tensor(random):
+    """What the layout says of who holds what is what the tensor is, to the element."""
+    layout = layout_of(random)
+    check_layout(layout, layout.trainer_ranks)
+    whole = whole_of(layout, random)
+    local = [shards_of(layout, whole, t, random) for t in range(layout.trainer_ranks)]
+    for number, tensor in enumerate(layout.tensors):
+        found = torch.zeros_like(whole[tensor.name])
+        for piece in layout.holdings(tensor).pieces:
+            for rank in piece.ranks:
+                found[piece.box.slices()] = local[rank][number][piece.in_shard(Region.of(piece.box)).slices()]
+        assert torch.equal(found, whole[tensor.name])

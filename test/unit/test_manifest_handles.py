@@ -1,0 +1,230 @@
+"""Handles of memory that a trainer rank does not have are refused, before and while it is mapped."""
+
+import os
+import time
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout import Box, Region
+from sglang_reshard.manifests import check_handles, check_layout
+from sglang_reshard.sources import Holdings, Layout, Mesh, Piece, Placement, SourceTensor, describe
+from sglang_reshard.sources.placements import EXPLICIT
+from sglang_reshard.transports.memory import CudaStorage, Handles, MemoryExporter, PeerMemory, ShardView, ShmStorage
+from support.plans import tensor_parallel
+from support.toy import checkpoint
+from support.toy_fused import fused
+from test_placements import as_rank
+
+BIG = 1 << 62
+
+
+GOOD = tensor_parallel(2, [(4, 3), (4, 3), (5,)], [0, 0, -1])
+
+
+def stated(held, shape=(4, 2), trainer_ranks=2):
+    return Layout(trainer_ranks, (), (), (SourceTensor("w", shape, "float32", EXPLICIT, 0),), (held,))
+
+
+def rows(*held):
+    return Holdings(tuple(Piece(Box((a, 0), (b, 2)), ranks, (at, 0)) for a, b, ranks, at in held))
+
+
+@pytest.fixture(scope="module")
+def shards():
+    """Trainer rank 0's: half of two matrices in one buffer, and a whole vector."""
+    flat = torch.arange(16, dtype=torch.bfloat16)
+    return [flat[:6].view(2, 3), flat[6:12].view(3, 2).t(), torch.ones(5, dtype=torch.bfloat16)]
+
+
+@pytest.fixture(scope="module")
+def handles(shards):
+    found = MemoryExporter(0).export(shards)
+    check_handles(found, GOOD, 0)
+    return found
+
+
+def with_view(number, **changes):
+    def change(handles):
+        shards = list(handles.shards)
+        shards[number] = replace(shards[number], **changes)
+        return replace(handles, shards=tuple(shards))
+
+    return change
+
+
+def with_storage(number, **changes):
+    def change(handles):
+        storages = list(handles.storages)
+        storages[number] = replace(storages[number], **changes)
+        return replace(handles, storages=tuple(storages))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (with_view(1, storage=2), "trainer rank 0: the shard of t1 .* there are 2 storages"),
+        (with_view(1, storage=-1), "the shard of t1 .* there are 2 storages"),
+        (with_view(1, storage=-2), "the shard of t1"),
+        (with_view(0, offset=-1), "the shard of t0"),
+        (with_view(0, offset=11), "the shard of t0 .* reaches to byte 34 of 32"),
+        (with_view(0, offset=BIG), "the shard of t0"),
+        (with_view(0, strides=(14, 1)), "the shard of t0 .* reaches to byte 34 of 32"),
+        (with_view(0, strides=(-3, 1)), "the shard of t0 .* no strides"),
+        (with_view(0, strides=(3,)), "the shard of t0 .* no strides"),
+        (with_view(0, strides=(BIG, BIG)), "the shard of t0"),
+        (with_view(2, strides=(2,)), "the shard of t2"),
+        (lambda h: replace(h, shards=h.shards[:2]), "2 shards of a layout of 3 tensors"),
+        (lambda h: replace(h, shards=(*h.shards, h.shards[0])), "4 shards of a layout of 3 tensors"),
+        (lambda h: replace(h, storages=h.storages[:1]), "the shard of t2"),
+        (with_storage(1, nbytes=8), "the shard of t2 .* reaches to byte 10 of 8"),
+        (with_storage(1, nbytes=0), "storage number 1 of trainer rank 0"),
+        (with_storage(1, nbytes=BIG), "storage number 1 of trainer rank 0"),
+        (with_storage(1, pid=0), "storage number 1 of trainer rank 0"),
+        (with_storage(1, pid=-1), "storage number 1 of trainer rank 0"),
+        (with_storage(1, fd=-1), "storage number 1 of trainer rank 0"),
+        (with_storage(1, fd=1 << 31), "storage number 1 of trainer rank 0"),
+        (with_storage(1, inode=-1), "storage number 1 of trainer rank 0"),
+    ],
+)
+def test_handles_of_other_memory_than_there_is_are_refused(handles, change, says):
+    with pytest.raises(Mismatch, match=says):
+        check_handles(change(handles), GOOD, 0)
+
+
+@pytest.mark.parametrize(("tp", "ranks"), [(1, 1), (2, 2), (2, 4)])
+def test_what_trainers_with_fused_tensors_hand_over_passes(tp, ranks):
+    """Shards that are larger than what is held of them, several of one local tensor, some of none."""
+    for rank in range(ranks):
+        given = list(fused(checkpoint(1), tp, ranks, rank))
+        with as_rank(rank, ranks):
+            state = describe(given, trainer_rank=rank, global_ranks=tuple(range(ranks)))
+        check_layout(state.layout, ranks)
+        handles = MemoryExporter(rank).export(state.shards)
+        check_handles(handles, state.layout, rank)
+        peer = PeerMemory(rank, handles)
+        for number, tensor in enumerate(state.layout.tensors):
+            for piece in state.layout.holdings(tensor).of_rank(rank):
+                at = piece.in_shard(Region.of(piece.box))
+                assert torch.equal(peer.region(number, at, torch.float32), state.shards[number][at.slices()])
+
+
+def test_offsets_count_in_elements_of_the_tensors_own_dtype():
+    """The same numbers fit for bytes and do not for floats."""
+    views = (ShardView(0, 3, (1,)),)
+    storages = (ShmStorage(1, 0, 1, 11),)
+    for dtype, fits in (("uint8", True), ("bfloat16", False), ("float32", False)):
+        layout = Layout(1, (Mesh((1,), (0,)),), ((Placement(0),),), (SourceTensor("w", (8,), dtype, 0, 0),))
+        if fits:
+            check_handles(Handles(storages, views), layout, 0)
+        else:
+            with pytest.raises(Mismatch, match="the shard of w"):
+                check_handles(Handles(storages, views), layout, 0)
+
+
+def test_stated_holdings_reach_as_far_as_their_pieces_lie():
+    layout = stated(rows((0, 2, (0,), 0), (2, 4, (1,), 3)))
+    storages = (ShmStorage(1, 0, 1, 40),)
+    check_handles(Handles(storages, (ShardView(0, 0, (2, 1)),)), layout, 1)
+    with pytest.raises(Mismatch, match=r"a shard of \(5, 2\)"):
+        check_handles(Handles(storages, (ShardView(0, 1, (2, 1)),)), layout, 1)
+
+
+CUDA = CudaStorage("uuid", b"h" * 66, 1 << 20, 0, b"/torch_12_345_0", 3, b"e" * 64, True)
+FLAT = Layout(1, (Mesh((1,), (0,)),), ((Placement(0),),), (SourceTensor("w", (8,), "float32", 0, 0),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, ""),
+        ({"nbytes": 31}, "the shard of w"),
+        ({"nbytes": -1}, "storage number 0"),
+        ({"offset_bytes": -512}, "byte -512 of its allocation"),
+        ({"ref_counter_offset": 10_000}, "no counter number 10000"),  # torch would write there, beyond the file
+        ({"ref_counter_offset": -1}, "no counter number -1"),
+        ({"ref_counter_handle": b"/../etc/x"}, "no file of torch's counters"),
+        ({"ref_counter_handle": b""}, "no file of torch's counters"),
+        ({"event_handle": b"short"}, "handles have 66 and 5 bytes"),
+        ({"handle": b""}, "no handle"),
+        ({"event_handle": b""}, "no handle"),
+    ],
+)
+def test_handles_of_gpu_memory_that_cannot_be_are_refused(changes, says):
+    handles = Handles((replace(CUDA, **changes),), (ShardView(0, 0, (1,)),))
+    if not says:
+        check_handles(handles, FLAT, 0)
+        return
+    with pytest.raises(Mismatch, match=says):
+        check_handles(handles, FLAT, 0)
+
+
+def test_a_region_beyond_the_mapped_memory_is_refused_even_without_the_checks(handles):
+    peer = PeerMemory(0, handles)
+    pages = 2 * 4096
+    assert peer.view(0, pages - 8, (1,), (8,), torch.uint8).numel() == 8
+    for offset, strides, count in ((pages - 7, (1,), (8,)), (0, (BIG,), (2,)), (-1, (1,), (1,)), (9, (-1,), (3,))):
+        with pytest.raises(Mismatch, match="outside of it"):
+            peer.view(0, offset, strides, count, torch.uint8)
+    with pytest.raises(Mismatch, match="is empty"):
+        PeerMemory(0, with_view(1, storage=-1)(handles)).region(1, Region((0, 0), (1, 1), (1, 1)), torch.bfloat16)
+
+
+# -- what is opened
+
+
+def storage_of(descriptor, nbytes=None):
+    status = os.fstat(descriptor)
+    return ShmStorage(os.getpid(), descriptor, status.st_ino, status.st_size if nbytes is None else nbytes)
+
+
+def refused(descriptor, nbytes=None):
+    before = len(os.listdir("/proc/self/fd"))
+    started = time.monotonic()
+    with pytest.raises(Mismatch, match=r"trainer rank 4 .* no shared memory without a name"):
+        PeerMemory(4, Handles((storage_of(descriptor, nbytes),), ()))
+    assert time.monotonic() - started < 5
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(path := tmp_path / "pipe")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    refused(descriptor, 4096)
+    os.close(descriptor)
+
+
+def test_devices_folders_and_files_with_a_name_are_not_mapped(tmp_path):
+    named = "/dev/shm/sglang_reshard_test_manifests"
+    for path, flags in ((tmp_path, os.O_RDONLY), ("/dev/zero", os.O_RDONLY), (named, os.O_RDWR | os.O_CREAT)):
+        descriptor = os.open(path, flags)
+        try:
+            refused(descriptor, 4096)
+        finally:
+            os.close(descriptor)
+            if path == named:
+                os.unlink(named)
+
+
+def test_a_file_on_a_disk_is_not_mapped():
+    """Without a name, as shared memory is, but cut short by whoever can write to the disk."""
+    descriptor = os.open(os.path.dirname(__file__), os.O_RDWR | os.O_TMPFILE)
+    os.ftruncate(descriptor, 4096)
+    refused(descriptor)
+    os.close(descriptor)
+
+
+def test_shared_memory_of_another_size_is_not_mapped():
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, 4096)
+    PeerMemory(4, Handles((storage_of(descriptor),), ()))
+    for nbytes in (4095, 4097, 1 << 30):
+        with pytest.raises(Mismatch, match=rf"trainer rank 4 .* 4,096 bytes, not .* {nbytes:,} bytes"):
+            PeerMemory(4, Handles((storage_of(descriptor, nbytes),), ()))
+    os.close(descriptor)
+    with pytest.raises(Unsupported, match="cannot be opened"):
+        PeerMemory(4, Handles((ShmStorage(os.getpid(), descriptor, 1, 1),), ()))

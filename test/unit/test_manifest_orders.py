@@ -1,0 +1,79 @@
+"""An order for elements that a trainer rank does not have is refused."""
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.layout import Box, Region
+from sglang_reshard.manifests import check_order
+from sglang_reshard.plan import Catalog, Seat, intake
+from sglang_reshard.plan.streams import Order, order_of
+from sglang_reshard.sources import Holdings, Layout, Piece, SourceTensor
+from sglang_reshard.sources.placements import EXPLICIT
+from support.plans import tensor_parallel, wanted
+
+BIG = 1 << 62
+
+
+GOOD = tensor_parallel(2, [(4, 3), (4, 3), (5,)], [0, 0, -1])
+
+
+def stated(held, shape=(4, 2), trainer_ranks=2):
+    return Layout(trainer_ranks, (), (), (SourceTensor("w", shape, "float32", EXPLICIT, 0),), (held,))
+
+
+def rows(*held):
+    return Holdings(tuple(Piece(Box((a, 0), (b, 2)), ranks, (at, 0)) for a, b, ranks, at in held))
+
+
+@pytest.fixture(scope="module")
+def order():
+    """Of all three tensors, in this order."""
+    boxes = Box((0, 0), (2, 3)), Box((1, 1), (2, 3)), Box((0,), (5,))
+    copies = [wanted(GOOD, number, box, 10 * number) for number, box in enumerate(boxes)]
+    taken = intake(Catalog.of(GOOD), copies, Seat(0, 1, "a", ("a", "b")))
+    found = order_of(taken, 0)
+    check_order(found, GOOD, 0, 3)
+    return found
+
+
+def numbers(*values):
+    return np.array(values, "<i4").tobytes()
+
+
+def at(region):
+    return lambda order: replace(order, regions=(region, *order.regions[1:]))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda o: replace(o, tensors=o.tensors[:-1]), "columns have"),
+        (lambda o: replace(o, tensors=o.tensors[:-4]), "columns have"),
+        (lambda o: replace(o, tensors=numbers(0, 1, 3), elements=numbers(0, 1, 2)), "from 0 to 3 of 3 tensors"),
+        (lambda o: replace(o, tensors=numbers(0, -1), elements=numbers(0, 0)), "from -1 to 0 of 3 tensors"),
+        (lambda o: replace(o, elements=numbers(0, 1, 99)), "of 3 regions"),
+        (lambda o: replace(o, tensors=numbers(2, 1, 0)), "not inside its shard of"),
+        (at(Region((1, 0), (2, 3), (1, 1))), r"not inside its shard of t0, which has the shape \(2, 3\)"),
+        (at(Region((-1, 0), (1, 1), (1, 1))), "not inside its shard of t0"),
+        (at(Region((0, 0), (2, 2), (1, 3))), "not inside its shard of t0"),
+        (at(Region((0, 0), (2, 3), (0, 1))), "not inside its shard of t0"),
+        (at(Region((0, 0), (2, 0), (1, 1))), "not inside its shard of t0"),
+        (at(Region((0, 0), (1, 1), (BIG, 1))), "not inside its shard of t0"),
+        (at(Region((BIG, BIG), (BIG, BIG), (BIG, BIG))), "not inside its shard of t0"),
+        (at(Region((0,), (2,), (1,))), "not inside its shard of t0"),
+        (lambda o: replace(o, tensors=o.tensors * 60, elements=o.elements * 60), "asks for .* elements of a rank"),
+    ],
+)
+def test_an_order_for_other_elements_than_there_are_is_refused(order, change, says):
+    with pytest.raises(Mismatch, match=f"the order of engine rank 3 for trainer rank 0 .*{says}"):
+        check_order(change(order), GOOD, 0, 3)
+
+
+def test_a_trainer_rank_that_holds_nothing_of_a_tensor_is_not_asked_for_it(order):
+    layout = stated(rows((0, 4, (1,), 0)))
+    asked = Order((Region((0, 0), (1, 1), (1, 1)),), numbers(0), numbers(0))
+    check_order(asked, layout, 1, 0)
+    with pytest.raises(Mismatch, match=r"w, which has the shape \(0,\)"):
+        check_order(asked, layout, 0, 0)
