@@ -53,6 +53,20 @@ bench-quick: setup
 bench-verl: setup
 	PYTHONPATH=test:test/verl $(BIN)/python -m benchmark.verl
 
+# 2,000 updates of a server that clients ask all the while: about twenty minutes on 2 cores. It writes
+# benchmark/results/soak.json and fails when a request does, when memory grows, or when a version is not what it should be.
+UPDATES ?= 2000
+.PHONY: soak
+soak: setup
+	$(BIN)/python -m benchmark.soak --updates $(UPDATES)
+
+# A million cases of the fuzz tests; the test suite runs 200 of each. It writes benchmark/results/fuzz.json and fails
+# when a test does.
+CASES ?= 1000000
+.PHONY: fuzz
+fuzz: setup
+	$(BIN)/python -m benchmark.fuzz --cases $(CASES)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

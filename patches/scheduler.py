@@ -69,6 +69,7 @@ def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq, writes:
         )
     if scheduler.draft_worker is not None and not scheduler.spec_algorithm.is_ngram():  # n-grams have no weights
         return "a draft model is loaded, which is not carried yet; start the engine without speculative decoding"
+    _drop_finished_requests(scheduler)
     with _without_waiting_requests(scheduler):
         idle = scheduler.is_fully_idle()
     if writes and request.flush_cache and not idle:
@@ -78,6 +79,15 @@ def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq, writes:
             "what was computed from the old weights"
         )
     return ""
+
+
+def _drop_finished_requests(scheduler: Scheduler) -> None:
+    """As the scheduler's next turn would. An update may arrive before it: the last tokens have been sent, the readers'
+    locks are free, and the batch still holds the requests."""
+    batches = [b for b in (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch) if b is not None]
+    if all(request.finished() for batch in batches for request in batch.reqs):
+        for batch in batches:
+            batch.filter_batch()
 
 
 def _flush_cache(scheduler: Scheduler) -> None:

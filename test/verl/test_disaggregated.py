@@ -31,7 +31,8 @@ def run(job: str, updates: int, **order: Any) -> dict[str, Any]:
 def test_two_updates_gather_nothing_and_interrupt_requests(
     ranks: int, replicas: int, tp_size: int, transport: str
 ) -> None:
-    overrides = [*RESHARD, f"+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard.transport={transport}"]
+    settings = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard"
+    overrides = [*RESHARD, f"{settings}.transport={transport}", f"{settings}.verify=full"]
     seen = run("two_updates", 2, ranks=ranks, replicas=replicas, tp_size=tp_size, overrides=overrides)
     assert_nothing_gathered(seen["updates"], tp_size)
     assert seen["interrupted"] == ["abort"] * replicas
