@@ -25,7 +25,7 @@ from weakref import WeakSet
 
 import psutil
 
-from sglang_reshard.errors import ReshardError
+from sglang_reshard.errors import EngineDied
 from sglang_reshard.shared_segments import segments_of
 
 if TYPE_CHECKING:
@@ -42,10 +42,6 @@ _CANCEL_S = 1.0  # for a call under way to let go of its locks
 _LAST_THREADS_S = 1.0  # a killed process has no exit code before all its threads have gone
 
 _outlived: WeakSet[Engine] = WeakSet()
-
-
-class EngineDied(ReshardError):
-    """A process of the engine has ended. End the engine and start another one."""
 
 
 @dataclass(frozen=True)

@@ -35,3 +35,7 @@ class ConnectionLost(ReshardError):
 
 class Unauthorized(ReshardError):
     """The other side does not know this session's key."""
+
+
+class EngineDied(ReshardError):
+    """A process of the engine has ended. End the engine and start another one."""

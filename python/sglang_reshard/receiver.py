@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -186,10 +186,12 @@ class WeightReceiver:
     def _begun(self, request: DistributedUpdateWeightsReq) -> Course:
         self._end()
         session = self._join(request)
-        talk = session.update(request.update, f"engine rank {self._rank}")
-        self._course = course = Course(request, session, talk, self._rank, self._size, PeakMemory(self._device))
-        talk.__enter__()
-        talk.watch(lambda _: self._router.break_off())
+        with ExitStack() as opened:  # whatever goes wrong from here on, the others hear of it
+            talk = opened.enter_context(session.update(request.update, f"engine rank {self._rank}"))
+            talk.watch(lambda _: self._router.break_off())
+            course = Course(request, session, talk, self._rank, self._size, PeakMemory(self._device))
+            opened.pop_all()
+        self._course = course
         return course
 
     def _open_course(self, request: DistributedUpdateWeightsReq) -> Course:

@@ -9,6 +9,7 @@ file descriptors (the same user, the same PID namespace) can map it. On GPU it i
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import socket
 from collections.abc import Sequence
@@ -122,7 +123,7 @@ class MemoryExporter:
             if shard.device.type == "cpu" and shard.numel():
                 storage = shard.untyped_storage()
                 if self._known(storage) is None:
-                    new[storage.data_ptr()] = storage.nbytes()
+                    new[storage.data_ptr()] = -(-storage.nbytes() // mmap.PAGESIZE) * mmap.PAGESIZE
                     if storage.is_shared():
                         shared.add(storage.data_ptr())
         who = f"trainer rank {self._rank}"
@@ -136,7 +137,13 @@ def _export_storage(storage: torch.UntypedStorage, where: str) -> ShmStorage | C
     if storage.nbytes() == 0:
         raise Unsupported(f"{where} has no memory any more: its storage was freed before the update took place")
     if storage.device.type == "cpu":
-        fd, nbytes = storage._share_fd_cpu_()
+        try:
+            fd, nbytes = storage._share_fd_cpu_()
+        except RuntimeError as error:  # other processes of this host take of the same room
+            raise Unsupported(
+                f"{where}: {storage.nbytes():,} bytes of shards could not be moved into shared memory: {error}. Is "
+                "/dev/shm full? Enlarge it (docker: --shm-size, or mount -o remount,size=)"
+            ) from error
         if fd < 0:  # mapped by UntypedStorage.from_file, which closes the file
             raise Unsupported(f"{where} is mapped from a file and cannot be moved; give a clone() of it")
         return ShmStorage(os.getpid(), fd, os.fstat(fd).st_ino, nbytes)

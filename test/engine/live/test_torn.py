@@ -37,7 +37,7 @@ REASON = "engine rank 1 has half of update 7"
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    (seen,) = run_trainers(1, "torn_job:all_of_it", tmp_path_factory.mktemp("torn"))
+    (seen,) = run_trainers(1, "torn_job:all_of_it", tmp_path_factory.mktemp("torn"), deadline_s=380)
     return seen
 
 
@@ -60,7 +60,7 @@ def test_nothing_is_left_of_refused_requests(seen: dict[str, Any]) -> None:
     assert seen["torn"]["left"] == []
 
 
-@pytest.mark.parametrize("flight", ["retract", "in_place", "while it is being lifted"])
+@pytest.mark.parametrize("flight", ["retract", "in_place", "while it is being lifted", "after a look at them"])
 def test_a_paused_request_gets_no_token_of_torn_weights(seen: dict[str, Any], flight: str) -> None:
     flown = seen["torn"]["flights"][flight]
     assert flown["reason"] == "abort"
@@ -125,7 +125,10 @@ SERVING: dict[str, tuple[str, dict[str, Any]]] = {
     "chat, stream": ("/v1/chat/completions", {**CHAT, "stream": True}),
     "responses": ("/v1/responses", {"model": "m", "input": "A shard", "max_output_tokens": NEW_TOKENS}),
     "messages, stream": ("/v1/messages", {**CHAT, "stream": True}),
-    "ollama, stream": ("/api/generate", {"model": "m", "prompt": "A shard", "stream": True}),
+    "ollama, stream": (
+        "/api/generate",
+        {"model": "m", "prompt": "A shard", "stream": True, "options": {"num_predict": NEW_TOKENS}},
+    ),
 }
 CONTROL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "server_info": ("GET", "/server_info", {}),

@@ -148,7 +148,10 @@ class Torn:
         return refusal
 
     def flight(self, mode: str, before: str) -> dict[str, Any]:
-        """A long request, paused half-way; the weights tear, and `before` the pause is lifted or inside that."""
+        """A long request, paused half-way, and what the weights do before the pause is "lifted".
+
+        "under way" and "next": they tear while a call that lifts it waits for an update; in that one or in the next.
+        """
         counts: list[int] = []
         reason: dict[str, Any] = {}
         begun = asyncio.Event()
@@ -162,6 +165,10 @@ class Torn:
                 reason.update(chunk["meta_info"]["finish_reason"] or {})
                 begun.set()
 
+        async def next_update() -> None:
+            async with self.manager.is_pause_cond:
+                torn.mark(self.manager, REASON)
+
         async def go() -> int:
             flying = asyncio.ensure_future(fly())
             await begun.wait()
@@ -169,12 +176,18 @@ class Torn:
             await self.manager.get_internal_state()
             await asyncio.sleep(WAIT_S)  # tokens made before the pause come by another way
             had = counts[-1]
-            if before == "under way":
+            if before in ("under way", "next"):
                 async with self.manager.is_pause_cond:  # as an update holds it
                     lifting = asyncio.ensure_future(self.go_on())
                     await asyncio.sleep(WAIT_S)
-                    torn.mark(self.manager, REASON)
+                    if before == "under way":
+                        torn.mark(self.manager, REASON)
+                    else:
+                        tearing = asyncio.ensure_future(next_update())
+                        await asyncio.sleep(WAIT_S)
                 await lifting
+                if before == "next":
+                    await tearing
             else:
                 torn.mark(self.manager, REASON)
                 if before == "healed":
@@ -192,6 +205,7 @@ FLIGHTS = {
     "retract": ("retract", "lifted"),
     "in_place": ("in_place", "lifted"),
     "while it is being lifted": ("retract", "under way"),
+    "after a look at them": ("retract", "next"),
     "healed": ("retract", "healed"),
 }
 
@@ -253,8 +267,9 @@ def lose_processes(engine: VerlEngine, folder: Path) -> dict[str, Any]:
     """Two engines one after the other in this process, each of which loses processes of its own."""
     before = tokens(engine)
     segments = first(engine)._reshard_children.segments
+    other = process(engine, "scheduler_TP0")
     seen: dict[str, Any] = {"update": killed_under(engine, lambda: update(engine))}
-    process(engine, "scheduler_TP0").resume()
+    other.resume()
     time.sleep(3)  # a training step. Engine rank 0 fails meanwhile, and says so to this process as SGLang has it
     seen["after a step"] = timed(lambda: tokens(engine))
     seen["update after a step"] = timed(lambda: update(engine))
