@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from sglang_reshard.errors import DeadlineExceeded, Unsupported
+from sglang_reshard.errors import DeadlineExceeded, EngineDied, Unsupported
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.patches.fitness import unfit
-from sglang_reshard.patches.outlive import Children, EngineDied, ended, outlive
+from sglang_reshard.patches.outlive import Children, ended, outlive
 from sglang_reshard.shared_segments import forget, remove, segments_of
 from sglang_reshard.version import VERSION_KEY, __version__
 
-__all__ = ["EngineDied", "apply", "check_installed", "end", "outlive", "update_weights_distributed"]
+__all__ = ["apply", "check_installed", "end", "outlive", "update_weights_distributed"]
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
