@@ -28,6 +28,7 @@ from sglang_reshard.messages import (
 )
 
 _TIMEOUT = timedelta(seconds=60)
+_OTHERS_S = 2.0  # once one has failed: the cause may be another one's
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
@@ -115,19 +116,26 @@ def _collect(links: dict[Connection, int], results: list[Any], trainers: int, en
     def name(i: int) -> str:
         return f"trainer rank {i}" if i < trainers else f"engine rank {i - trainers}"
 
+    failed: list[str] = []
     while links:
         ready = wait(list(links), timeout=max(0.0, end - time.monotonic()))
         if not ready:
-            raise TimeoutError(f"still running at the deadline: {[name(i) for i in links.values()]}")
+            break
         for link in ready:
             i = links.pop(link)  # type: ignore[call-overload]
             try:
                 ok, value = link.recv()  # type: ignore[union-attr]
             except (EOFError, ConnectionResetError):
-                raise RuntimeError(f"{name(i)} ended without a word") from None
-            if not ok:
-                raise RuntimeError(f"{name(i)} failed:\n{value}")
-            results[i] = value
+                ok, value = False, "ended without a word"
+            if ok:
+                results[i] = value
+                continue
+            failed.append(f"{name(i)} failed:\n{value}")
+            end = min(end, time.monotonic() + _OTHERS_S)
+    if failed:
+        raise RuntimeError("\n".join(failed))
+    if links:
+        raise TimeoutError(f"still running at the deadline: {[name(i) for i in links.values()]}")
 
 
 def _report(link: Connection, run: Callable[[int], Any]) -> None:
@@ -159,7 +167,7 @@ def _trainer(link: Connection, rank: int, size: int, engines: list[Connection | 
     def send_all(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
         with ThreadPoolExecutor(len(engines)) as threads:  # engine ranks answer together
             outputs = list(threads.map(lambda send: send(request), filter(None, sends)))
-        assert all(o == outputs[0] for o in outputs), "engine ranks answered differently"
+        assert all(o == outputs[0] for o in outputs), f"engine ranks answered differently: {outputs}"
         return outputs[0]
 
     sends = tuple(None if engine is None else reach(engine) for engine in engines)

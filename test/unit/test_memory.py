@@ -90,7 +90,7 @@ def test_handles_survive_the_wire():
 def test_too_little_shared_memory_is_refused_before_anything_is_moved(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=1000))
     weight = torch.zeros(1000)
-    with pytest.raises(Unsupported, match=r"trainer rank 3 .* 4,000 bytes .* 1,000 bytes free"):
+    with pytest.raises(Unsupported, match=r"trainer rank 3 .* 4,096 bytes .* 1,000 bytes free"):
         MemoryExporter(3).export([weight])
     assert not weight.is_shared()
 
