@@ -25,7 +25,7 @@ def test_nothing_need_be_set() -> None:
     [
         ({"transprt": "p2p"}, ["transprt", "Its settings are transport, bucket_bytes"]),
         ({"transport": "rdma"}, ["rdma", "ipc"]),
-        ({"verify": "full"}, ["full", "verify"]),
+        ({"verify": "finite"}, ["finite", "verify"]),
         ({"bucket_bytes": "much"}, ["bucket_bytes"]),
         ({"bucket_bytes": 0}, ["bucket_bytes=0", "positive"]),
         ({"timeout": -1}, ["timeout=-1", "positive"]),

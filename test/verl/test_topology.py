@@ -11,7 +11,7 @@ from sglang_reshard.channel import Address
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.verl.checkpoint_engine import Place, ReshardCheckpointEngine
 
-ADDRESS = Address("s", "127.0.0.1", 1)
+ADDRESS = Address("s", "127.0.0.1", 1, "00" * 32)
 
 
 def said(*places: Place) -> list[dict[str, Any]]:
