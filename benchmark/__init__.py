@@ -9,4 +9,7 @@ copying    the machine's limit            interlude  copies between paths
 rows       from what was seen to rows     results    the JSON files
 tables     for the terminal and README.md plots      as pictures
 scaling    against tensors, bytes, ranks  stand_ins  its trainer and engine ranks
+
+What stands by itself: `planning`, `verl`, and of trust `digest` (what verification costs), `fuzz`, `soak`, and `trust`,
+which tells their results in RESHARDING_GUIDE.md.
 """
