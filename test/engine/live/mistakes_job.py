@@ -105,7 +105,7 @@ def while_another_runs(run: Job) -> Refusal:
         engine = engine_of(run)
 
         async def both() -> list[DistributedUpdateWeightsOutput]:
-            other = msgspec.structs.replace(request, session="another")
+            other = msgspec.structs.replace(request, address=request.address.named("another"))
             manager = engine.tokenizer_manager
             return await asyncio.gather(*(manager.update_weights_distributed(r) for r in (request, other)))
 
