@@ -74,7 +74,7 @@ def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq, writes:
         idle = scheduler.is_fully_idle()
     if writes and request.flush_cache and not idle:
         return (
-            f"the cache cannot be flushed: {len(scheduler.running_batch.reqs)} requests are running; pause with "
+            f"the cache cannot be flushed: {_running(scheduler)} requests are running; pause with "
             "mode='abort' or mode='retract', pass abort_all_requests=True, or pass flush_cache=False to go on with "
             "what was computed from the old weights"
         )
@@ -82,12 +82,23 @@ def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq, writes:
 
 
 def _drop_finished_requests(scheduler: Scheduler) -> None:
-    """As the scheduler's next turn would. An update may arrive before it: the last tokens have been sent, the readers'
-    locks are free, and the batch still holds the requests."""
-    batches = [b for b in (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch) if b is not None]
-    if all(request.finished() for batch in batches for request in batch.reqs):
-        for batch in batches:
+    """As the scheduler's next turn would.
+
+    An update may arrive before it: the last tokens have been sent, the readers' locks are free, and the batch still
+    holds the requests.
+    """
+    if not _running(scheduler):
+        for batch in _batches(scheduler):
             batch.filter_batch()
+
+
+def _running(scheduler: Scheduler) -> int:
+    """How many requests are in any batch that have not all their tokens."""
+    return len({request.rid for batch in _batches(scheduler) for request in batch.reqs if not request.finished()})
+
+
+def _batches(scheduler: Scheduler) -> list[Any]:
+    return [b for b in (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch) if b is not None]
 
 
 def _flush_cache(scheduler: Scheduler) -> None:

@@ -71,6 +71,10 @@ class _Written(msgspec.Struct, frozen=True):
     read_bytes: dict[int, int] = {}
 
 
+class _Overtaken(ReshardError):
+    """What was staged is not there any more."""
+
+
 class WeightReceiver:
     """Keeps what can be reused between updates: session, traced loader, mapped memory, groups, views."""
 
@@ -84,7 +88,7 @@ class WeightReceiver:
         self._busy = threading.Lock()  # held during an update, and while a session that has ended is forgotten
         self._course: Course | None = None  # the update under way
         self._landing: threading.Thread | None = None
-        self._staged: DistributedUpdateWeightsOutput | None = None
+        self._landed: list[DistributedUpdateWeightsOutput] = []  # what became of it, once it is known
         self.torn = ""  # why the weights are partly written, while they are
 
     def update(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> DistributedUpdateWeightsOutput:
@@ -108,11 +112,13 @@ class WeightReceiver:
     def stage(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> DistributedUpdateWeightsOutput:
         """Make ready, and begin to take new weights in beside the live ones, in a thread. All ranks call it."""
 
+        landed: list[DistributedUpdateWeightsOutput] = []  # this one's: one that was given up may end after it began
+
         def land() -> None:
             with _aside(self._device):
-                self._staged = self._part(request, self._open_course, self._land, ends=False)
+                landed.append(self._part(request, self._open_course, self._land, ends=False))
 
-        self._staged = None
+        self._landed = landed
         output = self._part(request, self._begun, lambda c: self._make_ready(c, refusal), ends=False)
         if output.success:
             self._landing = threading.Thread(target=land, name="sglang-reshard landing", daemon=True)
@@ -121,7 +127,7 @@ class WeightReceiver:
 
     def staged(self) -> DistributedUpdateWeightsOutput | None:
         """What became of `stage`; None while it is under way."""
-        return self._staged
+        return self._landed[0] if self._landed else None
 
     def commit(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> DistributedUpdateWeightsOutput:
         """Make live what is staged, after `staged` has told of success on the first rank. All engine ranks call it."""
@@ -148,16 +154,29 @@ class WeightReceiver:
         try:
             check_request(request)
         except Mismatch as error:  # not from a sender of ours: no other rank is told
-            return DistributedUpdateWeightsOutput(success=False, message=str(error), torn=bool(self.torn))
+            return self._failed(str(error))
         if not self._busy.acquire(timeout=request.timeout_s):
-            message = f"engine rank {self._rank} was busy with another update for {request.timeout_s:.0f} s"
-            return DistributedUpdateWeightsOutput(success=False, message=message)
+            return self._failed(f"engine rank {self._rank} was busy with another update for {request.timeout_s:.0f} s")
+        try:
+            return self._tried(request, course_of, steps, ends)
+        finally:
+            self._busy.release()
+
+    def _tried(
+        self,
+        request: DistributedUpdateWeightsReq,
+        course_of: Callable[[DistributedUpdateWeightsReq], Course],
+        steps: Callable[[Course], DistributedUpdateWeightsOutput | None],
+        ends: bool,
+    ) -> DistributedUpdateWeightsOutput:
         try:
             course = course_of(request)
             output = steps(course) or DistributedUpdateWeightsOutput(success=True, message="")
             if ends:
                 self._end()
             return output
+        except _Overtaken as error:  # what is under way now is another update's
+            return self._failed(str(error))
         except Refused as refused:
             message = str(refused)
             if refused.what != "prepare":  # until then nothing that stood was touched
@@ -178,9 +197,10 @@ class WeightReceiver:
             message = f"engine rank {self._rank}: {type(error).__name__}: {error}"
             if self._course is not None:
                 self._course.talk.abort(message)
-        finally:
-            self._busy.release()
         self._end()
+        return self._failed(message)
+
+    def _failed(self, message: str) -> DistributedUpdateWeightsOutput:
         return DistributedUpdateWeightsOutput(success=False, message=message, torn=bool(self.torn))
 
     def _begun(self, request: DistributedUpdateWeightsReq) -> Course:
@@ -196,7 +216,7 @@ class WeightReceiver:
 
     def _open_course(self, request: DistributedUpdateWeightsReq) -> Course:
         if self._course is None or self._course.request != request:
-            raise ReshardError(f"update {request.update} is not staged here; repeat it")
+            raise _Overtaken(f"engine rank {self._rank}: update {request.update} is not staged here; repeat it")
         return self._course
 
     def _end(self) -> None:

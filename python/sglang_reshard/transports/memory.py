@@ -11,8 +11,10 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -140,6 +142,7 @@ def _export_storage(storage: torch.UntypedStorage, where: str) -> ShmStorage | C
         try:
             fd, nbytes = storage._share_fd_cpu_()
         except RuntimeError as error:  # other processes of this host take of the same room
+            _remove_rest(error)
             raise Unsupported(
                 f"{where}: {storage.nbytes():,} bytes of shards could not be moved into shared memory: {error}. Is "
                 "/dev/shm full? Enlarge it (docker: --shm-size, or mount -o remount,size=)"
@@ -152,6 +155,12 @@ def _export_storage(storage: torch.UntypedStorage, where: str) -> ShmStorage | C
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         return CudaStorage(uuid, handle, nbytes, offset, ref_handle, ref_offset, event, sync)
     raise Unsupported(f"{where} is on a {storage.device.type} device; only CPU and CUDA memory can be handed over")
+
+
+def _remove_rest(error: RuntimeError) -> None:
+    """The file that torch names in its error: it unlinks those that it could make large enough only."""
+    if found := re.search(rf"torch_{os.getpid()}_\w+", str(error)):
+        Path("/dev/shm", found.group()).unlink(missing_ok=True)
 
 
 class PeerMemory:
