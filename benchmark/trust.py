@@ -37,11 +37,11 @@ def faults(head: dict[str, Any], rows: results.Rows) -> str:
         "| fault | tried | in or at | what the engine had afterwards | noticed within, s |",
         "|---|---:|---|---|---:|",
     ]
-    for fault in dict.fromkeys(row["fault"] for row in rows):
-        of = [row for row in rows if row["fault"] == fault]
+    for fault in dict.fromkeys(map(_fault, rows)):
+        of = [row for row in rows if _fault(row) == fault]
         seconds = [row["detect_s"] for row in of if row["detect_s"] is not None]
         lines.append(
-            f"| {fault} | {len(of)} | {_listed(of, 'phase')} | {_listed(of, 'outcome')} | "
+            f"| {fault} | {len(of)} | {'any' if of[0]['group'] else _listed(of, 'phase')} | {_listed(of, 'outcome')} | "
             f"{f'{max(seconds):.2f}' if seconds else ''} |"
         )
     return "\n".join(lines)
@@ -90,6 +90,10 @@ def _by(head: dict[str, Any], name: str) -> str:
     gpus = f"GPUs {', '.join(host['gpus'])}" if host["gpus"] else "no GPU"
     link = f"[{name}.json](benchmark/results/{name}.json)"
     return f"By `{head['command']}` ({link}) on {host['cores']} cores ({host['cpu']}), {host['memory_gib']} GiB, {gpus}"
+
+
+def _fault(row: dict[str, Any]) -> str:
+    return str(row["group"] or row["fault"])
 
 
 def _listed(rows: results.Rows, column: str) -> str:

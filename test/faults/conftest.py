@@ -5,7 +5,6 @@ No row may say "hang", "silent mix" or "leak": the run fails then, whatever its 
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmark import results
 from support.left_behind import Belongings
 from support.player import Hang
 from support.scenes import Scene
@@ -135,13 +135,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if any(row.bad for row in rows) and exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if rows and (path := os.environ.get(RESULTS)):
-        faults = ",\n".join(json.dumps(_told(row)) for row in rows)
-        head = json.dumps({"command": "make test-faults", "cores": os.cpu_count()})[1:-1]
-        Path(path).write_text(f'{{{head}, "rows": [\n{faults}\n]}}\n')
-
-
-def _told(row: Row) -> dict[str, object]:
-    return {**asdict(row), "detect_s": None if row.detect_s is None else round(row.detect_s, 3)}
+        results.save(Path(path), results.header("make test-faults", []), [asdict(row) for row in rows])
 
 
 def _seconds(detect_s: float | None) -> str:
