@@ -122,13 +122,20 @@ def _check(claims: Claims, engine_rank: int, catalog: Catalog) -> None:
                 f"{tensor.dtype} {tensor.shape} in the trainer's layout. {_VERSIONS}"
             )
 
+    if not all(map(_counts, claims.kinds)):  # those that no claim is of, too
+        raise Mismatch(f"engine rank {engine_rank} claims to keep elements in no number of places. {_VERSIONS}")
+
+
+def _counts(kept: Kept) -> bool:
+    return 1 <= kept.places < 1 << 31
+
 
 def _below(numbers: np.ndarray, end: int) -> bool:
     return not len(numbers) or bool(numbers.min() >= 0 and numbers.max() < end)
 
 
 def _fits(kept: Kept, kind: Kind) -> bool:
-    if kept.dtype not in ITEM_BYTES or not 1 <= kept.places < 1 << 31:
+    if kept.dtype not in ITEM_BYTES or not _counts(kept):
         return False
     if not len(kept.start) == len(kept.count) == len(kept.step) == len(kind.shape):
         return False

@@ -9,6 +9,7 @@ file descriptors (the same user, the same PID namespace) can map it. On GPU it i
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 import re
@@ -26,6 +27,8 @@ from sglang_reshard.layout import Region
 from sglang_reshard.transports.mapping import map_files
 from sglang_reshard.transports.room import check_shared_memory, make_descriptors
 from sglang_reshard.transports.shared_file import open_shared
+
+_MOST_ELEMENTS = 1 << 58  # that torch can count the bytes of
 
 
 class ShmStorage(msgspec.Struct, frozen=True, tag="shm"):
@@ -203,7 +206,8 @@ class PeerMemory:
         """
         storage = self._stretches[stretch]
         last = offset + sum((n - 1) * s for n, s in zip(count, strides, strict=True))
-        if min(offset, *strides, 0) < 0 or (last + 1) * dtype.itemsize > storage.nbytes():
+        outside = min(offset, *strides, 0) < 0 or (last + 1) * dtype.itemsize > storage.nbytes()
+        if outside or math.prod(count) > _MOST_ELEMENTS:
             raise Mismatch(
                 f"elements {offset} to {last} ({dtype}) of the memory of trainer rank {self._rank} are outside of it, "
                 f"which has {storage.nbytes():,} bytes"
