@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from benchmark import deepseek_v3, marked, results, rows, tables
+from benchmark import deepseek_v3, marked, results, rows, tables, trust
 from benchmark.cases import CASES, DENSE, MOE, PATHS, QUICK_CASES, STOCK, Case, Effort
 from benchmark.exactness import bit_exact, differing
 from benchmark.models import Qwen3
@@ -183,6 +183,11 @@ def test_the_guide_has_the_saved_table_of_verl():
     assert told == verl_tables.markdown(*results.load(verl_tables.PATH)), (
         "python -m benchmark.verl.tables writes it anew"
     )
+
+
+@pytest.mark.parametrize("name", trust.TOLD)
+def test_the_guide_tells_of_trust_what_was_saved(name):
+    assert marked.read(trust.GUIDE, name) == trust.text(name), "python -m benchmark.trust writes it anew"
 
 
 def test_the_shapes_of_deepseek_v3_fill_each_engine_ranks_memory_without_a_gap():
