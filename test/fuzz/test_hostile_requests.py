@@ -103,7 +103,7 @@ def test_an_engine_refuses_and_keeps_its_weights_or_takes_the_new_ones(stage, ra
     if request is None:
         return
     stage.reset()
-    stage.receiver.torn = ""
+    stage.receiver._inbound.torn = ""
     output = stage.receiver.update(request)
     assert isinstance(output, DistributedUpdateWeightsOutput)
     if output.success:

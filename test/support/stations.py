@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 
 from sglang_reshard import outbound
+from sglang_reshard.inbound import Inbound
 from sglang_reshard.publisher import Publisher
-from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.route import Router
 from sglang_reshard.talk import Talk
 from sglang_reshard.trace import Program
@@ -65,10 +65,10 @@ class Stations:
     def install(self, side: Literal["engine", "trainer"]) -> Stations:
         self._before(CopyList, "run", "move", _half)
         if side == "engine":
-            self._before(WeightReceiver, "_look", "look")
+            self._before(Inbound, "_look", "look")
             self._before(Router, "plan", "plan")
             self._before(Router, "connect", "connect")
-            self._before(WeightReceiver, "_verify", "verify", flip=_flip_a_bit)
+            self._before(Inbound, "_verify", "verify", flip=_flip_a_bit)
             self._before(Program, "finish", "commit")
             self._after_the_last_gather()
         else:
@@ -137,9 +137,9 @@ def _half(copies: CopyList) -> None:
             torch._foreach_copy_(copies._to[:half], copies._from[:half])
 
 
-def _flip_a_bit(receiver: WeightReceiver) -> None:
+def _flip_a_bit(inbound: Inbound) -> None:
     """Of what has arrived in `down`, where it is to be verified."""
-    route = receiver._route
+    route = inbound.route
     targets = (route.staging.program if route.staging is not None else route.target.program).targets
     landed = next(target for name, target in targets.items() if name.startswith("down"))
     landed.view(torch.int32)[5] ^= 1 << 7

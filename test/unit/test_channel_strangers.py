@@ -101,12 +101,12 @@ def hangs_up(connection):
     return got
 
 
-def says(caplog, what):
+def says(told, what):
     end = time.monotonic() + SOON_S
-    while what not in caplog.text and time.monotonic() < end:
+    while what not in told.text and time.monotonic() < end:
         time.sleep(0.01)
-    assert what in caplog.text
-    assert all(record.levelno == logging.WARNING for record in caplog.records)
+    assert what in told.text
+    assert all(record.levelno == logging.WARNING for record in told.records)
 
 
 def knock(address, *pieces):
@@ -131,24 +131,24 @@ def authentic(address):
     return connection, Sealer(direction_key(key, b"line", *nonces))
 
 
-def test_garbage_is_refused(host, caplog):
+def test_garbage_is_refused(host, told):
     assert knock(host.address, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n") == b""
-    says(caplog, "does not speak this package's language")
-    assert "127.0.0.1:" in caplog.text
+    says(told, "does not speak this package's language")
+    assert "127.0.0.1:" in told.text
 
 
-def test_a_wrong_proof_is_refused_and_nothing_after_it_is_read(host, caplog):
+def test_a_wrong_proof_is_refused_and_nothing_after_it_is_read(host, told):
     frame = Sealer(bytes(32)).seal(Hello(0, "s"))
     heard = knock(host.address, MAGIC + b"n" * 32, b"p" * 32, frame * 1000)
     assert len(heard) in (0, ANSWER_BYTES)  # 0 where what it did not read resets the connection
-    says(caplog, "it does not know the session's key")
+    says(told, "it does not know the session's key")
 
 
-def test_a_wrong_key_is_refused_by_both_sides(host, caplog):
+def test_a_wrong_key_is_refused_by_both_sides(host, told):
     wrong = type(host.address)(host.address.session, host.address.host, host.address.port, "00" * 32)
     with pytest.raises(Unauthorized):
         Line(wrong, SOON_S)
-    says(caplog, "it hung up before it proved that it knows the session's key")
+    says(told, "it hung up before it proved that it knows the session's key")
 
 
 def test_a_host_that_does_not_know_the_key_is_not_told_anything():
@@ -172,12 +172,12 @@ def test_a_host_that_does_not_know_the_key_is_not_told_anything():
         assert len(heard[0]) == OPENING_BYTES
 
 
-def test_who_never_proves_itself_is_turned_away(host, caplog, monkeypatch):
+def test_who_never_proves_itself_is_turned_away(host, told, monkeypatch):
     monkeypatch.setattr(hub, "_VISIT_S", 0.3)
     start = time.monotonic()
     assert knock(host.address, MAGIC) == b""
     assert time.monotonic() - start >= 0.3
-    says(caplog, "did not prove in time")
+    says(told, "did not prove in time")
 
 
 def test_many_who_say_nothing_do_not_keep_others_out_for_long(host, monkeypatch):
@@ -205,14 +205,14 @@ def test_many_who_say_nothing_do_not_keep_others_out_for_long(host, monkeypatch)
     ],
     ids=["oversized", "undersized", "truncated", "changed", "repeated"],
 )
-def test_bad_frames_of_one_who_knows_the_key_end_its_connection(host, caplog, meant, why):
+def test_bad_frames_of_one_who_knows_the_key_end_its_connection(host, told, meant, why):
     connection, sealer = authentic(host.address)
     with connection:
         frame = meant(sealer.seal(Hello(0, "s")))
         connection.sendall(frame)
         connection.shutdown(socket.SHUT_WR)
         hangs_up(connection)
-    says(caplog, why)
+    says(told, why)
 
 
 @pytest.mark.parametrize(
@@ -224,27 +224,27 @@ def test_bad_frames_of_one_who_knows_the_key_end_its_connection(host, caplog, me
         ((Hello(0, "s"), Set(1, {"x": "text"})), "Expected"),
     ],
 )
-def test_words_that_have_no_place_end_a_connection(host, caplog, words, why):
+def test_words_that_have_no_place_end_a_connection(host, told, words, why):
     connection, sealer = authentic(host.address)
     with connection:
         for word in words:
             connection.sendall(sealer.seal(word))
         hangs_up(connection)
-    says(caplog, why)
+    says(told, why)
 
 
-def test_a_connection_that_was_recorded_cannot_be_repeated(host, caplog):
+def test_a_connection_that_was_recorded_cannot_be_repeated(host, told):
     with Relay(host.address) as relay, Line(relay.address, SOON_S) as line:
         line.add("n", 1)
         assert line.add("n", 1) == 2
     heard = knock(host.address, relay.sent[:OPENING_BYTES], relay.sent[OPENING_BYTES:])
     assert len(heard) in (0, ANSWER_BYTES)
-    says(caplog, "it does not know the session's key")
+    says(told, "it does not know the session's key")
     with Line(host.address, SOON_S) as line:
         assert line.add("n", 0) == 2
 
 
-def test_frames_of_one_connection_are_of_no_use_in_another(host, caplog):
+def test_frames_of_one_connection_are_of_no_use_in_another(host, told):
     with Relay(host.address) as relay, Line(relay.address, SOON_S) as line:
         line.add("n", 1)
     with Relay(host.address, lambda _: relay.sent[-len(line_frame(relay)) :]) as other:
@@ -252,7 +252,7 @@ def test_frames_of_one_connection_are_of_no_use_in_another(host, caplog):
         with pytest.raises(ConnectionLost):
             line.add("n", 5)
         line.close()
-    says(caplog, "not authentic")
+    says(told, "not authentic")
     with Line(host.address, SOON_S) as line:
         assert line.add("n", 0) == 1
 
@@ -275,7 +275,7 @@ def line_frame(relay):
     ],
     ids=["repeated", "changed"],
 )
-def test_who_meddles_with_a_connection_ends_it_and_no_more(host, caplog, change, why):
+def test_who_meddles_with_a_connection_ends_it_and_no_more(host, told, change, why):
     with Line(host.address, SOON_S) as witness:
         with Relay(host.address, change) as relay:
             line = Line(relay.address, SOON_S)
@@ -286,7 +286,7 @@ def test_who_meddles_with_a_connection_ends_it_and_no_more(host, caplog, change,
             with pytest.raises(ConnectionLost):
                 line.add("n", 1)
             line.close()
-        says(caplog, why)
+        says(told, why)
         assert witness.add("n", 0) <= 1
         with pytest.raises(Late):
             witness.get(["never"], 0.0)
@@ -321,17 +321,17 @@ def test_who_meddles_with_what_a_hub_says_is_noticed_by_the_line(host):
         line.close()
 
 
-def test_refusals_do_not_fill_the_log_and_tell_no_secret(caplog, monkeypatch):
+def test_refusals_do_not_fill_the_log_and_tell_no_secret(told, monkeypatch):
     monkeypatch.setattr(refusals, "_EVERY_S", 0.5)
     host = Hub.open()
     for _ in range(50):
         knock(host.address, b"garbage!")
     time.sleep(0.5)
     knock(host.address, b"garbage!")
-    says(caplog, "other refusals were not logged")
+    says(told, "other refusals were not logged")
     host.close()
-    assert len(caplog.records) <= 5
-    assert host.address.key not in caplog.text + repr(host.address) + str(vars(host))
+    assert len(told.records) <= 5
+    assert host.address.key not in told.text + repr(host.address) + str(vars(host))
 
 
 def test_nothing_that_listens_is_said_so(host):

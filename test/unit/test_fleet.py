@@ -96,7 +96,7 @@ def serve_and_look(rank, size, requests):
     kept = []
     for request in requests:
         output = receiver.update(request)
-        kept.append(receiver._router.route is not None)
+        kept.append(receiver._inbound.router.route is not None)
         requests.answer(output)
     return kept
 

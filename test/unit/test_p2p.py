@@ -115,8 +115,8 @@ def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, 
         stock.load_weights(checkpoint(version, dtype).items())
         live = dict(model.named_parameters())
         differing += [(version, n) for n, p in stock.named_parameters() if not torch.equal(live[n], p)]
-        transport = receiver._router.route.transport
-        assert transport.received_bytes == receiver._target.intake.least_bytes() == sum(transport.read_bytes.values())
+        transport, intake = receiver._inbound.route.transport, receiver._inbound.route.target.intake
+        assert transport.received_bytes == intake.least_bytes() == sum(transport.read_bytes.values())
         sizes.append(transport.extra_bytes)
     return differing, sizes[-1]
 

@@ -46,14 +46,14 @@ def train_through_a_mishap(trainer, mishap):
 def serve_through_a_mishap(rank, size, requests, mishap):
     model = ToyRank(rank, size)
     receiver = WeightReceiver(model, rank, size, CPU)
-    move = receiver._move
+    move = receiver._inbound._move
 
     def stumble(course):
         if (mishap, course.request.update, rank) == ("engine", 2, 1):
             raise OSError("the engine rank stumbled")
         move(course)
 
-    receiver._move = stumble
+    receiver._inbound._move = stumble
     for request in requests:
         requests.answer(receiver.update(request))
     stock = ToyRank(rank, size)

@@ -298,7 +298,7 @@ def serve_with_a_fault(rank, size, requests):
             def fail():
                 raise OSError("the wire was cut")
 
-            receiver._router.route.transport.move = fail
+            receiver._inbound.route.transport.move = fail
         requests.answer(receiver.update(request))
         torn.append(bool(receiver.torn))
     stock = ToyRank(rank, size)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sglang_reshard.errors import EngineRefused, TornWeights
+from sglang_reshard.inbound import Inbound
 from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.sender import WeightSender
 from support.toy import ToyRank, checkpoint
@@ -38,15 +39,14 @@ def serve(rank, size, requests, mesh_shape, kind, transport, options, spoiled=No
     """In update number `spoiled` engine rank 1's memory is spoiled when all has arrived; the versions it is at then."""
     model = ToyRank(rank, size, dtype)
     receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
-    move, states = WeightReceiver._move, []
+    move, states = Inbound._move, []
 
-    def spoiling(receiver, course):
-        move(receiver, course)
+    def spoiling(inbound, course):
+        move(inbound, course)
         if course.request.update == spoiled and rank == 1:
-            program = receiver._route.staging.program if course.request.staged else receiver._target.program
-            spoil(program.targets)
+            spoil((inbound.route.staging if course.request.staged else inbound.route.target).program.targets)
 
-    WeightReceiver._move = spoiling
+    Inbound._move = spoiling
     for number, request in enumerate(requests, start=1):
         requests.answer(receiver.update(request))
         states.append(
