@@ -51,6 +51,16 @@ def look_at(scene, victim):
         assert message_names(ended.message, victim) or waited, ended.message
 
 
+def stop_and_wake(scene, row, victim, phase, transport):
+    new, row.detect_s = stop(scene, victim, phase, transport)
+    assert row.detect_s < NOTICED_S
+    victim.wake()
+    scene.until_ended()
+    look_at(scene, victim)
+    row.outcome = scene.judge(new)
+    assert row.outcome in (["old weights"] if phase in BEFORE_A_BYTE else ["old weights", "torn, declared"])
+
+
 def go_on(scene, row, transport):
     """With the same trainer if its ranks still reach each other, else with a new one."""
     new = scene.begin(transport)
@@ -69,28 +79,14 @@ def go_on(scene, row, transport):
 @pytest.mark.parametrize(("rank", "phase", "transport"), TRAINERS)
 def test_a_trainer_rank_stopped_past_the_deadline(scene, case, rank, phase, transport):
     with case(f"trainer rank {rank} stopped", phase, transport) as row:
-        victim = scene.trainers[rank]
-        new, row.detect_s = stop(scene, victim, phase, transport)
-        assert row.detect_s < NOTICED_S
-        victim.wake()
-        scene.until_ended()
-        look_at(scene, victim)
-        row.outcome = scene.judge(new)
-        assert row.outcome in (["old weights"] if phase in BEFORE_A_BYTE else ["old weights", "torn, declared"])
+        stop_and_wake(scene, row, scene.trainers[rank], phase, transport)
         go_on(scene, row, transport)
 
 
 @pytest.mark.parametrize(("rank", "phase", "transport"), ENGINES)
 def test_an_engine_rank_stopped_past_the_deadline(scene, case, rank, phase, transport):
     with case(f"engine rank {rank} stopped", phase, transport) as row:
-        victim = scene.engines[rank]
-        new, row.detect_s = stop(scene, victim, phase, transport)
-        assert row.detect_s < NOTICED_S
-        victim.wake()
-        scene.until_ended()
-        look_at(scene, victim)
-        row.outcome = scene.judge(new)
-        assert row.outcome in (["old weights"] if phase in BEFORE_A_BYTE else ["old weights", "torn, declared"])
+        stop_and_wake(scene, row, scene.engines[rank], phase, transport)
         scene.make_good(transport)
         row.outcome += "; the next update made it good"
 

@@ -15,13 +15,6 @@ SOON_S = 20.0
 
 
 @pytest.fixture
-def hub():
-    hub = Hub.open()
-    yield hub
-    hub.close()
-
-
-@pytest.fixture
 def lines(hub):
     """Three lines of one session."""
     with ExitStack() as stack:

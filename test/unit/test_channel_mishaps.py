@@ -67,13 +67,6 @@ def take_part_and_fork(pipe, address):
     pipe.recv()
 
 
-@pytest.fixture
-def hub():
-    hub = Hub.open()
-    yield hub
-    hub.close()
-
-
 @pytest.mark.parametrize("waits", ["gather", "nothing"])
 def test_when_a_member_is_killed_all_others_hear_who_it_was(hub, waits):
     with (

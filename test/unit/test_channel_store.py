@@ -9,18 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_reshard.channel import Hub, HubStore, Line
+from sglang_reshard.channel import HubStore, Line
 from sglang_reshard.errors import Aborted, ConnectionLost
 
 SOON_S = 180.0  # three processes import torch
 RANKS = 3
-
-
-@pytest.fixture
-def hub():
-    hub = Hub.open()
-    yield hub
-    hub.close()
 
 
 @pytest.fixture

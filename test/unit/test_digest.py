@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_reshard.digest import Auditor, Selection, Voucher, bits, selection, sums, weights
 from sglang_reshard.digest.sums import Extent, Series
 from sglang_reshard.layout import Box, Region
 from sglang_reshard.plan import Catalog
 from sglang_reshard.trace.program import Program
+from support.largest import LargestResult
 from support.plans import copies_of, loaded, meshed_layouts, shards, values
 
 DTYPES = [
@@ -275,22 +275,6 @@ def test_a_cast_is_the_copys_and_all_nans_are_one():
         assert engine == trainer
         kept[32, 40] = 1.25
         assert series.digests(2, Selection.full())[0] != trainer
-
-
-class LargestResult(TorchDispatchMode):
-    """The largest new tensor, bytes, that any operation makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given = [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        known = {a.untyped_storage().data_ptr() for a in given if isinstance(a, torch.Tensor)}
-        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
-            self.nbytes = max(self.nbytes, result.untyped_storage().nbytes())
-        return result
 
 
 @pytest.mark.parametrize("how", [Selection.full(), Selection.sample(1, 4)])

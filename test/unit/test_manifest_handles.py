@@ -8,28 +8,14 @@ import torch
 from msgspec.structs import replace
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout import Box, Region
+from sglang_reshard.layout import Region
 from sglang_reshard.manifests import check_handles, check_layout
-from sglang_reshard.sources import Holdings, Layout, Mesh, Piece, Placement, SourceTensor, describe
-from sglang_reshard.sources.placements import EXPLICIT
+from sglang_reshard.sources import Layout, Mesh, Placement, SourceTensor, describe
 from sglang_reshard.transports.memory import CudaStorage, Handles, MemoryExporter, PeerMemory, ShardView, ShmStorage
-from support.plans import tensor_parallel
+from support.stated import BIG, GOOD, rows, stated
 from support.toy import checkpoint
 from support.toy_fused import fused
 from test_placements import as_rank
-
-BIG = 1 << 62
-
-
-GOOD = tensor_parallel(2, [(4, 3), (4, 3), (5,)], [0, 0, -1])
-
-
-def stated(held, shape=(4, 2), trainer_ranks=2):
-    return Layout(trainer_ranks, (), (), (SourceTensor("w", shape, "float32", EXPLICIT, 0),), (held,))
-
-
-def rows(*held):
-    return Holdings(tuple(Piece(Box((a, 0), (b, 2)), ranks, (at, 0)) for a, b, ranks, at in held))
 
 
 @pytest.fixture(scope="module")

@@ -9,22 +9,8 @@ from sglang_reshard.layout import Box, Region
 from sglang_reshard.manifests import check_order
 from sglang_reshard.plan import Catalog, Seat, intake
 from sglang_reshard.plan.streams import Order, order_of
-from sglang_reshard.sources import Holdings, Layout, Piece, SourceTensor
-from sglang_reshard.sources.placements import EXPLICIT
-from support.plans import tensor_parallel, wanted
-
-BIG = 1 << 62
-
-
-GOOD = tensor_parallel(2, [(4, 3), (4, 3), (5,)], [0, 0, -1])
-
-
-def stated(held, shape=(4, 2), trainer_ranks=2):
-    return Layout(trainer_ranks, (), (), (SourceTensor("w", shape, "float32", EXPLICIT, 0),), (held,))
-
-
-def rows(*held):
-    return Holdings(tuple(Piece(Box((a, 0), (b, 2)), ranks, (at, 0)) for a, b, ranks, at in held))
+from support.plans import wanted
+from support.stated import BIG, GOOD, rows, stated
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_reshard.sources import Layout, Mesh, Placement, SourceTensor, describe, finite, first_not_finite
 from sglang_reshard.sources.placements import holdings
+from support.largest import LargestResult
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 EIGHT_BITS = {  # the bytes that are a NaN or an infinity
@@ -95,22 +95,6 @@ def test_indices_are_those_of_the_whole_tensor(rank):
         assert told.endswith(f"index {piece.box.start}")
         assert f"trainer rank {rank}: 1 of" in told
         assert whole[piece.box.start] == piece.box.start[0] * 4 + piece.box.start[1]
-
-
-class LargestResult(TorchDispatchMode):
-    """The largest new tensor, bytes, that any operation makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        known = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:
-                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
-        return result
 
 
 @pytest.mark.parametrize("bad", [False, True])
