@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import tempfile
@@ -17,13 +16,11 @@ from rich.console import Console
 
 from benchmark import rows
 from benchmark.cases import PATHS, STOCK, Case, Effort
+from benchmark.environment import environment
 from benchmark.exactness import differing
 from benchmark.interlude import Interludes
-from benchmark.results import REPOSITORY
 from benchmark.trainer import Job, Seen
-from sglang_reshard import cpu_host
 from sglang_reshard.demo import children, memory
-from sglang_reshard.demo.model_modules import DISABLED_VARIABLE, unneeded_modules
 from sglang_reshard.errors import ReshardError
 
 _DEADLINE_S = 3600.0
@@ -92,23 +89,6 @@ def _seen(
         "benchmark.trainer",
         msgspec.json.encode(job).decode(),
     ]
-    log = folder / "log"
-    children.run(command, _environment(case, device, folder), log, time.monotonic() + _DEADLINE_S, poll)
+    log, deadline = folder / "log", time.monotonic() + _DEADLINE_S
+    children.run(command, environment(folder, case.engine_tp, device, "qwen3", "qwen3_moe"), log, deadline, poll)
     return msgspec.json.decode((folder / "seen.json").read_bytes(), type=Seen)
-
-
-def _environment(case: Case, device: str, folder: Path) -> dict[str, str]:
-    temporary = folder / "tmp"
-    temporary.mkdir()
-    common = {
-        **os.environ,
-        "TMPDIR": str(temporary),
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        DISABLED_VARIABLE: ",".join(unneeded_modules("qwen3", "qwen3_moe")),
-    }
-    if device == "cpu":
-        common |= cpu_host.environment(case.engine_tp)
-    path = [str(REPOSITORY), *filter(None, [common.get("PYTHONPATH")])]
-    return common | {"PYTHONPATH": os.pathsep.join(path)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from benchmark.results import REPOSITORY
+from benchmark.environment import environment
 from benchmark.soak import expected, seen, verdict
 from benchmark.soak.clients import Clients, Tally
 from benchmark.soak.progress import Progress
@@ -23,9 +22,7 @@ from benchmark.soak.server import Server
 from benchmark.soak.standing import Standing
 from benchmark.soak.trainer import Job
 from benchmark.soak.weights import ENGINE_TP, TRAINER_RANKS
-from sglang_reshard import cpu_host
 from sglang_reshard.demo import children, tiny_model
-from sglang_reshard.demo.model_modules import DISABLED_VARIABLE, unneeded_modules
 from sglang_reshard.errors import ReshardError
 
 
@@ -71,7 +68,7 @@ def run(soak: Soak, console: Console) -> Found:
     all processes and files of the soak are gone afterwards."""
     deadline = time.monotonic() + soak.deadline_s
     with _folder() as folder:
-        place = _Place(folder, folder / "model", _environment(folder), deadline)
+        place = _Place(folder, folder / "model", environment(folder, ENGINE_TP, "cpu", "qwen3"), deadline)
         tiny_model.save(place.model, TRAINER_RANKS, ENGINE_TP)
         job, tallies = _updates(soak, place, console)
         updated, verified = seen.read(Path(job.seen))
@@ -132,22 +129,6 @@ def _torchrun(job: Job) -> list[str]:
         "benchmark.soak.trainer",
         msgspec.json.encode(job).decode(),
     ]
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    temporary = folder / "tmp"
-    temporary.mkdir()
-    common = {
-        **os.environ,
-        "TMPDIR": str(temporary),
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": "",
-        DISABLED_VARIABLE: ",".join(unneeded_modules("qwen3")),
-        **cpu_host.environment(ENGINE_TP),
-    }
-    return common | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), common["PYTHONPATH"]])}
 
 
 @contextmanager
