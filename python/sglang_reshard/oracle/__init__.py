@@ -1,10 +1,12 @@
 """What stock SGLang would have done with the same weights: the yardstick of tests and of the demo.
 
-forks.py    work in forked children, with deadlines
-replay.py   a traced program carried out with the whole checkpoint at hand
-rank.py     one engine rank's real model in this process
-digests.py  digests of all live tensors of a model, in this process or inside a live engine
-stock.py    those digests for every engine rank after stock `load_weights` of a checkpoint
+forks.py       work in forked children, with deadlines
+replay.py      a traced program carried out with the whole checkpoint at hand
+rank.py        one engine rank's real model in this process
+weightless.py  such a model on the meta device
+fresh.py       work in a process of its own that answers line by line
+digests.py     digests of all live tensors of a model, in this process or inside a live engine
+stock.py       those digests for every engine rank after stock `load_weights` of a checkpoint
 """
 
 from sglang_reshard.oracle.digests import digests, read_live_digests, write_live_digests

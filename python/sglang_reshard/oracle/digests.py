@@ -13,6 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,8 @@ def read_live_digests(engine: Any, folder: str | Path) -> list[dict[str, str]]:
     for old in folder.glob("*.json"):
         old.unlink()
     message = torch.tensor(list(str(folder.resolve()).encode()), dtype=torch.uint8)
-    ok, reason = engine.update_weights_from_tensor([("folder", message)], load_format=LOADER, flush_cache=False)
+    with _session(engine):
+        ok, reason = engine.update_weights_from_tensor([("folder", message)], load_format=LOADER, flush_cache=False)
     if not ok:
         raise EngineRefused(f"The engine wrote no digests: {reason}. Start it with custom_weight_loader=['{LOADER}'].")
     tp_size = engine.server_args.tp_size
@@ -70,3 +73,18 @@ def read_live_digests(engine: Any, folder: str | Path) -> list[dict[str, str]]:
     if missing:
         raise EngineRefused(f"No digests of the engine's TP ranks {missing} in {folder}: is it on this host?")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(tp_size)]
+
+
+@contextmanager
+def _session(engine: Any) -> Iterator[None]:
+    """From 0.5.21 SGLang takes tensors only between these two calls, which leave unquantized weights as they are."""
+    if not hasattr(engine, "begin_weight_update"):
+        yield
+        return
+    ok, reason = engine.begin_weight_update(selector="target")
+    if not ok:
+        raise EngineRefused(f"The engine opened no weight-update session: {reason}.")
+    try:
+        yield
+    finally:
+        engine.end_weight_update()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sglang_reshard import cpu_host
+from sglang_reshard.oracle.weightless import build_on_meta
 
 
 def choose_code_paths(tp_size: int, *, gpu: bool) -> None:
@@ -60,9 +61,13 @@ def build_rank(
     pp_size: int = 1,
     pp_rank: int = 0,
     dtype: str = "bfloat16",
+    weightless: bool = False,
     **server_args: Any,
 ) -> torch.nn.Module:
-    """The model that this engine rank would hold, with dummy weights, in host memory."""
+    """The model that this engine rank would hold, with dummy weights, in host memory.
+
+    weightless  on the meta device instead: of any size, without the memory
+    """
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -105,11 +110,10 @@ def build_rank(
         # As ModelRunner does on a CPU: heads that the ranks do not divide are padded, not repeated.
         config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(load_format="dummy"), tp_size)
     initialize_dp_attention(server_args=args, model_config=config)
-    model = get_model(
-        model_config=config,
-        load_config=LoadConfig(load_format="dummy"),
-        device_config=DeviceConfig("cpu", 0),
-    )
+    device = DeviceConfig("cpu", 0)
+    if weightless:
+        build_on_meta(device)
+    model = get_model(model_config=config, load_config=LoadConfig(load_format="dummy"), device_config=device)
     # What ModelRunner does next; it changes the length of a buffer.
     reserve_rope_cache_for_long_sequences(model, args, config)
     return model

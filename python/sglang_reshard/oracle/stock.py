@@ -6,14 +6,8 @@ and loads one checkpoint after the other, as an engine that is updated would.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +16,9 @@ import torch
 
 from sglang_reshard import cpu_host
 from sglang_reshard.errors import DeadlineExceeded
+from sglang_reshard.oracle import fresh
 from sglang_reshard.oracle.digests import digests
-from sglang_reshard.oracle.forks import ChildFailed, in_forks
+from sglang_reshard.oracle.forks import in_forks
 from sglang_reshard.oracle.rank import build_rank, import_before_forks
 
 
@@ -55,7 +50,15 @@ def stock_digests(
         "build": {"tp_size": tp_size, "ep_size": ep_size, "dtype": dtype, **server_args},
     }
     found: dict[int, list[dict[str, str]]] = {}
-    for rank, of_checkpoints in _answers(job, _environment(tp_size), deadline_seconds):
+    loading = fresh.answers(
+        __name__,
+        "serve",
+        job,
+        what=f"Stock loading of {model_path}",
+        environment=_environment(tp_size),
+        deadline_seconds=deadline_seconds,
+    )
+    for rank, of_checkpoints in loading:
         found[rank] = of_checkpoints
         if on_rank is not None:
             on_rank(rank)
@@ -68,57 +71,7 @@ def _environment(tp_size: int) -> dict[str, str]:
     return dict(os.environ)
 
 
-def _answers(
-    job: dict[str, Any], environment: dict[str, str], deadline_seconds: float
-) -> Iterator[tuple[int, list[dict[str, str]]]]:
-    """Run the job in a fresh process, which prints one line of JSON a rank."""
-    # Files, not pipes, for what goes in and for errors: neither side can then block the other.
-    with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryFile("w+") as order:
-        json.dump(job, order)
-        order.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-c", "from sglang_reshard.oracle import stock; stock.serve()"],
-            stdin=order,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=environment,
-            text=True,
-            start_new_session=True,
-        )
-        assert process.stdout is not None
-
-        def end() -> None:
-            # With the children that it forked, which are of its session.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-        # The children have a deadline of their own; this one is for the imports before them.
-        watch = threading.Timer(deadline_seconds + _GRACE_SECONDS, end)
-        watch.start()
-        try:
-            for line in process.stdout:
-                # SGLang prints to stdout as well.
-                if line.startswith(_ANSWER):
-                    rank, of_checkpoints = json.loads(line.removeprefix(_ANSWER))
-                    yield rank, of_checkpoints
-            code = process.wait()
-        finally:
-            watch.cancel()
-            end()
-            process.wait()
-            process.stdout.close()
-        errors.seek(0)
-        if code == _TOO_LATE:
-            raise DeadlineExceeded(f"Stock loading of {job['model_path']}: {errors.read()[-500:]}")
-        if code:
-            raise ChildFailed(f"Stock loading of {job['model_path']} failed:\n{errors.read()[-8000:]}")
-
-
 # ---- in the fresh process
-
-_ANSWER = "stock digests: "
-_TOO_LATE = 3
-_GRACE_SECONDS = 120
 
 
 def _weights(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -147,12 +100,12 @@ def _serve(job: dict[str, Any]) -> None:
 
     answers = in_forks(load, job["ranks"], processes=job["processes"], deadline_seconds=job["deadline_seconds"])
     for rank, found in answers:
-        print(_ANSWER + json.dumps([rank, found]), flush=True)
+        fresh.answer([rank, found])
 
 
 def serve() -> None:
     try:
-        _serve(json.load(sys.stdin))
+        _serve(fresh.given())
     except DeadlineExceeded as error:
         print(error, file=sys.stderr)
-        sys.exit(_TOO_LATE)
+        sys.exit(fresh.TOO_LATE)

@@ -6,6 +6,7 @@ them. What is computed once a kind is not computed once a tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,12 @@ class Catalog:
     def pieces(self) -> int:
         """How many there are."""
         return int(self.first[-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors, each once, as the trainer has them."""
+        each = np.array([math.prod(kind.shape) * kind.item_bytes for kind in self.kinds], np.int64)
+        return int(each[self.kind_of].sum())
 
     def kind(self, tensor: int) -> Kind:
         return self.kinds[self.kind_of[tensor]]

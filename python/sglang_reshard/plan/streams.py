@@ -67,7 +67,8 @@ class Order(msgspec.Struct, frozen=True):
         return ((tensor, self.regions[number]) for tensor, number in zip(tensors, elements, strict=True))
 
     def items(self, layout: Layout) -> list[Item]:
-        item_bytes = [t.spec.item_bytes for t in layout.tensors]
+        used = np.unique(np.frombuffer(self.tensors, "<i4")).tolist()
+        item_bytes = {tensor: layout.tensors[tensor].spec.item_bytes for tensor in used}
         return [Item(region.count, item_bytes[tensor]) for tensor, region in self.rows()]
 
 

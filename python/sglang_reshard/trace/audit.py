@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.standin import StandIn
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -131,7 +132,8 @@ def _is_rebound_tensor(change: Change) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    begin = tensor.data_ptr() if tensor.device.type != "meta" else (storage_key(tensor), tensor.storage_offset())
+    return begin, tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 class TensorSlots:

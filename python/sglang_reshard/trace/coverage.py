@@ -30,8 +30,9 @@ def check_coverage(model: torch.nn.Module, storages: dict[int, Storage], records
             written[record.storage].append(record)
     parameters: dict[Storage, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     for name, parameter in model.named_parameters():
-        if parameter.numel() and parameter.device.type != "meta":
-            parameters[storages[storage_key(parameter)]].append((name, parameter.data))
+        key = storage_key(parameter)
+        if parameter.numel() and (key in storages or parameter.device.type != "meta"):
+            parameters[storages[key]].append((name, parameter.data))
     for storage in dict.fromkeys((*parameters, *written)):
         _check_storage(storage, parameters[storage], written[storage])
 

@@ -51,24 +51,39 @@ def signature_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The address of a tensor's storage; 0 when it has none of its own."""
+    """What tells a tensor's storage from all others: its address; 0 when it has none of its own.
+
+    A meta tensor's storage has no address, and goes by that of torch's object for it.
+    """
     try:
-        return tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        return storage._cdata if tensor.device.type == "meta" else storage.data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse tensors, other subclasses
         return 0
 
 
 def live_storages(model: torch.nn.Module) -> dict[int, Storage]:
-    """Every live storage by address, named after the first path that leads to it."""
+    """Every live storage by `storage_key`, named after the first path that leads to it.
+
+    A meta tensor among others holds no weights. A model whose parameters all are meta tensors, but for single
+    elements, is one to be traced without memory.
+    """
     storages: dict[int, Storage] = {}
+    weightless = is_weightless(model)
     for name, tensor in live_tensors(model):
-        if tensor.device.type == "meta" or tensor.numel() == 0:
+        if (tensor.device.type == "meta" and not weightless) or tensor.numel() == 0:
             continue
         key = storage_key(tensor)
         if key and key not in storages:
             numel = tensor.untyped_storage().nbytes() // tensor.element_size()
             storages[key] = Storage(name, tensor.detach(), numel)
     return storages
+
+
+def is_weightless(model: torch.nn.Module) -> bool:
+    """Whether it was built on the meta device."""
+    devices = {p.device.type for p in model.parameters() if p.numel() > 1}
+    return devices == {"meta"}
 
 
 def flat(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -101,7 +101,13 @@ def _run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: R
 def _rejection(error: Exception, tensor: str) -> ReshardError:
     what = f"{type(error).__name__}: {error}"
     # torch's ways to say that a tensor has no bytes, or is not one of its own.
-    needs_bytes = ("data pointer", "doesn't have storage", "incompatible tensor type", "tensor subclasses")
+    needs_bytes = (
+        "data pointer",
+        "on meta tensors",
+        "doesn't have storage",
+        "incompatible tensor type",
+        "tensor subclasses",
+    )
     if isinstance(error, NotImplementedError) or any(words in str(error) for words in needs_bytes):
         return Unsupported(f"The model's loader does something that cannot be traced, at {tensor}: {what}")
     if isinstance(error, AttributeError) and "weight_loader" in str(error):

@@ -20,8 +20,9 @@ arrived.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -31,6 +32,8 @@ from sglang_reshard.sources.placements import Layout
 from sglang_reshard.transports.base import Here
 from sglang_reshard.transports.landing import CopyList, landing
 from sglang_reshard.transports.peers import Parcel, Peers, Travel
+
+_BUCKETS = 2
 
 
 class Outlet:
@@ -161,6 +164,35 @@ class _Link:
             return None
         return own.as_strided((own.numel(),), (1,)).view(torch.uint8)
 
+    def staged_bytes(self, in_place: Sequence[torch.Tensor | None]) -> int:
+        """Of a bucket, what this link takes for the messages that this side has not in place."""
+        staged = (m.nbytes for m, own in zip(self.messages, in_place, strict=True) if own is None)
+        return -(-max(staged, default=0) // ALIGN_BYTES) * ALIGN_BYTES
+
+
+class Load(NamedTuple):
+    """What one link asks of one side in an update. staged_bytes: of each bucket."""
+
+    messages: int
+    payload_bytes: int
+    staged_bytes: int
+
+
+def load_of(
+    layout: Layout, order: Order, share_bytes: int, views: Sequence[tuple[torch.Tensor, ...]], device: torch.device
+) -> Load:
+    """The load that a link would be, told without making a bucket. For `views` see `_Link`; meta tensors will do."""
+    link = _Link.cut(layout, order, share_bytes, views)
+    staged = link.staged_bytes([link.in_place(message, device) for message in link.messages])
+    return Load(len(link.messages), link.payload_bytes, staged)
+
+
+def buckets_bytes(loads: Iterable[Load]) -> int:
+    """Bytes of the buckets of a side whose links are these."""
+    of_links = list(loads)
+    rounds = max((load.messages for load in of_links), default=0)
+    return min(_BUCKETS, rounds) * sum(load.staged_bytes for load in of_links)
+
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
@@ -175,11 +207,10 @@ def _turns(links: Mapping[int, _Link], device: torch.device, *, pack: bool) -> t
     in_place = {peer: [link.in_place(m, device) for m in link.messages] for peer, link in links.items()}
     begin, end = {}, 0  # each link's region of a bucket
     for peer, link in links.items():
-        staged = [m.nbytes for m, own in zip(link.messages, in_place[peer], strict=True) if own is None]
         begin[peer] = end
-        end += -(-max(staged, default=0) // ALIGN_BYTES) * ALIGN_BYTES
+        end += link.staged_bytes(in_place[peer])
     rounds = max((len(link.messages) for link in links.values()), default=0)
-    buckets = [torch.empty(end, dtype=torch.uint8, device=device) for _ in range(min(2, rounds))]
+    buckets = [torch.empty(end, dtype=torch.uint8, device=device) for _ in range(min(_BUCKETS, rounds))]
     turns = []
     for number in range(rounds):
         bucket = buckets[number % 2]

@@ -1,0 +1,72 @@
+"""Work in a fresh process: its answers come as it gives them, whatever else it prints, and it ends with the reader."""
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sglang_reshard.errors import DeadlineExceeded
+from sglang_reshard.oracle.forks import ChildFailed
+from sglang_reshard.oracle.fresh import answers
+
+WORK = """
+import os, sys, time
+from sglang_reshard.oracle import fresh
+
+def twice():
+    print("SGLang says hello")
+    for number in fresh.given():
+        fresh.answer({"twice": 2 * number})
+
+def fails():
+    fresh.answer(os.getpid())
+    raise ValueError("no such model")
+
+def late():
+    sys.stderr.write("after 3 s these are not done: 1, 2")
+    sys.exit(fresh.TOO_LATE)
+
+def stays():
+    fresh.answer(os.getpid())
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def ask(tmp_path: Path):
+    (tmp_path / "work_of_this_test.py").write_text(WORK)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def asked(function, job=None):
+        what = "The plan of a model"
+        return answers("work_of_this_test", function, job, what=what, environment=environment, deadline_seconds=30)
+
+    return asked
+
+
+def test_answers_come_in_order_and_nothing_else(ask):
+    assert list(ask("twice", [1, 2])) == [{"twice": 2}, {"twice": 4}]
+
+
+def test_a_failure_comes_with_its_traceback(ask):
+    found = ask("fails")
+    assert isinstance(next(found), int)
+    with pytest.raises(ChildFailed, match=r"The plan of a model failed(.|\n)*no such model"):
+        next(found)
+
+
+def test_too_late_is_an_error_of_its_own(ask):
+    with pytest.raises(DeadlineExceeded, match="not done: 1, 2"):
+        list(ask("late"))
+
+
+def test_a_reader_that_leaves_ends_the_process(ask):
+    found = ask("stays")
+    pid = next(found)
+    found.close()
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(pid)
