@@ -7,7 +7,6 @@ import platform
 import subprocess
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ def header(command: str, notes: Sequence[str]) -> dict[str, Any]:
         "host": {"cpu": facts["cpu"], "cores": facts["cores"], "memory_gib": facts["memory_gib"], "gpus": gpus},
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "sglang", "sglang-reshard")},
+            **{name: facts[name] for name in ("torch", "sglang", "sglang-reshard")},
         },
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),

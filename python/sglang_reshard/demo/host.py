@@ -8,6 +8,8 @@ from importlib.metadata import version
 
 import psutil
 
+from sglang_reshard.version import __version__
+
 
 def facts() -> dict[str, str | int]:
     """Processor, cores, memory and versions; no name and no path of the machine."""
@@ -16,7 +18,8 @@ def facts() -> dict[str, str | int]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "sglang", "transformers", "sglang-reshard")},
+        **{name: version(name) for name in ("torch", "sglang", "transformers")},
+        "sglang-reshard": __version__,
     }
 
 
