@@ -11,25 +11,40 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from sglang_reshard.errors import DeadlineExceeded, EngineDied, Unsupported
+from sglang_reshard.logs import get_logger
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
-from sglang_reshard.patches.fitness import unfit
+from sglang_reshard.patches import presence
+from sglang_reshard.patches.fitness import unfit, warn_if_unfit
 from sglang_reshard.patches.outlive import Children, ended, outlive
-from sglang_reshard.shared_segments import forget, remove, segments_of
-from sglang_reshard.version import VERSION_KEY, __version__
+from sglang_reshard.shared_segments import forget, is_an_engines, remove, segments_of
 
 __all__ = ["apply", "check_installed", "end", "outlive", "update_weights_distributed"]
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
 
+logger = get_logger(__name__)
+
+_ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _ANSWER_S = 60.0
 _END_S = 60.0  # a killed process may need a while to give back a GPU's memory
 
 
 def apply() -> None:
     from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     Engine.update_weights_distributed = update_weights_distributed
+    # Every start comes by one of them: Ray's by the second only, the Rust server's by the first only.
+    for start in ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"):
+        HookRegistry.register(f"{_ENGINE}.{start}", _look_at_arguments, HookType.BEFORE)
+
+
+def _look_at_arguments(_engine: type[Engine], *arguments: Any, **named: Any) -> None:
+    try:
+        warn_if_unfit(named["server_args"] if "server_args" in named else arguments[0])
+    except Exception:  # a newer SGLang that names things otherwise must start all the same
+        logger.warning("Whether this engine can be updated will be known at its first update", exc_info=True)
 
 
 def update_weights_distributed(self: Engine, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
@@ -58,7 +73,7 @@ def end(engine: Engine) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             family += [child.process, *child.process.children(recursive=True)]
     segments = children.segments | segments_of(p.pid for p in family)
-    segments -= segments_of([os.getpid()])
+    segments -= {segment for segment in segments_of([os.getpid()]) if not is_an_engines(segment)}
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -79,12 +94,8 @@ def check_installed(engine: Engine) -> None:
         )
     if reason := unfit(engine.server_args):
         raise Unsupported(reason)
-    versions = [state.get(VERSION_KEY, "none") for state in _internal_states(engine)]
-    if any(version != __version__ for version in versions):
-        raise Unsupported(
-            f"SGLang's scheduler processes carry sglang-reshard {', '.join(versions)} and this process {__version__}; "
-            "install the same version on every node of the engine"
-        )
+    if reason := presence.refusal(_internal_states(engine)):
+        raise Unsupported(reason)
 
 
 def _internal_states(engine: Engine) -> list[dict[str, Any]]:

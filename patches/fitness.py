@@ -1,18 +1,47 @@
-"""Engines that cannot be updated, as far as the arguments tell that they were started with."""
+"""Engines that cannot be updated, as far as can be told from how they were started."""
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import Any
+
+from sglang_reshard.logs import get_logger
+
+logger = get_logger(__name__)
+
+_OFF = ("", "0", "false", "no", "off")  # of SGLang's environment variables
 
 
 def unfit(server_args: Any) -> str:
-    """Why an engine that was started like this cannot be updated; empty if it can."""
+    """Why an engine that was started like this cannot be updated; empty if it can.
+
+    server_args  SGLang's ServerArgs, of any version: an option that a version does not know is off there
+    """
     if server_args.dp_size > 1 and not server_args.enable_dp_attention:
         return f"dp_size={server_args.dp_size} without dp-attention: run one engine per replica instead"
     if server_args.pp_size > 1:
         return f"pp_size={server_args.pp_size}: pipeline stages are not carried yet; use tensor parallelism"
     if getattr(server_args, "tokenizer_worker_num", 1) > 1:
-        return "tokenizer_worker_num > 1: SGLang loads no plugins in the extra workers; use 1"
+        number = server_args.tokenizer_worker_num
+        return f"tokenizer_worker_num={number}: SGLang loads no plugins in the extra workers; use 1"
+    if getattr(server_args, "use_ray", False):
+        return "use_ray: SGLang loads no plugins in schedulers that are Ray actors; start the engine without it"
+    if os.environ.get("SGLANG_RUST_SERVER", "").lower() not in _OFF:  # from 0.5.17
+        return "SGLANG_RUST_SERVER: the Rust server has no place for the requests of an update; unset it"
     if server_args.enable_eplb:
         return "enable_eplb: experts move between ranks while serving, which is not followed yet; turn it off"
+    if (cache := getattr(server_args, "weight_cache_mode", "off")) != "off":  # from 0.5.17
+        return f"weight_cache_mode={cache}: the weights in memory are other engines' too; turn it off"
     return ""
+
+
+def warn_if_unfit(server_args: Any) -> None:
+    """Say at the start what the first update would be refused for. To serve without updates is nobody's mistake."""
+    if reason := unfit(server_args):
+        _warn(reason)
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    logger.warning("This engine serves, but sglang-reshard cannot update its weights: %s", reason)

@@ -6,8 +6,6 @@ encoded, so that they are typed and checked at both ends whatever SGLang does to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from sglang.srt.managers.io_struct import BaseReq
 
 from sglang_reshard.messages import (
@@ -17,9 +15,10 @@ from sglang_reshard.messages import (
     decode,
     encode,
 )
+from sglang_reshard.patches.versions import envelope
 
 
-@dataclass
+@envelope
 class UpdateWeightsDistributedReqInput(BaseReq):
     payload: bytes = b""
     step: Step = "update"
@@ -32,7 +31,7 @@ class UpdateWeightsDistributedReqInput(BaseReq):
         return decode(self.payload, DistributedUpdateWeightsReq)
 
 
-@dataclass
+@envelope
 class UpdateWeightsDistributedReqOutput(BaseReq):
     payload: bytes = b""
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from sglang_reshard.logs import get_logger
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.patches import metrics, presence, versions
 from sglang_reshard.patches.io_struct import (
     UpdateWeightsDistributedReqInput,
     UpdateWeightsDistributedReqOutput,
 )
-from sglang_reshard.version import VERSION_KEY, __version__
+from sglang_reshard.version import VERSION_KEY
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def apply() -> None:
@@ -39,7 +40,7 @@ def _dispatch(_result: Any, scheduler: Scheduler, *_: Any, **__: Any) -> None:
 
 def _tell_version(output: Any, *_: Any, **__: Any) -> None:
     """Among what a scheduler says of itself: in `get_server_info` and GET /server_info, too."""
-    output.internal_state[VERSION_KEY] = __version__
+    output.internal_state[VERSION_KEY] = presence.told()
 
 
 def update_weights_distributed(
@@ -51,21 +52,30 @@ def update_weights_distributed(
         writes = envelope.step in ("update", "commit")
         refusal = _refusal(self, request, writes) if envelope.step != "staged" else ""
         output = self.tp_worker.update_weights_distributed(request, envelope.step, refusal)
-        if writes and output.success and request.flush_cache:
-            _flush_cache(self)
+        if writes and output.success:
+            versions.record_weight_version(self, request.weight_version)
+            if request.flush_cache:
+                _flush_cache(self)
     except Exception as error:
         logger.exception("update_weights_distributed failed")
-        message = f"engine rank {self.tp_rank}: {type(error).__name__}: {error}"
-        output = DistributedUpdateWeightsOutput(success=False, message=message)
+        from sglang.srt.distributed import get_tp_group
+
+        message = f"engine rank {get_tp_group().rank_in_group}: {type(error).__name__}: {error}"
+        output = DistributedUpdateWeightsOutput(success=False, message=message, phase=metrics.ENGINE)
     return UpdateWeightsDistributedReqOutput.of(output)
 
 
 def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq, writes: bool) -> str:
     """Why the scheduler's state forbids the update now; empty if it does not. `writes`: into live weights."""
-    if "weights" in scheduler.offload_tags:
+    if "weights" in versions.offload_tags(scheduler):
         return (
             "the weights are offloaded by release_memory_occupation; "
             "call resume_memory_occupation(['weights']) before the update"
+        )
+    if versions.session_is_open(scheduler):
+        return (
+            "a weight-update session of SGLang's own is open; call end_weight_update before the update, which needs no "
+            "session"
         )
     if scheduler.draft_worker is not None and not scheduler.spec_algorithm.is_ngram():  # n-grams have no weights
         return "a draft model is loaded, which is not carried yet; start the engine without speculative decoding"
@@ -88,17 +98,14 @@ def _drop_finished_requests(scheduler: Scheduler) -> None:
     holds the requests.
     """
     if not _running(scheduler):
-        for batch in _batches(scheduler):
+        for batch in versions.batches(scheduler):
             batch.filter_batch()
 
 
 def _running(scheduler: Scheduler) -> int:
     """How many requests are in any batch that have not all their tokens."""
-    return len({request.rid for batch in _batches(scheduler) for request in batch.reqs if not request.finished()})
-
-
-def _batches(scheduler: Scheduler) -> list[Any]:
-    return [b for b in (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch) if b is not None]
+    requests = (request for batch in versions.batches(scheduler) for request in batch.reqs)
+    return len({request.rid for request in requests if not request.finished()})
 
 
 def _flush_cache(scheduler: Scheduler) -> None:
@@ -112,7 +119,7 @@ def _flush_cache(scheduler: Scheduler) -> None:
 def _without_waiting_requests(scheduler: Scheduler) -> Iterator[None]:
     """While requests that have no part of the cache are taken out of the queue, as after a retracting pause."""
     waiting = scheduler.waiting_queue
-    scheduler.waiting_queue = [request for request in waiting if request.req_pool_idx is not None]
+    scheduler.waiting_queue = [request for request in waiting if versions.owns_cache(request)]
     try:
         yield
     finally:

@@ -1,10 +1,11 @@
 """Shared memory of processes that were killed is found while they live, and removed afterwards."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-from sglang_reshard.shared_segments import remove, segments_of
+from sglang_reshard.shared_segments import forget, is_an_engines, remove, segments_of
 
 HOLDER = """
 from multiprocessing import resource_tracker, shared_memory
@@ -26,6 +27,31 @@ def test_a_killed_process_leaves_a_segment_that_is_found_and_removed():
     remove(found)
     assert not segment.exists()
     remove(found)  # again is no error
+
+
+MAPPER = """
+import mmap, sys
+with open(sys.argv[1], "w+b") as file:
+    file.truncate(4096)
+    held = mmap.mmap(file.fileno(), 4096)
+print("mapped", flush=True)
+input()
+"""
+
+
+def test_so_does_one_that_had_sglangs_file_of_loads():
+    file = Path(f"/dev/shm/sglang_loads_of_a_test_{os.getpid()}.shm")
+    command = [sys.executable, "-c", MAPPER, str(file)]
+    mapper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert mapper.stdout.readline() == "mapped\n"
+    found = segments_of([mapper.pid])
+    mapper.kill()
+    mapper.communicate()
+    assert found == {file}
+    assert is_an_engines(file)
+    remove(found)
+    assert not file.exists()
+    forget(found)  # Python's tracker never knew of it
 
 
 def test_a_process_that_has_ended_has_none():

@@ -40,6 +40,9 @@ def environment(tp_size: int) -> dict[str, str]:
         "SGLANG_CPU_OMP_THREADS_BIND": binding,
         # Else the first request compiles for 20 s and more.
         "TORCHDYNAMO_DISABLE": "1",
+        # From 0.5.19 the prefix tree is compiled against the very torch that the wheel asks for. This one needs none,
+        # so that a newer SGLang runs in the environment of an older one.
+        "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
         # Each rank would start a thread for each core.
         "OMP_NUM_THREADS": str(max(1, len(cores) // tp_size)),
     }

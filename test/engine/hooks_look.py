@@ -1,0 +1,79 @@
+"""What test_hooks.py wants to know of the SGLang that this process imports: a line of JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+MODES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "dp": {"dp_size": 2},
+    "pp": {"pp_size": 2},
+    "tokenizers": {"tokenizer_worker_num": 2},
+    "ray": {"use_ray": True},
+    "eplb": {"enable_eplb": True},
+    "cache": {"weight_cache_mode": "daemon"},
+}
+
+
+def look() -> dict[str, Any]:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
+    from sglang.srt.managers.tp_worker import BaseTpWorker
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_reshard.patches import presence
+
+    extended = (Engine, TokenizerControlMixin, Scheduler, BaseTpWorker, ModelRunner)
+    seen = {
+        "version": metadata.version("sglang"),
+        "absent": presence.absent_hooks(),
+        "told": presence.told(),
+        "hooks": sorted(HookRegistry._hooks),
+        "methods": [hasattr(c, "update_weights_distributed") for c in extended],
+        "received": sent_and_received(),
+        "unfit": refusals(ServerArgs),
+    }
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.no_such_method", presence.told)
+    HookRegistry.apply_hooks()
+    return {**seen, "told of a renamed one": presence.told()}
+
+
+def sent_and_received() -> list[str]:
+    """An envelope, on SGLang's own ways between its processes: pickled, and from 0.5.15 as msgpack where so chosen."""
+    from sglang.srt.managers import io_struct
+
+    from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput
+
+    envelope = pickle.loads(pickle.dumps(UpdateWeightsDistributedReqInput(payload=b"x", step="commit")))
+    if hasattr(io_struct, "msgpack_encode"):
+        envelope = io_struct.msgpack_decode(io_struct.msgpack_encode(envelope))
+    return [type(envelope).__name__, envelope.payload.decode(), envelope.step]
+
+
+def refusals(server_args: type) -> dict[str, str]:
+    """What becomes of each mode whose options this version has, all others being as it has them by default."""
+    from sglang_reshard.patches.fitness import unfit
+
+    fields = msgspec.structs.fields if issubclass(server_args, msgspec.Struct) else dataclasses.fields
+    plain = {field.name: field.default for field in fields(server_args)}
+    return {
+        mode: unfit(SimpleNamespace(**plain | options)) for mode, options in MODES.items() if set(options) <= set(plain)
+    }
+
+
+if __name__ == "__main__":
+    print("seen:", json.dumps(look()), flush=True)

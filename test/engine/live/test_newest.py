@@ -1,0 +1,77 @@
+"""An engine of the newest SGLang that the patches work with: what the others of these tests show of the pinned one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_reshard.patches.versions import NEWEST
+from support.sglangs import chosen
+from support.trainers import run_trainers
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+REASON = "engine rank 1 has half of update 7"  # newest_job's
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Three trainer ranks with FSDP2, to TP=2, in float32, where tokens are decided by the weights alone."""
+    with chosen("newest"):
+        return run_trainers(
+            3,
+            "newest_job:updates_and_mistakes",
+            tmp_path_factory.mktemp("newest"),
+            source_tp=1,
+            target_tp=2,
+            dtype="float32",
+            bucket_bytes=1 << 20,
+            transport="p2p",
+        )
+
+
+@pytest.fixture(scope="module")
+def seen(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    return ranks[0]
+
+
+def test_it_is_the_newest(seen: dict[str, Any]) -> None:
+    assert seen["version"] == str(NEWEST)
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_its_weights_are_those_of_its_own_load_of_a_checkpoint(seen: dict[str, Any], version: str) -> None:
+    assert len(seen["ours"][version]) == 2
+    assert len(seen["ours"][version][0]) > 10
+    assert seen["ours"][version] == seen["stock"][version]
+
+
+def test_it_says_what_transformers_says(seen: dict[str, Any]) -> None:
+    assert seen["tokens"]["1"] == seen["expected"]["1"]
+    assert seen["tokens"]["2"] == seen["expected"]["2"]
+    assert seen["tokens"]["1"] != seen["tokens"]["2"]
+
+
+def test_its_answers_carry_the_version(seen: dict[str, Any]) -> None:
+    assert seen["said"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [("same version", "already version '2'"), ("in a session", "call end_weight_update")],
+)
+def test_a_mistake_is_refused_by_name(ranks: list[dict[str, Any]], mistake: str, says: str) -> None:
+    for rank in ranks:
+        kind, message = rank[mistake]
+        assert kind == "EngineRefused"
+        assert says in message
+
+
+def test_torn_weights_serve_nobody_until_an_update_succeeds(seen: dict[str, Any]) -> None:
+    assert seen["while torn"] == ["TornWeights", REASON]
+    assert seen["tokens"]["healed"] == seen["tokens"]["2"]
+
+
+def test_it_leaves_no_shared_memory(seen: dict[str, Any]) -> None:
+    assert any(name.startswith("sglang_loads_") for name in seen["segments"]["had"])
+    assert seen["segments"]["left"] == []

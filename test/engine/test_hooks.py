@@ -1,0 +1,73 @@
+"""All that the patches hold on to in SGLang is there, at both ends of the range of its versions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_reshard.patches.versions import NEWEST, OLDEST
+from sglang_reshard.version import __version__
+from support.sglangs import ENDS, environment
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module", params=ENDS)
+def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
+    run = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("hooks_look.py"))],
+        env=environment(request.param),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    lines = [line for line in run.stdout.splitlines() if line.startswith("seen: ")]
+    assert run.returncode == 0, run.stderr[-6000:]
+    return {"end": request.param, "log": run.stderr, **json.loads(lines[0].removeprefix("seen: "))}
+
+
+def test_these_are_the_ends_of_the_range(seen: dict[str, Any]) -> None:
+    assert seen["version"] == str(OLDEST if seen["end"] == "pinned" else NEWEST)
+    assert "is tested with" not in seen["log"]
+
+
+def test_every_hook_has_found_its_target(seen: dict[str, Any]) -> None:
+    assert seen["absent"] == []
+    assert seen["told"] == __version__
+    assert len(seen["hooks"]) > 10
+    assert all(seen["methods"])
+
+
+def test_a_hook_whose_target_was_renamed_is_told_of(seen: dict[str, Any]) -> None:
+    """SGLang only logs it, and everything looks as if it were in place."""
+    missing = "sglang.srt.managers.scheduler.Scheduler.no_such_method"
+    assert seen["told of a renamed one"] == f"{__version__} without {missing}"
+
+
+def test_envelopes_arrive_as_they_were_sent(seen: dict[str, Any]) -> None:
+    assert seen["received"] == ["UpdateWeightsDistributedReqInput", "x", "commit"]
+
+
+MODES = {
+    "dp": "dp_size=2 without dp-attention",
+    "pp": "pp_size=2",
+    "tokenizers": "tokenizer_worker_num=2",
+    "ray": "use_ray",
+    "eplb": "enable_eplb",
+    "cache": "weight_cache_mode=daemon",
+}
+
+
+def test_modes_that_cannot_work_are_refused_by_the_name_of_the_option(seen: dict[str, Any]) -> None:
+    unfit = dict(seen["unfit"])
+    assert unfit.pop("none") == ""
+    newer = {"cache"} if seen["end"] == "pinned" else set()
+    assert set(unfit) == set(MODES) - newer
+    for mode, reason in unfit.items():
+        assert reason.startswith(MODES[mode]), reason
