@@ -16,22 +16,20 @@ may replace some weights only, and do not.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang_reshard.errors import TornWeights
+from sglang_reshard.logs import get_logger
+from sglang_reshard.patches import metrics, versions
 
 if TYPE_CHECKING:
-    from prometheus_client import Gauge
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
-GAUGE = "sglang_reshard_torn"
 _REASON = "_reshard_torn"
 _LIFTING = "_reshard_lifting"  # calls of continue_generation that are under way
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
@@ -54,7 +52,7 @@ def mark(manager: TokenizerManager, reason: str) -> None:
         raise ValueError("say why the weights are torn")
     logger.error("The weights are torn, and no request is served until an update succeeds: %s", reason)
     setattr(manager, _REASON, reason)
-    _show(manager)
+    metrics.show_torn(manager, True)
     # A call of continue_generation may have looked before this update began, and lift the pause after it.
     if getattr(manager, _LIFTING, 0) and manager.is_pause:
         _abort_all(manager)
@@ -65,7 +63,7 @@ def heal(manager: TokenizerManager) -> None:
     if reason(manager):
         logger.warning("The weights are whole again; requests are served")
     setattr(manager, _REASON, "")
-    _show(manager)
+    metrics.show_torn(manager, False)
 
 
 def reason(manager: TokenizerManager) -> str:
@@ -81,12 +79,6 @@ def apply() -> None:
         HookRegistry.register(f"{_MANAGER}.{inside}", _refuse_late, HookType.BEFORE)
     HookRegistry.register(f"{_MANAGER}.continue_generation", _continue, HookType.AROUND)
     HookRegistry.register(f"{_MANAGER}._wait_for_model_update_from_disk", _load, HookType.AROUND)
-    # With the communicators, because what SGLang needs for its metrics has been set up by then.
-    HookRegistry.register(
-        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",
-        lambda _result, manager, *_, **__: _show(manager),
-        HookType.AFTER,
-    )
 
 
 def _refuse(manager: TokenizerManager, *_: Any, **__: Any) -> None:
@@ -101,8 +93,7 @@ def _refuse_late(manager: TokenizerManager, asked: Any, *_: Any, **__: Any) -> N
     try:
         _refuse(manager)
     except TornWeights:
-        for request_id in _request_ids(asked):
-            manager.rid_to_state.pop(request_id, None)
+        versions.forget_unsent(manager, _request_ids(asked))
         raise
 
 
@@ -128,7 +119,7 @@ def _abort_all(manager: TokenizerManager) -> None:
     """End what the schedulers hold without another forward pass, which an abort alone gives a running request."""
     from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-    manager.send_to_scheduler.send_pyobj(PauseGenerationReqInput(mode="retract"))
+    versions.send(manager, PauseGenerationReqInput(mode="retract"))
     manager.abort_request(abort_all=True)
 
 
@@ -139,20 +130,3 @@ async def _load(
     if outcome[0]:
         heal(manager)
     return outcome
-
-
-def _show(manager: TokenizerManager) -> None:
-    if manager.enable_metrics and (gauge := _gauge()) is not None:
-        gauge.set(1 if reason(manager) else 0)
-
-
-@functools.cache
-def _gauge() -> Gauge | None:
-    """Made at the first use: prometheus_client looks at SGLang's folder for it when it is imported."""
-    try:
-        from prometheus_client import Gauge
-    except ImportError:
-        return None
-    return Gauge(
-        GAUGE, "1 while the weights are torn and requests are refused, else 0.", multiprocess_mode="mostrecent"
-    )

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from sglang_reshard.errors import ReshardError
+from sglang_reshard import spans
+from sglang_reshard.errors import Aborted, ReshardError
+from sglang_reshard.logs import get_logger
 from sglang_reshard.messages import DistributedUpdateWeightsReq
 from sglang_reshard.peak_memory import PeakMemory
 from sglang_reshard.session import Session
 from sglang_reshard.talk import Talk
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
+
+# In the order in which ranks come to them. Verdicts are exchanged at some, and the words of a failure begin with one.
+PHASES = ("prepare", "trace", "plan", "call", "connect", "staged", "ready", "move", "verify", "commit")
 
 
 class Refused(Exception):
@@ -45,6 +49,7 @@ class Course:
     kept_bytes  of buffers that an earlier update left
     seconds     phase -> seconds
     now         the phase that was entered last
+    digest      of all weights, on engine rank 0, once they have been verified in full
     """
 
     request: DistributedUpdateWeightsReq
@@ -56,12 +61,14 @@ class Course:
     kept_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     now: str = "prepare"
+    digest: str = ""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         started, self.now = time.perf_counter(), name
         try:
-            yield
+            with spans.span(f"reshard.{name}", parent=self.request.traceparent, engine_rank=self.rank):
+                yield
         finally:
             self.seconds[name] = time.perf_counter() - started
 
@@ -74,8 +81,7 @@ class Course:
         verdicts = self.gather(what, verdict)
         failed = [rank for rank, v in enumerate(verdicts) if v.error]
         if failed:
-            others = f" (engine ranks {failed} failed)" if len(failed) > 1 else ""
-            raise Refused(what, f"{what}, engine rank {failed[0]}: {verdicts[failed[0]].error}{others}")
+            raise Refused(what, refusal(what, failed, verdicts[failed[0]].error))
         return verdicts
 
     def together(self, step: Callable[[], None]) -> str:
@@ -90,6 +96,20 @@ class Course:
             said = told(error)
             self.talk.fail(error, f"{self.now}, engine rank {self.rank}: {said}")
             return said
+
+
+def phase_of(error: Exception, now: str) -> str:
+    """In which phase an update failed: as ranks have agreed, "aborted" if they did not say, else `now`, this rank's."""
+    said = str(error).partition(",")[0]
+    if said in PHASES:
+        return said
+    return "aborted" if isinstance(error, Aborted) else now
+
+
+def refusal(what: str, failed: Sequence[int], error: str) -> str:
+    """What the trainer hears when these engine ranks have failed, `error` being what the first of them said."""
+    others = f" (engine ranks {list(failed)} failed)" if len(failed) > 1 else ""
+    return f"{what}, engine rank {failed[0]}: {error}{others}"
 
 
 def attempt(step: Callable[[], T]) -> tuple[T | None, str]:

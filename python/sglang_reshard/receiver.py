@@ -6,22 +6,22 @@ is told when it ends.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 
-from sglang_reshard.course import Course, Refused
+from sglang_reshard.course import Course, Refused, phase_of
 from sglang_reshard.errors import Aborted, ConnectionLost, Mismatch, ReshardError
 from sglang_reshard.inbound import Inbound
+from sglang_reshard.logs import about, get_logger
 from sglang_reshard.manifests import check_request
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.peak_memory import PeakMemory
 from sglang_reshard.session import Session
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class _Overtaken(ReshardError):
@@ -112,7 +112,8 @@ class WeightReceiver:
         if not self._busy.acquire(timeout=request.timeout_s):
             return self._failed(f"engine rank {self._rank} was busy with another update for {request.timeout_s:.0f} s")
         try:
-            return self._tried(request, course_of, steps, ends)
+            with about(**request.named(), rank=f"engine rank {self._rank}"):
+                return self._tried(request, course_of, steps, ends)
         finally:
             self._busy.release()
 
@@ -130,17 +131,17 @@ class WeightReceiver:
                 self._end()
             return output
         except _Overtaken as error:  # what is under way now is another update's
-            return self._failed(str(error))
+            return self._failed(str(error), "ready")
         except Refused as refused:
-            message = str(refused)
+            message, phase = str(refused), self._phase_of(refused)
             if refused.what != "prepare":  # until then nothing that stood was touched
                 self._inbound.router.forget()
         except Aborted as error:
             self._inbound.router.forget()  # a group that was made by some of its members only cannot be used
-            message = str(error)
+            message, phase = str(error), self._phase_of(error)
         except ReshardError as error:
             self._inbound.router.forget()
-            message = f"engine rank {self._rank}: {error}"
+            message, phase = f"engine rank {self._rank}: {error}", self._phase_of(error)
             if self._course is not None:
                 self._course.talk.abort(message)
             if isinstance(error, ConnectionLost):
@@ -148,14 +149,17 @@ class WeightReceiver:
         except Exception as error:
             logger.exception("update %d failed", request.update)
             self._inbound.router.forget()
-            message = f"engine rank {self._rank}: {type(error).__name__}: {error}"
+            message, phase = f"engine rank {self._rank}: {type(error).__name__}: {error}", self._phase_of(error)
             if self._course is not None:
                 self._course.talk.abort(message)
         self._end()
-        return self._failed(message)
+        return self._failed(message, phase)
 
-    def _failed(self, message: str) -> DistributedUpdateWeightsOutput:
-        return DistributedUpdateWeightsOutput(success=False, message=message, torn=bool(self.torn))
+    def _failed(self, message: str, phase: str = "prepare") -> DistributedUpdateWeightsOutput:
+        return DistributedUpdateWeightsOutput(success=False, message=message, torn=bool(self.torn), phase=phase)
+
+    def _phase_of(self, error: Exception) -> str:
+        return phase_of(error, self._course.now if self._course is not None else "prepare")
 
     def _begun(self, request: DistributedUpdateWeightsReq) -> Course:
         self._end()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class RankReport(msgspec.Struct, frozen=True):
@@ -36,9 +39,11 @@ class TrainerRankReport(msgspec.Struct, frozen=True):
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
-    """One update, the same on every trainer rank.
+    """One update, the same on every trainer rank. `print(report)` shows it as a table, also where there are many ranks.
 
     verified           how what has arrived was compared with what was sent: "off", "sample" or "full"
+    digest             of all weights, the same for any layout and size of either side (`digest.whole`), where
+                       verified == "full"
     message            what the trainer should know, such as names that the engine has no use for
     predicted_seconds  what the cost model expected the `move` to take
     seconds            phase -> seconds: `publish` and `total` as trainer rank 0 saw them, the others of the slowest
@@ -56,6 +61,48 @@ class UpdateReport(msgspec.Struct, frozen=True):
     engine_ranks: tuple[RankReport, ...]
     trainer_ranks: tuple[TrainerRankReport, ...]
     verified: str = "off"
+    digest: str = ""
+
+    @property
+    def received_bytes(self) -> int:
+        """Of all engine ranks together."""
+        return sum(rank.received_bytes for rank in self.engine_ranks)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """`received_bytes` over the slowest engine rank's `move`; 0 where that is not known."""
+        move = self.seconds.get("move", 0.0)
+        return self.received_bytes / move if move > 0 else 0.0
+
+    @property
+    def peak_extra_bytes(self) -> int:
+        """Of the engine rank that took the most."""
+        return max((rank.peak_extra_bytes for rank in self.engine_ranks), default=0)
 
     def as_dict(self) -> dict[str, Any]:
         return msgspec.to_builtins(self)
+
+    def json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    def line(self) -> str:
+        """In a line, for a log."""
+        version = f"version {self.weight_version}, " if self.weight_version is not None else ""
+        return (
+            f"{version}{self.received_bytes / 1e9:.3f} GB to {len(self.engine_ranks)} engine ranks by {self.transport} "
+            f"in {self.seconds.get('total', 0.0):.3f} s"
+        )
+
+    def table(self) -> Table:
+        """For rich: phases, then bytes of engine and trainer ranks; least, median and most where there are many."""
+        from sglang_reshard.report_table import table_of
+
+        return table_of(self)
+
+    def __rich__(self) -> Table:
+        return self.table()
+
+    def __str__(self) -> str:
+        from sglang_reshard.report_table import text_of
+
+        return text_of(self)

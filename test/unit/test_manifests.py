@@ -101,6 +101,7 @@ class Request(msgspec.Struct, frozen=True):
     timeout_s: float = 1.0
     ignore: tuple[str, ...] = ()
     package_version: str = ""
+    traceparent: str = ""
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
         raise Mismatch(f"the request has the number {request.update}, which no update has")
     _check_bucket(request.bucket_bytes, "the request")
     _check_timeout(request.timeout_s, "the request")
-    words = (request.layout, request.transport, request.weight_version or "", request.package_version)
+    version = request.weight_version or ""
+    words = (request.layout, request.transport, version, request.package_version, request.traceparent)
     for word in (*words, *request.handles, *request.trainer_hosts, *request.routes, *request.ignore):
         if len(word) > _MAX_WORD_LENGTH:
             raise Mismatch(f"the request has a name of {len(word):,} characters: {word[:40]!r}...")

@@ -1,0 +1,43 @@
+"""What the trainer of test_metrics.py does to a server that counts: updates that succeed, and two that do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from sglang_reshard import WeightSender
+from sglang_reshard.demo import tiny_model
+from sglang_reshard.demo.trainer import Trainer
+from support.refusals import refusal_of
+
+
+def update_a_server_that_counts(job: dict[str, Any]) -> dict[str, Any]:
+    """/metrics as it was: before the first update, after three that went well and two that did not, after a load."""
+    url, folder = job["url"], Path(job["folder"])
+    ranks = dist.get_world_size()
+    trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), init_device_mesh("cpu", (ranks,)))
+    trainer.save_checkpoint(folder / "checkpoint")
+    sender = WeightSender(url, timeout_s=60)
+    seen = {"before": _metrics(url)}
+    named = dict(trainer.model.named_parameters())
+    reports = [sender.update(named.items(), weight_version=f"step {step}") for step in range(1, 4)]
+    seen["same version"] = refusal_of(lambda: sender.update(named.items(), weight_version="step 3"))
+    more = {**named, "nobody.wants.this": torch.ones(2)}
+    seen["unknown name"] = refusal_of(lambda: sender.update(more.items(), weight_version="step 4"))
+    seen["after"] = _metrics(url)
+    body = {"model_path": str(folder / "checkpoint"), "load_format": "auto", "weight_version": "loaded"}
+    httpx.post(f"{url}/update_weights_from_disk", json=body, timeout=60).raise_for_status()
+    seen["loaded"] = _metrics(url)
+    sender.close()
+    seen["reports"] = [report.as_dict() for report in reports]
+    seen["session"] = sender._session.address.session
+    return seen
+
+
+def _metrics(url: str) -> str:
+    return httpx.get(f"{url}/metrics", timeout=10).raise_for_status().text

@@ -1,0 +1,96 @@
+"""A server's /metrics and its log tell of updates; `sglang-reshard doctor` finds it well."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_reshard import __version__, cpu_host
+from sglang_reshard.demo import tiny_model
+from support.servers import cpu_options, serving
+from support.trainers import run_trainers
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+TP = 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("metrics")
+    tiny_model.save(folder / "model", TP, TP)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[str]:
+    """A TP=1 server on dummy weights, with metrics and this package's log as JSON."""
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder / "model"), "--tp-size",
+               str(TP), "--load-format", "dummy", "--dtype", "float32", "--enable-metrics", "--skip-server-warmup",
+               *cpu_options()]  # fmt: skip
+    environment = {**cpu_host.environment(TP), "SGLANG_RESHARD_LOG": "json"}
+    with serving(command, environment, folder / "log") as url:
+        yield url
+
+
+def samples(text: str) -> dict[str, float]:
+    """Ours of a page of metrics."""
+    lines = (line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("sglang_reshard_"))
+    return {name: float(value) for name, value in lines}
+
+
+def versions(of: dict[str, float]) -> set[str]:
+    return {name for name in of if name.startswith("sglang_reshard_weights_info")}
+
+
+def test_metrics_and_log_tell_of_updates(server: str, folder: Path, tmp_path: Path) -> None:
+    (seen,) = run_trainers(
+        1,
+        "metrics_job:update_a_server_that_counts",
+        tmp_path,
+        url=server,
+        target_tp=TP,
+    )
+    before, after, loaded = (samples(seen[when]) for when in ("before", "after", "loaded"))
+    assert before["sglang_reshard_updates_total"] == 0
+    assert before['sglang_reshard_failures_total{phase="move"}'] == 0
+    assert versions(before) == {'sglang_reshard_weights_info{version="default"}'}
+    assert after["sglang_reshard_updates_total"] == 5
+    assert "already version 'step 3'" in str(seen["same version"])
+    assert "nobody.wants.this" in str(seen["unknown name"])
+    failures = {name for name, value in after.items() if name.startswith("sglang_reshard_failures_total") and value}
+    assert failures == {
+        'sglang_reshard_failures_total{phase="plan"}',
+        'sglang_reshard_failures_total{phase="request"}',
+    }
+    received = sum(rank["received_bytes"] for report in seen["reports"] for rank in report["engine_ranks"])
+    assert after['sglang_reshard_received_bytes_total{transport="ipc"}'] == received
+    assert after['sglang_reshard_phase_seconds_count{phase="move"}'] == 3
+    moved = sum(report["seconds"]["move"] for report in seen["reports"])
+    assert after['sglang_reshard_phase_seconds_sum{phase="move"}'] == pytest.approx(moved)
+    assert after["sglang_reshard_torn"] == 0
+    assert versions(after) == {'sglang_reshard_weights_info{version="step 3"}'}
+    assert versions(loaded) == {'sglang_reshard_weights_info{version="loaded"}'}, "SGLang's own updates are seen"
+    told = [json.loads(line) for line in (folder / "log").read_text().splitlines() if line.startswith('{"time"')]
+    ended = [(line["level"], line["version"]) for line in told if line["message"].startswith("update ")]
+    assert ended == [
+        ("INFO", "step 1"),
+        ("INFO", "step 2"),
+        ("INFO", "step 3"),
+        ("ERROR", "step 3"),
+        ("ERROR", "step 4"),
+    ]
+    assert {line["session"] for line in told} == {seen["session"]}
+
+
+def test_the_doctor_finds_the_server_well(server: str) -> None:
+    command = [str(Path(sys.executable).with_name("sglang-reshard")), "doctor", "--json", "--url", server]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, timeout=120, check=False)
+    found = {finding["name"]: finding for finding in json.loads(ran.stdout)["findings"]}
+    assert [found[name]["status"] for name in ("server", "server's plugin", "server's weights")] == ["ok"] * 3, found
+    assert __version__ in found["server's plugin"]["says"]
+    assert ran.returncode == 0, found
