@@ -1,4 +1,11 @@
-"""sglang.srt.entrypoints.http_server: POST /update_weights_distributed, and a 503 for whoever asks torn weights."""
+"""sglang.srt.entrypoints.http_server: what this package adds to a server.
+
+    POST /update_weights_distributed    an update; the trainer's side of it is `sglang_reshard.remote`
+    GET  /weights_info                  which weights are live
+    503                                 in place of any answer that torn weights would have a part in
+
+Both ask for the admin key, or the API key where there is no admin key, as SGLang's own control endpoints do.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
-from sglang_reshard.patches import torn
+from sglang_reshard.patches import torn, weights_info
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PATH = "/update_weights_distributed"
+_PATH, _INFO = "/update_weights_distributed", "/weights_info"
 _HEALTH = ("/health", "/health_generate")
 
 
@@ -38,14 +45,14 @@ def _extend(_result: Any, manager: TokenizerManager, *_: Any, **__: Any) -> None
     server = sys.modules.get("sglang.srt.entrypoints.http_server")
     if server is None or any(getattr(route, "path", None) == _PATH for route in server.app.routes):
         return
-    _add_route(server.app, manager)
+    _add_routes(server.app, manager)
     if server.app.middleware_stack is None:
         server.app.add_middleware(TornAnswers, manager=manager)
     else:
         logger.warning("The server runs already: it will say 500 and not 503 while its weights are torn")
 
 
-def _add_route(app: Any, manager: TokenizerManager) -> None:
+def _add_routes(app: Any, manager: TokenizerManager) -> None:
     from sglang.srt.utils.auth import AuthLevel, auth_level
     from starlette.responses import Response
 
@@ -60,7 +67,12 @@ def _add_route(app: Any, manager: TokenizerManager) -> None:
         status = HTTPStatus.OK if output.success else HTTPStatus.BAD_REQUEST
         return Response(msgspec.json.encode(output), status_code=status, media_type="application/json")
 
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def tell(_request: Any) -> Response:
+        return Response(msgspec.json.encode(weights_info.of(manager)), media_type="application/json")
+
     app.add_route(_PATH, update_weights_distributed, methods=["POST"])
+    app.add_route(_INFO, tell, methods=["GET"])
 
 
 class TornAnswers:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_reshard.http_send import WAITS
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Step
-from sglang_reshard.patches import torn
+from sglang_reshard.patches import metrics, presence, torn, versions, weights_info
 from sglang_reshard.patches.fitness import unfit
 from sglang_reshard.patches.io_struct import (
     UpdateWeightsDistributedReqInput,
     UpdateWeightsDistributedReqOutput,
 )
+from sglang_reshard.patches.watch import watched
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 _NAME = "update_weights_distributed"
 _POLL_S = 0.02
-_RUNNING = "_reshard_running"  # on the manager: the update that is under way
+_RUNNING = weights_info.RUNNING
+_PRESENT = "_reshard_present"  # on the manager: the schedulers have been seen to carry these patches
 
 
 def apply() -> None:
@@ -27,7 +29,7 @@ def apply() -> None:
 
     if all(spec[0] != _NAME for spec in mixin._COMMUNICATOR_SPECS):
         mixin._COMMUNICATOR_SPECS.append((_NAME, UpdateWeightsDistributedReqOutput))
-    mixin.TokenizerControlMixin.update_weights_distributed = update_weights_distributed
+    mixin.TokenizerControlMixin.update_weights_distributed = watched(update_weights_distributed)
 
 
 async def update_weights_distributed(
@@ -39,12 +41,14 @@ async def update_weights_distributed(
     own weight updates.
     """
     self.auto_create_handle_loop()
-    if refusal := _refusal(self.server_args, request) or getattr(self, _RUNNING, ""):
+    if refusal := _refusal(self, request) or getattr(self, _RUNNING, ""):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
     whose = f"update {request.update} of session {request.address.session}"
     running = f"{whose} is running; repeat this one when it has ended"
     setattr(self, _RUNNING, running)
     try:
+        if refusal := await _absence(self, request.timeout_s):
+            return DistributedUpdateWeightsOutput(success=False, message=refusal)
         return await _update(self, request)
     finally:
         setattr(self, _RUNNING, "")
@@ -82,6 +86,7 @@ async def _write(
         raise
     if output.success:
         torn.heal(self)
+        weights_info.record(self, request, output)
         self._update_weight_version_if_provided(request.weight_version)
     elif output.torn:
         torn.mark(self, output.message)
@@ -103,15 +108,29 @@ async def _ask(
             torn=step in ("update", "commit"),
             message=f"the engine's schedulers did not answer within {within:.0f} s; look at their log, and start the "
             "engine anew",
+            phase=metrics.ENGINE,
         )
     outputs = [reply.open() for reply in answer.result()]
     return next((o for o in outputs if not o.success), outputs[0])
 
 
-def _refusal(server_args: Any, request: DistributedUpdateWeightsReq) -> str:
-    if reason := unfit(server_args):
+async def _absence(self: TokenizerManager, timeout_s: float) -> str:
+    """Which of the engine's processes lack these patches, asked once; empty if none does."""
+    if getattr(self, _PRESENT, False):
+        return ""
+    answer = asyncio.ensure_future(self.get_internal_state())  # not cancelled, for the same reason
+    done, _ = await asyncio.wait([answer], timeout=timeout_s)
+    if not done:
+        return f"the engine's schedulers did not say within {timeout_s:.0f} s what they are; look at their log"
+    refusal = presence.refusal(answer.result())
+    setattr(self, _PRESENT, not refusal)
+    return refusal
+
+
+def _refusal(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> str:
+    if reason := unfit(manager.server_args):
         return reason
-    if request.weight_version is not None and request.weight_version == server_args.weight_version:
+    if request.weight_version is not None and request.weight_version == versions.weight_version(manager):
         return (
             f"the engine's weights are already version {request.weight_version!r}; "
             "give every update another weight_version, or none"

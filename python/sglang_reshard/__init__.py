@@ -14,26 +14,32 @@ from sglang_reshard.version import __version__
 if TYPE_CHECKING:
     from sglang_reshard.fleet import Fleet
     from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+    from sglang_reshard.remote import RemoteEngine
     from sglang_reshard.report import UpdateReport
     from sglang_reshard.sender import WeightSender
     from sglang_reshard.verl_engine import VerlEngine
+    from sglang_reshard.weights_info import WeightsInfo
 
 _HOME = {
     "DistributedUpdateWeightsOutput": "messages",
     "DistributedUpdateWeightsReq": "messages",
     "Fleet": "fleet",
+    "RemoteEngine": "remote",
     "UpdateReport": "report",
     "VerlEngine": "verl_engine",
     "WeightSender": "sender",
+    "WeightsInfo": "weights_info",
 }
 
 __all__ = [
     "DistributedUpdateWeightsOutput",
     "DistributedUpdateWeightsReq",
     "Fleet",
+    "RemoteEngine",
     "UpdateReport",
     "VerlEngine",
     "WeightSender",
+    "WeightsInfo",
     "__version__",
 ]
 

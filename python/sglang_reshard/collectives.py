@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from sglang_reshard.errors import DeadlineExceeded
-from sglang_reshard.messages import decode, encode
+from sglang_reshard.errors import DeadlineExceeded, Unsupported
+from sglang_reshard.messages import Failure, decode, encode
 
 T = TypeVar("T")
 
@@ -50,6 +51,39 @@ def broadcast_message(message: T | None, kind: type[T], group: dist.ProcessGroup
             data = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, root, group=group)
     return from_tensor(data, kind)
+
+
+def require_cpu_backend(group: dist.ProcessGroup) -> None:
+    """Raise Unsupported for a group of trainer ranks that cannot carry messages, which are in host memory."""
+    if "cpu:" not in (backends := dist.get_backend_config(group)):
+        raise Unsupported(
+            f"the process group has no CPU backend ({backends}), which metadata is exchanged over; start with "
+            "init_process_group('cpu:gloo,cuda:nccl'), or give a gloo group"
+        )
+
+
+def on_first_rank(call: Callable[[], Any], group: dist.ProcessGroup) -> Any:
+    """Make the call on the group's first rank; its result, or its error, on every rank. Collective over a CPU group.
+
+    What comes back has been through msgpack on all ranks alike: tuples and tensors are lists.
+    """
+    require_cpu_backend(group)
+    outcome = cause = None
+    if dist.get_rank(group) == 0:
+        try:
+            outcome = _Outcome(value=call())
+        except Exception as error:
+            cause = error
+            outcome = _Outcome(failure=Failure.of(error))
+    outcome = broadcast_message(outcome, _Outcome, group)
+    if outcome.failure is not None:
+        raise outcome.failure.error() from cause
+    return outcome.value
+
+
+class _Outcome(msgspec.Struct, frozen=True):
+    value: Any = None
+    failure: Failure | None = None
 
 
 def gather_messages(message: object, kind: type[T], group: dist.ProcessGroup) -> list[T]:

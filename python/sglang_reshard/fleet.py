@@ -95,7 +95,7 @@ class Fleet:
 
     def _sender(self, name: str, send: Send | None) -> WeightSender:
         timeout_s = self._options.get("timeout_s", DEFAULT_TIMEOUT_S)
-        return WeightSender(
+        return WeightSender.within(
             Session.join(self._address.named(name), timeout_s),
             trainer_rank=self._rank,
             global_ranks=self._global_ranks,

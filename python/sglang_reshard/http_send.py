@@ -1,52 +1,18 @@
-"""How trainer rank 0 reaches a server by its URL."""
+"""How trainer rank 0 reaches a server by its URL, for those who open their sessions themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from sglang_reshard.lead import Send
+from sglang_reshard.messages import DEFAULT_TIMEOUT_S
+from sglang_reshard.remote import WAITS, RemoteEngine
 
-import msgspec
-
-from sglang_reshard.errors import EngineRefused
-from sglang_reshard.messages import (
-    DEFAULT_TIMEOUT_S,
-    DistributedUpdateWeightsOutput,
-    DistributedUpdateWeightsReq,
-)
-
-_PATH = "/update_weights_distributed"
-_CONNECT_S = 10.0
-WAITS = 8  # an update waits this often at most, each time for up to `timeout_s`
+__all__ = ["WAITS", "http_send"]
 
 
-def http_send(
-    url: str, *, api_key: str = "", timeout_s: float = DEFAULT_TIMEOUT_S
-) -> Callable[[DistributedUpdateWeightsReq], DistributedUpdateWeightsOutput]:
-    """The `send` of a `WeightSender` for a server at `url` (http://host:port) that has this package installed.
+def http_send(url: str, *, api_key: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> Send:
+    """The `send` of a `WeightSender.over` or a `Fleet`, for a server at `url`; see `RemoteEngine`, which says no more.
 
-    api_key    the server's admin key, if it asks for one
+    api_key    the server's admin key, or its API key if it has no admin key
     timeout_s  the update's
-
-    The call raises EngineRefused for a server that cannot be reached, does not answer in time or has no such endpoint.
     """
-    import httpx
-
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    timeout = httpx.Timeout(WAITS * timeout_s, connect=_CONNECT_S)
-
-    def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
-        body = msgspec.json.encode(request)
-        try:
-            # The environment's proxies are for the world outside; an engine is not there.
-            with httpx.Client(timeout=timeout, trust_env=False) as client:
-                answer = client.post(url.rstrip("/") + _PATH, content=body, headers=headers)
-        except httpx.HTTPError as error:
-            raise EngineRefused(f"{url} did not answer: {type(error).__name__}: {error}") from error
-        try:
-            return msgspec.json.decode(answer.content, type=DistributedUpdateWeightsOutput)
-        except msgspec.MsgspecError as error:
-            raise EngineRefused(
-                f"{url} answered {answer.status_code} {answer.text[:200]!r}; is sglang-reshard installed beside "
-                "SGLang there (404), and is the admin key right (401)?"
-            ) from error
-
-    return send
+    return RemoteEngine(url, api_key=api_key, timeout_s=timeout_s).update_weights_distributed

@@ -60,6 +60,7 @@ class _Written(msgspec.Struct, frozen=True):
     error: str = ""
     report: RankReport | None = None
     read_bytes: dict[int, int] = {}
+    digest: str = ""
 
 
 class Inbound:
@@ -169,7 +170,7 @@ class Inbound:
             seconds=course.seconds,
             staged_bytes=route.staged_bytes,
         )
-        written = course.agree("commit", _Written(error, report, route.transport.read_bytes))
+        written = course.agree("commit", _Written(error, report, route.transport.read_bytes, course.digest))
         self.torn = ""
         read: dict[int, int] = {}
         for w in written:
@@ -181,6 +182,9 @@ class Inbound:
             transport=route.planned.choice.name,
             transport_reason=route.planned.choice.why,
             predicted_seconds=route.planned.choice.seconds,
+            digest=written[0].digest,
+            tensors=len(route.target.catalog.layout.tensors),
+            source_bytes=route.target.catalog.nbytes,
             read_bytes=read,
             ranks=tuple(w.report for w in written if w.report is not None),
         )
@@ -199,6 +203,8 @@ class Inbound:
             selection = selection_of(request.verify, request.update)
             trainer_ranks = len(request.trainer_hosts)
             check_arrived(auditor, selection, course.talk, self._rank, trainer_ranks, request.timeout_s)
+            if self._rank == 0 and request.verify == "full":
+                course.digest = course.talk.whole_digest(trainer_ranks, request.timeout_s)
 
     @property
     def route(self) -> Route:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import glob
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from sglang_reshard import spans
 from sglang_reshard.errors import DeadlineExceeded, EngineRefused, Mismatch, ReshardError, TornWeights
 from sglang_reshard.messages import (
     DistributedUpdateWeightsOutput,
@@ -66,8 +68,9 @@ class Lead:
         published  what this rank has; None where it has failed, which its note tells
         started    when the update began, by `time.perf_counter`
         """
-        arguments = talk, published, options, started, self._asking
-        self._asking = threading.Thread(target=self._run, args=arguments, name="sglang-reshard lead", daemon=True)
+        arguments = self._run, talk, published, options, started, self._asking
+        run = contextvars.copy_context().run  # this thread's span and what its log lines are of
+        self._asking = threading.Thread(target=run, args=arguments, name="sglang-reshard lead", daemon=True)
         self._asking.start()
 
     def _run(
@@ -112,27 +115,29 @@ class Lead:
         self._check_agreement(notes)
         assert published is not None
         tied = tuple(glob.escape(name) for name in published.tied)
-        answer = self._send(
-            DistributedUpdateWeightsReq(
-                address=self._session.address,
-                update=talk.update,
-                layout=notes[0].layout,
-                handles=tuple(note.handles for note in notes),
-                trainer_hosts=tuple(note.host for note in notes),
-                routes=tuple(note.route for note in notes),
-                weight_version=options.weight_version,
-                transport=self._way.transport,
-                bucket_bytes=self._way.bucket_bytes,
-                timeout_s=self._way.timeout_s,
-                flush_cache=options.flush_cache,
-                abort_all_requests=options.abort_all_requests,
-                ignore=options.ignore + tied,
-                verify=options.verify,
-                staged=options.staged,
-                let_go=options.let_go,
-                package_version=__version__,
+        with spans.span("reshard.request"):
+            answer = self._send(
+                DistributedUpdateWeightsReq(
+                    address=self._session.address,
+                    update=talk.update,
+                    layout=notes[0].layout,
+                    handles=tuple(note.handles for note in notes),
+                    trainer_hosts=tuple(note.host for note in notes),
+                    routes=tuple(note.route for note in notes),
+                    weight_version=options.weight_version,
+                    transport=self._way.transport,
+                    bucket_bytes=self._way.bucket_bytes,
+                    timeout_s=self._way.timeout_s,
+                    flush_cache=options.flush_cache,
+                    abort_all_requests=options.abort_all_requests,
+                    ignore=options.ignore + tied,
+                    verify=options.verify,
+                    staged=options.staged,
+                    let_go=options.let_go,
+                    package_version=__version__,
+                    traceparent=spans.traceparent(),
+                )
             )
-        )
         if answer.success:
             return answer
         if answer.torn:
@@ -172,6 +177,7 @@ def _report(
         transport=answer.transport,
         transport_reason=answer.transport_reason,
         predicted_seconds=answer.predicted_seconds,
+        digest=answer.digest,
         bucket_bytes=bucket_bytes,
         seconds=slowest,
         engine_ranks=answer.ranks,

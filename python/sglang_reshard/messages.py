@@ -37,6 +37,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     staged          keep the weights apart until they have all arrived and been verified; takes as much memory again
     let_go          unmap the trainer ranks' memory at the end, and map it again in the next update
     package_version of the sender; the engine's must be the same
+    traceparent     the sender's span, see `spans`; empty where it has none
     """
 
     address: Address
@@ -56,6 +57,11 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     staged: bool = False
     let_go: bool = False
     package_version: str = ""
+    traceparent: str = ""
+
+    def named(self) -> dict[str, Any]:
+        """What log lines and spans say of this update."""
+        return {"session": self.address.session, "update": self.update, "version": self.weight_version or ""}
 
 
 class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +69,7 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     torn       weights were partly written: only a successful update heals that
     under_way  between the engine's processes: what was asked about goes on still
+    phase      in which it failed, see `course.PHASES`; empty where it did not, or before the first
     """
 
     success: bool
@@ -72,8 +79,12 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = ""
     transport_reason: str = ""
     predicted_seconds: float = 0.0  # of the move, by the cost model
+    digest: str = ""  # of all weights, see `digest.whole`, where verify="full" has compared them
+    tensors: int = 0  # of the source layout, and their bytes
+    source_bytes: int = 0
     read_bytes: dict[int, int] = {}  # trainer rank -> bytes that engine ranks get out of its memory
     ranks: tuple[RankReport, ...] = ()
+    phase: str = ""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -162,10 +173,10 @@ Word = Connect | Join | Move | Vouch | Done
 
 
 def encode(message: Any) -> bytes:
-    return msgspec.msgpack.encode(message, enc_hook=_as_list)
+    return msgspec.msgpack.encode(message, enc_hook=as_list)
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """Tensors and arrays in an engine's output travel as lists."""
     if hasattr(value, "tolist"):
         return value.tolist()

@@ -14,7 +14,6 @@ Orders, views, buffers and connections stay for the next update, which then need
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ import torch
 
 from sglang_reshard.digest import Claims, Voucher
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
+from sglang_reshard.logs import get_logger
 from sglang_reshard.manifests import check_connect, check_order
 from sglang_reshard.messages import Connect, Done, Join, Move, Vouch, Word
 from sglang_reshard.plan.streams import Order
@@ -31,7 +31,7 @@ from sglang_reshard.talk import Talk
 from sglang_reshard.transports.p2p import Outlet
 from sglang_reshard.transports.peers import Peers, join_peers
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 Shards = Callable[[], Sequence[torch.Tensor]]  # this rank's, in the layout's order
 
 
@@ -131,7 +131,7 @@ class Outbound:
             self._route = self._prepared(word, published, shards())
             talk.ready(self._rank)
         elif isinstance(word, Vouch):
-            talk.vouch(self._rank, self._voucher(word, published, shards).digests(word.selection))
+            talk.vouch(self._rank, self._voucher(word, published, shards).part(word.selection))
         elif self._route is not None:
             self._go(talk, self._route, word)
 

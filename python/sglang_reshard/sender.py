@@ -1,6 +1,6 @@
 """What a trainer rank runs.
 
-    sender = WeightSender.over(group, send)          # on every trainer rank; `send` is used on rank 0 only
+    sender = WeightSender("http://gpu7:30000", admin_api_key=...)     # on every trainer rank
     report = sender.update(model.named_parameters(), weight_version="42")
 
 A trainer rank hands out its shards by handle, and engine ranks on its host read its memory. To those that
@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 
+from sglang_reshard import spans
 from sglang_reshard.channel import Address
-from sglang_reshard.collectives import broadcast_message
-from sglang_reshard.errors import Aborted, Mismatch, ReshardError
+from sglang_reshard.collectives import on_first_rank
+from sglang_reshard.errors import Aborted, Mismatch, ReshardError, Unsupported
 from sglang_reshard.lead import Lead, Options, Send, Way
+from sglang_reshard.logs import about, configure, get_logger
 from sglang_reshard.messages import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_TIMEOUT_S,
@@ -33,24 +35,74 @@ from sglang_reshard.messages import (
 )
 from sglang_reshard.outbound import Outbound, Shards
 from sglang_reshard.publisher import Published, Publisher
+from sglang_reshard.remote import RemoteEngine
 from sglang_reshard.report import UpdateReport
-from sglang_reshard.session import Session
+from sglang_reshard.session import LOOPBACK, Session
 from sglang_reshard.sources import NamedTensors
 from sglang_reshard.talk import Talk
 from sglang_reshard.transports.memory import host_identity
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class WeightSender:
-    """One trainer rank's end of a session with one engine.
-
-    global_ranks  the global rank of each trainer rank, to read device meshes by
-    send          how rank 0 reaches the engine; None on the others
-    """
+    """One trainer rank's end of a session with one engine."""
 
     def __init__(
         self,
+        url: str | None = None,
+        group: dist.ProcessGroup | None = None,
+        *,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+        interface: str | None = None,
+        transport: str = "auto",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """For a server that runs on its own, on every trainer rank. Collective.
+
+        url, api_key, admin_api_key   of the server, see `RemoteEngine`, also for where they are looked for otherwise
+        group        the trainer ranks', with a CPU backend; all ranks when not given
+        interface    address of rank 0's host that it listens on, and engine ranks reach it by; when not given, the one
+                     from which it reaches the server
+        transport    "auto", "ipc", "p2p" or "broadcast", see `plan.choice`
+        bucket_bytes size of a bucket; a rank holds at most two
+        timeout_s    seconds that any one wait may last
+
+        Raises, on every rank: EngineRefused for a server that does not answer, Unauthorized for a wrong key,
+        Unsupported for a server without this package, Mismatch for one with another version of it.
+        """
+        group = group or dist.group.WORLD
+        assert group is not None, "init_process_group has not been called"
+        remote, reached = RemoteEngine.for_group(
+            group, url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=timeout_s
+        )
+        send = remote.update_weights_distributed if remote is not None else None
+        self._begin(_opened(group, interface or reached, timeout_s), send, Way(transport, bucket_bytes, timeout_s))
+
+    @classmethod
+    def over(
+        cls,
+        group: dist.ProcessGroup,
+        send: Send | None,
+        *,
+        interface: str = LOOPBACK,
+        transport: str = "auto",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> WeightSender:
+        """For an engine that is reached in another way. Collective over `group`, which has a CPU backend.
+
+        send  used on rank 0 of the group; None on the others
+        """
+        sender = cls.__new__(cls)
+        sender._begin(_opened(group, interface, timeout_s), send, Way(transport, bucket_bytes, timeout_s))
+        return sender
+
+    @classmethod
+    def within(
+        cls,
         session: Session,
         *,
         trainer_rank: int,
@@ -59,41 +111,33 @@ class WeightSender:
         transport: str = "auto",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> None:
-        if (send is not None) != (trainer_rank == 0):
+    ) -> WeightSender:
+        """For a session that somebody else has opened.
+
+        global_ranks  the global rank of each trainer rank, to read device meshes by
+        send          how rank 0 reaches the engine; None on the others
+        """
+        sender = cls.__new__(cls)
+        place = _Place(session, trainer_rank, global_ranks)
+        sender._begin(place, send, Way(transport, bucket_bytes, timeout_s))
+        return sender
+
+    def _begin(self, place: _Place, send: Send | None, way: Way) -> None:
+        session, rank, ranks = place
+        if (send is not None) != (rank == 0):
             raise ValueError("trainer rank 0, and only it, sends the request to the engine")
-        if bucket_bytes < 1 or timeout_s <= 0:
-            raise ValueError(f"bucket_bytes={bucket_bytes} and timeout_s={timeout_s} must be positive")
-        self._session, self._rank, self._global_ranks = session, trainer_rank, global_ranks
-        way = Way(transport, bucket_bytes, timeout_s)
-        self._lead = Lead(session, global_ranks, send, way) if send is not None else None
-        self._publisher = Publisher(session, trainer_rank, global_ranks)
-        self._outbound = Outbound(session, trainer_rank, timeout_s)
+        if way.bucket_bytes < 1 or way.timeout_s <= 0:
+            raise ValueError(f"bucket_bytes={way.bucket_bytes} and timeout_s={way.timeout_s} must be positive")
+        configure()
+        self._session, self._rank, self._global_ranks = session, rank, ranks
+        self._lead = Lead(session, ranks, send, way) if send is not None else None
+        self._publisher = Publisher(session, rank, ranks)
+        self._outbound = Outbound(session, rank, way.timeout_s)
         self._update = 0
         self._alone = threading.Lock()  # held by the thread that updates
         self._talk: Talk | None = None  # of the update under way
         self._gone = ""  # which trainer rank has gone, so that no update can succeed any more
-        session.attend(f"trainer rank {trainer_rank}", self._on_gone)
-
-    @classmethod
-    def over(cls, group: dist.ProcessGroup, send: Send | None, **options: Any) -> WeightSender:
-        """A sender on every rank of `group` (a CPU process group of the trainer ranks). Collective.
-
-        options: interface (address that rank 0 listens on, 127.0.0.1), transport ("auto", "ipc", "p2p" or "broadcast",
-                 see `plan.choice`), bucket_bytes, timeout_s
-        """
-        interface = options.pop("interface", "127.0.0.1")
-        rank = dist.get_rank(group)
-        timeout_s = options.get("timeout_s", DEFAULT_TIMEOUT_S)
-        session = Session.host(interface, timeout_s) if rank == 0 else None
-        address = broadcast_message(session.address if session else None, Address, group)
-        return cls(
-            session or Session.join(address, timeout_s),
-            trainer_rank=rank,
-            global_ranks=tuple(dist.get_process_group_ranks(group)),
-            send=send,
-            **options,
-        )
+        session.attend(f"trainer rank {rank}", self._on_gone)
 
     def update(
         self,
@@ -143,15 +187,26 @@ class WeightSender:
     def _update_alone(self, named_tensors: NamedTensors | torch.nn.Module, options: Options) -> UpdateReport:
         started = time.perf_counter()
         self._update += 1
-        with self._session.update(self._update, f"trainer rank {self._rank}") as talk, self._unless_gone(talk):
-            published, shards = self._announce(talk, named_tensors, options.check_finite)
-            if self._lead is not None:
-                self._lead.begin(talk, published, options, started)
-            done = self._outbound.follow(talk, published, shards)
-        if done.failure is not None:
-            raise done.failure.error()
-        assert done.report is not None
-        return done.report
+        who, session = f"trainer rank {self._rank}", self._session.address.session
+        named = {"session": session, "update": self._update, "version": options.weight_version or ""}
+        with about(**named, rank=who), self._span("reshard.update", **named) as span:
+            with self._session.update(self._update, who) as talk, self._unless_gone(talk):
+                published, shards = self._announce(talk, named_tensors, options.check_finite)
+                if self._lead is not None:
+                    self._lead.begin(talk, published, options, started)
+                done = self._outbound.follow(talk, published, shards)
+            if done.failure is not None:
+                raise done.failure.error()
+            report = done.report
+            assert report is not None
+            spans.tell(span, transport=report.transport, received_bytes=report.received_bytes)
+            if self._rank == 0:
+                logger.info("update %d: %s", self._update, report.line())
+            return report
+
+    def _span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager[Any]:
+        """Trainer rank 0's tell of the whole update: those of the others would be the same, each a trace of its own."""
+        return spans.span(name, **attributes) if self._rank == 0 else contextlib.nullcontext()
 
     def release(self) -> None:
         """Let go of the shards' memory; to be called before weights are offloaded or freed between updates.
@@ -201,7 +256,8 @@ class WeightSender:
         published, failure = None, None
         try:
             named_tensors = _repeatable(named_tensors)
-            published = self._publisher.publish(named_tensors, check_finite=check_finite)
+            with self._span("reshard.publish"):
+                published = self._publisher.publish(named_tensors, check_finite=check_finite)
         except Exception as error:
             failure = Failure.of(error)
             if not isinstance(error, ReshardError):
@@ -210,6 +266,30 @@ class WeightSender:
         note = TrainerNote(host_identity(), layout, handles, failure, self._outbound.standing(published))
         talk.announce(self._rank, note)
         return published, functools.partial(self._publisher.shards, named_tensors)
+
+
+class _Place(NamedTuple):
+    """A trainer rank in its session; `ranks` are the global ranks of all."""
+
+    session: Session
+    rank: int
+    ranks: tuple[int, ...]
+
+
+def _opened(group: dist.ProcessGroup, interface: str, timeout_s: float) -> _Place:
+    """A session of the group's ranks, which its rank 0 hosts on `interface`. Collective."""
+    hosted: list[Session] = []
+
+    def host() -> Any:
+        try:
+            hosted.append(Session.host(interface, timeout_s))
+        except OSError as error:
+            raise Unsupported(f"interface={interface!r} is no address of trainer rank 0's host: {error}") from error
+        return msgspec.to_builtins(hosted[0].address)
+
+    address = msgspec.convert(on_first_rank(host, group), Address)
+    session = hosted[0] if hosted else Session.join(address, timeout_s)
+    return _Place(session, dist.get_rank(group), tuple(dist.get_process_group_ranks(group)))
 
 
 def _repeatable(named_tensors: NamedTensors | torch.nn.Module) -> NamedTensors | torch.nn.Module:

@@ -21,6 +21,7 @@ from sglang_reshard.talk import Talk
 
 T = TypeVar("T")
 _TRAINERS = "trainers"  # the scope that they are in as long as they live
+LOOPBACK = "127.0.0.1"
 LEAVING_S = 10.0  # how long trainer rank 0 waits at the end for ranks that may have died
 
 
@@ -35,7 +36,7 @@ class Session:
         return self.line.address
 
     @classmethod
-    def host(cls, interface: str = "127.0.0.1", timeout_s: float = 300.0) -> Session:
+    def host(cls, interface: str = LOOPBACK, timeout_s: float = 300.0) -> Session:
         """Open a session that listens on `interface` only (an address of this host), on a free port."""
         hub = Hub.open(interface)
         return cls(Line(hub.address, timeout_s), hub)

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from sglang_reshard.channel import Late, Line
+from sglang_reshard.digest import Part, whole
 from sglang_reshard.errors import Aborted, DeadlineExceeded, ReshardError
 from sglang_reshard.messages import Done, TrainerNote, Word, decode, encode
 from sglang_reshard.transports.groups import ConnectionBroke
@@ -99,10 +100,11 @@ class Talk:
         """A trainer rank's answer to `Connect`."""
         self._line.set({self._ready(trainer_rank): b""})
 
-    def vouch(self, trainer_rank: int, digests: np.ndarray) -> None:
-        """A trainer rank's answer to `Vouch`: its part of each engine rank's digests, [engine ranks, groups]."""
-        rows = digests.astype("<u8", copy=False)
-        self._line.set({self._vouched(e, trainer_rank): row.tobytes() for e, row in enumerate(rows)})
+    def vouch(self, trainer_rank: int, part: Part) -> None:
+        """A trainer rank's answer to `Vouch`: its part of each engine rank's digests, and of the whole model's."""
+        rows = part.digests.astype("<u8", copy=False)
+        said = {self._vouched(e, trainer_rank): row.tobytes() for e, row in enumerate(rows)}
+        self._line.set({**said, self._whole(trainer_rank): whole.packed(part.whole)})
 
     # -- trainer rank 0
 
@@ -111,7 +113,7 @@ class Talk:
         past = Talk(self._line, update, self._who)
         words = self._line.add(past._words, 0)
         keys = [f"{past._words}/{n}" for n in range(words)] + [past._words]
-        keys += [key(rank) for rank in range(ranks) for key in (past._note, past._ready)]
+        keys += [key(rank) for rank in range(ranks) for key in (past._note, past._ready, past._whole)]
         keys += [past._vouched(e, t) for e in range(engine_ranks) for t in range(ranks)]
         self._line.delete(keys)
         self._line.forget(past.scope)
@@ -135,6 +137,12 @@ class Talk:
         ))  # fmt: skip
         parts = np.stack([np.frombuffer(row, "<u8").astype(np.uint64) for row in rows])
         return np.add.reduce(parts, axis=0)
+
+    def whole_digest(self, trainer_ranks: int, timeout_s: float) -> str:
+        """Of the weights that have been vouched for, see `digest.whole`; empty if they have none."""
+        return whole.digest_of(self._get([self._whole(t) for t in range(trainer_ranks)], timeout_s, lambda late: (
+            f"trainer ranks {late} did not vouch for their shards within {timeout_s:.0f} s; look at their logs"
+        )))  # fmt: skip
 
     def gather(self, phase: str, engine_rank: int, engine_ranks: int, message: T, timeout_s: float) -> list[T]:
         """Every engine rank's message, in rank order.
@@ -185,6 +193,9 @@ class Talk:
 
     def _ready(self, trainer_rank: int) -> str:
         return f"ready/{self.update}/{trainer_rank}"
+
+    def _whole(self, trainer_rank: int) -> str:
+        return f"whole/{self.update}/{trainer_rank}"
 
     def _vouched(self, engine_rank: int, trainer_rank: int) -> str:
         return f"vouched/{self.update}/{engine_rank}/{trainer_rank}"

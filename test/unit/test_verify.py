@@ -74,6 +74,7 @@ def test_good_updates_pass(transport, verify, staged):
     trainers, engines = run_world(4, 4, train, serve, (2, 2), "fsdp_tp", transport, options)
     for ends in trainers:
         assert [end.verified for end in ends] == [verify, verify, "off", verify]
+        assert [len(end.digest) for end in ends] == [16 if end.verified == "full" else 0 for end in ends]
         assert all("verify" in end.seconds for end in (ends[0], ends[1], ends[3]))
         assert [any(r.staged_bytes for r in end.engine_ranks) for end in ends] == [staged, staged, False, False]
     for states in engines:
@@ -85,6 +86,7 @@ def test_all_layouts_are_verified(mesh_shape, engines, kind):
     trainers = int(torch.Size(mesh_shape).numel())
     ends, _ = run_world(trainers, engines, train, serve, mesh_shape, kind, "ipc", [{"verify": "full"}])
     assert all(end.verified == "full" for (end,) in ends)
+    assert len({end.digest for (end,) in ends} - {""}) == 1
 
 
 def test_casts_are_accounted_for():

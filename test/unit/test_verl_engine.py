@@ -20,7 +20,9 @@ def mesh():
 @pytest.mark.parametrize(
     ("dims", "options", "says"),
     [
-        ("tp", {"backend": "server"}, "backend='server'"),
+        ("tp", {"backend": "native"}, "backend='native'"),
+        ("tp", {"url": "http://gpu7:30000"}, "takes no url: .* give backend='server'"),
+        ("tp", {"backend": "server", "tp_size": 2}, "takes no model_path, tp_size"),
         (("dp", "tp"), {}, "has 2 dimensions"),
         ("tp", {"nnodes": 3}, "cannot be spread over 3 nodes"),
         ("tp", {"nnodes": 2}, "interface="),

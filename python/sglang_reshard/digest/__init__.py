@@ -43,6 +43,7 @@ selection  all elements, or a sample
 claims     what an engine rank keeps, as trainer ranks are told
 bits       elements as integers
 sums       views of memory -> digests, in chunks
+whole      one number for a whole model, whatever its layouts
 auditor    the engine rank's side
 voucher    the trainer rank's side
 """
@@ -50,6 +51,6 @@ voucher    the trainer rank's side
 from sglang_reshard.digest.auditor import Auditor
 from sglang_reshard.digest.claims import GROUPS, Claim, Claims, Kept
 from sglang_reshard.digest.selection import Selection
-from sglang_reshard.digest.voucher import Voucher
+from sglang_reshard.digest.voucher import Part, Voucher
 
-__all__ = ["GROUPS", "Auditor", "Claim", "Claims", "Kept", "Selection", "Voucher"]
+__all__ = ["GROUPS", "Auditor", "Claim", "Claims", "Kept", "Part", "Selection", "Voucher"]

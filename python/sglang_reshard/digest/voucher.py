@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from sglang_reshard.digest.claims import Claims, Kept, group_of, groups_of
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.sums import Extent, Series
 from sglang_reshard.digest.weights import of_tensors
+from sglang_reshard.digest.whole import weights_of_regions
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout import ITEM_BYTES, Box, Region
 from sglang_reshard.plan import Catalog
@@ -20,6 +22,17 @@ from sglang_reshard.sources.holdings import Piece
 from sglang_reshard.sources.placements import Layout
 
 _VERSIONS = "Do trainer and engine run the same version of this package?"
+
+
+class Part(NamedTuple):
+    """What one trainer rank's shards add to digests.
+
+    digests  of each engine rank: uint64 [engine ranks, groups]
+    whole    of the whole model, see `digest.whole`; None of a sample, and where it has none
+    """
+
+    digests: np.ndarray
+    whole: int | None
 
 
 class Voucher:
@@ -53,18 +66,27 @@ class Voucher:
             self._of_engine_rank.append((of_claim, group_of(tensors, self._tensors), weights))
         self._rows = len(rows)
         self._series = Series()
+        numbers = np.array(list(rows), np.int64).reshape(-1, 2)
+        self._whole = weights_of_regions(catalog, numbers[:, 0], numbers[:, 1], list(ways))
         shares = _Shares(catalog, list(ways), trainer_rank)
         for (tensor, way), row in rows.items():
             for extent, slices in shares.of(tensor, way):
                 self._series.add(extent, shards[tensor][slices], row)
 
-    def digests(self, selection: Selection) -> np.ndarray:
-        """uint64 [engine ranks, groups], of what the shards hold now."""
+    def part(self, selection: Selection) -> Part:
+        """Of what the shards hold now."""
         found = np.zeros((len(self._of_engine_rank), groups_of(self._tensors)), np.uint64)
         own = self._series.digests(self._rows, selection)
         for of_rank, (rows, group, weights) in zip(found, self._of_engine_rank, strict=True):
             np.add.at(of_rank, group, own[rows] * weights)
-        return found
+        whole = None
+        if self._whole is not None and selection == Selection.full():
+            whole = int((own * self._whole).sum(dtype=np.uint64))
+        return Part(found, whole)
+
+    def digests(self, selection: Selection) -> np.ndarray:
+        """uint64 [engine ranks, groups], of what the shards hold now."""
+        return self.part(selection).digests
 
 
 _Share = list[tuple[Extent, tuple[slice, ...]]]

@@ -112,5 +112,5 @@ def _check_near(far: np.ndarray, setting: Setting) -> None:
         raise Unsupported(
             f"engine rank {engine_rank} on {setting.engine_hosts[engine_rank]} lacks what no trainer rank there holds "
             f"(trainer rank {trainer_rank} on {setting.trainer_hosts[trainer_rank]} does), and transport='ipc' reads "
-            "memory of the same host only; use transport='p2p' or 'auto'"
+            "memory of the same host only, as the same user; use transport='p2p' or 'auto'"
         )

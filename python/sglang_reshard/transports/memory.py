@@ -69,10 +69,10 @@ class Handles(msgspec.Struct, frozen=True):
 
 
 def host_identity() -> str:
-    """Equal for processes that can map each other's memory: same machine, same PID namespace."""
+    """Equal for processes that can map each other's memory: same machine, same PID namespace, same user."""
     with open("/proc/sys/kernel/random/boot_id") as f:
         boot = f.read().strip()
-    return f"{socket.gethostname()}/{boot[:8]}/{os.readlink('/proc/self/ns/pid')}"
+    return f"{socket.gethostname()}/{boot[:8]}/{os.readlink('/proc/self/ns/pid')}/user {os.geteuid()}"
 
 
 class MemoryExporter:

@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from sglang_reshard import WeightSender
+from sglang_reshard import VerlEngine, WeightSender, cpu_host
 from sglang_reshard.demo import text, tiny_model
 from sglang_reshard.demo.reference import greedy_tokens
 from sglang_reshard.demo.trainer import Trainer
 from sglang_reshard.http_send import http_send
+from sglang_reshard.remote import RemoteEngine
 from sglang_reshard.transports.p2p import Outlet
+from support.refusals import refusal_of
 
 SLOW_S = 3.0
 PROMPTS = [[5, 6, 7, 8], [100, 200]]
@@ -87,33 +90,28 @@ def stage(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def update_a_server(job: dict[str, Any]) -> dict[str, Any]:
-    url, folder = job["url"], Path(job["folder"])
-    admin = {"Authorization": f"Bearer {job['key']}"}
+    """By a sender alone; what else is asked of the server, each rank asks by itself."""
+    server, folder = RemoteEngine(job["url"], admin_api_key=job["key"]), Path(job["folder"])
 
     def tokens() -> list[list[int]]:
         sampling = {"temperature": 0, "max_new_tokens": text.NEW_TOKENS, "ignore_eos": True}
-        body = {"input_ids": PROMPTS, "sampling_params": sampling}
-        answers = httpx.post(f"{url}/generate", json=body, headers=admin, timeout=60).json()
-        return [answer["output_ids"] for answer in answers]
-
-    def control(path: str, body: dict[str, str]) -> None:
-        if rank == 0:
-            httpx.post(f"{url}/{path}", json=body, headers=admin, timeout=60).raise_for_status()
-        dist.barrier()
+        return [answer["output_ids"] for answer in server.generate(input_ids=PROMPTS, sampling_params=sampling)]
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), mesh)
     trainer.save_checkpoint(folder / "checkpoint")
     dist.barrier()
-    send = http_send(url, api_key=job["key"], timeout_s=60) if rank == 0 else None
-    sender = WeightSender.over(mesh.get_group(), send, timeout_s=60)
+    sender = WeightSender(job["url"], mesh.get_group(), admin_api_key=job["key"], timeout_s=60)
     before = tokens()
     report = sender.update(trainer.model.named_parameters(), weight_version="from afar").as_dict()
     after = tokens()
-    control("pause_generation", {"mode": "abort"})
+    if rank == 0:
+        server.pause_generation()
     paused = sender.update(trainer.model.named_parameters(), weight_version="while paused").as_dict()
-    control("continue_generation", {})
+    dist.barrier()
+    if rank == 0:
+        server.continue_generation()
     after_pause = tokens()
     sender.close()
     expected, _ = greedy_tokens(folder / "checkpoint", PROMPTS, text.NEW_TOKENS, "float32")
@@ -125,3 +123,56 @@ def update_a_server(job: dict[str, Any]) -> dict[str, Any]:
         "report": report,
         "paused": paused,
     }
+
+
+def one_script_two_engines(job: dict[str, Any]) -> dict[str, Any]:
+    """The same calls of VerlEngine, refused ones too, of the server and of an engine with one rank started here."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), mesh)
+    refused = refusal_of(lambda: VerlEngine(mesh, backend="server", url=job["url"], admin_api_key="wrong"))
+    of_server = VerlEngine(mesh, backend="server", url=job["url"], admin_api_key=job["key"], timeout_s=60)
+    seen = {"wrong key": refused, "server": calls(of_server, trainer)}
+    cpu_host.activate(1)
+    embedded = VerlEngine(
+        mesh,
+        tp_size=1,
+        timeout_s=60,
+        model_path=job["model"],
+        load_format="dummy",
+        dtype="float32",
+        **cpu_host.engine_arguments(),
+    )
+    assert (embedded.engine is not None) == (rank == 0)
+    return {**seen, "engine": calls(embedded, trainer)}
+
+
+def calls(engine: VerlEngine, trainer: Trainer) -> dict[str, Any]:
+    """All that VerlEngine does, and what came of it."""
+    sampling = {"temperature": 0, "max_new_tokens": text.NEW_TOKENS, "ignore_eos": True}
+
+    def update(version: str) -> Any:
+        return engine.update_weights_from_tensor(
+            trainer.model.named_parameters(), weight_version=version, verify="full"
+        )
+
+    def tokens() -> list[Any]:
+        answers = engine.generate(input_ids=PROMPTS, sampling_params=sampling, return_logprob=True)
+        return [(a["output_ids"], a["meta_info"]["weight_version"]) for a in answers]
+
+    seen: dict[str, Any] = {"digest": update("first").digest, "tokens": tokens()}
+    seen["info"] = msgspec.to_builtins(engine.weights_info())
+    seen["same version"] = refusal_of(lambda: update("first"))
+    seen["no prompt"] = refusal_of(lambda: engine.generate(sampling_params=sampling))[:1]
+    engine.release_memory_occupation(["weights"])
+    seen["released"] = msgspec.to_builtins(engine.weights_info())
+    seen["offloaded"] = refusal_of(lambda: update("second"))
+    engine.resume_memory_occupation(["weights"])
+    engine.flush_cache()
+    engine.pause_generation()
+    seen["paused"] = refusal_of(lambda: engine.generate(input_ids=PROMPTS, sampling_params=sampling))
+    update("second")
+    engine.continue_generation()
+    seen["tokens again"] = tokens()
+    engine.shutdown()
+    return seen

@@ -2,81 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import random
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from sglang_reshard import __version__, cpu_host
 from sglang_reshard.demo import tiny_model
-from sglang_reshard.shared_segments import remove, segments_of
+from support.servers import cpu_options, serving
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 TP, KEY = 2, "the admin's key"
 
 
-def free_port() -> int:
-    """One that leaves room: the server takes more ports, up to 10,000 above its own."""
-    while True:
-        port = random.randrange(20_000, 50_000)
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("server")
+    tiny_model.save(folder / "model", TP, TP)
+    return folder / "model"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(model: Path) -> Iterator[str]:
     """The URL of a TP=2 server on dummy weights, which asks for an admin key."""
-    folder = tmp_path_factory.mktemp("server")
-    tiny_model.save(folder / "model", TP, TP)
-    port = free_port()
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder / "model"), "--tp-size",
-               str(TP), "--port", str(port), "--load-format", "dummy", "--dtype", "float32", "--admin-api-key", KEY,
-               "--skip-server-warmup"]  # fmt: skip
-    for name, value in cpu_host.engine_arguments().items():
-        command += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    log = (folder / "log").open("w")
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **cpu_host.environment(TP)},
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _await_health(url, process, folder / "log")
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--tp-size", str(TP),
+               "--load-format", "dummy", "--dtype", "float32", "--admin-api-key", KEY, "--skip-server-warmup",
+               *cpu_options()]  # fmt: skip
+    with serving(command, cpu_host.environment(TP), model.parent / "log") as url:
         yield url
-    finally:
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        segments = segments_of(p.pid for p in family)
-        for p in family:
-            p.kill()
-        process.wait()
-        remove(segments)
-        log.close()
-
-
-def _await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + 180
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.5)
-    pytest.fail(f"the server did not come up:\n{log.read_text()[-6000:]}")
 
 
 def test_a_trainer_updates_a_server_by_url(server: str, tmp_path: Path) -> None:
@@ -92,6 +48,33 @@ def test_a_trainer_updates_a_server_by_url(server: str, tmp_path: Path) -> None:
     assert {state["reshard_version"] for state in info["internal_states"]} == {__version__}
 
 
+def test_a_script_does_the_same_with_a_server_and_with_an_engine_of_its_own(
+    server: str, model: Path, tmp_path: Path
+) -> None:
+    job = "server_job:one_script_two_engines"
+    ranks = run_trainers(2, job, tmp_path, url=server, key=KEY, target_tp=TP, model=str(model))
+    seen, of_server, of_engine = ranks[0], ranks[0]["server"], ranks[0]["engine"]
+    assert all(rank == seen for rank in ranks)
+    for same in ("digest", "tokens", "same version", "paused", "tokens again"):
+        assert of_server[same] == of_engine[same], same
+    assert len(of_server["digest"]) == 16
+    assert of_server["paused"][0] == "Mismatch"
+    for of in (of_server, of_engine):
+        assert of["offloaded"][0] == "EngineRefused"
+        assert "resume_memory_occupation" in of["offloaded"][1]
+    assert of_server["no prompt"] == ["EngineRefused"]
+    assert of_engine["no prompt"] == ["ReshardError"]
+    assert seen["wrong key"][0] == "Unauthorized"
+    assert "--admin-api-key" in seen["wrong key"][1]
+    for of, engine_ranks in ((of_server, TP), (of_engine, 1)):
+        info = of["info"]
+        assert (info["version"], info["digest"], info["verified"]) == ("first", of_server["digest"], "full")
+        assert (info["engine_ranks"], info["layout"]["trainer_ranks"]) == (engine_ranks, 2)
+        assert of["released"]["digest"] == ""
+    assert of_server["info"]["layout"] == of_engine["info"]["layout"]
+    assert httpx.get(f"{server}/health").status_code == 200, "it goes on after the session"
+
+
 def test_old_weights_serve_while_new_ones_are_staged(server: str, tmp_path: Path) -> None:
     seen = run_trainers(2, "server_job:stage", tmp_path, url=server, key=KEY, target_tp=TP)[0]
     plain, staged = seen["plain"], seen["staged"]
@@ -105,6 +88,7 @@ def test_old_weights_serve_while_new_ones_are_staged(server: str, tmp_path: Path
 
 def test_a_stranger_is_turned_away(server: str) -> None:
     assert httpx.post(f"{server}/update_weights_distributed", content=b"{}").status_code == 401
+    assert httpx.get(f"{server}/weights_info").status_code == 401
 
 
 def test_a_malformed_request_is_answered_not_served(server: str) -> None:

@@ -1,0 +1,98 @@
+"""The example of a trainer and a server that meet by URL and key, as its README says it is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sglang_reshard.errors import Unauthorized
+from sglang_reshard.remote import API_KEY, URL, RemoteEngine
+from support.servers import serving
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+EXAMPLE, KEY = Path(__file__).parents[3] / "examples" / "http", "a key of their own"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("example")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[str]:
+    """By `sglang serve`, with the one key that guards everything."""
+    command = [sys.executable, str(EXAMPLE / "serve_on_cpu.py"), str(folder), "--api-key", KEY]
+    with serving([*command, "--skip-server-warmup"], {}, folder / "log") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def said(server: str, folder: Path) -> list[str]:
+    """By the trainer, whose server had its first weights from nobody."""
+    assert RemoteEngine(server, api_key=KEY).weights_info().layout is None
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, URL: server, API_KEY: KEY, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [*command, str(EXAMPLE / "train.py"), str(folder / "model")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stderr[-6000:]
+    return ran.stdout.splitlines()
+
+
+def test_every_step_is_served(said: list[str]) -> None:
+    steps, answers = said[0::2], said[1::2]
+    assert [line.partition(":")[0] for line in steps] == ["step 1", "step 2", "step 3"]
+    assert [line.strip()[:11] for line in answers] == ["step 1 says", "step 2 says", "step 3 says"]
+    before, after = (json.loads(answers[step].partition("says")[2]) for step in (0, 2))
+    assert before != after == [13, 21, 34, 55, 89, 144], "it is what it was taught"
+
+
+def test_the_server_tells_which_weights_it_has(server: str, said: list[str]) -> None:
+    info = RemoteEngine(server, api_key=KEY).check()
+    assert (info.version, info.verified, info.torn, info.under_way) == ("step 3", "full", "", False)
+    assert info.digest
+    assert f"digest {info.digest}," in said[4]
+    assert (info.update, info.engine_ranks, info.transport) == (3, 1, "ipc")
+    assert info.layout is not None
+    assert info.layout.trainer_ranks == 2
+    assert info.layout.nbytes > 40e6
+
+
+def test_the_key_itself_is_not_told(server: str, said: list[str]) -> None:
+    told = httpx.get(f"{server}/weights_info", headers={"Authorization": f"Bearer {KEY}"}).text
+    assert "session" in told
+    assert '"key"' not in told
+
+
+def test_a_wrong_key_opens_nothing(server: str) -> None:
+    for key in ("", "another key"):
+        with pytest.raises(Unauthorized, match="--api-key as api_key"):
+            RemoteEngine(server, api_key=key).check()
+        with pytest.raises(Unauthorized):
+            RemoteEngine(server, api_key=key).generate(input_ids=[1, 2])
+
+
+def test_stock_updates_make_it_forget(server: str, said: list[str], folder: Path) -> None:
+    """Runs last: what weights there are now, nobody has told."""
+    engine = RemoteEngine(server, api_key=KEY)
+    config = AutoConfig.from_pretrained(folder / "model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "checkpoint")
+    body = {"model_path": str(folder / "checkpoint"), "load_format": "auto"}
+    answer = httpx.post(
+        f"{server}/update_weights_from_disk", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+    )
+    assert answer.json()["success"], answer.text
+    info = engine.weights_info()
+    assert (info.version, info.digest, info.session, info.layout) == ("step 3", "", "", None)

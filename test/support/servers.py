@@ -1,0 +1,79 @@
+"""Real SGLang servers in processes of their own, of which nothing is left afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from sglang_reshard import cpu_host
+from sglang_reshard.shared_segments import remove, segments_of
+
+_START_S = 180
+
+
+def free_port() -> int:
+    """One that leaves room: the server takes more ports, up to 10,000 above its own."""
+    while True:
+        port = random.randrange(20_000, 50_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+
+
+def cpu_options() -> list[str]:
+    """What a server's command line needs on a host without a GPU."""
+    options = []
+    for name, value in cpu_host.engine_arguments().items():
+        options += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return options
+
+
+@contextlib.contextmanager
+def serving(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[str]:
+    """The URL of the server that the command starts, once it is healthy; `--port` is added to the command."""
+    port = free_port()
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)],
+            env={**os.environ, **environment},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            _await_health(url, process, log)
+            yield url
+        finally:
+            _end(process)
+
+
+def _await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + _START_S
+    while time.monotonic() < end and process.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        time.sleep(0.5)
+    pytest.fail(f"the server did not come up:\n{log.read_text()[-2500:]}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        segments = segments_of(p.pid for p in family)
+        for p in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                p.kill()
+        remove(segments)
+    process.wait()

@@ -1,0 +1,57 @@
+"""Trainer ranks reach a server together: what the first of them finds out, all are told."""
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+from sglang_reshard import collectives
+from sglang_reshard.errors import EngineRefused, ReshardError, Unsupported
+from sglang_reshard.remote import URL
+from sglang_reshard.sender import WeightSender
+from support.world import run_world
+
+
+def reach(trainer, url):
+    os.environ.pop(URL, None)
+    try:
+        WeightSender(url, trainer.group, timeout_s=5)
+    except ReshardError as error:
+        return type(error), str(error)
+    return None
+
+
+def open_on(trainer, interface):
+    with pytest.raises(Unsupported) as refused:
+        WeightSender.over(trainer.group, trainer.send, interface=interface, timeout_s=5)
+    return str(refused.value)
+
+
+def idle(rank, size, requests, *_):
+    return list(requests)
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "says"),
+    [
+        ("http://127.0.0.1:1", EngineRefused, "http://127.0.0.1:1 did not answer: ConnectError"),
+        ("gpu7:30000", Unsupported, "give http://host:port"),
+        (None, Unsupported, f"or set {URL}"),
+    ],
+)
+def test_every_rank_is_told_why_there_is_no_server(url, kind, says):
+    told, _ = run_world(3, 1, reach, idle, url)
+    assert [error for error, _ in told] == [kind] * 3
+    assert all(says in words for _, words in told)
+
+
+def test_every_rank_is_told_that_an_interface_is_none():
+    told, _ = run_world(3, 1, open_on, idle, "192.0.2.1")
+    assert all("interface='192.0.2.1' is no address of trainer rank 0's host" in words for words in told)
+
+
+def test_a_group_that_cannot_carry_metadata_is_told_so(monkeypatch):
+    """torch would say that there is no backend for the CPU, at the first message, on some ranks."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    with pytest.raises(Unsupported, match="cpu:gloo,cuda:nccl"):
+        collectives.require_cpu_backend(object())

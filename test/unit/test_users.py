@@ -1,0 +1,60 @@
+"""Trainer and engine of different people on one host: what the one may not read, the other sends."""
+
+import encodings.idna  # noqa: F401  # looked up by sockets, by a user who may not read Python's files
+import os
+
+import pytest
+import torch
+
+from sglang_reshard.errors import EngineRefused
+from sglang_reshard.receiver import WeightReceiver
+from sglang_reshard.sender import WeightSender
+from sglang_reshard.transports.memory import host_identity
+from support.toy import ToyRank, checkpoint
+from support.toy_trainers import State
+from support.world import run_world
+
+NOBODY = 65534
+
+
+def train(trainer, transport):
+    state = State((2,), "fsdp", torch.float32)
+    state.become(1)
+    sender = WeightSender.over(trainer.group, trainer.send, transport=transport, timeout_s=30)
+    try:
+        return sender.update(state.given).transport
+    except EngineRefused as error:
+        return str(error)
+    finally:
+        sender.close()
+
+
+def serve(rank, size, requests, _transport):
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    model = ToyRank(rank, size)
+    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    for request in requests:
+        requests.answer(receiver.update(request))
+    stock = ToyRank(rank, size)
+    stock.load_weights(checkpoint(1).items())
+    return all(torch.equal(getattr(model, name), parameter) for name, parameter in stock.named_parameters())
+
+
+def test_another_user_is_another_host(monkeypatch):
+    own = host_identity()
+    monkeypatch.setattr(os, "geteuid", lambda: NOBODY - 1)
+    assert host_identity() != own
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_an_engine_of_another_user_is_sent_what_it_may_not_read():
+    ways, right = run_world(2, 2, train, serve, "auto")
+    assert ways == ["p2p", "p2p"]
+    assert right == [True, True]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_reading_cannot_be_asked_for_then():
+    says, _ = run_world(2, 2, train, serve, "ipc")
+    assert all("of the same host only, as the same user" in said for said in says), says

@@ -1,0 +1,105 @@
+"""What a server says of its weights is true at every moment: it forgets what it cannot know any more."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_reshard import __version__
+from sglang_reshard.channel import Address
+from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.patches import torn, weights_info
+from sglang_reshard.report import RankReport
+from sglang_reshard.weights_info import LayoutInfo, WeightsInfo
+
+REQUEST = DistributedUpdateWeightsReq(
+    address=Address("ab12/replica 0", "127.0.0.1", 1, "5ec2e7"),
+    update=7,
+    layout="1a70",
+    handles=("h", "h"),
+    trainer_hosts=("host", "host"),
+    weight_version="42",
+    verify="full",
+)
+RANKS = tuple(RankReport(rank, 1, 1, 0, {}) for rank in range(4))
+OUTPUT = DistributedUpdateWeightsOutput(
+    success=True, message="", transport="ipc", digest="d1", tensors=310, source_bytes=1192, ranks=RANKS
+)
+NOTHING = WeightsInfo(version="42", package_version=__version__)
+ALL = WeightsInfo(
+    version="42",
+    package_version=__version__,
+    digest="d1",
+    verified="full",
+    session="ab12/replica 0",
+    update=7,
+    transport="ipc",
+    engine_ranks=4,
+    layout=LayoutInfo("1a70", 2, 310, 1192),
+)
+
+
+@pytest.fixture
+def manager():
+    """SGLang's tokenizer manager, as far as it is looked at, after an update."""
+    it = SimpleNamespace(enable_metrics=False, is_pause=False, server_args=SimpleNamespace(weight_version="42"))
+    weights_info.record(it, REQUEST, OUTPUT)
+    return it
+
+
+async def succeeds(manager, *_):
+    return weights_info.of(manager)
+
+
+async def fails(manager, *_):
+    raise RuntimeError("half of it was written")
+
+
+def test_before_any_update_only_the_version_is_known():
+    fresh = SimpleNamespace(server_args=SimpleNamespace(weight_version="default"))
+    assert weights_info.of(fresh) == WeightsInfo(version="default", package_version=__version__)
+
+
+def test_an_update_is_described_without_the_key(manager):
+    assert weights_info.of(manager) == ALL
+    assert REQUEST.address.key not in str(weights_info.of(manager))
+
+
+def test_torn_weights_are_no_update_s(manager):
+    torn.mark(manager, "half of update 8")
+    assert weights_info.of(manager) == WeightsInfo(version="42", package_version=__version__, torn="half of update 8")
+
+
+def test_an_update_under_way_is_told(manager):
+    setattr(manager, weights_info.RUNNING, "update 8 is running")
+    assert weights_info.of(manager).under_way
+    assert weights_info.of(manager).digest == "d1"
+    setattr(manager, weights_info.RUNNING, "")
+    assert weights_info.of(manager) == ALL
+
+
+def test_an_update_by_others_is_forgotten_at_once_and_for_good(manager):
+    meanwhile = asyncio.run(weights_info._overwrite(succeeds, manager, "obj"))
+    assert meanwhile == weights_info.of(manager) == NOTHING
+
+
+def test_an_update_by_others_that_failed_may_have_written(manager):
+    with pytest.raises(RuntimeError):
+        asyncio.run(weights_info._overwrite(fails, manager, "obj"))
+    assert weights_info.of(manager) == NOTHING
+
+
+def test_one_of_ours_that_ends_before_theirs_is_forgotten_too(manager):
+    async def overlaps(manager, *_):
+        weights_info.record(manager, REQUEST, OUTPUT)
+
+    asyncio.run(weights_info._overwrite(overlaps, manager, "obj"))
+    assert weights_info.of(manager) == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("tags", "left"), [(None, NOTHING), (["weights"], NOTHING), ([], NOTHING), (["kv_cache"], ALL)]
+)
+def test_weights_that_are_released_are_nobody_s(manager, tags, left):
+    asyncio.run(weights_info._release(succeeds, manager, SimpleNamespace(tags=tags)))
+    assert weights_info.of(manager) == left
