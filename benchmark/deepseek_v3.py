@@ -98,8 +98,8 @@ def copies(engine_rank: int, tp: int, ep: int) -> list[Copy]:
             if w.expert // per_rank != engine_rank // over:
                 continue
             part, parts = engine_rank % over, over
-        elif "shared_experts" in w.name:
-            part, parts = 0, 1  # scales of 128 do not split over 32 ranks: SGLang keeps it whole on each
+        elif "shared_experts" in w.name and EXPERT_INTER % (tp * BLOCK):
+            part, parts = 0, 1  # blocks of 128 do not split over 32 ranks: whole on each
         found.append(_copy(w, part, parts, w.expert % per_rank))
     return found
 

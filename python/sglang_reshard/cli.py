@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -44,6 +45,76 @@ def demo(
         bucket_bytes=int(bucket_mib * 1024 * 1024),
     )
     raise typer.Exit(run(settings, deadline_s))
+
+
+@app.command()
+def doctor(
+    url: Annotated[
+        str, typer.Option(envvar="SGLANG_RESHARD_URL", help="Also look at the SGLang server there, http://host:port.")
+    ] = "",
+    api_key: Annotated[str, typer.Option(envvar="SGLANG_RESHARD_API_KEY", help="The server's --api-key.")] = "",
+    admin_api_key: Annotated[
+        str, typer.Option(envvar="SGLANG_RESHARD_ADMIN_API_KEY", help="The server's --admin-api-key.")
+    ] = "",
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Check this machine, and a server, against what updates need: a line each, with the cure."""
+    from rich.console import Console
+
+    from sglang_reshard.doctor import examine
+    from sglang_reshard.doctor.shown import as_json, failed, show
+
+    findings = examine(url, api_key, admin_api_key)
+    if json:
+        typer.echo(as_json(findings))
+    else:
+        show(Console(), findings)
+    raise typer.Exit(1 if failed(findings) else 0)
+
+
+class EngineDevice(str, Enum):
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A folder with config.json, such a file, or a preset: qwen3-8b, ...")],
+    source: Annotated[str, typer.Option(help="The trainer: tp=4, fsdp=64, fsdp=8,tp=8 or hsdp=2x32.")],
+    target: Annotated[str, typer.Option(help="The engine: tp=16 or tp=16,ep=16; dp=N for dp-attention.")],
+    layers: Annotated[int, typer.Option(min=0, help="Take so many layers only; 0 for all.")] = 0,
+    transport: Annotated[str, typer.Option(help="auto, ipc, p2p or broadcast.")] = "auto",
+    bucket_mib: Annotated[float, typer.Option(min=0.01, help="Bucket of an update, in MiB.")] = 64.0,
+    nvlink: Annotated[float, typer.Option(min=0, help="GB/s of a rank within its host; 0: the model's own.")] = 0.0,
+    nic: Annotated[float, typer.Option(min=0, help="GB/s of a rank between hosts; 0: the model's own.")] = 0.0,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Of the trainer and of the engine.")] = 8,
+    colocated: Annotated[bool, typer.Option("--colocated", help="Both sides on the same hosts.")] = False,
+    device: Annotated[EngineDevice, typer.Option(help="The engine's.")] = EngineDevice.cuda,
+    ignore: Annotated[list[str] | None, typer.Option(help="Names that are meant to be left out; repeatable.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every rank's figures.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw who takes what of whom into this file.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Engine ranks to work on at a time.")] = 2,
+    deadline_s: Annotated[float, typer.Option(min=1, help="End after so many seconds.")] = 1800.0,
+) -> None:
+    """Say what an update would move, with real models and the real plan, but no weights, no GPU and no trainer.
+
+    Exits with 1 when the update would be refused, and with 2 when there is no answer.
+    """
+    from sglang_reshard.forecast.command import Output, run
+
+    options = {
+        "layers": layers,
+        "transport": transport,
+        "bucket_bytes": int(bucket_mib * 1024 * 1024),
+        "links": (nvlink * 1e9, nic * 1e9),
+        "ranks_per_host": ranks_per_host,
+        "colocated": colocated,
+        "device": device.value,
+        "ignore": tuple(ignore or ()),
+        "processes": processes,
+        "deadline_seconds": deadline_s,
+    }
+    raise typer.Exit(run(model, source, target, options, Output(as_json, plot)))
 
 
 if __name__ == "__main__":

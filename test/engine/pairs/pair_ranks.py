@@ -40,7 +40,7 @@ def train(trainer: Trainer, pair: Pair, specs: list[TensorSpec], folder: str, sp
         trainer.group, trainer.send, bucket_bytes=pair.bucket_bytes, timeout_s=TIMEOUT_S, transport=pair.transport
     )
     state = sharded(pair.placings, weights(specs, 0, pair.trainer_dtype), mesh)
-    phases = []
+    phases, reports = [], []
     for version in UPDATES:
         new = weights(specs, version, pair.trainer_dtype)
         if spoiled and version == UPDATES[-1]:
@@ -52,8 +52,9 @@ def train(trainer: Trainer, pair: Pair, specs: list[TensorSpec], folder: str, sp
                 _local(state[name]).copy_(_local(tensor))
         report = sender.update(state.items(), weight_version=str(version))
         phases.append(sorted(report.seconds))
+        reports.append(report.as_dict())
     sender.close()
-    return {"phases": phases}
+    return {"phases": phases, "reports": reports}
 
 
 def sharded(placings: tuple[Placing, ...], whole: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:

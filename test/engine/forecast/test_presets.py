@@ -1,0 +1,92 @@
+"""Every preset is planned for, with fewer layers, by the command; DeepSeek-V3 as its hand-written shapes are."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from benchmark import deepseek_v3
+from sglang_reshard.forecast.models import presets
+from sglang_reshard.plan import Catalog, Seat, intake
+from sglang_reshard.sources.placements import Layout
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+
+# Source, target and layers of each preset; DeepSeek-V3 has a test of its own.
+SIDES = {
+    "qwen3-8b": ("tp=4", "tp=2", 2),
+    "llama-3.1-70b": ("fsdp=2,tp=4", "tp=4", 1),
+    "qwen3-30b-a3b": ("hsdp=2x4", "tp=2,ep=2", 1),
+    "qwen3-235b-a22b": ("fsdp=8", "tp=4,ep=2", 1),
+}
+DEADLINE_S = 300
+
+
+def plan(*arguments: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "sglang_reshard.cli", "plan", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    code, out, err = plan(*arguments, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_all_presets_are_tried() -> None:
+    assert set(presets()) == {*SIDES, "deepseek-v3"}
+
+
+@pytest.mark.parametrize("preset", SIDES)
+def test_every_rank_gets_exactly_what_it_lacks(preset: str, tmp_path: Path) -> None:
+    source, target, layers = SIDES[preset]
+    picture = tmp_path / "plan.png"
+    sides = ["--source", source, "--target", target, "--layers", str(layers)]
+    found = planned(preset, *sides, "--plot", str(picture))
+    assert picture.stat().st_size > 10_000
+    assert found["transport"] == "p2p"
+    assert found["refused"] == []
+    engine_ranks, trainer_ranks = found["engine_ranks"], found["trainer_ranks"]
+    received = sum(rank["received_bytes"] for rank in engine_ranks)
+    assert all(rank["received_bytes"] == rank["least_bytes"] for rank in engine_ranks)
+    assert received == sum(rank["sent_bytes"] for rank in trainer_ranks) == sum(map(sum, found["link_bytes"]))
+    # All of the model reaches the engine, and what is whole on each of its ranks reaches each of them.
+    assert found["model_bytes"] <= received < 1.2 * found["model_bytes"]
+    assert max(rank["extra_bytes"] for rank in engine_ranks + trainer_ranks) <= 2 * (64 << 20)
+    assert found["gather"]["engine_received_bytes"] == found["model_bytes"]
+
+
+def test_deepseek_v3_is_as_its_shapes_say() -> None:
+    """Sixteen engine ranks, each with sixteen experts, and one layer of them beside the dense ones."""
+    layers, engines = 4, 16
+    sides = ["--source", "fsdp=64", "--target", f"tp={engines},ep={engines}", "--layers", str(layers)]
+    found = planned("deepseek-v3", *sides)
+
+    def is_taken(name: str) -> bool:
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        return layer is None or int(layer[1]) < layers
+
+    whole = deepseek_v3.fsdp_layout(64)
+    layout: Layout = msgspec.structs.replace(whole, tensors=tuple(t for t in whole.tensors if is_taken(t.name)))
+    assert found["tensors"] == len(layout.tensors)
+    assert found["model_bytes"] == sum(t.spec.nbytes for t in layout.tensors)
+    assert [rank["shard_bytes"] for rank in found["trainer_ranks"]] == list(layout.local_bytes())
+    catalog = Catalog.of(layout)
+    for rank in found["engine_ranks"]:
+        copies = [c for c in deepseek_v3.copies(rank["rank"], engines, engines) if is_taken(c.source)]
+        seat = Seat(rank["rank"], engines, "engine host", ("trainer host",) * 64)
+        assert rank["received_bytes"] == rank["least_bytes"] == intake(catalog, copies, seat).least_bytes()
+
+
+def test_what_would_be_refused_is_said_in_the_refusals_own_words() -> None:
+    code, out, _ = plan("qwen3-8b", "--layers", "2", "--source", "tp=2", "--target", "tp=1,pp=2")
+    assert code == 1
+    assert "pp_size=2: pipeline stages are not carried yet; use tensor parallelism" in " ".join(out.split())

@@ -1,0 +1,233 @@
+"""A forecast asks for what was meant, lays a trainer out as it would be, and says the bytes of the very transports."""
+
+import json
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from sglang_reshard.cli import app
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.forecast import models
+from sglang_reshard.forecast.loads import engine_load
+from sglang_reshard.forecast.models import presets, with_layers
+from sglang_reshard.forecast.question import Source, Target
+from sglang_reshard.forecast.seats import Outline
+from sglang_reshard.forecast.sources import layout_of
+from sglang_reshard.layout import TensorSpec
+from sglang_reshard.manifests import check_layout
+from sglang_reshard.plan import Setting, choose, needs_of
+from sglang_reshard.plan.streams import order_of
+from sglang_reshard.sources import Placement
+from sglang_reshard.trace import trace
+from sglang_reshard.transports.p2p import Outlet, P2pTransport, buckets_bytes
+from support.plans import HOST, copies_of, empty_targets, intakes, meshed_layouts, values
+from support.plans import shards as cut_shards
+from support.sent import CPU, here_of
+from support.toy import ToyRank, checkpoint
+
+QUESTION = ["--source", "tp=4", "--target", "tp=8"]
+
+
+# -- the question
+
+
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        ("tp=4", Source(1, 1, 4)),
+        ("fsdp=64", Source(1, 64, 1)),
+        ("fsdp=8,tp=8", Source(1, 8, 8)),
+        ("hsdp=2x32", Source(2, 32, 1)),
+        ("hsdp=2x4,tp=2", Source(2, 4, 2)),
+    ],
+)
+def test_sources(text, source):
+    assert Source.parse(text) == source
+    assert str(source) == text
+
+
+@pytest.mark.parametrize("text", ["", "tp", "tp=0", "tp=four", "tp=2,tp=2", "dp=2", "hsdp=32", "fsdp=2,hsdp=2x2"])
+def test_a_source_that_is_none(text):
+    with pytest.raises(Mismatch, match="--source"):
+        Source.parse(text)
+
+
+def test_targets():
+    assert Target.parse("tp=16,ep=16") == Target(16, 16)
+    assert str(Target.parse("ep=4,tp=8,dp=8")) == "tp=8,ep=4,dp=8"
+    with pytest.raises(Mismatch, match="--target"):
+        Target.parse("fsdp=2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no-such-model", *QUESTION], "qwen3-8b"),
+        (["qwen3-8b", "--layers", "37", *QUESTION], "the model has 36"),
+        (["qwen3-8b", "--source", "pp=2", "--target", "tp=8"], "fsdp=8,tp=8"),
+        (["qwen3-8b", "--transport", "pigeon", *QUESTION], "pigeon"),
+        (["qwen3-8b", "--plot", "/no/such/folder/a.png", *QUESTION], "no folder /no/such/folder"),
+    ],
+)
+def test_a_question_that_there_is_no_answer_to(arguments, words):
+    said = CliRunner().invoke(app, ["plan", *arguments])
+    assert said.exit_code == 2
+    assert words in " ".join(said.output.split())
+
+
+def test_plotting_without_matplotlib_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = CliRunner().invoke(app, ["plan", "qwen3-8b", "--plot", "a.png", *QUESTION])
+    assert said.exit_code == 2
+    assert "sglang-reshard[bench]" in said.output
+
+
+# -- the model
+
+
+def test_presets_are_configs(tmp_path):
+    assert set(presets()) == {"deepseek-v3", "llama-3.1-70b", "qwen3-235b-a22b", "qwen3-30b-a3b", "qwen3-8b"}
+    for name in presets():
+        into = tmp_path / name
+        into.mkdir()
+        config = json.loads((models.prepare(name.upper(), 3, into) / "config.json").read_text())
+        assert config["num_hidden_layers"] == 3
+        assert config["architectures"]
+
+
+def test_a_folder_is_taken_as_it_is_and_shortened_beside_it(tmp_path):
+    folder, into = tmp_path / "model", tmp_path / "into"
+    folder.mkdir()
+    into.mkdir()
+    config = {"architectures": ["A"], "num_hidden_layers": 4, "layer_types": ["a", "b", "a", "b"], "sizes": [1, 2]}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert models.prepare(str(folder), 0, into) == folder
+    assert models.prepare(str(folder / "config.json"), 2, into) == into
+    shorter = json.loads((into / "config.json").read_text())
+    assert shorter == config | {"num_hidden_layers": 2, "layer_types": ["a", "b"]}
+    assert json.loads((folder / "config.json").read_text()) == config
+
+
+def test_layers_of_a_part_of_a_config():
+    config = {"architectures": ["A"], "text_config": {"num_hidden_layers": 3}}
+    assert with_layers(config, 1)["text_config"]["num_hidden_layers"] == 1
+    with pytest.raises(Mismatch, match="the model has 3"):
+        with_layers(config, 4)
+
+
+# -- the source layout
+
+SPECS = [
+    TensorSpec("model.embed_tokens.weight", (101, 16), "bfloat16"),
+    TensorSpec("model.layers.0.self_attn.q_proj.weight", (32, 16), "bfloat16"),
+    TensorSpec("model.layers.0.self_attn.q_proj.bias", (32,), "bfloat16"),
+    TensorSpec("model.layers.0.self_attn.o_proj.weight", (16, 32), "float8_e4m3fn"),
+    TensorSpec("model.layers.0.self_attn.o_proj.weight_scale_inv", (1, 2), "float32"),
+    TensorSpec("model.layers.0.self_attn.o_proj.bias", (16,), "bfloat16"),
+    TensorSpec("model.layers.0.mlp.gate.weight", (4, 16), "bfloat16"),
+    TensorSpec("model.layers.0.mlp.experts.0.gate_proj.weight", (8, 16), "bfloat16"),
+    TensorSpec("model.layers.0.input_layernorm.weight", (16,), "bfloat16"),
+    TensorSpec("model.layers.0.scale", (), "float32"),
+]
+
+
+def placed(source):
+    layout = layout_of(SPECS, source)
+    check_layout(layout, source.trainer_ranks)
+    return {t.name.removeprefix("model.layers.0."): layout.placements[t.placements] for t in layout.tensors}
+
+
+def test_tensor_parallel_splits_rows_into_a_block_and_columns_out_of_it():
+    dims = {name: placements[0].dim for name, placements in placed(Source(tensor_parallel=2)).items()}
+    assert [dims[n] for n in ("model.embed_tokens.weight", "self_attn.q_proj.weight", "self_attn.q_proj.bias")] == [
+        0
+    ] * 3
+    assert dims["mlp.experts.0.gate_proj.weight"] == 0
+    assert [dims[f"self_attn.o_proj.{n}"] for n in ("weight", "weight_scale_inv", "bias")] == [1, 1, -1]
+    assert [dims[n] for n in ("mlp.gate.weight", "input_layernorm.weight", "scale")] == [-1] * 3
+
+
+def test_fsdp_splits_what_tensor_parallelism_has_left():
+    of = placed(Source(shards=4, tensor_parallel=2))
+    assert of["self_attn.q_proj.weight"] == (Placement(0, 2), Placement(0))
+    assert of["self_attn.o_proj.weight"] == (Placement(0), Placement(1))
+    assert of["input_layernorm.weight"] == (Placement(0), Placement())
+    assert of["scale"] == (Placement(), Placement())
+
+
+def test_copies_hold_the_same():
+    layout = layout_of(SPECS, Source(copies=2, shards=4))
+    held = layout.local_bytes()
+    assert held[:4] == held[4:]
+    assert layout_of(SPECS, Source()).local_bytes() == (sum(spec.nbytes for spec in SPECS),)
+
+
+# -- what moves
+
+
+def outline_of(needs, taken, targets):
+    return Outline(needs, taken, {n: (t.numel(), str(t.dtype).removeprefix("torch.")) for n, t in targets.items()}, 0.0)
+
+
+@settings(max_examples=150)
+@given(data=st.data(), bucket=st.sampled_from([1, 100, 1000, 1 << 20]))
+def test_loads_are_those_of_the_transports(data, bucket):
+    layout = data.draw(meshed_layouts())
+    copies = [data.draw(copies_of(layout)) for _ in range(data.draw(st.integers(1, 3)))]
+    catalog, taken = intakes(layout, copies)
+    needs = [needs_of(catalog, t, HOST) for t in taken]
+    setting = Setting.of(needs, (HOST,) * layout.trainer_ranks, "cpu")
+    choice = choose("p2p", catalog, needs, setting, bucket)
+    whole, loads = values(layout), []
+    for e, t in enumerate(taken):
+        targets = empty_targets(copies[e])
+        loads.append(engine_load(catalog, choice, e, outline_of(needs[e], t, targets).seated()))
+        transport = P2pTransport(here_of(e, catalog, t, targets, choice.trainer_ranks_sending(e), None))
+        assert (loads[e].received, loads[e].extra) == (transport.received_bytes, transport.extra_bytes)
+        assert {t: sent.payload_bytes for t, (sent, _) in loads[e].sent.items()} == transport.read_bytes
+    for trainer_rank in range(layout.trainer_ranks):
+        receivers = {e: int(s) for e, s in enumerate(choice.shares[trainer_rank]) if s}
+        orders = {e: order_of(taken[e], trainer_rank) for e in receivers}
+        outlet = Outlet(layout, cut_shards(layout, whole, trainer_rank), orders, receivers, CPU)
+        mine = [load.sent[trainer_rank][1] for load in loads if trainer_rank in load.sent]
+        assert buckets_bytes(mine) == outlet.extra_bytes
+        assert sum(load.payload_bytes for load in mine) == outlet.sent_bytes
+
+
+def test_nothing_is_sent_where_memory_is_read():
+    layout = layout_of([TensorSpec("a.weight", (8, 8), "bfloat16")], Source(tensor_parallel=2))
+    copies = [[c] for c in _halves()]
+    catalog, taken = intakes(layout, copies)
+    needs = [needs_of(catalog, t, HOST) for t in taken]
+    choice = choose("ipc", catalog, needs, Setting.of(needs, (HOST, HOST), "cuda"), 1 << 20)
+    load = engine_load(catalog, choice, 1, outline_of(needs[1], taken[1], empty_targets(copies[1])).seated())
+    assert (load.read, load.sent, load.received, load.extra) == ({1: 64}, {}, 64, 0)
+
+
+def _halves():
+    from sglang_reshard.layout import Region
+    from sglang_reshard.trace import Copy
+
+    return [Copy("a.weight", Region((start, 0), (4, 8), (1, 1)), "a", 0, (8, 1)) for start in (0, 4)]
+
+
+# -- a model without memory
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_model_on_the_meta_device_is_traced_as_one_in_memory(rank):
+    specs = [TensorSpec(n, tuple(t.shape), "float32") for n, t in checkpoint(0).items()]
+    real = trace(ToyRank(rank, 4), specs)
+    with torch.device("meta"):
+        model = ToyRank(rank, 4)
+    found = trace(model, specs)
+    assert found.copies == real.copies
+    assert [(s.target, s.what) for s in found.steps] == [(s.target, s.what) for s in real.steps]
+    assert {n: (t.shape, t.dtype) for n, t in found.targets.items()} == {
+        n: (t.shape, t.dtype) for n, t in real.targets.items()
+    }
+    assert all(t.device.type == "meta" for t in found.targets.values())
