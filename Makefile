@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 
 .PHONY: setup demo test test-verl test-all test-faults bench bench-quick bench-verl lint lock clean
 
-setup: $(STAMP)
+setup: $(STAMP) setup-newest
 
 # Again when the lock, or what is installed of this project, changes. requirements.lock was resolved with
 # overrides (see overrides.txt), so it is synced and not resolved again. Compiled at once: an engine of sixteen
@@ -22,8 +22,26 @@ $(STAMP): requirements.lock pyproject.toml setup.py
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --no-deps -e .
 	touch $@
 
+# The newest SGLang that the patches work with, beside the pinned one: 37 MB to download. Of its dependencies a host
+# without a GPU needs no others than the pinned one's.
+NEWEST := 0.5.23
+NEWEST_STAMP := $(VENV)/newest/.$(NEWEST)
+
+.PHONY: setup-newest test-newest
+setup-newest: $(NEWEST_STAMP)
+
+$(NEWEST_STAMP): | $(STAMP)
+	rm -rf $(VENV)/newest
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --no-deps --compile-bytecode --target $(VENV)/newest \
+	  sglang==$(NEWEST)
+	touch $@
+
+# The tests that run on both ends of the range of SGLang's versions; `make test` has them too.
+test-newest: setup
+	$(BIN)/python -m pytest test/engine/test_hooks.py test/engine/live/test_newest.py $(PYTEST_ARGS)
+
 # SOURCE_TP=2 TARGET_TP=4 DTYPE=float32 make demo, and so on; `.venv/bin/sglang-reshard demo --help` lists them.
-demo: setup
+demo: $(STAMP)
 	@$(BIN)/sglang-reshard demo
 
 # PYTEST_ARGS="test/unit -k plan" for a part.
@@ -85,3 +103,24 @@ lock: setup
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis python/*.egg-info
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# What is released. The plugin: dist/sglang_reshard-VERSION-py3-none-any.whl.
+.PHONY: wheel fork test-fork
+wheel: setup
+	$(BIN)/python -m release.plain
+
+# SGLang and the plugin in one wheel, to install in SGLang's place: dist/sglang-0.5.12+reshard.N-*.whl, of the stock
+# wheel that requirements.lock pins. FORK_ARGS="--python 3.12 --platform manylinux_2_34_aarch64" for elsewhere.
+N ?= 1
+fork: setup
+	$(BIN)/python -m release.fork --number $(N) $(FORK_ARGS)
+
+# Engine tests in an environment that has the forked wheel, and neither the plugin's nor this checkout's package: a
+# minute and a half to make it, and then what the tests take. PYTEST_ARGS=test/engine for all of them.
+FORK_VENV := build/fork
+FORK_TESTS := test/engine/release test/engine/live/test_server.py::test_a_trainer_updates_a_server_by_url \
+  test/engine/live/test_reshard.py::test_a_smaller_engine_is_bit_exact_and_says_what_transformers_says \
+  test/engine/live/test_reshard.py::test_an_engine_without_the_plugin_is_noticed_at_its_start
+test-fork: fork
+	$(BIN)/python -m release.environment $(FORK_VENV) dist/sglang-*+reshard.$(N)-cp311-*.whl
+	env -u PYTHONPATH $(FORK_VENV)/bin/python -m pytest $(or $(PYTEST_ARGS),$(FORK_TESTS))

@@ -1,0 +1,88 @@
+"""What the documents say: their headings, links, commands, code and tables."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = (
+    "README.md",
+    "RESHARDING_GUIDE.md",
+    "CONTRIBUTING.md",
+    "benchmark/README.md",
+    "examples/README.md",
+    "examples/http/README.md",
+)
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+_INLINE = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_PROGRAMS = ("make ", "sglang-reshard ", ".venv/bin/", "python ", "docker ", "torchrun ", "curl ", "pip ")
+
+
+@cache
+def text(document: str) -> str:
+    return (ROOT / document).read_text()
+
+
+def blocks(document: str, language: str) -> list[str]:
+    """Fenced blocks of a language; "" for those of none."""
+    return [body for tag, body in _FENCE.findall(text(document)) if tag == language]
+
+
+def commands(document: str) -> Iterator[str]:
+    """Every command that a document gives, in blocks and within lines, without comments."""
+    for body in blocks(document, "") + blocks(document, "bash"):
+        for line in body.replace("\\\n", " ").splitlines():
+            line = re.sub(r"\s+#.*$", "", line).strip()
+            if _is_command(line):
+                yield " ".join(line.split())
+    for code in _INLINE.findall(_FENCE.sub("", text(document))):
+        for part in code.split("; "):
+            if _is_command(part):
+                yield part
+
+
+def _is_command(line: str) -> bool:
+    line = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line)
+    return line.startswith(_PROGRAMS) or line.split(" ")[0].startswith(".venv/bin/")
+
+
+def links(document: str) -> list[str]:
+    return _LINK.findall(_FENCE.sub("", text(document)))
+
+
+def anchors(document: str) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", text(document)), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def table(document: str, heading: str) -> list[list[str]]:
+    """The rows of the first table under a heading, without its head."""
+    _, under = text(document).split(f"\n{heading}\n", 1)
+    rows: list[list[str]] = []
+    for line in under.splitlines():
+        if line.startswith("|"):
+            rows.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+        elif rows:
+            break
+    return rows[2:]
+
+
+@cache
+def words_of_the_code() -> tuple[str, ...]:
+    """Every string of this package's code, adjacent ones joined; a hole of an f-string is a line break."""
+    found = []
+    for folder in ("python", "patches", "verl_integration"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+                elif isinstance(node, ast.JoinedStr):
+                    found.append("".join(v.value if isinstance(v, ast.Constant) else "\n" for v in node.values))
+    return tuple(found)

@@ -1,0 +1,96 @@
+"""The documents tell the truth: links lead somewhere, code is Python, commands exist, messages are the code's own."""
+
+import ast
+import importlib
+import re
+import subprocess
+
+import pytest
+
+from support.documents import DOCUMENTS, ROOT, anchors, blocks, commands, links, table, text, words_of_the_code
+
+FOLDERS = ("test", "benchmark", "examples", "patches", "python", "verl_integration", "release")
+GUIDE = "RESHARDING_GUIDE.md"
+TARGETS = sorted({m for d in DOCUMENTS for c in commands(d) for m in re.findall(r"\bmake ([a-z][\w-]*)", c)})
+MODULES = sorted({m for d in DOCUMENTS for c in commands(d) for m in re.findall(r"python -m ([\w.]+)", c)})
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document):
+    for link in links(document):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        there = (ROOT / document).parent / path if path else ROOT / document
+        assert there.exists(), link
+        if anchor:
+            assert anchor in anchors(str(there.resolve().relative_to(ROOT))), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_python_in_documents_is_python_and_imports_what_there_is(document):
+    for body in blocks(document, "python"):
+        for node in ast.walk(ast.parse(body)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang_reshard"):
+                module = importlib.import_module(node.module)
+                assert [a.name for a in node.names if not hasattr(module, a.name)] == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_make_knows_the_target(target):
+    found = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_module_is_there(module):
+    assert importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_that_are_named_exist(document):
+    for name in re.findall(
+        r"`((?:test|benchmark|examples|patches|python|verl_integration|release)/[\w/.-]+)`", text(document)
+    ):
+        assert (ROOT / name).exists(), name
+
+
+def messages():
+    """The fragments in the first column of the table of messages."""
+    return [fragment for row in table(GUIDE, "## Troubleshooting") for fragment in re.findall(r"`([^`]+)`", row[0])]
+
+
+@pytest.mark.parametrize("fragment", messages())
+def test_a_message_of_the_table_is_the_codes_own(fragment):
+    assert any(fragment in words for words in words_of_the_code())
+
+
+# Commands as the documents give them, as patterns, and what runs them, or the code behind them on something smaller.
+RUN_BY = {
+    r"make (setup|lint|test|setup-newest)": ".ci/run",
+    r"make test PYTEST_ARGS=test/unit": ".ci/run",
+    r"(.* )?make demo( .*)?|\.venv/bin/sglang-reshard demo --help": "test/engine/test_demo_run.py",
+    r"make test-verl|\.venv/bin/python -m pytest test/verl/.*": "test/verl/test_megatron.py",
+    r"make test-all": "test/engine/architectures/test_architectures.py",
+    r"make test-faults": "test/faults/test_storm.py",
+    r"make test-newest": "test/engine/live/test_newest.py",
+    r"make fuzz|python -m benchmark\.fuzz .*": "test/fuzz/test_frames.py",
+    r"make soak|python -m benchmark\.soak .*": "test/engine/live/test_soak_short.py",
+    r"make bench.*|python -m benchmark( .*|\.\w+)?": "test/unit/test_benchmark.py",
+    r"make lock|pip (install|uninstall) .*|make (wheel|fork|test-fork)( .*)?": "test/engine/release/test_fork.py",
+    r"sglang-reshard plan( .*)?": "test/engine/forecast/test_presets.py",
+    r"sglang-reshard doctor( .*)?": "test/engine/live/test_metrics.py",
+    r"python -m sglang\.launch_server|curl .*/weights_info": "test/engine/live/test_server.py",
+    r".*\.venv/bin/(python|torchrun) .*examples/http/.*": "test/engine/live/test_http_example.py",
+}
+# Of the reader's own containers and machines.
+NOT_OURS = r"docker run --pid=host"
+
+
+@pytest.mark.parametrize("command", sorted({c for d in DOCUMENTS for c in commands(d)}))
+def test_a_command_is_run_by_a_test(command):
+    if re.fullmatch(NOT_OURS, command):
+        return
+    tests = [test for pattern, test in RUN_BY.items() if re.fullmatch(pattern, command)]
+    assert tests, "say in RUN_BY which test runs it"
+    assert all((ROOT / test).exists() for test in tests)
