@@ -2,11 +2,14 @@
 
 import ast
 import importlib
+import inspect
 import re
 import subprocess
 
 import pytest
 
+from sglang_reshard import WeightSender
+from sglang_reshard.patches.metrics import METRICS
 from support.documents import DOCUMENTS, ROOT, anchors, blocks, commands, links, table, text, words_of_the_code
 
 FOLDERS = ("test", "benchmark", "examples", "patches", "python", "verl_integration", "release")
@@ -63,6 +66,24 @@ def messages():
 @pytest.mark.parametrize("fragment", messages())
 def test_a_message_of_the_table_is_the_codes_own(fragment):
     assert any(fragment in words for words in words_of_the_code())
+
+
+def test_the_table_of_metrics_is_the_metrics():
+    told = [[cell.strip("`") for cell in row] for row in table(GUIDE, "### Metrics of a server")]
+    assert told == [[m.name, m.kind.replace("version", "gauge"), ", ".join(m.labels), m.help] for m in METRICS]
+
+
+@pytest.mark.parametrize(
+    ("heading", "function"),
+    [("### `WeightSender(...)`", WeightSender.__init__), ("### `WeightSender.update(...)`", WeightSender.update)],
+)
+def test_the_tables_of_options_have_all_of_them_and_their_defaults(heading, function):
+    told = {row[0].strip("`"): row[1].strip("`") for row in table(GUIDE, heading)}
+    there = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    assert list(told) == [p.name for p in there]
+    for option in there:
+        if option.default not in (None, inspect.Parameter.empty):  # what None stands for is told in words
+            assert told[option.name] == str(option.default).removesuffix(".0")
 
 
 # Commands as the documents give them, as patterns, and what runs them, or the code behind them on something smaller.
