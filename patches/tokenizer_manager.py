@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from sglang_reshard.http_send import WAITS
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Step
 from sglang_reshard.patches import metrics, presence, torn, versions, weights_info
 from sglang_reshard.patches.fitness import unfit
@@ -14,6 +13,7 @@ from sglang_reshard.patches.io_struct import (
     UpdateWeightsDistributedReqOutput,
 )
 from sglang_reshard.patches.watch import watched
+from sglang_reshard.remote import WAITS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

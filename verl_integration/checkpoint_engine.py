@@ -22,9 +22,9 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from sglang_reshard.channel import Address
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.http_send import http_send
 from sglang_reshard.lead import Send
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Failure
+from sglang_reshard.remote import RemoteEngine
 from sglang_reshard.verl import server_adapter
 from sglang_reshard.verl.meeting import Arrival, Meeting
 from sglang_reshard.verl.settings import BACKEND, Settings
@@ -148,7 +148,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
 
         def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
             if not known:
-                known.append(http_send(meeting.url_of(replica), timeout_s=timeout))
+                known.append(RemoteEngine(meeting.url_of(replica), timeout_s=timeout).update_weights_distributed)
             return known[0](request)
 
         return send

@@ -12,8 +12,8 @@ import msgspec
 
 from sglang_reshard.channel import Address, Late, Line
 from sglang_reshard.errors import DeadlineExceeded
-from sglang_reshard.http_send import WAITS
 from sglang_reshard.messages import Failure, decode, encode
+from sglang_reshard.remote import WAITS
 
 
 class _Outcome(msgspec.Struct, frozen=True):

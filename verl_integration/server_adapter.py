@@ -17,7 +17,7 @@ import msgspec
 
 from sglang_reshard.channel import Address
 from sglang_reshard.collectives import broadcast_message, gather_messages
-from sglang_reshard.http_send import http_send
+from sglang_reshard.remote import RemoteEngine
 from sglang_reshard.verl.export import not_carried
 from sglang_reshard.verl.hooks import around
 from sglang_reshard.verl.meeting import Arrival
@@ -91,9 +91,9 @@ def _colocated(adapter: Any) -> TrainerRank:
     servers = gather_messages(_Server(url), _Server, world())
     address = broadcast_message(trainer.host(), Address, world())
     urls = dict.fromkeys(server.url for server in servers if server.url)
-    trainer.attend(
-        address, {url: http_send(url, timeout_s=settings.timeout) if trainer.rank == 0 else None for url in urls}
-    )
+    engines = (RemoteEngine(url, timeout_s=settings.timeout) if trainer.rank == 0 else None for url in urls)
+    sends = {url: e.update_weights_distributed if e else None for url, e in zip(urls, engines, strict=True)}
+    trainer.attend(address, sends)
     return trainer
 
 

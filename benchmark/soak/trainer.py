@@ -26,7 +26,6 @@ from benchmark.soak.standing import Standing
 from benchmark.soak.weights import ENGINE_TP, Weights, is_verified
 from sglang_reshard import WeightSender
 from sglang_reshard.errors import EngineRefused
-from sglang_reshard.http_send import http_send
 from sglang_reshard.oracle.digests import LOADER
 
 _TIMEOUT_S = 60.0
@@ -58,9 +57,7 @@ def main(job: Job) -> None:
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     leads = dist.get_rank() == 0
-    sender = WeightSender.over(
-        mesh.get_group(), http_send(job.url, timeout_s=_TIMEOUT_S) if leads else None, timeout_s=_TIMEOUT_S
-    )
+    sender = WeightSender(job.url, mesh.get_group(), timeout_s=_TIMEOUT_S)
     observer = _Observer(job, pids) if leads else None
     for version in range(1, job.updates + 1):
         weights.become(version)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +26,7 @@ from support.left_behind import Belongings, Watch
 from support.orchestra import Orchestra
 from support.player import Hang
 from support.scenes import DETECT_S, message_names, wait_until
+from support.servers import cpu_options, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 TP, DEADLINE_S = 2, 8.0
@@ -39,7 +38,7 @@ class Serving:
     """A server and its trainer. The server is started again when it has ended, at the same URL."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.port = folder, _free_port()
+        self.folder, self.port = folder, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.orchestra = Orchestra(folder, trainers=TP, engines=0, url=self.url)
         self._process: subprocess.Popen[bytes] | None = None
@@ -54,9 +53,7 @@ class Serving:
         self.end_server()
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.folder / "model"),
                    "--tp-size", str(TP), "--port", str(self.port), "--load-format", "dummy", "--dtype", "float32",
-                   "--skip-server-warmup"]  # fmt: skip
-        for name, value in cpu_host.engine_arguments().items():
-            command += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+                   "--skip-server-warmup", *cpu_options()]  # fmt: skip
         variables = {**os.environ, **cpu_host.environment(TP), "SGLANG_RESHARD_FAULTS_GATE": str(self.folder)}
         variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], str(GATE)])
         with (self.folder / "log").open("ab") as log:
@@ -129,15 +126,6 @@ class Serving:
 def _family(pid: int) -> list[psutil.Process]:
     root = psutil.Process(pid)
     return [root, *root.children(recursive=True)]
-
-
-def _free_port() -> int:
-    """One that leaves room: the server takes more ports, up to 10,000 above its own."""
-    while True:
-        port = random.randrange(20_000, 50_000)
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
 
 
 @pytest.fixture(scope="module")

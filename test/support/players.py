@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sglang_reshard.errors import EngineRefused
-from sglang_reshard.http_send import http_send
 from sglang_reshard.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
@@ -31,6 +30,7 @@ from sglang_reshard.messages import (
     encode,
 )
 from sglang_reshard.receiver import WeightReceiver
+from sglang_reshard.remote import RemoteEngine
 from sglang_reshard.sender import WeightSender
 from support.stations import Arm, Stations
 from support.toy import ToyRank, checkpoint
@@ -154,7 +154,10 @@ def play_trainer(rank: int, size: int, meeting: str, timeout_s: float, url: str,
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(meeting, size), rank=rank, world_size=size, timeout=_GROUP)
-    send = None if links.engine is None else http_send(url, timeout_s=timeout_s) if url else _reach(links.engine)
+    send = None
+    if links.engine is not None:
+        remote = RemoteEngine(url, timeout_s=timeout_s) if url else None
+        send = remote.update_weights_distributed if remote else _reach(links.engine)
     sender = WeightSender.over(dist.group.WORLD, send, timeout_s=timeout_s)
     stations = Stations(links.gate).install("trainer")
     state = served(size) if url else list(sharded(0, (size,), "tp", torch.float32))

@@ -19,6 +19,7 @@ from sglang_reshard import cpu_host
 from sglang_reshard.shared_segments import remove, segments_of
 
 _START_S = 180
+_END_S = 30
 
 
 def free_port() -> int:
@@ -65,15 +66,25 @@ def _await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
         time.sleep(0.5)
-    pytest.fail(f"the server did not come up:\n{log.read_text()[-2500:]}")
+    pytest.fail(f"the server did not come up:\n{log.read_text()[-6000:]}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a server, all but Python's resource tracker, which removes what it and its schedulers leave."""
+    tracker, segments = set(), set()
     with contextlib.suppress(psutil.NoSuchProcess):
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         segments = segments_of(p.pid for p in family)
-        for p in family:
+        tracker = {p for p in family if _is_tracker(p)}
+        for p in set(family) - tracker:
             with contextlib.suppress(psutil.NoSuchProcess):
                 p.kill()
-        remove(segments)
     process.wait()
+    assert psutil.wait_procs(tracker, timeout=_END_S)[1] == []
+    remove(segments)
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "resource_tracker" in " ".join(process.cmdline())
+    return False

@@ -18,7 +18,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from sglang_reshard import __version__
 from sglang_reshard.channel import Address
 from sglang_reshard.errors import EngineRefused, Mismatch, TornWeights, Unauthorized, Unsupported
-from sglang_reshard.http_send import http_send
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.remote import ADMIN_API_KEY, API_KEY, URL, RemoteEngine
 from sglang_reshard.weights_info import LayoutInfo, WeightsInfo
@@ -214,7 +213,7 @@ def test_what_sglang_refuses_is_repeated(server):
 def test_an_update_that_failed_is_an_answer(server):
     output = DistributedUpdateWeightsOutput(success=False, message="no", torn=True)
     server.says(output, 400)
-    assert http_send(server.url, api_key="k")(REQUEST) == output
+    assert RemoteEngine(server.url, api_key="k").update_weights_distributed(REQUEST) == output
     method, path, key, body = server.asked[0]
     assert (method, path, key, body["update"]) == ("POST", "/update_weights_distributed", "Bearer k", 1)
 

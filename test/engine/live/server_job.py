@@ -17,7 +17,6 @@ from sglang_reshard import VerlEngine, WeightSender, cpu_host
 from sglang_reshard.demo import text, tiny_model
 from sglang_reshard.demo.reference import greedy_tokens
 from sglang_reshard.demo.trainer import Trainer
-from sglang_reshard.http_send import http_send
 from sglang_reshard.remote import RemoteEngine
 from sglang_reshard.transports.p2p import Outlet
 from support.refusals import refusal_of
@@ -53,7 +52,7 @@ def stage(job: dict[str, Any]) -> dict[str, Any]:
     url, rank, ranks = job["url"], dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), mesh)
-    send = http_send(url, api_key=job["key"], timeout_s=60) if rank == 0 else None
+    send = RemoteEngine(url, api_key=job["key"], timeout_s=60).update_weights_distributed if rank == 0 else None
     sender = WeightSender.over(mesh.get_group(), send, timeout_s=60, transport="p2p")
     sender.update(trainer.model.named_parameters(), weight_version="settled")
     moving: list[float] = []

@@ -6,11 +6,7 @@ And an engine that loses a process fails the trainer's calls, not the trainer.
 from __future__ import annotations
 
 import contextlib
-import os
-import random
 import re
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from sglang_reshard import cpu_host
 from sglang_reshard.demo import tiny_model
-from sglang_reshard.shared_segments import remove, segments_of
+from support.servers import cpu_options, serving
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -192,58 +187,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     tiny_model.save(folder / "model", TP, TP)
     tiny_model.save(folder / "checkpoint", TP, TP)
     Qwen3ForCausalLM(tiny_model.config(TP, TP)).save_pretrained(folder / "checkpoint")
-    port = free_port()
     command = [sys.executable, str(Path(__file__).with_name("torn_server.py")), "--model-path", str(folder / "model"),
-               "--tp-size", str(TP), "--port", str(port), "--load-format", "dummy", "--dtype", "float32",
-               "--chat-template", "chatml", "--enable-metrics", "--skip-server-warmup"]  # fmt: skip
-    for name, value in cpu_host.engine_arguments().items():
-        command += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **cpu_host.environment(TP)},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            server = Server(f"http://127.0.0.1:{port}", folder / "checkpoint")
-            await_health(server.url, process, folder / "log")
-            yield server
-        finally:
-            end(process)
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a server, all but Python's resource tracker, which removes what it and its schedulers leave."""
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    segments = segments_of(p.pid for p in family)
-    tracker = [p for p in family if "resource_tracker" in " ".join(p.cmdline())]
-    for p in set(family) - set(tracker):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            p.kill()
-    process.wait()
-    assert psutil.wait_procs(tracker, timeout=30)[1] == []
-    remove(segments)
-
-
-def free_port() -> int:
-    """One that leaves room: the server takes more ports, up to 10,000 above its own."""
-    while True:
-        port = random.randrange(20_000, 50_000)
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
-
-
-def await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + 180
-    while time.monotonic() < end and process.poll() is None:
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        time.sleep(0.5)
-    pytest.fail(f"the server did not come up:\n{log.read_text()[-6000:]}")
+               "--tp-size", str(TP), "--load-format", "dummy", "--dtype", "float32",
+               "--chat-template", "chatml", "--enable-metrics", "--skip-server-warmup", *cpu_options()]  # fmt: skip
+    with serving(command, cpu_host.environment(TP), folder / "log") as url:
+        yield Server(url, folder / "checkpoint")
 
 
 def until(true: Callable[[], bool], what: str) -> None:
