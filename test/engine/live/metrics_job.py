@@ -1,4 +1,4 @@
-"""What the trainer of test_metrics.py does to a server that counts: updates that succeed, and two that do not."""
+"""What the trainer of test_metrics_live.py does to a server that counts: updates that succeed, and two that do not."""
 
 from __future__ import annotations
 
