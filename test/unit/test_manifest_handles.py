@@ -153,7 +153,8 @@ def test_a_region_beyond_the_mapped_memory_is_refused_even_without_the_checks(ha
     peer = PeerMemory(0, handles)
     pages = 2 * 4096
     assert peer.view(0, pages - 8, (1,), (8,), torch.uint8).numel() == 8
-    for offset, strides, count in ((pages - 7, (1,), (8,)), (0, (BIG,), (2,)), (-1, (1,), (1,)), (9, (-1,), (3,))):
+    far = (0, (BIG,), (2,)), (0, ((1 << 64) - 1,), (1,))
+    for offset, strides, count in ((pages - 7, (1,), (8,)), *far, (-1, (1,), (1,)), (9, (-1,), (3,))):
         with pytest.raises(Mismatch, match="outside of it"):
             peer.view(0, offset, strides, count, torch.uint8)
     with pytest.raises(Mismatch, match="is empty"):

@@ -102,7 +102,7 @@ def seen(folder: Path | None, enabled: bool = True) -> dict[str, float]:
     environment.pop("PROMETHEUS_MULTIPROC_DIR", None)
     if folder is not None:
         environment["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
-    code = f"import test_metrics; test_metrics.main({folder is not None}, {enabled})"
+    code = f"import test_metric_values; test_metric_values.main({folder is not None}, {enabled})"
     ran = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, check=True, timeout=60)
     return json.loads(ran.stdout)
 

@@ -207,7 +207,8 @@ class PeerMemory:
         storage = self._stretches[stretch]
         last = offset + sum((n - 1) * s for n, s in zip(count, strides, strict=True))
         outside = min(offset, *strides, 0) < 0 or (last + 1) * dtype.itemsize > storage.nbytes()
-        if outside or math.prod(count) > _MOST_ELEMENTS:
+        # The stride of a dimension of one element leads nowhere, but torch has to be able to count it, too.
+        if outside or max(math.prod(count), *strides, 0) > _MOST_ELEMENTS:
             raise Mismatch(
                 f"elements {offset} to {last} ({dtype}) of the memory of trainer rank {self._rank} are outside of it, "
                 f"which has {storage.nbytes():,} bytes"
