@@ -23,7 +23,7 @@ EXPORTED = some_exported(24)
 def nothing_is_left_open():
     before = len(os.listdir("/proc/self/fd"))
     yield
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # what was open before may close meanwhile
 
 
 @pytest.fixture(scope="module")
