@@ -56,4 +56,4 @@ def test_nothing_grows(transport):
         assert last[0] <= warm[0]
         assert last[1] <= warm[1]
         assert last[2] - warm[2] < 4 << 20
-    assert set(os.listdir("/dev/shm")) <= before
+    assert {f for f in os.listdir("/dev/shm") if f.startswith("torch")} <= before

@@ -74,7 +74,7 @@ def test_a_failure_on_either_side_is_told_to_all_and_the_next_update_heals_it(mi
 
 
 def train_without_orders(trainer):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=10, transport="p2p")
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport="p2p")
     if trainer.rank == 1:
         sender._outbound._prepared = None  # not callable
     with pytest.raises(ReshardError) as refused:

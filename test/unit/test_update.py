@@ -320,4 +320,4 @@ def test_an_update_that_broke_off_tears_all_ranks_and_the_next_one_heals_them():
 def test_no_shared_memory_is_left_behind():
     before = set(os.listdir("/dev/shm"))
     run((2,), 2, "tp")
-    assert set(os.listdir("/dev/shm")) <= before
+    assert {f for f in os.listdir("/dev/shm") if f.startswith("torch")} <= before
