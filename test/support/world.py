@@ -6,6 +6,7 @@ stand in for SGLang's way from the Engine to its schedulers.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import time
 import traceback
@@ -178,7 +179,8 @@ def _trainer(link: Connection, rank: int, size: int, engines: list[Connection | 
             return train(Trainer(rank, size, send_all if rank == 0 else None, sends), *args)
         finally:
             for engine in filter(None, engines):
-                engine.send_bytes(b"")  # the end of the requests
+                with contextlib.suppress(BrokenPipeError):  # one that takes no more requests may have ended
+                    engine.send_bytes(b"")  # the end of the requests
 
     _report(link, run)
 
