@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import os
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from sglang_reshard.errors import DeadlineExceeded, EngineDied, Unsupported
+from sglang_reshard.errors import EngineDied, Unsupported
 from sglang_reshard.logs import get_logger
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.patches import presence
@@ -86,7 +85,10 @@ def end(engine: Engine) -> None:
 
 
 def check_installed(engine: Engine) -> None:
-    """Raise Unsupported unless this engine can be updated, and carries these patches in this version throughout."""
+    """Raise Unsupported unless this engine can be updated, and carries these patches in this version throughout.
+
+    Raises DeadlineExceeded where its schedulers do not answer.
+    """
     if not hasattr(engine, "update_weights_distributed"):
         raise Unsupported(
             "SGLang did not load the sglang-reshard plugin: look for 'Failed to load plugin reshard' in its log, "
@@ -94,16 +96,4 @@ def check_installed(engine: Engine) -> None:
         )
     if reason := unfit(engine.server_args):
         raise Unsupported(reason)
-    if reason := presence.refusal(_internal_states(engine)):
-        raise Unsupported(reason)
-
-
-def _internal_states(engine: Engine) -> list[dict[str, Any]]:
-    """What every scheduler says of itself. SGLang asks with no deadline."""
-    asked = asyncio.wait_for(engine.tokenizer_manager.get_internal_state(), _ANSWER_S)
-    try:
-        return engine.loop.run_until_complete(asked)
-    except asyncio.TimeoutError as error:
-        raise DeadlineExceeded(
-            f"SGLang's schedulers did not answer within {_ANSWER_S:.0f} s; look at the engine's log"
-        ) from error
+    engine.loop.run_until_complete(presence.check(engine.tokenizer_manager, _ANSWER_S))

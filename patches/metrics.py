@@ -14,6 +14,7 @@ from sglang_reshard.course import PHASES
 from sglang_reshard.messages import DistributedUpdateWeightsOutput
 from sglang_reshard.patches import versions
 from sglang_reshard.patches.version_series import show_only
+from sglang_reshard.report import bytes_per_second, peak_extra_bytes, received_bytes, slowest_seconds
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -136,24 +137,14 @@ def observe(manager: TokenizerManager, output: DistributedUpdateWeightsOutput, s
         made[FAILURES.name].labels(output.phase or REQUEST).inc()
         return
     made[UPDATE_SECONDS.name].observe(seconds)
-    for phase, s in slowest(output).items():
+    for phase, s in slowest_seconds(output.ranks).items():
         made[PHASE_SECONDS.name].labels(phase).observe(s)
-    received = sum(rank.received_bytes for rank in output.ranks)
-    made[RECEIVED.name].labels(output.transport).inc(received)
-    if move := slowest(output).get("move"):
-        made[RATE.name].set(received / move)
-    made[PEAK.name].set(max((rank.peak_extra_bytes for rank in output.ranks), default=0))
+    made[RECEIVED.name].labels(output.transport).inc(received_bytes(output.ranks))
+    if rate := bytes_per_second(output.ranks):
+        made[RATE.name].set(rate)
+    made[PEAK.name].set(peak_extra_bytes(output.ranks))
     made[SUCCEEDED.name].set(time.time())
     show_version(manager)
-
-
-def slowest(output: DistributedUpdateWeightsOutput) -> dict[str, float]:
-    """phase -> seconds of the engine rank that took longest."""
-    found: dict[str, float] = {}
-    for rank in output.ranks:
-        for phase, seconds in rank.seconds.items():
-            found[phase] = max(seconds, found.get(phase, 0.0))
-    return found
 
 
 def _shown(manager: TokenizerManager) -> bool:

@@ -7,9 +7,16 @@ is asked before the first update.
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import TYPE_CHECKING, Any
 
+from sglang_reshard.errors import DeadlineExceeded, Unsupported
 from sglang_reshard.version import VERSION_KEY, __version__
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+_PRESENT = "_reshard_present"  # on the manager: the schedulers have been seen to carry these patches
 
 
 def absent_hooks() -> list[str]:
@@ -46,6 +53,25 @@ def refusal(states: list[dict[str, Any]]) -> str:
             "log for 'Failed to load plugin' and 'Failed to apply hooks'"
         )
     return ""
+
+
+async def check(manager: TokenizerManager, timeout_s: float) -> None:
+    """Raise Unsupported unless all of the engine's processes carry these patches; they are asked until they do.
+
+    Raises DeadlineExceeded where they do not answer.
+    """
+    if getattr(manager, _PRESENT, False):
+        return
+    # Not cancelled: an answer that comes later belongs to this question, and SGLang would take it for the next one's.
+    answer = asyncio.ensure_future(manager.get_internal_state())
+    done, _ = await asyncio.wait([answer], timeout=timeout_s)
+    if not done:
+        raise DeadlineExceeded(
+            f"the engine's schedulers did not say within {timeout_s:.0f} s what they are; look at their log"
+        )
+    if why := refusal(answer.result()):
+        raise Unsupported(why)
+    setattr(manager, _PRESENT, True)
 
 
 def _wording(what: str | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from sglang_reshard.errors import DeadlineExceeded, Unsupported
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Step
 from sglang_reshard.patches import metrics, presence, torn, versions, weights_info
 from sglang_reshard.patches.fitness import unfit
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 _NAME = "update_weights_distributed"
 _POLL_S = 0.02
-_RUNNING = weights_info.RUNNING
-_PRESENT = "_reshard_present"  # on the manager: the schedulers have been seen to carry these patches
 
 
 def apply() -> None:
@@ -41,17 +40,16 @@ async def update_weights_distributed(
     own weight updates.
     """
     self.auto_create_handle_loop()
-    if refusal := _refusal(self, request) or getattr(self, _RUNNING, ""):
+    if refusal := _refusal(self, request) or getattr(self, weights_info.RUNNING, ""):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
-    whose = f"update {request.update} of session {request.address.session}"
-    running = f"{whose} is running; repeat this one when it has ended"
-    setattr(self, _RUNNING, running)
+    running = f"{request.whose()} is running; repeat this one when it has ended"
+    setattr(self, weights_info.RUNNING, running)
     try:
         if refusal := await _absence(self, request.timeout_s):
             return DistributedUpdateWeightsOutput(success=False, message=refusal)
         return await _update(self, request)
     finally:
-        setattr(self, _RUNNING, "")
+        setattr(self, weights_info.RUNNING, "")
 
 
 async def _update(self: TokenizerManager, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
@@ -115,16 +113,12 @@ async def _ask(
 
 
 async def _absence(self: TokenizerManager, timeout_s: float) -> str:
-    """Which of the engine's processes lack these patches, asked once; empty if none does."""
-    if getattr(self, _PRESENT, False):
-        return ""
-    answer = asyncio.ensure_future(self.get_internal_state())  # not cancelled, for the same reason
-    done, _ = await asyncio.wait([answer], timeout=timeout_s)
-    if not done:
-        return f"the engine's schedulers did not say within {timeout_s:.0f} s what they are; look at their log"
-    refusal = presence.refusal(answer.result())
-    setattr(self, _PRESENT, not refusal)
-    return refusal
+    """Which of the engine's processes lack these patches; empty if none does."""
+    try:
+        await presence.check(self, timeout_s)
+    except (DeadlineExceeded, Unsupported) as error:
+        return str(error)
+    return ""
 
 
 def _refusal(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> str:

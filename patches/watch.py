@@ -13,6 +13,7 @@ from sglang_reshard import spans
 from sglang_reshard.logs import about, get_logger
 from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.patches import metrics
+from sglang_reshard.report import line, received_bytes
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -38,7 +39,7 @@ def watched(update: Update) -> Update:
                 metrics.observe(manager, output, seconds)
                 _log(request, output, seconds)
             if output.success:
-                spans.tell(span, transport=output.transport, received_bytes=_received(output))
+                spans.tell(span, transport=output.transport, received_bytes=received_bytes(output.ranks))
             else:
                 spans.tell(span, phase=output.phase or metrics.REQUEST)
                 spans.fail(span, output.message)
@@ -53,16 +54,9 @@ _LEFT = DistributedUpdateWeightsOutput(
 
 
 def _log(request: DistributedUpdateWeightsReq, output: DistributedUpdateWeightsOutput, seconds: float) -> None:
-    whose = f"update {request.update} of session {request.address.session}"
     if output.success:
-        version = f"version {request.weight_version}, " if request.weight_version is not None else ""
-        logger.info(
-            "%s: %s%.3f GB to %d engine ranks by %s in %.3f s",
-            whose, version, _received(output) / 1e9, len(output.ranks), output.transport, seconds,
-        )  # fmt: skip
+        told = line(output.ranks, output.transport, request.weight_version, seconds)
+        logger.info("%s: %s", request.whose(), told)
     else:
-        logger.error("%s failed (%s) after %.3f s: %s", whose, output.phase or metrics.REQUEST, seconds, output.message)
-
-
-def _received(output: DistributedUpdateWeightsOutput) -> int:
-    return sum(rank.received_bytes for rank in output.ranks)
+        phase = output.phase or metrics.REQUEST
+        logger.error("%s failed (%s) after %.3f s: %s", request.whose(), phase, seconds, output.message)

@@ -100,13 +100,10 @@ class _Stopped(Exception):
 
 
 def _command(model: Path, port: int) -> list[str]:
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--tp-size", str(ENGINE_TP),
-               "--port", str(port), "--load-format", "dummy", "--dtype", DTYPE, "--skip-server-warmup",
-               "--context-length", str(tiny_model.CONTEXT_LENGTH), "--custom-weight-loader", LOADER,
-               "--log-level", "warning"]  # fmt: skip
-    for name, value in cpu_host.engine_arguments().items():
-        command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return command
+    return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--tp-size", str(ENGINE_TP),
+            "--port", str(port), "--load-format", "dummy", "--dtype", DTYPE, "--skip-server-warmup",
+            "--context-length", str(tiny_model.CONTEXT_LENGTH), "--custom-weight-loader", LOADER,
+            "--log-level", "warning", *cpu_host.command_line()]  # fmt: skip
 
 
 def _free_port() -> int:

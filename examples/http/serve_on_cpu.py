@@ -23,9 +23,7 @@ TRAINER_RANKS, MOST_ENGINE_RANKS = 2, 2  # that the model can be cut for
 def main(folder: Path, tp_size: int, options: list[str]) -> None:
     tiny_model.save(folder / "model", TRAINER_RANKS, MOST_ENGINE_RANKS)
     arguments = ["--model-path", str(folder / "model"), "--load-format", "dummy", "--dtype", "float32"]
-    arguments += ["--tp-size", str(tp_size)]
-    for name, value in cpu_host.engine_arguments().items():
-        arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    arguments += ["--tp-size", str(tp_size), *cpu_host.command_line()]
     environment = {**os.environ, **cpu_host.environment(tp_size)}
     start = "from sglang.cli.main import main; main()"
     os.execve(sys.executable, [sys.executable, "-c", start, "serve", *arguments, *options], environment)

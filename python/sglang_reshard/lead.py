@@ -21,7 +21,7 @@ from sglang_reshard.messages import (
     Verify,
 )
 from sglang_reshard.publisher import Published
-from sglang_reshard.report import TrainerRankReport, UpdateReport
+from sglang_reshard.report import TrainerRankReport, UpdateReport, slowest_seconds
 from sglang_reshard.session import Session
 from sglang_reshard.sources import Layout
 from sglang_reshard.sources.difference import first_difference
@@ -162,10 +162,6 @@ def _report(
     bucket_bytes: int,
     seconds: dict[str, float],
 ) -> UpdateReport:
-    slowest = dict(seconds)
-    for rank in answer.ranks:
-        for phase, s in rank.seconds.items():
-            slowest[phase] = max(s, slowest.get(phase, 0.0))
     trainers = tuple(
         TrainerRankReport(rank, held, answer.read_bytes.get(rank, 0)) for rank, held in enumerate(shard_bytes)
     )
@@ -179,7 +175,7 @@ def _report(
         predicted_seconds=answer.predicted_seconds,
         digest=answer.digest,
         bucket_bytes=bucket_bytes,
-        seconds=slowest,
+        seconds=seconds | slowest_seconds(answer.ranks),
         engine_ranks=answer.ranks,
         trainer_ranks=trainers,
     )

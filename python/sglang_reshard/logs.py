@@ -69,11 +69,17 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def configure() -> None:
-    """Do as the environment's SGLANG_RESHARD_LOG says. Raises ValueError for a format that there is not."""
+def wanted_format() -> str:
+    """What the environment's SGLANG_RESHARD_LOG says: "json" or "". Raises ValueError for another format."""
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", "json"):
         raise ValueError(f"{VARIABLE}={wanted!r}: 'json' is the only format beside the application's own")
+    return wanted
+
+
+def configure() -> None:
+    """Do as `wanted_format` says, and raise what it raises."""
+    wanted = wanted_format()
     own = logging.getLogger(_PACKAGE)
     if wanted and not any(isinstance(handler.formatter, JsonFormatter) for handler in own.handlers):
         handler = logging.StreamHandler()

@@ -59,6 +59,9 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     package_version: str = ""
     traceparent: str = ""
 
+    def whose(self) -> str:
+        return f"update {self.update} of session {self.address.session}"
+
     def named(self) -> dict[str, Any]:
         """What log lines and spans say of this update."""
         return {"session": self.address.session, "update": self.update, "version": self.weight_version or ""}

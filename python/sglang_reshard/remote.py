@@ -60,21 +60,12 @@ class RemoteEngine:
         admin_api_key: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        import httpx
-
         self.url = _checked(url or os.environ.get(URL, ""))
         key = os.environ.get(API_KEY, "") if api_key is None else api_key
         admin_key = os.environ.get(ADMIN_API_KEY, "") if admin_api_key is None else admin_api_key
         # Where a server has one key only, it asks for that one, or for none.
         self._key, self._admin_key = key or admin_key, admin_key or key
-        self._client = httpx.Client(
-            timeout=httpx.Timeout(WAITS * timeout_s, connect=_CONNECT_S),
-            # The environment's proxies are for the world outside; an engine is not there.
-            trust_env=False,
-            # Its certificates (SSL_CERT_FILE) may be. And a connection that idles may be closed by the server in the
-            # moment in which it is used again.
-            transport=httpx.HTTPTransport(limits=httpx.Limits(max_keepalive_connections=0)),
-        )
+        self._client = client(WAITS * timeout_s)
 
     @classmethod
     def for_group(cls, group: dist.ProcessGroup, url: str | None, **options: Any) -> tuple[RemoteEngine | None, str]:
@@ -178,8 +169,7 @@ class RemoteEngine:
         import httpx
 
         headers = {"Content-Type": "application/json"}
-        if key := self._admin_key if key is None else key:
-            headers["Authorization"] = f"Bearer {key}"
+        headers |= bearer(self._admin_key if key is None else key)
         try:
             content = b"" if body is None else msgspec.json.encode(body, enc_hook=as_list)
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -210,6 +200,25 @@ class RemoteEngine:
         if _kind(answer) == TornWeights.__name__:
             raise TornWeights(_said(answer))
         raise EngineRefused(f"{self.url}{path} answered {status}: {_said(answer)}")
+
+
+def client(timeout_s: float) -> httpx.Client:
+    """For an engine's server; keeps no connection open."""
+    import httpx
+
+    return httpx.Client(
+        timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
+        # The environment's proxies are for the world outside; an engine is not there.
+        trust_env=False,
+        # Its certificates (SSL_CERT_FILE) may be. And a connection that idles may be closed by the server in the
+        # moment in which it is used again.
+        transport=httpx.HTTPTransport(limits=httpx.Limits(max_keepalive_connections=0)),
+    )
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header that shows a key; none without one."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class _Error(msgspec.Struct):

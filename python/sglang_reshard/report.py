@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,6 +29,39 @@ class RankReport(msgspec.Struct, frozen=True):
     peak_extra_bytes: int
     seconds: dict[str, float]
     staged_bytes: int = 0
+
+
+def received_bytes(ranks: Iterable[RankReport]) -> int:
+    """Of all engine ranks together."""
+    return sum(rank.received_bytes for rank in ranks)
+
+
+def peak_extra_bytes(ranks: Iterable[RankReport]) -> int:
+    """Of the engine rank that took the most."""
+    return max((rank.peak_extra_bytes for rank in ranks), default=0)
+
+
+def slowest_seconds(ranks: Iterable[RankReport]) -> dict[str, float]:
+    """phase -> seconds of the engine rank that took longest."""
+    found: dict[str, float] = {}
+    for rank in ranks:
+        for phase, seconds in rank.seconds.items():
+            found[phase] = max(seconds, found.get(phase, 0.0))
+    return found
+
+
+def bytes_per_second(ranks: Sequence[RankReport]) -> float:
+    """What all engine ranks received over the slowest one's `move`; 0 where that is not known."""
+    move = slowest_seconds(ranks).get("move", 0.0)
+    return received_bytes(ranks) / move if move > 0 else 0.0
+
+
+def line(ranks: Sequence[RankReport], transport: str, weight_version: str | None, seconds: float) -> str:
+    """A successful update in a line, for a log."""
+    version = f"version {weight_version}, " if weight_version is not None else ""
+    return (
+        f"{version}{received_bytes(ranks) / 1e9:.3f} GB to {len(ranks)} engine ranks by {transport} in {seconds:.3f} s"
+    )
 
 
 class TrainerRankReport(msgspec.Struct, frozen=True):
@@ -65,19 +99,15 @@ class UpdateReport(msgspec.Struct, frozen=True):
 
     @property
     def received_bytes(self) -> int:
-        """Of all engine ranks together."""
-        return sum(rank.received_bytes for rank in self.engine_ranks)
+        return received_bytes(self.engine_ranks)
 
     @property
     def bytes_per_second(self) -> float:
-        """`received_bytes` over the slowest engine rank's `move`; 0 where that is not known."""
-        move = self.seconds.get("move", 0.0)
-        return self.received_bytes / move if move > 0 else 0.0
+        return bytes_per_second(self.engine_ranks)
 
     @property
     def peak_extra_bytes(self) -> int:
-        """Of the engine rank that took the most."""
-        return max((rank.peak_extra_bytes for rank in self.engine_ranks), default=0)
+        return peak_extra_bytes(self.engine_ranks)
 
     def as_dict(self) -> dict[str, Any]:
         return msgspec.to_builtins(self)
@@ -87,11 +117,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
 
     def line(self) -> str:
         """In a line, for a log."""
-        version = f"version {self.weight_version}, " if self.weight_version is not None else ""
-        return (
-            f"{version}{self.received_bytes / 1e9:.3f} GB to {len(self.engine_ranks)} engine ranks by {self.transport} "
-            f"in {self.seconds.get('total', 0.0):.3f} s"
-        )
+        return line(self.engine_ranks, self.transport, self.weight_version, self.seconds.get("total", 0.0))
 
     def table(self) -> Table:
         """For rich: phases, then bytes of engine and trainer ranks; least, median and most where there are many."""

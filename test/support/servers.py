@@ -15,7 +15,6 @@ import httpx
 import psutil
 import pytest
 
-from sglang_reshard import cpu_host
 from sglang_reshard.shared_segments import remove, segments_of
 
 _START_S = 180
@@ -29,14 +28,6 @@ def free_port() -> int:
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port
-
-
-def cpu_options() -> list[str]:
-    """What a server's command line needs on a host without a GPU."""
-    options = []
-    for name, value in cpu_host.engine_arguments().items():
-        options += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    return options
 
 
 @contextlib.contextmanager

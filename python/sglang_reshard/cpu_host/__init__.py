@@ -10,7 +10,7 @@ schedulers find it too, and the rest is environment variables that SGLang reads.
     engine = sglang.Engine(model_path=..., tp_size=2, **cpu_host.engine_arguments())
 """
 
-from sglang_reshard.cpu_host.arguments import engine_arguments
+from sglang_reshard.cpu_host.arguments import command_line, engine_arguments
 from sglang_reshard.cpu_host.host import STAND_IN, GpuHost, activate, environment
 
-__all__ = ["STAND_IN", "GpuHost", "activate", "engine_arguments", "environment"]
+__all__ = ["STAND_IN", "GpuHost", "activate", "command_line", "engine_arguments", "environment"]

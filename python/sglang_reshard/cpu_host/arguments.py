@@ -24,3 +24,11 @@ def engine_arguments(**overrides: Any) -> dict[str, Any]:
         "disable_custom_all_reduce": True,
     }
     return arguments | overrides
+
+
+def command_line(**overrides: Any) -> list[str]:
+    """`engine_arguments` as options of `sglang serve` and `python -m sglang.launch_server`."""
+    options = []
+    for name, value in engine_arguments(**overrides).items():
+        options += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return options

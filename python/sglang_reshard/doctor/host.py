@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sglang_reshard.doctor.finding import Check, Finding, fail, ok, warning
 from sglang_reshard.launch import TORCHRUN_VARIABLES
-from sglang_reshard.logs import VARIABLE as LOG_VARIABLE
+from sglang_reshard.logs import wanted_format
 
 SHARED_MEMORY = Path("/dev/shm")
 MAX_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
@@ -74,9 +74,10 @@ def check_torchrun_variables() -> list[Finding]:
 
 
 def check_log_format() -> list[Finding]:
-    wanted = os.environ.get(LOG_VARIABLE, "")
-    if wanted not in ("", "json"):
-        return fail("log format", f"{LOG_VARIABLE}={wanted}: there is no such format", "set it to json, or unset it")
+    try:
+        wanted_format()
+    except ValueError as error:
+        return fail("log format", str(error), "set it to json, or unset it")
     return []
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from sglang_reshard.doctor.finding import Finding, fail, ok, warning
+from sglang_reshard.remote import bearer, client
 from sglang_reshard.version import VERSION_KEY, __version__
 
 _TIMEOUT_S = 20.0
@@ -19,11 +20,11 @@ def check_server(url: str, api_key: str = "", admin_api_key: str = "") -> list[F
 
     api_key, admin_api_key  as in `RemoteEngine`: where a server has one key only, either will do
     """
-    headers, control = _bearer(api_key or admin_api_key), _bearer(admin_api_key or api_key)
-    # The environment's proxies are for the world outside; an engine is not there.
-    with httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT_S, trust_env=False) as client:
+    url = url.rstrip("/")
+    headers, control = bearer(api_key or admin_api_key), bearer(admin_api_key or api_key)
+    with client(_TIMEOUT_S) as http:
         try:
-            answer = client.get("/server_info")
+            answer = http.get(f"{url}/server_info", headers=headers)
         except httpx.InvalidURL as error:
             return fail("server", f"{url} is no URL: {error}", "give it as http://host:port")
         except httpx.HTTPError as error:
@@ -42,7 +43,7 @@ def check_server(url: str, api_key: str = "", admin_api_key: str = "") -> list[F
             return fail("server", said, "is an SGLang server at that address?")
         found = ok("server", f"SGLang {told.get('version', '(of no known version)')} at {url}")
         plugin = _plugin(told)
-        return found + plugin + (_weights(client, control) if plugin[0].status == "ok" else [])
+        return found + plugin + (_weights(http, url, control) if plugin[0].status == "ok" else [])
 
 
 def _plugin(told: dict[str, Any]) -> list[Finding]:
@@ -64,14 +65,10 @@ def _plugin(told: dict[str, Any]) -> list[Finding]:
     return ok("server's plugin", f"sglang-reshard {__version__} in all of {len(versions)} schedulers that answered")
 
 
-def _bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _weights(client: httpx.Client, headers: dict[str, str]) -> list[Finding]:
+def _weights(http: httpx.Client, url: str, headers: dict[str, str]) -> list[Finding]:
     name = "server's weights"
     try:
-        answer = client.get("/weights_info", headers=headers)
+        answer = http.get(f"{url}/weights_info", headers=headers)
     except httpx.HTTPError as error:
         return fail(name, f"GET /weights_info: {type(error).__name__}: {error}", "look at the server's log")
     told = _json(answer)

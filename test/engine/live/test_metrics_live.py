@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from sglang_reshard import __version__, cpu_host
+from sglang_reshard.cpu_host import command_line
 from sglang_reshard.demo import tiny_model
-from support.servers import cpu_options, serving
+from support.servers import serving
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -31,7 +32,7 @@ def server(folder: Path) -> Iterator[str]:
     """A TP=1 server on dummy weights, with metrics and this package's log as JSON."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder / "model"), "--tp-size",
                str(TP), "--load-format", "dummy", "--dtype", "float32", "--enable-metrics", "--skip-server-warmup",
-               *cpu_options()]  # fmt: skip
+               *command_line()]  # fmt: skip
     environment = {**cpu_host.environment(TP), "SGLANG_RESHARD_LOG": "json"}
     with serving(command, environment, folder / "log") as url:
         yield url

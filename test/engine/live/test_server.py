@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from sglang_reshard import __version__, cpu_host
+from sglang_reshard.cpu_host import command_line
 from sglang_reshard.demo import tiny_model
-from support.servers import cpu_options, serving
+from support.servers import serving
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -30,7 +31,7 @@ def server(model: Path) -> Iterator[str]:
     """The URL of a TP=2 server on dummy weights, which asks for an admin key."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--tp-size", str(TP),
                "--load-format", "dummy", "--dtype", "float32", "--admin-api-key", KEY, "--skip-server-warmup",
-               *cpu_options()]  # fmt: skip
+               *command_line()]  # fmt: skip
     with serving(command, cpu_host.environment(TP), model.parent / "log") as url:
         yield url
 

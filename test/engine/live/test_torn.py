@@ -18,8 +18,9 @@ import httpx
 import pytest
 
 from sglang_reshard import cpu_host
+from sglang_reshard.cpu_host import command_line
 from sglang_reshard.demo import tiny_model
-from support.servers import cpu_options, serving
+from support.servers import serving
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -189,7 +190,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     Qwen3ForCausalLM(tiny_model.config(TP, TP)).save_pretrained(folder / "checkpoint")
     command = [sys.executable, str(Path(__file__).with_name("torn_server.py")), "--model-path", str(folder / "model"),
                "--tp-size", str(TP), "--load-format", "dummy", "--dtype", "float32",
-               "--chat-template", "chatml", "--enable-metrics", "--skip-server-warmup", *cpu_options()]  # fmt: skip
+               "--chat-template", "chatml", "--enable-metrics", "--skip-server-warmup", *command_line()]  # fmt: skip
     with serving(command, cpu_host.environment(TP), folder / "log") as url:
         yield Server(url, folder / "checkpoint")
 
