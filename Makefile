@@ -38,7 +38,8 @@ $(NEWEST_STAMP): | $(STAMP)
 
 # The tests that run on both ends of the range of SGLang's versions; `make test` has them too.
 test-newest: setup
-	$(BIN)/python -m pytest test/engine/test_hooks.py test/engine/live/test_newest.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest test/engine/test_hooks.py test/engine/live/test_newest.py \
+	  test/engine/live/test_newest_server.py $(PYTEST_ARGS)
 
 # SOURCE_TP=2 TARGET_TP=4 DTYPE=float32 make demo, and so on; `.venv/bin/sglang-reshard demo --help` lists them.
 demo: $(STAMP)

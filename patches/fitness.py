@@ -31,6 +31,8 @@ def unfit(server_args: Any) -> str:
         return "SGLANG_RUST_SERVER: the Rust server has no place for the requests of an update; unset it"
     if server_args.enable_eplb:
         return "enable_eplb: experts move between ranks while serving, which is not followed yet; turn it off"
+    if backend := getattr(server_args, "elastic_ep_backend", None):
+        return f"elastic_ep_backend={backend}: ranks with experts come and go while serving, which is not followed yet"
     if (cache := getattr(server_args, "weight_cache_mode", "off")) != "off":  # from 0.5.17
         return f"weight_cache_mode={cache}: the weights in memory are other engines' too; turn it off"
     return ""

@@ -18,6 +18,7 @@ MODES: dict[str, dict[str, Any]] = {
     "tokenizers": {"tokenizer_worker_num": 2},
     "ray": {"use_ray": True},
     "eplb": {"enable_eplb": True},
+    "elastic": {"elastic_ep_backend": "nixl"},
     "cache": {"weight_cache_mode": "daemon"},
 }
 

@@ -38,6 +38,7 @@ def test_an_engine_that_can_be_updated(options: dict[str, Any]) -> None:
         ({"tokenizer_worker_num": 3}, "tokenizer_worker_num=3"),
         ({"use_ray": True}, "use_ray"),
         ({"enable_eplb": True}, "enable_eplb"),
+        ({"elastic_ep_backend": "mooncake"}, "elastic_ep_backend=mooncake"),
         ({"weight_cache_mode": "client"}, "weight_cache_mode=client"),
     ],
 )

@@ -8,6 +8,10 @@ from typing import Any
 import httpx
 import torch
 import torch.distributed as dist
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from torch.distributed.device_mesh import init_device_mesh
 
 from sglang_reshard import WeightSender
@@ -19,6 +23,7 @@ from support.refusals import refusal_of
 def update_a_server_that_counts(job: dict[str, Any]) -> dict[str, Any]:
     """/metrics as it was: before the first update, after three that went well and two that did not, after a load."""
     url, folder = job["url"], Path(job["folder"])
+    provider = _export_spans_to(job["collector"])
     ranks = dist.get_world_size()
     trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), init_device_mesh("cpu", (ranks,)))
     trainer.save_checkpoint(folder / "checkpoint")
@@ -35,8 +40,16 @@ def update_a_server_that_counts(job: dict[str, Any]) -> dict[str, Any]:
     seen["loaded"] = _metrics(url)
     sender.close()
     seen["reports"] = [report.as_dict() for report in reports]
+    provider.shutdown()
     seen["session"] = sender._session.address.session
     return seen
+
+
+def _export_spans_to(url: str) -> TracerProvider:
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
+    trace.set_tracer_provider(provider)
+    return provider
 
 
 def _metrics(url: str) -> str:

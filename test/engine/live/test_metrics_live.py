@@ -1,4 +1,4 @@
-"""A server's /metrics and its log tell of updates; `sglang-reshard doctor` finds it well."""
+"""A server's /metrics, its log and its spans tell of updates; `sglang-reshard doctor` finds it well."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_reshard import __version__, cpu_host
 from sglang_reshard.cpu_host import command_line
 from sglang_reshard.demo import tiny_model
+from support.collector import Collector, collecting
 from support.servers import serving
 from support.trainers import run_trainers
 
@@ -28,12 +30,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[str]:
-    """A TP=1 server on dummy weights, with metrics and this package's log as JSON."""
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, collector: Collector) -> Iterator[str]:
+    """A TP=1 server on dummy weights, with metrics, SGLang's own tracing, and this package's log as JSON."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder / "model"), "--tp-size",
                str(TP), "--load-format", "dummy", "--dtype", "float32", "--enable-metrics", "--skip-server-warmup",
-               *command_line()]  # fmt: skip
-    environment = {**cpu_host.environment(TP), "SGLANG_RESHARD_LOG": "json"}
+               "--enable-trace", "--otlp-traces-endpoint", collector.url, *command_line()]  # fmt: skip
+    environment = {
+        **cpu_host.environment(TP),
+        "SGLANG_RESHARD_LOG": "json",
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    }
     with serving(command, environment, folder / "log") as url:
         yield url
 
@@ -48,14 +60,15 @@ def versions(of: dict[str, float]) -> set[str]:
     return {name for name in of if name.startswith("sglang_reshard_weights_info")}
 
 
-def test_metrics_and_log_tell_of_updates(server: str, folder: Path, tmp_path: Path) -> None:
-    (seen,) = run_trainers(
-        1,
-        "metrics_job:update_a_server_that_counts",
-        tmp_path,
-        url=server,
-        target_tp=TP,
-    )
+@pytest.fixture(scope="module")
+def seen(server: str, collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one trainer saw, who updated the server."""
+    job, folder = "metrics_job:update_a_server_that_counts", tmp_path_factory.mktemp("trainer")
+    (seen,) = run_trainers(1, job, folder, url=server, target_tp=TP, collector=collector.url)
+    return seen
+
+
+def test_metrics_and_log_tell_of_updates(seen: dict[str, Any], folder: Path) -> None:
     before, after, loaded = (samples(seen[when]) for when in ("before", "after", "loaded"))
     assert before["sglang_reshard_updates_total"] == 0
     assert before['sglang_reshard_failures_total{phase="move"}'] == 0
@@ -86,6 +99,22 @@ def test_metrics_and_log_tell_of_updates(server: str, folder: Path, tmp_path: Pa
         ("ERROR", "step 4"),
     ]
     assert {line["session"] for line in told} == {seen["session"]}
+
+
+def test_a_collector_gets_one_trace_from_the_trainer_to_the_scheduler(
+    seen: dict[str, Any], collector: Collector
+) -> None:
+    update = collector.await_span("reshard.update", version="step 1")
+    collector.await_span("reshard.commit", trace=update.trace, engine_rank="0")
+    assert update.attributes["sglang_reshard.session"] == seen["session"]
+    of = {span.name: span for span in collector.trace(update.trace)}
+    assert of["reshard.update"].parent == ""
+    assert of["reshard.request"].parent == update.span
+    assert of["reshard.serve"].parent == of["reshard.request"].span
+    phases = {name: span.parent for name, span in of.items() if "sglang_reshard.engine_rank" in span.attributes}
+    assert phases.keys() >= {"reshard.trace", "reshard.plan", "reshard.connect", "reshard.move", "reshard.commit"}
+    assert set(phases.values()) == {of["reshard.serve"].span}
+    assert collector.await_span("reshard.update", version="step 2").trace != update.trace
 
 
 def test_the_doctor_finds_the_server_well(server: str) -> None:
