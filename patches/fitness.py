@@ -32,7 +32,7 @@ def unfit(server_args: Any) -> str:
     if server_args.enable_eplb:
         return "enable_eplb: experts move between ranks while serving, which is not followed yet; turn it off"
     if backend := getattr(server_args, "elastic_ep_backend", None):
-        return f"elastic_ep_backend={backend}: ranks with experts come and go while serving, which is not followed yet"
+        return f"elastic_ep_backend={backend}: ranks come and go while serving; start the engine without it"
     if (cache := getattr(server_args, "weight_cache_mode", "off")) != "off":  # from 0.5.17
         return f"weight_cache_mode={cache}: the weights in memory are other engines' too; turn it off"
     return ""
