@@ -137,10 +137,11 @@ def observe(manager: TokenizerManager, output: DistributedUpdateWeightsOutput, s
         made[FAILURES.name].labels(output.phase or REQUEST).inc()
         return
     made[UPDATE_SECONDS.name].observe(seconds)
-    for phase, s in slowest_seconds(output.ranks).items():
+    slowest = slowest_seconds(output.ranks)
+    for phase, s in slowest.items():
         made[PHASE_SECONDS.name].labels(phase).observe(s)
     made[RECEIVED.name].labels(output.transport).inc(received_bytes(output.ranks))
-    if rate := bytes_per_second(output.ranks):
+    if rate := bytes_per_second(output.ranks, slowest):
         made[RATE.name].set(rate)
     made[PEAK.name].set(peak_extra_bytes(output.ranks))
     made[SUCCEEDED.name].set(time.time())

@@ -63,8 +63,7 @@ class RemoteEngine:
         self.url = _checked(url or os.environ.get(URL, ""))
         key = os.environ.get(API_KEY, "") if api_key is None else api_key
         admin_key = os.environ.get(ADMIN_API_KEY, "") if admin_api_key is None else admin_api_key
-        # Where a server has one key only, it asks for that one, or for none.
-        self._key, self._admin_key = key or admin_key, admin_key or key
+        self._serving, self._control = headers(key, admin_key)
         self._client = client(WAITS * timeout_s)
 
     @classmethod
@@ -121,7 +120,7 @@ class RemoteEngine:
         """
         body = {"text": prompt, **arguments}
         given = {name: value for name, value in body.items() if value is not None}
-        return msgspec.json.decode(self._ask("POST", "/generate", given, self._key).content)
+        return msgspec.json.decode(self._ask("POST", "/generate", given, self._serving).content)
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:
         """Let go of the memory of "weights", of "kv_cache", or of all; requests must have ended."""
@@ -160,22 +159,22 @@ class RemoteEngine:
                 f"there is no way from this host to {self.url}: {error}; is the host's name right?"
             ) from error
 
-    def _ask(self, method: str, path: str, body: Any = None, key: str | None = None) -> httpx.Response:
-        answer = self._answer(method, path, body, key)
+    def _ask(self, method: str, path: str, body: Any = None, shown: dict[str, str] | None = None) -> httpx.Response:
+        answer = self._answer(method, path, body, shown)
         self._raise_unless_good(answer)
         return answer
 
-    def _answer(self, method: str, path: str, body: Any = None, key: str | None = None) -> httpx.Response:
+    def _answer(self, method: str, path: str, body: Any = None, shown: dict[str, str] | None = None) -> httpx.Response:
+        """`shown` are the headers with a key; those that control asks for when not given."""
         import httpx
 
-        headers = {"Content-Type": "application/json"}
-        headers |= bearer(self._admin_key if key is None else key)
+        sent = {"Content-Type": "application/json", **(self._control if shown is None else shown)}
         try:
             content = b"" if body is None else msgspec.json.encode(body, enc_hook=as_list)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise Unsupported(f"{path}: an argument cannot go over HTTP: {error}") from error
         try:
-            return self._client.request(method, self.url + path, content=content, headers=headers)
+            return self._client.request(method, self.url + path, content=content, headers=sent)
         except httpx.HTTPError as error:
             raise EngineRefused(
                 f"{self.url} did not answer: {type(error).__name__}: {error}. Is the server up, and is this its URL?"
@@ -216,8 +215,15 @@ def client(timeout_s: float) -> httpx.Client:
     )
 
 
-def bearer(key: str) -> dict[str, str]:
-    """The header that shows a key; none without one."""
+def headers(api_key: str, admin_api_key: str) -> tuple[dict[str, str], dict[str, str]]:
+    """With which a server's key is shown: for what serves, and for control.
+
+    Where a server has one key only, it asks for that one, or for none.
+    """
+    return _bearer(api_key or admin_api_key), _bearer(admin_api_key or api_key)
+
+
+def _bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

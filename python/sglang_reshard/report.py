@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -50,9 +50,9 @@ def slowest_seconds(ranks: Iterable[RankReport]) -> dict[str, float]:
     return found
 
 
-def bytes_per_second(ranks: Sequence[RankReport]) -> float:
+def bytes_per_second(ranks: Iterable[RankReport], slowest: Mapping[str, float]) -> float:
     """What all engine ranks received over the slowest one's `move`; 0 where that is not known."""
-    move = slowest_seconds(ranks).get("move", 0.0)
+    move = slowest.get("move", 0.0)
     return received_bytes(ranks) / move if move > 0 else 0.0
 
 
@@ -103,7 +103,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
 
     @property
     def bytes_per_second(self) -> float:
-        return bytes_per_second(self.engine_ranks)
+        return bytes_per_second(self.engine_ranks, self.seconds)
 
     @property
     def peak_extra_bytes(self) -> int:

@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
@@ -20,14 +19,13 @@ import psutil
 import pytest
 
 from sglang_reshard import cpu_host
-from sglang_reshard.cpu_host import command_line
 from sglang_reshard.demo import tiny_model
 from sglang_reshard.shared_segments import remove
 from support.left_behind import Belongings, Watch
 from support.orchestra import Orchestra
 from support.player import Hang
 from support.scenes import DETECT_S, message_names, wait_until
-from support.servers import free_port
+from support.servers import free_port, launch
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 TP, DEADLINE_S = 2, 8.0
@@ -52,9 +50,7 @@ class Serving:
         if self._process is not None and self._process.poll() is None:
             return
         self.end_server()
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.folder / "model"),
-                   "--tp-size", str(TP), "--port", str(self.port), "--load-format", "dummy", "--dtype", "float32",
-                   "--skip-server-warmup", *command_line()]  # fmt: skip
+        command = launch(self.folder / "model", TP, "--port", str(self.port))
         variables = {**os.environ, **cpu_host.environment(TP), "SGLANG_RESHARD_FAULTS_GATE": str(self.folder)}
         variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], str(GATE)])
         with (self.folder / "log").open("ab") as log:

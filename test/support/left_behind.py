@@ -23,6 +23,11 @@ _SHM = Path("/dev/shm")
 _SETTLE_S = 10.0  # for the kernel, and threads that end, on a busy host
 
 
+def torch_segments() -> set[str]:
+    """Names of shared memory that torch has made, in any process of this host."""
+    return {name for name in os.listdir(_SHM) if name.startswith("torch")}
+
+
 @dataclass(frozen=True)
 class Belongings:
     """Of this process: its descendants, its descriptors, the ports that it listens on."""

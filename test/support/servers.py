@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from sglang_reshard import cpu_host
 from sglang_reshard.shared_segments import remove, segments_of
 
 _START_S = 180
@@ -28,6 +30,12 @@ def free_port() -> int:
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port
+
+
+def launch(model: Path, tp: int, *options: str, program: Sequence[str] = ("-m", "sglang.launch_server")) -> list[str]:
+    """The command of a server on dummy float32 weights, on a host without a GPU; `program` is Python's to run."""
+    return [sys.executable, *program, "--model-path", str(model), "--tp-size", str(tp), "--load-format", "dummy",
+            "--dtype", "float32", "--skip-server-warmup", *cpu_host.command_line(), *options]  # fmt: skip
 
 
 @contextlib.contextmanager

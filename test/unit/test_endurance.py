@@ -1,6 +1,5 @@
 """Many updates in a row: descriptors, mapped shared memory and resident memory stay flat on both sides."""
 
-import os
 from pathlib import Path
 
 import psutil
@@ -9,6 +8,7 @@ import torch
 
 from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.sender import WeightSender
+from support.left_behind import torch_segments
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 
@@ -50,10 +50,10 @@ def serve(rank, size, requests, transport):
 
 @pytest.mark.parametrize("transport", ["broadcast", "ipc", "p2p"])
 def test_nothing_grows(transport):
-    before = set(os.listdir("/dev/shm"))
+    before = torch_segments()
     trainers, engines = run_world(2, 2, train, serve, transport, deadline_s=240)
     for warm, last in (*trainers, *engines):
         assert last[0] <= warm[0]
         assert last[1] <= warm[1]
         assert last[2] - warm[2] < 4 << 20
-    assert {f for f in os.listdir("/dev/shm") if f.startswith("torch")} <= before
+    assert torch_segments() <= before

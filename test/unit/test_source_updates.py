@@ -1,7 +1,6 @@
 """Whole updates of the source layouts where moving the bytes matters, over the real sender and receiver on gloo."""
 
 import itertools
-import os
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.sender import WeightSender
 from sglang_reshard.sources import named_shards
+from support.left_behind import torch_segments
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 
@@ -200,9 +200,9 @@ def test_every_way_to_hold_a_shard_with_a_cast_on_the_way():
 
 
 def test_every_way_to_hold_a_shard_in_its_own_dtype_and_from_bfloat16():
-    before = set(os.listdir("/dev/shm"))
+    before = torch_segments()
     check(4, 2, FP32, [(way.__name__, dtype) for way, dtype in zip(WAYS, itertools.cycle([FP32, BF16]), strict=False)])
-    assert {f for f in os.listdir("/dev/shm") if f.startswith("torch")} <= before
+    assert torch_segments() <= before
 
 
 # -- a root that is unsharded: evaluated, then stepped, then sent

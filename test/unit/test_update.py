@@ -1,6 +1,5 @@
 """Whole updates in real processes on gloo: DTensor shards in, bit-exact engine parameters out."""
 
-import os
 import re
 import threading
 
@@ -10,6 +9,7 @@ import torch
 from sglang_reshard.errors import EngineRefused, Mismatch, ReshardError, Unsupported
 from sglang_reshard.receiver import WeightReceiver
 from sglang_reshard.sender import WeightSender
+from support.left_behind import torch_segments
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import PAIRS, State
 from support.world import run_world
@@ -318,6 +318,6 @@ def test_an_update_that_broke_off_tears_all_ranks_and_the_next_one_heals_them():
 
 
 def test_no_shared_memory_is_left_behind():
-    before = set(os.listdir("/dev/shm"))
+    before = torch_segments()
     run((2,), 2, "tp")
-    assert {f for f in os.listdir("/dev/shm") if f.startswith("torch")} <= before
+    assert torch_segments() <= before

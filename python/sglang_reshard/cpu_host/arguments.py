@@ -26,9 +26,9 @@ def engine_arguments(**overrides: Any) -> dict[str, Any]:
     return arguments | overrides
 
 
-def command_line(**overrides: Any) -> list[str]:
+def command_line() -> list[str]:
     """`engine_arguments` as options of `sglang serve` and `python -m sglang.launch_server`."""
     options = []
-    for name, value in engine_arguments(**overrides).items():
+    for name, value in engine_arguments().items():
         options += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return options

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from sglang_reshard.doctor.finding import Finding, fail, ok, warning
-from sglang_reshard.remote import bearer, client
+from sglang_reshard.remote import client, headers
 from sglang_reshard.version import VERSION_KEY, __version__
 
 _TIMEOUT_S = 20.0
@@ -21,10 +21,10 @@ def check_server(url: str, api_key: str = "", admin_api_key: str = "") -> list[F
     api_key, admin_api_key  as in `RemoteEngine`: where a server has one key only, either will do
     """
     url = url.rstrip("/")
-    headers, control = bearer(api_key or admin_api_key), bearer(admin_api_key or api_key)
+    serving, control = headers(api_key, admin_api_key)
     with client(_TIMEOUT_S) as http:
         try:
-            answer = http.get(f"{url}/server_info", headers=headers)
+            answer = http.get(f"{url}/server_info", headers=serving)
         except httpx.InvalidURL as error:
             return fail("server", f"{url} is no URL: {error}", "give it as http://host:port")
         except httpx.HTTPError as error:
@@ -65,10 +65,10 @@ def _plugin(told: dict[str, Any]) -> list[Finding]:
     return ok("server's plugin", f"sglang-reshard {__version__} in all of {len(versions)} schedulers that answered")
 
 
-def _weights(http: httpx.Client, url: str, headers: dict[str, str]) -> list[Finding]:
+def _weights(http: httpx.Client, url: str, control: dict[str, str]) -> list[Finding]:
     name = "server's weights"
     try:
-        answer = http.get(f"{url}/weights_info", headers=headers)
+        answer = http.get(f"{url}/weights_info", headers=control)
     except httpx.HTTPError as error:
         return fail(name, f"GET /weights_info: {type(error).__name__}: {error}", "look at the server's log")
     told = _json(answer)

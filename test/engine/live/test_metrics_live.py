@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from sglang_reshard import __version__, cpu_host
-from sglang_reshard.cpu_host import command_line
 from sglang_reshard.demo import tiny_model
 from support.collector import Collector, collecting
-from support.servers import serving
+from support.servers import launch, serving
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -38,9 +37,8 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def server(folder: Path, collector: Collector) -> Iterator[str]:
     """A TP=1 server on dummy weights, with metrics, SGLang's own tracing, and this package's log as JSON."""
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder / "model"), "--tp-size",
-               str(TP), "--load-format", "dummy", "--dtype", "float32", "--enable-metrics", "--skip-server-warmup",
-               "--enable-trace", "--otlp-traces-endpoint", collector.url, *command_line()]  # fmt: skip
+    traced = "--enable-trace", "--otlp-traces-endpoint", collector.url
+    command = launch(folder / "model", TP, "--enable-metrics", *traced)
     environment = {
         **cpu_host.environment(TP),
         "SGLANG_RESHARD_LOG": "json",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from sglang_reshard import __version__, cpu_host
 from sglang_reshard.demo import tiny_model
 from sglang_reshard.patches.versions import NEWEST
-from support.servers import serving
+from support.servers import launch, serving
 from support.sglangs import chosen
 from support.trainers import run_trainers
 
@@ -25,9 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a TP=2 server on dummy weights, with metrics, which asks for an admin key."""
     folder = tmp_path_factory.mktemp("newest_server")
     tiny_model.save(folder / "model", TP, TP)
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder / "model"), "--tp-size",
-               str(TP), "--load-format", "dummy", "--dtype", "float32", "--admin-api-key", KEY, "--enable-metrics",
-               "--skip-server-warmup", *cpu_host.command_line()]  # fmt: skip
+    command = launch(folder / "model", TP, "--admin-api-key", KEY, "--enable-metrics")
     with chosen("newest"), serving(command, cpu_host.environment(TP), folder / "log") as url:
         yield url
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import httpx
 import pytest
 
 from sglang_reshard import __version__, cpu_host
-from sglang_reshard.cpu_host import command_line
 from sglang_reshard.demo import tiny_model
-from support.servers import serving
+from support.servers import launch, serving
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -29,10 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[str]:
     """The URL of a TP=2 server on dummy weights, which asks for an admin key."""
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--tp-size", str(TP),
-               "--load-format", "dummy", "--dtype", "float32", "--admin-api-key", KEY, "--skip-server-warmup",
-               *command_line()]  # fmt: skip
-    with serving(command, cpu_host.environment(TP), model.parent / "log") as url:
+    with serving(launch(model, TP, "--admin-api-key", KEY), cpu_host.environment(TP), model.parent / "log") as url:
         yield url
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +17,8 @@ import httpx
 import pytest
 
 from sglang_reshard import cpu_host
-from sglang_reshard.cpu_host import command_line
 from sglang_reshard.demo import tiny_model
-from support.servers import serving
+from support.servers import launch, serving
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -188,9 +186,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     tiny_model.save(folder / "model", TP, TP)
     tiny_model.save(folder / "checkpoint", TP, TP)
     Qwen3ForCausalLM(tiny_model.config(TP, TP)).save_pretrained(folder / "checkpoint")
-    command = [sys.executable, str(Path(__file__).with_name("torn_server.py")), "--model-path", str(folder / "model"),
-               "--tp-size", str(TP), "--load-format", "dummy", "--dtype", "float32",
-               "--chat-template", "chatml", "--enable-metrics", "--skip-server-warmup", *command_line()]  # fmt: skip
+    program = [str(Path(__file__).with_name("torn_server.py"))]
+    command = launch(folder / "model", TP, "--chat-template", "chatml", "--enable-metrics", program=program)
     with serving(command, cpu_host.environment(TP), folder / "log") as url:
         yield Server(url, folder / "checkpoint")
 
