@@ -20,7 +20,7 @@ from sglang_reshard.channel import Late, Line
 from sglang_reshard.digest import Part, whole
 from sglang_reshard.errors import Aborted, DeadlineExceeded, ReshardError
 from sglang_reshard.messages import Done, TrainerNote, Word, decode, encode
-from sglang_reshard.transports.groups import ConnectionBroke
+from sglang_reshard.transports.connections import ConnectionBroke
 
 T = TypeVar("T")
 _CAUSE_S = 0.5  # for the rank that failed, or the news that it has gone

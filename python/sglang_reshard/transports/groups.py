@@ -6,57 +6,38 @@ engine's own world (its group names, its collectives' order) depends on them.
 
 from __future__ import annotations
 
-import contextlib
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sglang_reshard.errors import ReshardError
+from sglang_reshard.transports.connections import CONNECT_S, ConnectionBroke, Connections
 
 Work = dist.Work
-_AT_ONCE = timedelta(milliseconds=1)
-CONNECT_S = 20.0  # for gloo to connect processes that are all there
-_NEVER_SENT = 0x5EA3  # the tag of a message that nobody sends
-
-
-class ConnectionBroke(ReshardError):
-    """To another rank. Most often that rank has failed, and tells why."""
-
-
-def break_connections(pg: Any, backend: str, size: int, rank: int) -> None:
-    """From another thread: end all waits of this process in a process group, on gloo and on NCCL.
-
-    Gloo's own `abort` ends nothing. But a wait for a message that runs out closes all connections of its rank.
-    """
-    if backend == "nccl":
-        pg.abort()
-    elif size > 1:
-        with contextlib.suppress(RuntimeError):  # which is what it is for; or they are broken already
-            pg.recv([torch.empty(1)], (rank + 1) % size, _NEVER_SENT).wait(_AT_ONCE)
 
 
 class Group:
     """A broadcast group of engine ranks."""
 
     def __init__(self, store: dist.Store, members: tuple[int, ...], rank: int, backend: str, timeout_s: float) -> None:
-        self.members, self._backend = members, backend
+        self.members = members
         name = f"{backend}/" + ",".join(map(str, members))
         prefixed = dist.PrefixStore(name, store)
         self._me, size, self._timeout = members.index(rank), len(members), timedelta(seconds=timeout_s)
-        self._pg: Any
+        pg: Any
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
-            self._pg = dist.ProcessGroupNCCL(prefixed, self._me, size, options)
+            pg = dist.ProcessGroupNCCL(prefixed, self._me, size, options)
         else:
             connect = timedelta(seconds=min(timeout_s, CONNECT_S))
-            self._pg = dist.ProcessGroupGloo(prefixed, self._me, size, timeout=connect)
+            pg = dist.ProcessGroupGloo(prefixed, self._me, size, timeout=connect)
+        self._connections = Connections(pg, backend, self._me, size)
 
     def abort(self) -> None:
         """From another thread: end this rank's waits."""
-        break_connections(self._pg, self._backend, len(self.members), self._me)
+        self._connections.break_off()
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> Work:
         """Start sending `buffer` (1-D, bytes) from engine rank `root` to all members."""
@@ -64,20 +45,23 @@ class Group:
         options.rootRank = self.members.index(root)
         options.rootTensor = 0
         options.timeout = self._timeout
-        return self._pg.broadcast([buffer], options)
+        if (pg := self._connections.pg) is None:
+            raise self._broke("it was given up")
+        return pg.broadcast([buffer], options)
 
     def finish(self, work: Work) -> None:
         """Until a broadcast has arrived, or has left (on a GPU: until the current stream may use the buffer)."""
+        on_gpu = self._connections.backend == "nccl"  # where a wait orders streams only
         try:
-            if self._backend == "nccl":
-                work.wait()  # orders streams only
-            else:
-                work.wait(self._timeout)
+            self._connections.wait(work.wait if on_gpu else lambda: work.wait(self._timeout))
         except RuntimeError as error:
-            raise ConnectionBroke(
-                f"engine rank {self.members[self._me]} lost its connection to engine ranks {self._others} in a "
-                f"broadcast; did one of them fail? Look at their logs. ({error})"
-            ) from error
+            raise self._broke(str(error)) from error
+
+    def _broke(self, why: str) -> ConnectionBroke:
+        return ConnectionBroke(
+            f"engine rank {self.members[self._me]} lost its connection to engine ranks {self._others} in a "
+            f"broadcast; did one of them fail? Look at their logs. ({why})"
+        )
 
     @property
     def _others(self) -> list[int]:

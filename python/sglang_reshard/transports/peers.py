@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import ErrorType
 
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
 from sglang_reshard.messages import Connect
-from sglang_reshard.transports.groups import CONNECT_S, ConnectionBroke, break_connections
+from sglang_reshard.transports.connections import CONNECT_S, ConnectionBroke, Connections
 
 Parcel = tuple[int, torch.Tensor]  # who it goes to or comes from, and its bytes (1-D, contiguous)
 _POLL_S = 0.0002
@@ -37,11 +37,15 @@ class Travel:
 
         Raises DeadlineExceeded after the peers' `timeout_s`, and ReshardError at once for a connection that broke.
         """
-        end = time.monotonic() + self._peers.timeout_s
+        if self._works:
+            end = time.monotonic() + self._peers.timeout_s
+            self._peers.wait(lambda: self._finish(end))
+            self._works = []
+
+    def _finish(self, end: float) -> None:
         for peer, work in self._works:
             with self._peers.explained(self._verb, peer, end):
                 self._peers.finish(work, end)
-        self._works = []
 
 
 class Peers:
@@ -70,15 +74,15 @@ class Peers:
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        self.backend, self.timeout_s = backend, timeout_s
+        self.timeout_s = timeout_s
         self._me, self._trainer_ranks = me, trainer_ranks
         self._index = {member: i for i, member in enumerate(members)}
         self._meet(store, f"peers/{route}")
-        self._pg: Any = None
         try:
-            self._pg = self._connected(dist.PrefixStore(f"peers/{route}", store), device)
+            pg = self._connected(dist.PrefixStore(f"peers/{route}", store), backend, device)
         except RuntimeError as error:
             raise ConnectionBroke(f"{self.name(me)} could not connect to {self._names(members)}: {error}") from error
+        self._connections = Connections(pg, backend, self._index[me], len(members))
         store.delete_key(_here(f"peers/{route}", me))  # whoever is connected has seen it
 
     def name(self, member: int) -> str:
@@ -94,20 +98,25 @@ class Peers:
         return self._start("receive", parcels)
 
     def close(self) -> None:
-        """Break all connections: who waits for this rank is told at once (gloo), or runs into the deadline (NCCL)."""
-        pg, self._pg = self._pg, None
-        if pg is not None and self.backend == "nccl":
-            pg.abort()
+        """From any thread: break all connections, and end this rank's waits.
 
-    def abort(self) -> None:
-        """From another thread: end this rank's waits at once."""
-        pg = self._pg
-        if pg is not None:
-            break_connections(pg, self.backend, len(self._index), self._index[self._me])
+        Who waits for this rank is told at once (gloo), or runs into the deadline (NCCL).
+        """
+        self._connections.break_off()
+
+    def wait(self, step: Callable[[], None]) -> None:
+        """A step that waits for work. Raises what it raises, and ConnectionBroke once these connections are closed."""
+        try:
+            self._connections.wait(step)
+        except ReshardError:
+            raise
+        except RuntimeError as error:
+            who = self.name(self._me)
+            raise ConnectionBroke(f"{who} gave up its connections to the other side: {error}") from error
 
     def finish(self, work: dist.Work, end: float) -> None:
         """Wait for one piece of work until `end`, a time of the monotonic clock."""
-        if self.backend != "nccl":
+        if self._connections.backend != "nccl":
             work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
             return
         # NCCL's own `wait` only orders streams. Errors are looked for, as it is told not to raise them.
@@ -120,7 +129,8 @@ class Peers:
         work.wait()
 
     def _check_nccl(self) -> None:
-        if self._pg is None or self._pg.get_error() != ErrorType.SUCCESS:
+        pg = self._connections.pg
+        if pg is None or pg.get_error() != ErrorType.SUCCESS:
             raise RuntimeError("NCCL reports an error, see the log")
 
     @contextlib.contextmanager
@@ -143,16 +153,16 @@ class Peers:
     def _start(self, verb: str, parcels: Sequence[Parcel]) -> Travel:
         if not parcels:
             return Travel(self, verb, [])
-        if self._pg is None:
-            raise ReshardError(f"{self.name(self._me)} has closed its connections to the other side")
-        start = self._pg.send if verb == "send" else self._pg.recv
-        if self.backend == "nccl":
+        if (pg := self._connections.pg) is None:
+            raise ConnectionBroke(f"{self.name(self._me)} has closed its connections to the other side")
+        start = pg.send if verb == "send" else pg.recv
+        if self._connections.backend == "nccl":
             with self.explained(verb, parcels[0][0], float("inf")):
                 # In one group, which no order within can hold up. Its communicator is that of all members.
-                self._pg._start_coalescing()
+                pg._start_coalescing()
                 for peer, buffer in parcels:
                     start([buffer], self._index[peer], 0)
-                return Travel(self, verb, [(parcels[0][0], self._pg._end_coalescing())])
+                return Travel(self, verb, [(parcels[0][0], pg._end_coalescing())])
         works = []
         for peer, buffer in parcels:
             with self.explained(verb, peer, float("inf")):
@@ -172,9 +182,9 @@ class Peers:
                 "look at their logs"
             ) from error
 
-    def _connected(self, store: dist.Store, device: torch.device) -> Any:
+    def _connected(self, store: dist.Store, backend: str, device: torch.device) -> Any:
         rank, size = self._index[self._me], len(self._index)
-        if self.backend != "nccl":
+        if backend != "nccl":
             connect = timedelta(seconds=min(self.timeout_s, CONNECT_S))
             return dist.ProcessGroupGloo(store, rank, size, timeout=connect)
         options = dist.ProcessGroupNCCL.Options()
