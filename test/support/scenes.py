@@ -25,7 +25,6 @@ class Scene(Orchestra):
         self.watch = Watch()
         self.version = 0
         self._tried = 0
-        self._bucket_bytes = 256
 
     def make_ready(self) -> None:
         """All ranks alive, and sound weights."""
@@ -46,8 +45,8 @@ class Scene(Orchestra):
     def begin(self, transport: str, arms: dict[int, Arm] | None = None, **options: Any) -> int:
         """An update to a version that was never tried, which has to be planned anew. The version."""
         self._tried += 1
-        self._bucket_bytes = 768 - self._bucket_bytes
-        self.update(self._tried, transport, arms, self._bucket_bytes, **options)
+        # Not only another than last time: what was refused at the first look leaves standing what was before it.
+        self.update(self._tried, transport, arms, 256 + 8 * (self._tried % 32), **options)
         return self._tried
 
     def hold(self, player: Player, phase: str, transport: str, skip: int = 0, act: Act = "wait", **options: Any) -> int:
