@@ -76,10 +76,10 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def a_scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """Processes for all tests of a module; whatever is killed in one of them is there again in the next."""
+    """Processes for all tests of a module, as its SCENE says; who is killed in one is there again in the next."""
     forkserver.ensure_running()
     before = Belongings.of_this_process()
-    scene = Scene(tmp_path_factory.mktemp("scene"), getattr(request.module, "TIMEOUT_S", None))
+    scene = Scene(tmp_path_factory.mktemp("scene"), **getattr(request.module, "SCENE", {}))
     yield scene
     scene.end()
     left = scene.watch.left_since(before)

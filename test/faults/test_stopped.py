@@ -5,6 +5,7 @@ import pytest
 from support.scenes import message_names
 
 TIMEOUT_S = 3.0
+SCENE = {"timeout_s": TIMEOUT_S}
 NOTICED_S = 4 * TIMEOUT_S + 12.0  # a few waits one after the other, and some seconds for each other's last word
 BEFORE_A_BYTE = {"announce", "look", "plan"}
 

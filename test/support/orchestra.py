@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_reshard.messages import DEFAULT_TIMEOUT_S
+from support import toy
 from support.player import ANSWER_S, Hang, Player
 from support.players import Answered, Call, Ended, Update, play_engine, play_trainer, versions
 from support.stand_in_server import StandInServer
@@ -33,9 +34,11 @@ _START_S = 90.0  # for processes to come up on a busy host; the first also wait 
 class Orchestra:
     """`retired` are trainer ranks of an earlier life that were only stopped."""
 
-    def __init__(self, folder: Path, trainers: int = 2, engines: int = 2, url: str = "") -> None:
-        """`url`: of an SGLang server that trainer ranks update instead of engine ranks here."""
-        self._folder, self._sizes, self._url = folder, (trainers, engines), url
+    def __init__(
+        self, folder: Path, trainers: int = 2, engines: int = 2, url: str = "", hidden: int = toy.HIDDEN
+    ) -> None:
+        """`url`: of an SGLang server that trainer ranks update instead of engine ranks here; `hidden`: of the toy."""
+        self._folder, self._sizes, self._url, self._hidden = folder, (trainers, engines), url, hidden
         self._lives = itertools.count(1)
         self.trainers: list[Player] = []
         self.engines: list[Player] = []
@@ -49,7 +52,7 @@ class Orchestra:
         for player in self.trainers:
             self.kill(player)
         size, meeting = self._sizes[0], str(self._folder / f"meeting-{next(self._lives)}")
-        arguments = size, meeting, timeout_s, self._url
+        arguments = size, meeting, timeout_s, self._url, self._hidden
         self.trainers = [Player.start("trainer", rank, play_trainer, arguments) for rank in range(size)]
         self._until_started(self.trainers)
         os.unlink(meeting)
@@ -59,7 +62,7 @@ class Orchestra:
         for player in self.engines:
             self.kill(player)
         size = self._sizes[1]
-        self.engines = [Player.start("engine", rank, play_engine, (size,)) for rank in range(size)]
+        self.engines = [Player.start("engine", rank, play_engine, (size, self._hidden)) for rank in range(size)]
         self.server = StandInServer(self.engines)
         self._until_started(self.engines)
 

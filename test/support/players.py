@@ -7,6 +7,7 @@ toy model.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 import traceback
@@ -146,7 +147,7 @@ def served_values(version: int) -> dict[str, torch.Tensor]:
     return dict(Qwen3ForCausalLM(tiny_model.config(2, 2)).named_parameters())
 
 
-def play_trainer(rank: int, size: int, meeting: str, timeout_s: float, url: str, links: Links) -> None:
+def play_trainer(rank: int, size: int, meeting: str, timeout_s: float, url: str, hidden: int, links: Links) -> None:
     """A trainer rank's process.
 
     meeting  path of a file that the ranks of this life find each other by
@@ -160,8 +161,9 @@ def play_trainer(rank: int, size: int, meeting: str, timeout_s: float, url: str,
         send = remote.update_weights_distributed if remote else _reach(links.engine)
     sender = WeightSender.over(dist.group.WORLD, send, timeout_s=timeout_s)
     stations = Stations(links.gate).install("trainer")
-    state = served(size) if url else list(sharded(0, (size,), "tp", torch.float32))
-    me = TrainerRank(rank, state, sender, stations, served_values if url else checkpoint)
+    state = served(size) if url else list(sharded(0, (size,), "tp", torch.float32, hidden))
+    values = served_values if url else functools.partial(checkpoint, hidden=hidden)
+    me = TrainerRank(rank, state, sender, stations, values)
     links.orders.send(None)
     while (order := links.orders.recv()) is not None:
         if isinstance(order, Update):
@@ -205,19 +207,20 @@ class EngineRank:
     """What a `Call` to an engine rank gets."""
 
     rank: int
+    hidden: int
     model: ToyRank
     receiver: WeightReceiver
     stations: Stations
 
 
-def play_engine(rank: int, size: int, links: Links) -> None:
+def play_engine(rank: int, size: int, hidden: int, links: Links) -> None:
     """An engine rank's process. It begins with version 0 of the weights."""
     torch.set_num_threads(1)
-    model = ToyRank(rank, size)
-    model.load_weights(checkpoint(0).items())
+    model = ToyRank(rank, size, hidden=hidden)
+    model.load_weights(checkpoint(0, hidden=hidden).items())
     receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
     stations = Stations(links.gate).install("engine")
-    me = EngineRank(rank, model, receiver, stations)
+    me = EngineRank(rank, hidden, model, receiver, stations)
     links.orders.send(None)
     while (order := links.orders.recv()) is not None:
         if isinstance(order, Ask):
@@ -244,8 +247,8 @@ def _asked(
 def versions(me: EngineRank, asked: tuple[int, ...]) -> tuple[int | None, str]:
     """Which of these versions an engine rank has, bit by bit, None for none of them; and why it is torn, if it is."""
     for version in asked:
-        stock = ToyRank(me.rank, me.model.size)
-        stock.load_weights(checkpoint(version).items())
+        stock = ToyRank(me.rank, me.model.size, hidden=me.hidden)
+        stock.load_weights(checkpoint(version, hidden=me.hidden).items())
         if all(torch.equal(getattr(me.model, name), value) for name, value in stock.named_parameters()):
             return version, me.receiver.torn
     return None, me.receiver.torn

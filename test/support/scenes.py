@@ -11,6 +11,7 @@ from support.left_behind import Watch, mapped_from, settled
 from support.orchestra import Orchestra
 from support.player import Hang, Player
 from support.stations import Act, Arm
+from support.toy import HIDDEN
 
 DETECT_S = 10.0  # within which a killed rank must be noticed, at any deadline
 _PATIENCE_S = 40.0  # after which we call it a hang
@@ -19,9 +20,11 @@ _PATIENCE_S = 40.0  # after which we call it a hang
 class Scene(Orchestra):
     """`version` is what the engine ranks have had since the last update that succeeded."""
 
-    def __init__(self, folder: Path, timeout_s: float | None = None) -> None:
-        super().__init__(folder)
-        self.timeout_s = timeout_s or DEFAULT_TIMEOUT_S
+    def __init__(
+        self, folder: Path, timeout_s: float = DEFAULT_TIMEOUT_S, hidden: int = HIDDEN, bucket_bytes: int = 256
+    ) -> None:
+        super().__init__(folder, hidden=hidden)
+        self.timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
         self.watch = Watch()
         self.version = 0
         self._tried = 0
@@ -46,7 +49,7 @@ class Scene(Orchestra):
         """An update to a version that was never tried, which has to be planned anew. The version."""
         self._tried += 1
         # Not only another than last time: what was refused at the first look leaves standing what was before it.
-        self.update(self._tried, transport, arms, 256 + 8 * (self._tried % 32), **options)
+        self.update(self._tried, transport, arms, self._bucket_bytes + 8 * (self._tried % 32), **options)
         return self._tried
 
     def hold(self, player: Player, phase: str, transport: str, skip: int = 0, act: Act = "wait", **options: Any) -> int:

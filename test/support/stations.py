@@ -23,6 +23,7 @@ from sglang_reshard.route import Router
 from sglang_reshard.talk import Talk
 from sglang_reshard.trace import Program
 from sglang_reshard.transports.landing import CopyList
+from sglang_reshard.transports.p2p import Outlet
 
 Act = Literal["wait", "go", "raise", "flip"]
 
@@ -76,6 +77,7 @@ class Stations:
             self._before(Talk, "announce", "announce")
             self._before(outbound.Outbound, "_prepared", "plan")
             self._before(outbound, "join_peers", "connect")
+            self._before(Outlet, "send", "send")
             self._before(Talk, "vouch", "verify")
         return self
 

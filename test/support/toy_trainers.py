@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from support.toy import checkpoint
+from support.toy import HIDDEN, checkpoint
 from support.toy_fused import STACKED, fused, stacked
 
 # The trainer's mesh, the engine's ranks, and how the trainer holds its tensors.
@@ -30,13 +30,15 @@ PAIRS = [
 ]
 
 
-def sharded(version: int, mesh_shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> Iterator[Any]:
+def sharded(
+    version: int, mesh_shape: tuple[int, ...], kind: str, dtype: torch.dtype, hidden: int = HIDDEN
+) -> Iterator[Any]:
     """A training state on a mesh, as `describe` takes it.
 
     kind  "tp", "fsdp" (everything Shard(0)), "fsdp_tp" (FSDP2 over TP), "plain"; "stacked" is "fsdp" with a stack, on
           its columns where the mesh has two dimensions; "fused", see `support.toy_fused`
     """
-    whole = checkpoint(version, dtype)
+    whole = checkpoint(version, dtype, hidden)
     if kind == "plain":
         yield from whole.items()
         return
