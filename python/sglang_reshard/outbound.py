@@ -119,7 +119,7 @@ class Outbound:
         """From another thread: end a wait for messages."""
         route = self._route
         if route is not None and route.peers is not None:
-            route.peers.close()
+            route.peers.abort()
 
     def _heed(self, talk: Talk, word: Word, published: Published | None, shards: Shards) -> None:
         assert not isinstance(word, Done)

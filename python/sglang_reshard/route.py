@@ -111,7 +111,7 @@ class Router:
         if groups is not None:
             groups.abort()
         if peers is not None:
-            peers.close()
+            peers.abort()
 
     def let_go(self) -> None:
         """The trainer ranks' memory, and the route, whose views keep it."""

@@ -49,8 +49,7 @@ def test_memory_that_goes_in_the_middle_of_a_move(scene, case, tmp_path, what, a
             scene.call(player, when_asked, what, f"{ask}-{player.rank}")
         if again:
             scene.make_good("ipc")
-            scene._bucket_bytes = 768 - scene._bucket_bytes  # the next one is like this one
-        new = scene.hold(scene.engines[0], "move", "ipc")
+        new = scene.hold(scene.engines[0], "move", "ipc", alike=again)
         for player in scene.trainers:
             Path(f"{ask}-{player.rank}").touch()
         wait_until(lambda: not list(tmp_path.iterdir()), 60, "the memory to go")

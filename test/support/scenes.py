@@ -24,7 +24,7 @@ class Scene(Orchestra):
         self, folder: Path, timeout_s: float = DEFAULT_TIMEOUT_S, hidden: int = HIDDEN, bucket_bytes: int = 256
     ) -> None:
         super().__init__(folder, hidden=hidden)
-        self.timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
+        self.timeout_s, self._bucket_bytes, self._least_bucket_bytes = timeout_s, bucket_bytes, bucket_bytes
         self.watch = Watch()
         self.version = 0
         self._tried = 0
@@ -45,11 +45,16 @@ class Scene(Orchestra):
         super().start_trainers(timeout_s or self.timeout_s)
         self.watch.look(p.pid for p in self.trainers)
 
-    def begin(self, transport: str, arms: dict[int, Arm] | None = None, **options: Any) -> int:
-        """An update to a version that was never tried, which has to be planned anew. The version."""
+    def begin(self, transport: str, arms: dict[int, Arm] | None = None, alike: bool = False, **options: Any) -> int:
+        """An update to a version that was never tried, which has to be planned anew. The version.
+
+        alike  it is like the one before, and has not to be planned
+        """
         self._tried += 1
-        # Not only another than last time: what was refused at the first look leaves standing what was before it.
-        self.update(self._tried, transport, arms, self._bucket_bytes + 8 * (self._tried % 32), **options)
+        if not alike:
+            # Not only another than last time: what was refused at the first look leaves standing what was before it.
+            self._bucket_bytes = self._least_bucket_bytes + 8 * (self._tried % 32)
+        self.update(self._tried, transport, arms, self._bucket_bytes, **options)
         return self._tried
 
     def hold(self, player: Player, phase: str, transport: str, skip: int = 0, act: Act = "wait", **options: Any) -> int:

@@ -60,6 +60,13 @@ class Connections:
         if not ended.is_set():
             raise RuntimeError("they were closed while it waited")
 
+    def drop(self) -> None:
+        """Close all connections, of which none has a message under way: gloo would keep it until that has arrived."""
+        with self._changed:
+            pg, self.pg = self.pg, None
+        if pg is not None and self.backend == "nccl":
+            pg.abort()
+
     def break_off(self) -> None:
         """From any thread: close all connections, and end this rank's waits.
 

@@ -41,6 +41,7 @@ class Travel:
             end = time.monotonic() + self._peers.timeout_s
             self._peers.wait(lambda: self._finish(end))
             self._works = []
+            self._peers.under_way -= 1
 
     def _finish(self, end: float) -> None:
         for peer, work in self._works:
@@ -60,6 +61,8 @@ class Peers:
     backend        "gloo" or "nccl"
     device         this rank's GPU, for nccl
     timeout_s      seconds that any one wait may last
+
+    `under_way` counts the travels that have begun and have not ended well.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class Peers:
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        self.timeout_s = timeout_s
+        self.timeout_s, self.under_way = timeout_s, 0
         self._me, self._trainer_ranks = me, trainer_ranks
         self._index = {member: i for i, member in enumerate(members)}
         self._meet(store, f"peers/{route}")
@@ -98,10 +101,14 @@ class Peers:
         return self._start("receive", parcels)
 
     def close(self) -> None:
-        """From any thread: break all connections, and end this rank's waits.
+        """Close all connections: who waits for this rank is told at once (gloo), or runs into the deadline (NCCL)."""
+        if self.under_way:
+            self.abort()
+        else:
+            self._connections.drop()
 
-        Who waits for this rank is told at once (gloo), or runs into the deadline (NCCL).
-        """
+    def abort(self) -> None:
+        """From any thread: the same while messages are under way, and end this rank's waits."""
         self._connections.break_off()
 
     def wait(self, step: Callable[[], None]) -> None:
@@ -155,6 +162,7 @@ class Peers:
             return Travel(self, verb, [])
         if (pg := self._connections.pg) is None:
             raise ConnectionBroke(f"{self.name(self._me)} has closed its connections to the other side")
+        self.under_way += 1
         start = pg.send if verb == "send" else pg.recv
         if self._connections.backend == "nccl":
             with self.explained(verb, parcels[0][0], float("inf")):
