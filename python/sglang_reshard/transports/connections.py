@@ -62,10 +62,7 @@ class Connections:
 
     def drop(self) -> None:
         """Close all connections, of which none has a message under way: gloo would keep it until that has arrived."""
-        with self._changed:
-            pg, self.pg = self.pg, None
-        if pg is not None and self.backend == "nccl":
-            pg.abort()
+        self._take()
 
     def break_off(self) -> None:
         """From any thread: close all connections, and end this rank's waits.
@@ -73,12 +70,7 @@ class Connections:
         Gloo's own `abort` ends nothing. But a wait for a message that runs out closes all connections of its rank. One
         for a message of a rank that has died fails before it runs out, and closes nothing: so every rank is waited for.
         """
-        with self._changed:
-            pg, self.pg = self.pg, None
-        if pg is None:
-            return
-        if self.backend == "nccl":
-            pg.abort()
+        if (pg := self._take()) is None:
             return
         for other in (r for r in range(self._size) if r != self._rank):
             with contextlib.suppress(RuntimeError):  # which is what it is for; or this connection is broken already
@@ -90,3 +82,12 @@ class Connections:
         last = [pg]
         del pg
         threading.Thread(target=last.clear, name="sglang-reshard group's end", daemon=True).start()
+
+    def _take(self) -> Any:
+        """The group, for who ends it on gloo; None if somebody has, and on NCCL, where its own abort does all."""
+        with self._changed:
+            pg, self.pg = self.pg, None
+        if pg is not None and self.backend == "nccl":
+            pg.abort()
+            return None
+        return pg
