@@ -1,6 +1,7 @@
-"""For all tests."""
+"""Fixtures and hooks of all tests."""
 
 import logging
+import os
 
 import pytest
 from hypothesis import settings
@@ -8,6 +9,16 @@ from hypothesis import settings
 # How long one example takes says nothing here: machines are shared, and the first one imports torch.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects tests and params marked `sweep` unless SGLANG_RESHARD_SWEEP=1."""
+    if os.environ.get("SGLANG_RESHARD_SWEEP") == "1":
+        return
+    sweep = [item for item in items if item.get_closest_marker("sweep")]
+    if sweep:
+        config.hook.pytest_deselected(items=sweep)
+        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
 
 
 @pytest.fixture
