@@ -1,0 +1,97 @@
+"""`python -m benchmark.compare` notices every outcome that differs, and nothing that is only measured."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmark import results
+from benchmark.compare import differences, outcomes
+
+FAULTS, ARCHITECTURES, DEMO = (
+    json.loads((results.FOLDER / name).read_text()) for name in ("faults.json", "architectures.json", "demo.json")
+)
+
+
+def compared(old, new):
+    return list(differences(outcomes(old), outcomes(new)))
+
+
+@pytest.mark.parametrize("found", [FAULTS, ARCHITECTURES, DEMO])
+def test_a_file_is_like_itself(found):
+    assert len(outcomes(found)) > 50
+    assert compared(found, copy.deepcopy(found)) == []
+
+
+def test_seconds_and_words_are_no_outcome():
+    faults, architectures, demo = map(copy.deepcopy, (FAULTS, ARCHITECTURES, DEMO))
+    faults[0]["commit"] = "another"
+    for row in faults[1:]:
+        row["detect_s"] = 17.0
+    demo["updates"][0]["seconds"]["total"] = 1e3
+    demo["updates"][0]["engine_ranks"][3] |= {"peak_extra_bytes": 1, "seconds": {}}
+    demo["updates"][0]["transport_reason"] = "other words"
+    for architecture in architectures["architectures"].values():
+        for run in architecture["runs"].values():
+            run["why"] = "other words"
+    assert compared(FAULTS, faults) == compared(ARCHITECTURES, architectures) == compared(DEMO, demo) == []
+
+
+def test_another_outcome_of_a_fault_is_named():
+    new = copy.deepcopy(FAULTS)
+    new[1]["outcome"] = "hang"
+    (line,) = compared(FAULTS, new)
+    assert line.startswith(", ".join(new[1][key] for key in ("fault", "phase", "transport")) + ": was ")
+    assert line.endswith('is ["hang"]')
+
+
+def test_rows_that_are_missing_or_added_are_named():
+    assert [line.split(": ")[-1].split(",")[0] for line in compared(FAULTS, [*FAULTS[:1], *FAULTS[2:]])] == ["missing"]
+    added = {**FAULTS[1], "phase": "at night"}
+    assert [", at night, " in line and ": added, " in line for line in compared(FAULTS, [*FAULTS, added])] == [True]
+    again = [*FAULTS, FAULTS[1]]
+    assert len(compared(FAULTS, again)) == 1, "a row twice where it was once"
+
+
+def test_of_random_faults_only_an_outcome_never_seen_differs():
+    storm = [row for row in FAULTS[1:] if row["group"]]
+    assert len({row["outcome"] for row in storm}) > 2
+    ordinary = [row for row in FAULTS if not row.get("group")]
+    assert compared(FAULTS, ordinary + storm[:20]) == []
+    (line,) = compared(FAULTS, [*FAULTS, {**storm[0], "outcome": "silent mix"}])
+    assert "silent mix" in line
+
+
+def test_a_rank_of_an_architecture_and_a_claim_of_the_demo_count():
+    architectures, demo = copy.deepcopy(ARCHITECTURES), copy.deepcopy(DEMO)
+    name, entry = next((n, e) for n, e in architectures["architectures"].items() if e["runs"])
+    run = next(iter(entry["runs"].values()))
+    run["ranks"]["0"] = "failed"
+    (line,) = compared(ARCHITECTURES, architectures)
+    assert line.startswith(f"{name}, runs, ")
+    demo["updates"][1]["engine_ranks"][5]["received_bytes"] += 1
+    demo["claims"]["bit_exact"] = False
+    assert [line.split(":")[0] for line in compared(DEMO, demo)] == [
+        "claims, bit_exact",
+        "updates, 1, engine_ranks, 5, received_bytes",
+    ]
+
+
+def test_the_command_exits_with_1_on_a_difference(tmp_path):
+    new = copy.deepcopy(DEMO)
+    new["claims"]["updated"] = False
+    paths = [tmp_path / "old.json", tmp_path / "new.json"]
+    for path, found in zip(paths, (DEMO, new), strict=True):
+        path.write_text(json.dumps(found))
+    for other, status in ((paths[0], 0), (paths[1], 1)):
+        command = [sys.executable, "-m", "benchmark.compare", str(paths[0]), str(other)]
+        run = subprocess.run(command, cwd=results.REPOSITORY, capture_output=True, text=True, check=False)
+        assert run.returncode == status, run.stderr
+        assert run.stdout.endswith(f"{status} differences\n")
+
+
+def test_other_json_is_refused():
+    with pytest.raises(ValueError, match="neither"):
+        outcomes({"some": "thing"})
