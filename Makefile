@@ -53,16 +53,18 @@ test: setup
 test-verl: setup
 	$(BIN)/python -m pytest test/verl $(PYTEST_ARGS)
 
-# Also what takes long: every rank of every engine that the architectures are tried with. It writes
-# benchmark/results/architectures.json, and from it the table in RESHARDING_GUIDE.md.
+# Everything there is: also what repeats in other cases what `make test` shows in one, marked `sweep`, and every rank of
+# every engine that the architectures are tried with. It writes benchmark/results/architectures.json with the guide's
+# table, and benchmark/results/test-all.json: counts, minutes and the slowest tests, unless PYTEST_ARGS chooses a part.
 test-all: setup
-	SGLANG_RESHARD_SWEEP=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	SGLANG_RESHARD_SWEEP=1 $(if $(PYTEST_ARGS),,SGLANG_RESHARD_SUMMARY=benchmark/results/test-all.json) \
+	  $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # Ranks killed, stopped, short of memory and lied to, in every phase of an update: eight minutes on 2 cores. It prints
 # a table and writes it to benchmark/results/faults.json.
 test-faults: setup
-	SGLANG_RESHARD_FAULTS_UPDATES=200 SGLANG_RESHARD_FAULTS_RESULTS=benchmark/results/faults.json \
-	  $(BIN)/python -m pytest test/faults $(PYTEST_ARGS)
+	SGLANG_RESHARD_SWEEP=1 SGLANG_RESHARD_FAULTS_UPDATES=200 \
+	  SGLANG_RESHARD_FAULTS_RESULTS=benchmark/results/faults.json $(BIN)/python -m pytest test/faults $(PYTEST_ARGS)
 
 # SGLang's own update path and ours over the same engine, beside a copy of the bytes: half an hour on 2 cores. It
 # writes benchmark/results, and from it the table in README.md.

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -9,6 +10,13 @@ from hypothesis import settings
 # How long one example takes says nothing here: machines are shared, and the first one imports torch.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := os.environ.get("SGLANG_RESHARD_SUMMARY"):
+        from support.summary import Summary
+
+        config.pluginmanager.register(Summary(Path(path)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
