@@ -1,0 +1,506 @@
+"""A process that has imported SGLang once, and is forked wherever a test would start Python anew.
+
+Importing SGLang takes more than ten seconds of CPU time, and a test starts many processes that do: job scripts,
+trainer ranks under torchrun, servers, schedulers, detokenizers. Inside `with zygote("cpu").forks():` each
+`subprocess.Popen([sys.executable, ...])` and each multiprocessing child that would be spawned, of this process and of
+all that come of it, is a fork of a process with those imports instead. All else about them is as it would be: they
+are children of who starts them, with the environment, directory, descriptors and session that were asked for; they
+run the same module, or the same pickled function, from its beginning; and SGLang's plugins are loaded in each.
+
+How a fork becomes the child of another process: each process that is forked this way first forks a helper, which has
+one thread and no history. Asked for a child, the helper forks twice, and the process in the middle exits at once;
+the orphan goes to the nearest subreaper above it, which the asking process is for that moment. Linux only.
+
+Where a variable that is read at import differs from the zygote's, and where no helper can be reached, the start is an
+ordinary one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import gc
+import importlib
+import itertools
+import json
+import multiprocessing.process
+import multiprocessing.util
+import os
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+_TEST = Path(__file__).parent.parent
+_START_S = 300.0  # for the imports, on a machine that has much else to do
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
+_LENGTH = struct.Struct("!I")
+_PID = struct.Struct("!i")
+_MOST_DESCRIPTORS = 64
+# Read at import, of what the tests set. Whoever wants another value than the zygote has is started the ordinary way.
+_READ_AT_IMPORT = ("TRITON_INTERPRET",)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+# -- who asks
+
+
+class Forker:
+    """The asking end of a helper's socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def start(
+        self, argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int], **options: Any
+    ) -> int:
+        """Start `argv`; the process id of the child. Raises OSError where the helper has ended.
+
+        descriptors  of the child -> this process's that each is
+        """
+        order = {"argv": list(argv), "environment": dict(environment), "descriptors": list(descriptors)}
+        order |= {"parent": os.getpid(), "directory": os.getcwd()} | options
+        data = json.dumps(order).encode()
+        with self._lock, _as_subreaper():
+            socket.send_fds(self._connection, [_LENGTH.pack(len(data))], list(descriptors.values()))
+            self._connection.sendall(data)
+            answer = _read(self._connection, _PID.size)
+        return _PID.unpack(answer)[0]
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+_forker: Forker | None = None
+
+
+@contextlib.contextmanager
+def _as_subreaper() -> Iterator[None]:
+    before = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, before.value)
+
+
+def _prctl(option: int, value: Any) -> None:
+    if _libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data
+
+
+def _as_fork(argv: Sequence[Any], environment: Mapping[str, str]) -> list[str] | None:
+    """What a fork has to run in place of this start; None where it has to be an ordinary one."""
+    command = [os.fsdecode(a) for a in argv]
+    if _forker is None or command[0] != sys.executable:
+        return None
+    arguments = list(itertools.dropwhile(_FLAGS.__contains__, command[1:]))
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")):
+        return None
+    if "resource_tracker" in arguments[-1]:  # it imports nothing, and outlives who starts it
+        return None
+    if any(environment.get(name) != _IMPORTED_WITH.get(name) for name in _READ_AT_IMPORT):
+        return None
+    return arguments
+
+
+_FLAGS = ("-B", "-u")  # of Python, which a fork has from its zygote
+_IMPORTED_WITH = dict(os.environ)
+_stock_execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_stock_spawn = multiprocessing.util.spawnv_passfds
+
+
+def _execute_child(
+    self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any,
+    startupinfo: Any, creationflags: Any, shell: bool, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
+    errread: int, errwrite: int, *rest: Any,
+) -> None:  # fmt: skip
+    """In place of subprocess.Popen's own."""
+    environment = os.environ if env is None else env
+    plain = executable is None and preexec_fn is None and not shell and close_fds and not isinstance(args, str)
+    if plain and (arguments := _as_fork(args, environment)):
+        files = {0: p2cread, 1: c2pwrite, 2: errwrite}
+        files = {number: number if ours == -1 else ours for number, ours in files.items()}
+        options: dict[str, Any] = {"session": bool(rest[-2])}
+        if cwd is not None:
+            options["directory"] = os.fspath(cwd)
+        assert _forker is not None
+        with contextlib.suppress(OSError, EOFError):
+            self.pid = _forker.start(arguments, environment, files | {fd: fd for fd in pass_fds}, **options)
+            self._child_created = True
+            _close_the_childs_ends(self, (p2cread, p2cwrite), (c2pwrite, c2pread), (errwrite, errread))
+            return
+    _stock_execute_child(
+        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest,
+    )  # fmt: skip
+
+
+def _close_the_childs_ends(process: Any, *pipes: tuple[int, int]) -> None:
+    """As subprocess.Popen's own does."""
+    devnull = getattr(process, "_devnull", None)
+    for theirs, ours in pipes:
+        if theirs != -1 and ours != -1 and theirs != devnull:
+            os.close(theirs)
+    if devnull is not None:
+        os.close(devnull)
+    process._closed_child_pipe_fds = True
+
+
+def _spawn(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """In place of multiprocessing.util.spawnv_passfds."""
+    if arguments := _as_fork(args, os.environ):
+        assert _forker is not None
+        with contextlib.suppress(OSError, EOFError):
+            return _forker.start(arguments, os.environ, {fd: fd for fd in (0, 1, 2, *passfds)})
+    return _stock_spawn(path, args, passfds)
+
+
+def _ask_from_now_on(forker: Forker | None) -> None:
+    global _forker
+    _forker = forker
+    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+    multiprocessing.util.spawnv_passfds = _spawn
+
+
+def _forget() -> None:
+    """In a child that somebody forked: the helper's socket is its parent's."""
+    global _forker
+    _forker = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+# -- the helper
+
+
+@dataclass
+class _Order:
+    argv: list[str]
+    environment: dict[str, str]
+    descriptors: list[int]
+    parent: int
+    directory: str
+    session: bool = False
+    received: list[int] = field(default_factory=list)
+
+
+def _serve(connection: socket.socket) -> _Order | None:
+    """Fork for whoever asks, until nobody is there to ask. Returns the order in each fork, and None at the end."""
+    while True:
+        try:
+            order = _next(connection)
+        except (EOFError, OSError):
+            return None
+        reader, writer = os.pipe()
+        middle = os.fork()
+        if not middle:
+            child = os.fork()
+            if child:
+                os.write(writer, _PID.pack(child))
+                os._exit(0)
+            connection.detach()  # closed with all else, and its number is another's then
+            _await_parent(order.parent)
+            _become(order)
+            return order
+        os.waitpid(middle, 0)  # the child has its new parent now, who has to be told only then
+        connection.sendall(os.read(reader, _PID.size))
+        for descriptor in (reader, writer, *order.received):
+            os.close(descriptor)
+
+
+def _next(connection: socket.socket) -> _Order:
+    head, received, _, _ = socket.recv_fds(connection, _LENGTH.size, _MOST_DESCRIPTORS)
+    if not head:
+        raise EOFError
+    (length,) = _LENGTH.unpack(head + _read(connection, _LENGTH.size - len(head)))
+    return _Order(**json.loads(_read(connection, length)), received=list(received))
+
+
+def _await_parent(parent: int) -> None:
+    end = time.monotonic() + 10
+    while os.getppid() != parent:
+        if time.monotonic() > end:
+            os._exit(70)
+        time.sleep(0.0005)
+
+
+# -- the fork
+
+
+def _become(order: _Order) -> None:
+    """Everything that a process has from its start, as it was ordered."""
+    if order.session:
+        os.setsid()
+    _take(order)
+    os.chdir(order.directory)
+    multiprocessing.process.ORIGINAL_DIR = order.directory  # type: ignore[attr-defined]
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ.clear()
+    os.environ.update(order.environment)
+    _set_path(before, order.environment.get("PYTHONPATH", ""))
+    tempfile.tempdir = None
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+    _ask_from_now_on(_helper())
+
+
+def _take(order: _Order) -> None:
+    """The descriptors that were given, under their numbers, and no others."""
+    above = max([*order.descriptors, *order.received, 2]) + 1
+    high = [_dup_above(fd, above) for fd in order.received]
+    os.closerange(0, above)
+    for number, fd in zip(order.descriptors, high, strict=True):
+        os.dup2(fd, number)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd not in order.descriptors:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _dup_above(fd: int, least: int) -> int:
+    import fcntl
+
+    return fcntl.fcntl(fd, fcntl.F_DUPFD, least)
+
+
+def _set_path(before: str, after: str) -> None:
+    gone = set(filter(None, before.split(os.pathsep)))
+    sys.path[:] = [*filter(None, after.split(os.pathsep)), *(p for p in sys.path if p not in gone)]
+    importlib.invalidate_caches()
+
+
+def _helper() -> Forker:
+    """A process that forks for this one, made while this one has a single thread."""
+    ours, theirs = socket.socketpair()
+    parent = os.getpid()
+    if not os.fork():
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+        ours.close()
+        order = _serve(theirs)
+        if order is None:
+            os._exit(0)
+        theirs.close()
+        raise _Forked(order)
+    theirs.close()
+    return Forker(ours)
+
+
+class _Forked(BaseException):
+    """Takes a fork of a helper down the stack, to where processes begin."""
+
+    def __init__(self, order: _Order) -> None:
+        super().__init__()
+        self.order = order
+
+
+def _run(arguments: list[str]) -> NoReturn:
+    """What `python ARGUMENTS` does, but for taking all modules apart at the end."""
+    try:
+        _execute(arguments)
+        code = 0
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        if not isinstance(exit_.code, int | None):
+            print(exit_.code, file=sys.stderr)
+    except BaseException:
+        code = 1
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+def _execute(arguments: list[str]) -> None:
+    main = types.ModuleType("__main__")
+    main.__spec__ = None
+    vars(main)["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    what, *rest = arguments
+    if what == "-m":
+        sys.argv[:] = ["-m", *rest[1:]]
+        sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
+    elif what == "-c":
+        sys.argv[:] = ["-c", *rest[1:]]
+        sys.path.insert(0, "")
+        exec(compile(rest[0], "<string>", "exec"), vars(main))
+    else:
+        sys.argv[:] = arguments
+        sys.path.insert(0, str(Path(what).parent))
+        main.__file__ = what
+        exec(compile(Path(what).read_bytes(), what, "exec"), vars(main))
+
+
+# -- the zygotes of a test session
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is imported."""
+
+    modules: tuple[str, ...]
+
+
+_ENGINE = (
+    "torch.distributed.run",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers.models.qwen3.modeling_qwen3",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.data_parallel_controller",
+    "sglang.srt.models.registry",
+    "sglang.srt.plugins",
+)
+KINDS = {
+    "cpu": Kind(_ENGINE),
+    "newest": Kind(_ENGINE),
+    "gpu": Kind(("sglang.srt.model_loader", "sglang.srt.models.registry", "sglang.srt.server_args")),
+}
+
+
+class Zygote:
+    """One for each kind; this process's child, and gone with it."""
+
+    def __init__(self, kind: str) -> None:
+        from sglang_reshard.testing import cpu_host
+        from support import sglangs
+
+        ours, theirs = socket.socketpair()
+        environment = {**sglangs.environment("newest" if kind == "newest" else "pinned")}
+        environment |= {
+            "PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], str(_TEST)]),
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",  # it starts its threads when it is imported
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        assert cpu_host.STAND_IN.is_dir()
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the zygote)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from support import zygote; zygote.begin({kind!r}, {theirs.fileno()})"],
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+        )
+        theirs.close()
+        ours.settimeout(_START_S)
+        try:
+            _read(ours, 1)
+        except (OSError, EOFError):
+            self._process.kill()
+            self._process.wait()
+            self._log.seek(0)
+            raise AssertionError(f"the zygote {kind!r} did not start:\n{self._log.read()[-6000:]}") from None
+        ours.settimeout(None)
+        self._forker = Forker(ours)
+
+    @contextlib.contextmanager
+    def forks(self) -> Iterator[None]:
+        """What this process starts inside, and all that comes of it, is forked."""
+        before = _forker
+        _ask_from_now_on(self._forker)
+        try:
+            yield
+        finally:
+            _ask_from_now_on(before)
+
+    def end(self) -> None:
+        self._forker.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+
+_zygotes: dict[str, Zygote] = {}
+
+
+def zygote(kind: str) -> Zygote:
+    """This session's, started when it is first asked for."""
+    if kind not in _zygotes:
+        if not _zygotes:
+            atexit.register(end_all)
+        _zygotes[kind] = Zygote(kind)
+    return _zygotes[kind]
+
+
+def forks(kind: str = "cpu") -> contextlib.AbstractContextManager[None]:
+    """See Zygote.forks. `make test-all` starts all processes the ordinary way."""
+    return contextlib.nullcontext() if os.environ.get("SGLANG_RESHARD_SWEEP") else zygote(kind).forks()
+
+
+def end_all() -> None:
+    while _zygotes:
+        _zygotes.popitem()[1].end()
+
+
+def _import(kind: str) -> None:
+    if kind == "gpu":
+        from sglang_reshard.cli.plan.sglang_model import choose_code_paths
+
+        choose_code_paths(4, gpu=True)
+    for module in KINDS[kind].modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # so that collections in the forks do not write to shared pages
+
+
+def begin(kind: str, descriptor: int) -> None:
+    """In the zygote: import, then fork for whoever asks. Returns in no process but the forks, when they are done."""
+    del sys.path[0]  # the directory that this was started in
+    connection = socket.socket(fileno=descriptor)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _import(kind)
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"{threads} threads in the zygote: {threading.enumerate()}"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.sendall(b".")
+    try:
+        order = _serve(connection)
+    except _Forked as forked:
+        order = forked.order
+    if order is None:
+        os._exit(0)
+    _run(order.argv)
