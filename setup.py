@@ -14,6 +14,6 @@ def packages() -> list[str]:
 
 
 # The stand-in is found by path, not imported as part of this package, so it ships as data.
-DATA = ["py.typed", "**/*.json", "cpu_host/stand_in/sgl_kernel/*.py"]
+DATA = ["py.typed", "**/*.json", "testing/cpu_host/stand_in/sgl_kernel/*.py"]
 
 setup(packages=packages(), package_data={"sglang_reshard": DATA})

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sglang_reshard.layout import Region
-from sglang_reshard.sources.placements import Layout, Mesh, Placement, SourceTensor
+from sglang_reshard.layout.regions import Region
+from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
 from sglang_reshard.trace import Copy
 
 HIDDEN, VOCAB, LAYERS, DENSE_LAYERS = 7168, 129280, 61, 3
@@ -81,11 +81,11 @@ def weights() -> Iterator[Weight]:
     yield Weight("lm_head.weight", (VOCAB, HIDDEN), "bfloat16", 0, "head")
 
 
-def fsdp_layout(trainer_ranks: int) -> Layout:
+def fsdp_layout(trainer_ranks: int) -> SourceLayout:
     """The checkpoint, every tensor split over all trainer ranks along dimension 0, as FSDP2 does."""
     mesh = Mesh((trainer_ranks,), tuple(range(trainer_ranks)))
     tensors = tuple(SourceTensor(w.name, w.shape, w.dtype, 0, 0) for w in weights())
-    return Layout(trainer_ranks, (mesh,), ((Placement(0),),), tensors)
+    return SourceLayout(trainer_ranks, (mesh,), ((Placement(0),),), tensors)
 
 
 def copies(engine_rank: int, tp: int, ep: int) -> list[Copy]:

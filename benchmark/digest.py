@@ -18,10 +18,10 @@ import msgspec
 import torch
 
 from benchmark import deepseek_v3, results
-from sglang_reshard.digest import Auditor, Claims, Selection, Voucher
-from sglang_reshard.layout import Region
-from sglang_reshard.plan import Catalog
-from sglang_reshard.sources.placements import Layout, Mesh, Placement, SourceTensor
+from sglang_reshard.digest import RegionSet, Selection, SourceChecksums, TargetChecksums
+from sglang_reshard.layout.regions import Region
+from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
+from sglang_reshard.plan import TensorIndex
 from sglang_reshard.trace import Copy, Program
 
 ONE_IN, TIMES = 64, 7
@@ -89,11 +89,11 @@ def moe() -> Iterator[Weight]:
     yield Weight("norm", (HIDDEN,), None)
 
 
-def layout_of(weights: Sequence[Weight], trainer_ranks: int, dtype: str) -> Layout:
+def layout_of(weights: Sequence[Weight], trainer_ranks: int, dtype: str) -> SourceLayout:
     """Every tensor split over the trainer ranks along dimension 0."""
     mesh = Mesh((trainer_ranks,), tuple(range(trainer_ranks)))
     tensors = tuple(SourceTensor(w.name, w.shape, dtype, 0, 0) for w in weights)
-    return Layout(trainer_ranks, (mesh,), ((Placement(0),),), tensors)
+    return SourceLayout(trainer_ranks, (mesh,), ((Placement(0),),), tensors)
 
 
 def copies(weights: Sequence[Weight], rank: int, ranks: int) -> list[Copy]:
@@ -111,16 +111,16 @@ def copies(weights: Sequence[Weight], rank: int, ranks: int) -> list[Copy]:
 def measure(case: str, weights: Sequence[Weight], ranks: int, trainer_dtype: str) -> Iterator[DigestRow]:
     """Of the first of as many trainer ranks as engine ranks, which keep bfloat16."""
     layout = layout_of(weights, ranks, trainer_dtype)
-    catalog = Catalog.of(layout)
+    catalog = TensorIndex.of(layout)
     programs = [Program((), tuple(copies(weights, r, ranks)), {}, (), 0.0) for r in range(ranks)]
     elements = sum(copy.region.numel for copy in programs[0].copies)
     live = torch.randn(elements).to(torch.bfloat16)
     for program in programs:  # all ranks': only the first one's is read
         program.targets["live"] = live
-    auditors = [Auditor(catalog, program) for program in programs]
+    auditors = [TargetChecksums(catalog, program) for program in programs]
     yield from _rows(case, "engine rank", auditors[0].digests, len(auditors[0].claims), [live], torch.bfloat16)
     shards = [torch.randn(w.shape[0] // ranks, *w.shape[1:]).to(getattr(torch, trainer_dtype)) for w in weights]
-    voucher = Voucher(layout, shards, 0, [auditor.claims for auditor in auditors])
+    voucher = SourceChecksums(layout, shards, 0, [auditor.claims for auditor in auditors])
     yield from _rows(case, "trainer rank", voucher.digests, len(weights), shards, torch.bfloat16)
 
 
@@ -172,11 +172,11 @@ def prepare_deepseek() -> PreparationRow:
     return prepare("DeepSeek-V3, ep=32", deepseek_v3.fsdp_layout(DEEPSEEK_TRAINERS), copied)
 
 
-def prepare(case: str, layout: Layout, copied: Sequence[Sequence[Copy]]) -> PreparationRow:
+def prepare(case: str, layout: SourceLayout, copied: Sequence[Sequence[Copy]]) -> PreparationRow:
     """On tensors without bytes: preparing reads none."""
-    catalog = Catalog.of(layout)
+    catalog = TensorIndex.of(layout)
     dtypes = {t.name: getattr(torch, t.dtype) for t in layout.tensors}
-    claims: list[Claims] = []
+    claims: list[RegionSet] = []
     auditor_seconds = 0.0
     for own in copied:
         ends: dict[str, tuple[int, torch.dtype]] = {}
@@ -185,13 +185,13 @@ def prepare(case: str, layout: Layout, copied: Sequence[Sequence[Copy]]) -> Prep
             ends[copy.target] = max(ends.get(copy.target, (0,))[0], last + 1), dtypes[copy.source]
         targets = {name: torch.empty(end, dtype=dtype, device="meta") for name, (end, dtype) in ends.items()}
         program = Program((), tuple(own), targets, (), 0.0)
-        auditor_seconds, auditor = _timed(lambda program=program: Auditor(catalog, program))  # type: ignore[misc]
+        auditor_seconds, auditor = _timed(lambda program=program: TargetChecksums(catalog, program))  # type: ignore[misc]
         claims.append(auditor.claims)
     shards = [
         torch.empty(catalog.kind(i).holdings.extent(0) or (0,), dtype=dtypes[t.name], device="meta")
         for i, t in enumerate(layout.tensors)
     ]
-    voucher_seconds, _ = _timed(lambda: Voucher(layout, shards, 0, claims))
+    voucher_seconds, _ = _timed(lambda: SourceChecksums(layout, shards, 0, claims))
     return PreparationRow(
         case=case,
         tensors=len(layout.tensors),

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from benchmark.results import REPOSITORY
-from sglang_reshard import cpu_host
-from sglang_reshard.demo.model_modules import DISABLED_VARIABLE, unneeded_modules
+from demo.model_modules import DISABLED_VARIABLE, unneeded_modules
+from sglang_reshard.testing import cpu_host
 
 
 def environment(folder: Path, engine_tp: int, device: str, *model_types: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from benchmark.weights import FINAL_VERSION, Weights
-from sglang_reshard.oracle.digests import read_live_digests
+from oracle.digests import read_live_digests
 
 # Of every engine rank: path of a live tensor -> digest.
 Digests = list[dict[str, str]]

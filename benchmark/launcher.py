@@ -20,7 +20,7 @@ from benchmark.environment import environment
 from benchmark.exactness import differing
 from benchmark.interlude import Interludes
 from benchmark.trainer import Job, Seen
-from sglang_reshard.demo import children, memory
+from demo import children, memory
 from sglang_reshard.errors import ReshardError
 
 _DEADLINE_S = 3600.0

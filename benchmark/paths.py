@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from benchmark.cases import STOCK
 from benchmark.stock import StockPath
 from sglang_reshard import WeightSender
-from sglang_reshard.report import UpdateReport
+from sglang_reshard.observability.report import UpdateReport
 
 
 class UpdatePath(Protocol):

@@ -19,9 +19,17 @@ import msgspec
 
 from benchmark import results
 from benchmark.deepseek_v3 import copies, fsdp_layout
-from sglang_reshard.blobs import pack_blob
-from sglang_reshard.plan import Catalog, Intake, Seat, Setting, choose, intake, needs_of
-from sglang_reshard.plan.streams import order_of
+from sglang_reshard.plan import (
+    ClusterTopology,
+    RankLocation,
+    ReadPlan,
+    TensorIndex,
+    choose_strategy,
+    plan_reads,
+    rank_demand,
+)
+from sglang_reshard.plan.p2p import send_request
+from sglang_reshard.protocol.manifest import pack_blob
 
 TRAINERS, ENGINES, BUCKET_BYTES = 64, 32, 64 << 20
 RANKS_A_HOST = 8
@@ -89,18 +97,18 @@ def measure(case: Case) -> PlanningRow:
     trainer_hosts = tuple(f"host {t // RANKS_A_HOST}" for t in range(TRAINERS))
     layout = fsdp_layout(TRAINERS)
     layout_bytes = len(clock("pack the layout", lambda: pack_blob(layout))[1])
-    catalog = clock("catalog", lambda: Catalog.of(layout))
+    catalog = clock("catalog", lambda: TensorIndex.of(layout))
     needs, boxes, orders_bytes = [], 0, 0
     for rank in range(ENGINES):
         host = f"host {rank // RANKS_A_HOST}" if case.colocated else f"engine host {rank // RANKS_A_HOST}"
         copied = copies(rank, ENGINES, case.ep)  # what the trace of the rank's loader gives; not part of the plan
-        seat = Seat(rank, ENGINES, host, trainer_hosts)
-        taken = clock("intakes", lambda copied=copied, seat=seat: intake(catalog, copied, seat))  # type: ignore[misc]
-        needs.append(clock("needs", lambda taken=taken, host=host: needs_of(catalog, taken, host)))  # type: ignore[misc]
+        seat = RankLocation(rank, ENGINES, host, trainer_hosts)
+        taken = clock("intakes", lambda copied=copied, seat=seat: plan_reads(catalog, copied, seat))  # type: ignore[misc]
+        needs.append(clock("needs", lambda taken=taken, host=host: rank_demand(catalog, taken, host)))  # type: ignore[misc]
         orders_bytes += clock("orders", lambda taken=taken: _orders_bytes(taken))  # type: ignore[misc]
         boxes += len(taken.copy)
-    setting = Setting.of(needs, trainer_hosts, "cuda")
-    choice = clock("choice and groups", lambda: choose("auto", catalog, needs, setting, BUCKET_BYTES))
+    setting = ClusterTopology.of(needs, trainer_hosts, "cuda")
+    choice = clock("choice and groups", lambda: choose_strategy("auto", catalog, needs, setting, BUCKET_BYTES))
     clock("digest", choice.digest)
     return PlanningRow(
         case=case.name,
@@ -120,8 +128,8 @@ def measure(case: Case) -> PlanningRow:
     )
 
 
-def _orders_bytes(taken: Intake) -> int:
-    return sum(len(pack_blob(order_of(taken, trainer_rank))[1]) for trainer_rank in taken.links())
+def _orders_bytes(taken: ReadPlan) -> int:
+    return sum(len(pack_blob(send_request(taken, trainer_rank))[1]) for trainer_rank in taken.links())
 
 
 def main() -> None:

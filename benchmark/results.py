@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from sglang_reshard.demo import host
+from demo import host
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDER = Path(__file__).parent / "results"

@@ -11,7 +11,7 @@ from benchmark.cases import STOCK, Case
 from benchmark.exactness import bit_exact
 from benchmark.timing import Timed, least_bytes
 from benchmark.trainer import Seen
-from sglang_reshard.report import UpdateReport
+from sglang_reshard.observability.report import UpdateReport
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):

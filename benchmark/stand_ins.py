@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmark.scaling import Point
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.receiver import WeightReceiver
-from sglang_reshard.sender import WeightSender
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from benchmark.memory import Rise
 from benchmark.paths import UpdatePath
 from benchmark.weights import Weights, version_of
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.report import UpdateReport
+from sglang_reshard.observability.report import UpdateReport
 
 
 class Timed(msgspec.Struct, frozen=True):

@@ -16,10 +16,10 @@ from benchmark import exactness, paths, stock, timing
 from benchmark.cases import Case, Effort
 from benchmark.interlude import ask_for_copies
 from benchmark.weights import Weights
-from sglang_reshard import cpu_host
+from oracle.digests import LOADER
+from sglang_reshard.api.launch import without_torchrun_variables
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.launch import without_torchrun_variables
-from sglang_reshard.oracle.digests import LOADER
+from sglang_reshard.testing import cpu_host
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -13,8 +13,8 @@ import os
 import sys
 from pathlib import Path
 
-from sglang_reshard.cpu_host import verl_settings
-from sglang_reshard.demo import verl_run
+from demo import verl_run
+from sglang_reshard.testing.cpu_host import verl_settings
 
 RANKS, TP_SIZE, STEPS = 2, 2, 2
 

@@ -11,7 +11,7 @@ On its way a request passes:
     weights_info.py             which weights are live, as far as that is known
     scheduler.py                what the scheduler's state forbids; cache flush; never lets an error out
     tp_worker.py                hands on to the model runner
-    model_runner.py             the live parameters: `sglang_reshard.receiver.WeightReceiver`
+    model_runner.py             the live parameters: `sglang_reshard.engine.receiver.WeightReceiver`
 
 Beside them: what differs between SGLang's versions (versions.py), which engines cannot be updated (fitness.py), and
 whether all of this is in place in every process (presence.py).
@@ -30,7 +30,7 @@ from functools import cache
 @cache  # a hook that is registered twice runs twice
 def install() -> None:
     """Entry point. Idempotent; SGLang logs what it raises, and `Engine` then lacks our methods."""
-    from sglang_reshard.logs import configure
+    from sglang_reshard.observability.logs import configure
     from sglang_reshard.patches import (
         engine,
         http_server,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from sglang_reshard.errors import EngineDied, Unsupported
-from sglang_reshard.logs import get_logger
-from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import presence
 from sglang_reshard.patches.fitness import unfit, warn_if_unfit
 from sglang_reshard.patches.outlive import Children, ended, outlive
-from sglang_reshard.shared_segments import forget, is_an_engines, remove, segments_of
+from sglang_reshard.patches.shared_segments import forget, is_an_engines, remove, segments_of
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 
 __all__ = ["apply", "check_installed", "end", "outlive", "update_weights_distributed"]
 
@@ -47,7 +47,7 @@ def _look_at_arguments(_engine: type[Engine], *arguments: Any, **named: Any) -> 
 
 
 def update_weights_distributed(self: Engine, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
-    """Reshard a trainer's weights into the live parameters; see `sglang_reshard.sender` for the other side."""
+    """Reshards a trainer's weights into the live parameters; `WeightSender` is the other side."""
     if self.loop.is_running():
         message = "another thread is using this Engine; give it one call at a time"
         return DistributedUpdateWeightsOutput(success=False, message=message)

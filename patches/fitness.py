@@ -6,7 +6,7 @@ import functools
 import os
 from typing import Any
 
-from sglang_reshard.logs import get_logger
+from sglang_reshard.observability.logs import get_logger
 
 logger = get_logger(__name__)
 

@@ -1,6 +1,6 @@
 """sglang.srt.entrypoints.http_server: what this package adds to a server.
 
-    POST /update_weights_distributed    an update; the trainer's side of it is `sglang_reshard.remote`
+    POST /update_weights_distributed    an update; the trainer's side of it is `sglang_reshard.api.remote_engine`
     GET  /weights_info                  which weights are live
     503                                 in place of any answer that torn weights would have a part in
 
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.patches import torn, weights_info
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from sglang.srt.managers.io_struct import BaseReq
 
-from sglang_reshard.messages import (
+from sglang_reshard.patches.versions import envelope
+from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
     Step,
     decode,
     encode,
 )
-from sglang_reshard.patches.versions import envelope
 
 
 @envelope

@@ -10,11 +10,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from sglang_reshard.course import PHASES
-from sglang_reshard.messages import DistributedUpdateWeightsOutput
+from sglang_reshard.engine.context import PHASES
+from sglang_reshard.observability.report import bytes_per_second, peak_extra_bytes, received_bytes, slowest_seconds
 from sglang_reshard.patches import versions
 from sglang_reshard.patches.version_series import show_only
-from sglang_reshard.report import bytes_per_second, peak_extra_bytes, received_bytes, slowest_seconds
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Step
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Step
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -27,7 +27,7 @@ def update_weights_distributed(
     """A step of bringing this engine rank's parameters to the trainer's; `refusal` is why this rank must not."""
     from sglang.srt.distributed import get_tp_group
 
-    from sglang_reshard.receiver import WeightReceiver
+    from sglang_reshard.engine.receiver import WeightReceiver
 
     device = next(self.model.parameters()).device
     kept: tuple[WeightReceiver, str] | None = getattr(self, _RECEIVER, None)

@@ -26,7 +26,7 @@ from weakref import WeakSet
 import psutil
 
 from sglang_reshard.errors import EngineDied
-from sglang_reshard.shared_segments import segments_of
+from sglang_reshard.patches.shared_segments import segments_of
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess

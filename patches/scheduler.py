@@ -6,13 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sglang_reshard.logs import get_logger
-from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import metrics, presence, versions
-from sglang_reshard.patches.io_struct import (
-    UpdateWeightsDistributedReqInput,
-    UpdateWeightsDistributedReqOutput,
-)
+from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.version import VERSION_KEY
 
 if TYPE_CHECKING:

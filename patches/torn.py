@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang_reshard.errors import TornWeights
-from sglang_reshard.logs import get_logger
+from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import metrics, versions
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from packaging.version import InvalidVersion, Version
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.logs import get_logger
+from sglang_reshard.observability.logs import get_logger
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sglang_reshard import spans
-from sglang_reshard.logs import about, get_logger
-from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.observability import spans
+from sglang_reshard.observability.logs import about, get_logger
+from sglang_reshard.observability.report import line, received_bytes
 from sglang_reshard.patches import metrics
-from sglang_reshard.report import line, received_bytes
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

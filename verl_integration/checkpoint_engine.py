@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from sglang_reshard.channel import Address
+from sglang_reshard.api.remote_engine import RemoteEngine
+from sglang_reshard.control import Address
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.lead import Send
-from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Failure
-from sglang_reshard.remote import RemoteEngine
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Failure
+from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.verl import server_adapter
 from sglang_reshard.verl.meeting import Arrival, Meeting
 from sglang_reshard.verl.settings import BACKEND, Settings

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout import Box
-from sglang_reshard.sources import Held, Stack, blocks, slots
+from sglang_reshard.layout.regions import Box
+from sglang_reshard.sources import ExplicitSharding, FusedTensor, blocks, fused_slices
 from sglang_reshard.verl.exchange import Exchange
 
 
@@ -28,7 +28,7 @@ class Contract:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._own: _Blocks | None = None
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, ExplicitSharding] = {}
         self._parts: dict[str, Any] = {}
 
     def tensors(self, engine: Any) -> list[tuple[Any, ...]]:
@@ -60,8 +60,8 @@ class Contract:
         if spec.hf_slots is None:
             return described
         if name not in self._parts:
-            self._parts[name] = slots(spec.hf_slots, tuple(spec.full_shape), spec.to_hf_chunk)
-        return Stack(self._parts[name], described)
+            self._parts[name] = fused_slices(spec.hf_slots, tuple(spec.full_shape), spec.to_hf_chunk)
+        return FusedTensor(self._parts[name], described)
 
 
 def _block(name: str, spec: Any) -> Box:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout import Box
-from sglang_reshard.sources import Held, Holdings
+from sglang_reshard.layout.regions import Box
+from sglang_reshard.sources import ExplicitSharding, ShardMap
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
@@ -43,7 +43,7 @@ class Tensor(msgspec.Struct, frozen=True):
     """A checkpoint tensor: its dtype, and who holds what of it."""
 
     dtype: str
-    held: Held
+    held: ExplicitSharding
 
 
 def put_together(contributions: Sequence[Contribution]) -> dict[str, Tensor]:
@@ -93,11 +93,11 @@ def _tensor(name: str, shares: Sequence[tuple[int, Share]]) -> Tensor:
                 f"{name} is {first.dtype} {first.shape} on trainer rank {first_rank} and {share.dtype} {share.shape} "
                 f"on trainer rank {rank}"
             )
-    holdings = Holdings.of((box, at, rank) for rank, share in shares for box, at in share.boxes)
+    holdings = ShardMap.of((box, at, rank) for rank, share in shares for box, at in share.boxes)
     held, wanted = holdings.elements(), Box.whole(first.shape).numel
     if held != wanted:
         raise Unsupported(
             f"{name} has {wanted} elements, of which trainer ranks {[rank for rank, _ in shares]} hold {held}; the "
             "rest is padding, or is with ranks that do not take part"
         )
-    return Tensor(first.dtype, Held(first.shape, holdings))
+    return Tensor(first.dtype, ExplicitSharding(first.shape, holdings))

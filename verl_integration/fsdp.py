@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.sources import Stack
-from sglang_reshard.sources.stacked import part_of
+from sglang_reshard.sources import FusedTensor
+from sglang_reshard.sources.fused import slice_of
 
 
 def is_fsdp2(engine: Any) -> bool:
@@ -38,10 +38,10 @@ def merged(engine: Any) -> Iterator[None]:
 
 
 class Fsdp2:
-    """Keeps how stacked experts split, by name: a `Stack` that is the same object stands for no change."""
+    """Keeps how stacked experts split, by name: a `FusedTensor` that is the same object stands for no change."""
 
     def __init__(self) -> None:
-        self._stacks: dict[str, Stack | None] = {}
+        self._stacks: dict[str, FusedTensor | None] = {}
 
     def tensors(self, engine: Any) -> list[tuple[Any, ...]]:
         from verl.utils.fsdp_utils import normalize_peft_param_name
@@ -58,18 +58,18 @@ class Fsdp2:
             given.append((name, tensor) if stack is None else (name, tensor, stack))
         return given
 
-    def _stack(self, name: str, tensor: torch.Tensor, model_type: str) -> Stack | None:
+    def _stack(self, name: str, tensor: torch.Tensor, model_type: str) -> FusedTensor | None:
         """What verl's own rule makes of a tensor of stacked experts, learned on a tensor without bytes."""
         if name not in self._stacks:
             self._stacks[name] = _split(name, tuple(tensor.shape), model_type)
         return self._stacks[name]
 
 
-def _split(name: str, shape: tuple[int, ...], model_type: str) -> Stack | None:
+def _split(name: str, shape: tuple[int, ...], model_type: str) -> FusedTensor | None:
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
     whole = torch.empty(shape, device="meta")
     parts = list(unfuse_moe_params([(name, whole)], model_type))
     if len(parts) == 1 and parts[0][1] is whole:
         return None
-    return Stack(tuple((part, part_of(view, shape)) for part, view in parts))
+    return FusedTensor(tuple((part, slice_of(view, shape)) for part, view in parts))

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.layout import Box
-from sglang_reshard.sources import Held
+from sglang_reshard.layout.regions import Box
+from sglang_reshard.sources import ExplicitSharding
 from sglang_reshard.trace.geometry import Geometry
 from sglang_reshard.trace.local_view import local_view
 from sglang_reshard.trace.rearrangement import Rearranged, rearranged
@@ -66,7 +66,7 @@ class HeldParameters:
             for dtype in {tensor.dtype for tensor in self._tensors.values()}
         }
 
-    def tensors(self) -> list[tuple[str, torch.Tensor, Held]]:
+    def tensors(self) -> list[tuple[str, torch.Tensor, ExplicitSharding]]:
         """(name in the checkpoint, the parameter's own memory, who holds what) of every tensor, as `describe` takes.
 
         Only `parameter.data` is looked up anew.

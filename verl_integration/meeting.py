@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sglang_reshard.channel import Address, Late, Line
+from sglang_reshard.api.remote_engine import WAITS
+from sglang_reshard.control import Address, ControlClient, WaitTimedOut
 from sglang_reshard.errors import DeadlineExceeded
-from sglang_reshard.messages import Failure, decode, encode
-from sglang_reshard.remote import WAITS
+from sglang_reshard.protocol.messages import Failure, decode, encode
 
 
 class _Outcome(msgspec.Struct, frozen=True):
@@ -25,7 +25,7 @@ class Meeting:
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self.address, self._timeout_s = address, timeout_s
-        self._line = Line(address.named("meeting"), timeout_s)
+        self._line = ControlClient(address.named("meeting"), timeout_s)
 
     def say_url(self, replica: str, url: str) -> None:
         self._line.set({f"url/{replica}": url.encode()})
@@ -51,7 +51,7 @@ class Meeting:
     def _get(self, key: str, what: str, replica: str, timeout_s: float) -> bytes:
         try:
             return self._line.get([key], timeout_s)[0]
-        except Late:
+        except WaitTimedOut:
             raise DeadlineExceeded(
                 f"replica {replica}: {what} did not arrive within {timeout_s:.0f} s; look at the logs of its workers "
                 "and of trainer rank 0"

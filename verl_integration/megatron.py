@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.sources import Held
+from sglang_reshard.sources import ExplicitSharding
 from sglang_reshard.verl.exchange import Exchange
 from sglang_reshard.verl.held_parameters import Conversion, HeldParameters
 
@@ -31,7 +31,7 @@ class Megatron:
         self._exchange = exchange
         self._parameters: HeldParameters | None = None
 
-    def tensors(self, engine: Any) -> list[tuple[str, torch.Tensor, Held]]:
+    def tensors(self, engine: Any) -> list[tuple[str, torch.Tensor, ExplicitSharding]]:
         """What `describe` takes. Raises Unsupported and Mismatch as `HeldParameters` does, the first time."""
         if self._parameters is None:
             _check(engine)

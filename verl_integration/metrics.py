@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sglang_reshard.report import UpdateReport
+from sglang_reshard.observability.report import UpdateReport
 
 
 def metrics_of(reports: Mapping[str, UpdateReport], seconds: float) -> dict[str, float]:

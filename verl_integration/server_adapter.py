@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from sglang_reshard.channel import Address
-from sglang_reshard.collectives import broadcast_message, gather_messages
-from sglang_reshard.remote import RemoteEngine
+from sglang_reshard.api.remote_engine import RemoteEngine
+from sglang_reshard.control import Address
+from sglang_reshard.trainer.collectives import broadcast_message, gather_messages
 from sglang_reshard.verl.export import not_carried
 from sglang_reshard.verl.hooks import around
 from sglang_reshard.verl.meeting import Arrival

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Verify
 from sglang_reshard.plan import check_transport
+from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Verify
 
 BACKEND = "reshard"
 
@@ -17,7 +17,7 @@ BACKEND = "reshard"
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of all syncs of a run.
 
-    transport     "auto", "ipc", "p2p" or "broadcast", see `sglang_reshard.plan.choice`
+    transport     "auto", "ipc", "p2p" or "broadcast", see `sglang_reshard.plan.strategy`
     bucket_bytes  size of a bucket; a rank holds at most two. verl's update_weights_bucket_megabytes is for staging
                   whole tensors, of which there is none here
     check_finite  look for NaN and infinities in every shard first, and refuse them

@@ -10,12 +10,12 @@ from typing import Any
 import ray
 import torch.distributed as dist
 
-from sglang_reshard.channel import Address
-from sglang_reshard.collectives import gather_messages
-from sglang_reshard.fleet import Fleet
-from sglang_reshard.lead import Send
-from sglang_reshard.report import UpdateReport
-from sglang_reshard.session import Session
+from sglang_reshard.api.multi_engine import MultiEngineSender
+from sglang_reshard.control import Address
+from sglang_reshard.observability.report import UpdateReport
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.trainer.collectives import gather_messages
+from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.verl.export import Export
 from sglang_reshard.verl.metrics import metrics_of, reasons_of
 from sglang_reshard.verl.settings import Settings
@@ -41,7 +41,7 @@ class TrainerRank:
         self._settings = settings
         self.rank = dist.get_rank()
         self._host: Session | None = None
-        self._fleet: Fleet | None = None
+        self._fleet: MultiEngineSender | None = None
         self._export = Export(lambda message, kind: gather_messages(message, kind, world()))
         self._version: int | None = None
         self._said = ""
@@ -56,7 +56,7 @@ class TrainerRank:
     def attend(self, address: Address, engines: Mapping[str, Send | None]) -> None:
         """The replicas there are now, by a name for each one's life. Every trainer rank calls it alike."""
         if self._fleet is None:
-            self._fleet = Fleet(
+            self._fleet = MultiEngineSender(
                 address,
                 trainer_rank=self.rank,
                 global_ranks=tuple(range(dist.get_world_size())),

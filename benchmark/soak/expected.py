@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmark.soak.weights import ENGINE_TP, shapes, whole
-from sglang_reshard.demo import tiny_model
-from sglang_reshard.demo.reference import greedy_tokens
-from sglang_reshard.oracle.stock import stock_digests
+from demo import tiny_model
+from demo.reference import greedy_tokens
+from oracle.stock import stock_digests
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [17, 4000, 23]]
 NEW_TOKENS = 12

@@ -22,7 +22,7 @@ from benchmark.soak.server import Server
 from benchmark.soak.standing import Standing
 from benchmark.soak.trainer import Job
 from benchmark.soak.weights import ENGINE_TP, TRAINER_RANKS
-from sglang_reshard.demo import children, tiny_model
+from demo import children, tiny_model
 from sglang_reshard.errors import ReshardError
 
 

@@ -17,10 +17,10 @@ import psutil
 
 from benchmark.soak.expected import DTYPE
 from benchmark.soak.weights import ENGINE_TP
-from sglang_reshard import cpu_host
-from sglang_reshard.demo import children, tiny_model
+from demo import children, tiny_model
+from oracle.digests import LOADER
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
-from sglang_reshard.oracle.digests import LOADER
+from sglang_reshard.testing import cpu_host
 
 _START_S = 300.0
 _POLL_S = 0.5

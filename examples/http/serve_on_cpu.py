@@ -14,8 +14,8 @@ import os
 import sys
 from pathlib import Path
 
-from sglang_reshard import cpu_host
-from sglang_reshard.demo import tiny_model
+from demo import tiny_model
+from sglang_reshard.testing import cpu_host
 
 TRAINER_RANKS, MOST_ENGINE_RANKS = 2, 2  # that the model can be cut for
 

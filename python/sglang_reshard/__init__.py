@@ -1,6 +1,6 @@
-"""Reshard a trainer's DTensor shards into a live SGLang engine, shard to shard, with no gather.
+"""Reshards a trainer's DTensor shards into the live parameters of an SGLang engine, shard to shard, without a gather.
 
-Names are imported on first use: SGLang loads this package in every process it starts, and most of
+Public names are imported on first use: SGLang imports this package in every process that it starts, and most of
 them need little of it.
 """
 
@@ -9,32 +9,33 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sglang_reshard import _deprecated
 from sglang_reshard.version import __version__
 
 if TYPE_CHECKING:
-    from sglang_reshard.fleet import Fleet
-    from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
-    from sglang_reshard.remote import RemoteEngine
-    from sglang_reshard.report import UpdateReport
-    from sglang_reshard.sender import WeightSender
-    from sglang_reshard.verl_engine import VerlEngine
-    from sglang_reshard.weights_info import WeightsInfo
+    from sglang_reshard.api.multi_engine import MultiEngineSender
+    from sglang_reshard.api.remote_engine import RemoteEngine
+    from sglang_reshard.api.verl_engine import VerlEngine
+    from sglang_reshard.api.weight_sender import WeightSender
+    from sglang_reshard.observability.report import UpdateReport
+    from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+    from sglang_reshard.protocol.weights_info import WeightsInfo
 
-_HOME = {
-    "DistributedUpdateWeightsOutput": "messages",
-    "DistributedUpdateWeightsReq": "messages",
-    "Fleet": "fleet",
-    "RemoteEngine": "remote",
-    "UpdateReport": "report",
-    "VerlEngine": "verl_engine",
-    "WeightSender": "sender",
-    "WeightsInfo": "weights_info",
+_DEFINED_IN = {
+    "DistributedUpdateWeightsOutput": "protocol.messages",
+    "DistributedUpdateWeightsReq": "protocol.messages",
+    "MultiEngineSender": "api.multi_engine",
+    "RemoteEngine": "api.remote_engine",
+    "UpdateReport": "observability.report",
+    "VerlEngine": "api.verl_engine",
+    "WeightSender": "api.weight_sender",
+    "WeightsInfo": "protocol.weights_info",
 }
 
 __all__ = [
     "DistributedUpdateWeightsOutput",
     "DistributedUpdateWeightsReq",
-    "Fleet",
+    "MultiEngineSender",
     "RemoteEngine",
     "UpdateReport",
     "VerlEngine",
@@ -43,8 +44,10 @@ __all__ = [
     "__version__",
 ]
 
+_deprecated.install_module_finder()
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name not in _DEFINED_IN:
+        return _deprecated.attribute(__name__, name)
+    return getattr(import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from sglang_reshard.demo import memory
-from sglang_reshard.demo.verdict import SLACK_BYTES
+from demo import memory
+from demo.verdict import SLACK_BYTES
 
 BUCKET_MIB = 1
 
@@ -35,7 +35,7 @@ def run_demo(folder: Path, source_tp: int, target_tp: int, dtype: str) -> tuple[
         "TMPDIR": str(folder),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "sglang_reshard.cli", "demo"], env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "sglang_reshard.cli.main", "demo"], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
@@ -82,7 +82,7 @@ def test_too_many_ranks_for_the_memory_are_refused_before_anything_starts(folder
     ranks = 1 + psutil.virtual_memory().total // memory.ENGINE_RANK_BYTES
     environment = {**os.environ, "TARGET_TP": str(ranks), "TMPDIR": str(folder)}
     done = subprocess.run(
-        [sys.executable, "-m", "sglang_reshard.cli", "demo"], env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "sglang_reshard.cli.main", "demo"], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 1
     assert "These fit: SOURCE_TP=" in done.stderr or "No sizes fit" in done.stderr

@@ -18,9 +18,9 @@ import httpx
 import psutil
 import pytest
 
-from sglang_reshard import cpu_host
-from sglang_reshard.demo import tiny_model
-from sglang_reshard.shared_segments import remove
+from demo import tiny_model
+from sglang_reshard.patches.shared_segments import remove
+from sglang_reshard.testing import cpu_host
 from support.left_behind import Belongings, Watch
 from support.orchestra import Orchestra
 from support.player import Hang

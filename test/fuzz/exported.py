@@ -13,8 +13,8 @@ from random import Random
 import torch
 
 from fuzz.states import layout_of, shards_of, whole_of
-from sglang_reshard.manifests import check_layout
-from sglang_reshard.sources import Layout
+from sglang_reshard.protocol.validation import check_layout
+from sglang_reshard.sources import SourceLayout
 from sglang_reshard.transports.memory import Handles, MemoryExporter, ShmStorage
 
 SEED = 7
@@ -24,7 +24,7 @@ SEED = 7
 class Exported:
     """One trainer rank of one layout, with shards that stay alive."""
 
-    layout: Layout
+    layout: SourceLayout
     trainer_rank: int
     shards: list[torch.Tensor]
     handles: Handles

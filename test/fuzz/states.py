@@ -7,16 +7,16 @@ from random import Random
 
 import torch
 
-from sglang_reshard.layout import Region
-from sglang_reshard.sources import Holdings, Layout, Mesh, Placement, SourceTensor
-from sglang_reshard.sources.placements import EXPLICIT, holdings
+from sglang_reshard.layout.regions import Region
+from sglang_reshard.layout.source_layout import EXPLICIT, shard_map
+from sglang_reshard.sources import Mesh, Placement, ShardMap, SourceLayout, SourceTensor
 from sglang_reshard.trace import Copy
 from support import plans
 
 DTYPES = ("float32", "bfloat16", "uint8", "int64")
 
 
-def layout_of(random: Random) -> Layout:
+def layout_of(random: Random) -> SourceLayout:
     """Tensors on meshes of one or two dimensions: sharded, replicated, strided, uneven, empty, scalars, stated."""
     mesh_shape = tuple(random.randint(1, 3) for _ in range(random.randint(1, 2)))
     trainers = math.prod(mesh_shape)
@@ -24,7 +24,7 @@ def layout_of(random: Random) -> Layout:
     if len(mesh_shape) == 2:  # the same ranks, walked another way
         meshes.append(Mesh(mesh_shape[::-1], tuple(random.sample(range(trainers), trainers))))
     placements: dict[tuple[Placement, ...], int] = {}
-    explicit: dict[Holdings, int] = {}
+    explicit: dict[ShardMap, int] = {}
     tensors = []
     for i in range(random.randint(1, 4)):
         shape = tuple(
@@ -37,21 +37,21 @@ def layout_of(random: Random) -> Layout:
             placed = Placement(dims[0], meshes[mesh].shape[1]), placed[1]
         where = mesh, placements.setdefault(placed, len(placements))
         if random.random() < 0.3:
-            held = _moved(holdings(shape, meshes[mesh], placed), random)
+            held = _moved(shard_map(shape, meshes[mesh], placed), random)
             where = EXPLICIT, explicit.setdefault(held, len(explicit))
         tensors.append(SourceTensor(f"t{i}", shape, random.choice(DTYPES), *where))
-    return Layout(trainers, tuple(meshes), tuple(placements), tuple(tensors), tuple(explicit))
+    return SourceLayout(trainers, tuple(meshes), tuple(placements), tuple(tensors), tuple(explicit))
 
 
-def _moved(held: Holdings, random: Random) -> Holdings:
+def _moved(held: ShardMap, random: Random) -> ShardMap:
     """The same, where each trainer rank's local tensor has something else before it."""
     dims = len(held.pieces[0].at) if held.pieces else 0
     by = {r: tuple(random.randint(0, 2) for _ in range(dims)) for piece in held.pieces for r in piece.ranks}
     own = [(piece, rank) for piece in held.pieces for rank in piece.ranks]
-    return Holdings.of((p.box, tuple(a + b for a, b in zip(p.at, by[rank], strict=True)), rank) for p, rank in own)
+    return ShardMap.of((p.box, tuple(a + b for a, b in zip(p.at, by[rank], strict=True)), rank) for p, rank in own)
 
 
-def copies_of(layout: Layout, random: Random) -> list[Copy]:
+def copies_of(layout: SourceLayout, random: Random) -> list[Copy]:
     """What some engine rank's loader might copy: strided regions, transposed, with gaps, some of them twice."""
     found: list[Copy] = []
     ends = {"a": 0, "b": 0}
@@ -80,7 +80,7 @@ def _region(shape: tuple[int, ...], random: Random) -> Region:
     return Region(tuple(start), tuple(count), tuple(step))
 
 
-def whole_of(layout: Layout, random: Random) -> dict[str, torch.Tensor]:
+def whole_of(layout: SourceLayout, random: Random) -> dict[str, torch.Tensor]:
     """Whole tensors by name. Small integers that every dtype holds, hardly ever two alike."""
     generator = torch.Generator().manual_seed(random.getrandbits(32))
     return {
@@ -88,7 +88,9 @@ def whole_of(layout: Layout, random: Random) -> dict[str, torch.Tensor]:
     }
 
 
-def shards_of(layout: Layout, whole: dict[str, torch.Tensor], trainer_rank: int, random: Random) -> list[torch.Tensor]:
+def shards_of(
+    layout: SourceLayout, whole: dict[str, torch.Tensor], trainer_rank: int, random: Random
+) -> list[torch.Tensor]:
     """A trainer rank's shards: with a storage of their own, or in the middle of one, or transposed in it."""
     return [_laid(shard, random) for shard in plans.shards(layout, whole, trainer_rank)]
 

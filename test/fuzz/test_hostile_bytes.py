@@ -8,15 +8,15 @@ import pytest
 
 from fuzz.arbitrary import changed, damaged, value_of
 from fuzz.settings import fuzzed
-from sglang_reshard import messages
-from sglang_reshard.blobs import inflate, pack_blob, unpack_blob
-from sglang_reshard.digest import Claims
+from sglang_reshard.digest import RegionSet
 from sglang_reshard.errors import Mismatch, ReshardError
-from sglang_reshard.manifests import check_request
-from sglang_reshard.messages import DistributedUpdateWeightsReq, decode, encode
-from sglang_reshard.plan import Needs
-from sglang_reshard.plan.streams import Order
-from sglang_reshard.sources import Layout
+from sglang_reshard.plan import RankDemand
+from sglang_reshard.plan.p2p import SendRequest
+from sglang_reshard.protocol import messages
+from sglang_reshard.protocol.manifest import inflate, pack_blob, unpack_blob
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, decode, encode
+from sglang_reshard.protocol.validation import check_request
+from sglang_reshard.sources import SourceLayout
 from sglang_reshard.transports.memory import Handles
 
 WORDS = tuple(
@@ -24,7 +24,7 @@ WORDS = tuple(
     for _, kind in sorted(inspect.getmembers(messages, inspect.isclass))
     if issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct
 )
-MANIFESTS = (Layout, Handles, Order, Needs, Claims)
+MANIFESTS = (SourceLayout, Handles, SendRequest, RankDemand, RegionSet)
 REFUSALS = (ReshardError, msgspec.MsgspecError)
 
 

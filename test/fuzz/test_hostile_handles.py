@@ -9,11 +9,11 @@ import torch
 from fuzz.arbitrary import changed, value_of
 from fuzz.exported import some_exported, strangers
 from fuzz.settings import fuzzed
-from sglang_reshard.blobs import pack_blob, unpack_blob
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.layout import Region
-from sglang_reshard.manifests import check_handles, check_layout
-from sglang_reshard.sources import Layout
+from sglang_reshard.layout.regions import Region
+from sglang_reshard.protocol.manifest import pack_blob, unpack_blob
+from sglang_reshard.protocol.validation import check_handles, check_layout
+from sglang_reshard.sources import SourceLayout
 from sglang_reshard.transports.memory import Handles, PeerMemory, ShmStorage
 
 EXPORTED = some_exported(24)
@@ -70,7 +70,7 @@ def test_changed_handles_and_layouts_are_refused_or_read_in_bounds(random):
         else:
             layout = changed(layout, random)
     try:
-        layout, handles = received(layout, Layout), received(handles, Handles)
+        layout, handles = received(layout, SourceLayout), received(handles, Handles)
         check_layout(layout, base.layout.trainer_ranks)
         check_handles(handles, layout, base.trainer_rank)
         read_all(layout, handles, base.trainer_rank, base.storages())

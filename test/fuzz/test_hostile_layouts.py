@@ -7,25 +7,25 @@ import pytest
 from fuzz.arbitrary import changed, value_of
 from fuzz.settings import fuzzed
 from fuzz.states import layout_of
-from sglang_reshard.blobs import pack_blob, unpack_blob
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout import Box, Region
-from sglang_reshard.manifests import check_layout
-from sglang_reshard.plan import Catalog, Seat, intake, needs_of, unneeded
-from sglang_reshard.sources import Layout
+from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads, rank_demand, unread_tensors
+from sglang_reshard.protocol.manifest import pack_blob, unpack_blob
+from sglang_reshard.protocol.validation import check_layout
+from sglang_reshard.sources import SourceLayout
 from sglang_reshard.trace import Copy
 
 
 def plan(layout, trainer_ranks):
     """An engine rank that takes everything, and what it takes lies in its trainer ranks' local tensors."""
-    catalog = Catalog.of(layout)
+    catalog = TensorIndex.of(layout)
     copies, end = [], 0
     for tensor in layout.tensors:
         if tensor.spec.numel:
             strides = tuple(math.prod(tensor.shape[d + 1 :]) for d in range(len(tensor.shape)))
             copies.append(Copy(tensor.name, Region.of(Box.whole(tensor.shape)), "live", 0, strides))
             end += tensor.spec.nbytes
-    taken = intake(catalog, copies, Seat(0, 1, "a", ("a",) * trainer_ranks))
+    taken = plan_reads(catalog, copies, RankLocation(0, 1, "a", ("a",) * trainer_ranks))
     assert taken.least_bytes() == end
     extents = [layout.extents(rank) for rank in range(trainer_ranks)]
     for row in range(len(taken.trainer)):
@@ -33,7 +33,7 @@ def plan(layout, trainer_ranks):
         shape = extents[int(taken.trainer[row])][tensor]
         bounds = zip(part.shard.start, part.shard.count, part.shard.step, shape, strict=True)
         assert all(a >= 0 and n >= 1 and s >= 1 and a + (n - 1) * s < length for a, n, s, length in bounds)
-    assert unneeded(catalog, [needs_of(catalog, taken, "a")]) == ()
+    assert unread_tensors(catalog, [rank_demand(catalog, taken, "a")]) == ()
     assert len(layout.local_bytes()) == trainer_ranks
 
 
@@ -45,7 +45,7 @@ def test_changed_layouts_are_refused_or_can_be_planned(random):
         layout = changed(layout, random)
     try:
         digest, blob = pack_blob(layout)
-        layout = unpack_blob(blob, Layout, digest)
+        layout = unpack_blob(blob, SourceLayout, digest)
         check_layout(layout, base.trainer_ranks)
     except Mismatch:
         return
@@ -54,7 +54,7 @@ def test_changed_layouts_are_refused_or_can_be_planned(random):
 
 @fuzzed
 def test_arbitrary_layouts_are_refused_or_can_be_planned(random):
-    layout = value_of(Layout, random)
+    layout = value_of(SourceLayout, random)
     trainer_ranks = random.choice((layout.trainer_ranks, 1, 2))
     try:
         check_layout(layout, trainer_ranks)

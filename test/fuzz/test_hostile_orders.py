@@ -8,13 +8,13 @@ from fuzz.arbitrary import changed, value_of
 from fuzz.in_process import Mail
 from fuzz.settings import fuzzed
 from fuzz.states import copies_of, layout_of, shards_of, whole_of
-from sglang_reshard.blobs import pack_blob, unpack_blob
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.manifests import check_connect, check_order
-from sglang_reshard.messages import Connect
-from sglang_reshard.plan import Catalog, Seat, intake
-from sglang_reshard.plan.streams import Order, order_of
-from sglang_reshard.transports.p2p import Outlet
+from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
+from sglang_reshard.plan.p2p import SendRequest, send_request
+from sglang_reshard.protocol.manifest import pack_blob, unpack_blob
+from sglang_reshard.protocol.messages import PrepareSend
+from sglang_reshard.protocol.validation import check_connect, check_order
+from sglang_reshard.transports.p2p import P2pSender
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def state_of(random):
 def carry_out(order, layout, shards, share):
     """Send it; what has been sent, joined, is the regions' elements in row-major order."""
     boxes: dict[tuple[int, int], deque[torch.Tensor]] = {}
-    outlet = Outlet(layout, shards, {9: order}, {9: share}, CPU)
+    outlet = P2pSender(layout, shards, {9: order}, {9: share}, CPU)
     outlet.send(Mail(0, boxes))
     views = [shards[tensor][region.slices()] for tensor, region in order.rows()]
     for view, (_, region) in zip(views, order.rows(), strict=True):
@@ -40,14 +40,16 @@ def carry_out(order, layout, shards, share):
 @fuzzed
 def test_changed_orders_are_refused_or_carried_out(random):
     layout, rank, shards = state_of(random)
-    taken = intake(Catalog.of(layout), copies_of(layout, random), Seat(0, 1, "a", ("a",) * layout.trainer_ranks))
-    order = order_of(taken, rank)
+    taken = plan_reads(
+        TensorIndex.of(layout), copies_of(layout, random), RankLocation(0, 1, "a", ("a",) * layout.trainer_ranks)
+    )
+    order = send_request(taken, rank)
     check_order(order, layout, rank, 0)
     for _ in range(random.choice((0, 1, 1, 2, 3))):
         order = changed(order, random)
     try:
         digest, blob = pack_blob(order)
-        order = unpack_blob(blob, Order, digest)
+        order = unpack_blob(blob, SendRequest, digest)
         check_order(order, layout, rank, 0)
     except Mismatch:
         return
@@ -57,7 +59,7 @@ def test_changed_orders_are_refused_or_carried_out(random):
 @fuzzed
 def test_arbitrary_orders_are_refused_or_carried_out(random):
     layout, rank, shards = state_of(random)
-    order = value_of(Order, random)
+    order = value_of(SendRequest, random)
     try:
         check_order(order, layout, rank, 0)
     except Mismatch:
@@ -67,17 +69,17 @@ def test_arbitrary_orders_are_refused_or_carried_out(random):
 
 @fuzzed
 def test_arbitrary_words_to_connect_are_refused_or_make_sense(random):
-    connect = value_of(Connect, random)
+    connect = value_of(PrepareSend, random)
     if random.random() < 0.7:
         trainers, engines = random.randint(1, 3), random.randint(1, 3)
         shares = tuple(tuple(random.choice((0, 16, 1000)) for _ in range(engines)) for _ in range(trainers))
-        connect = Connect("route", ("intake",) * engines, shares, "gloo", 10.0)
+        connect = PrepareSend("route", ("intake",) * engines, shares, "gloo", 10.0)
         for _ in range(random.randrange(3)):
             connect = changed(connect, random)
     trainer_ranks = len(connect.shares) if isinstance(connect.shares, tuple) and random.random() < 0.9 else 1
     try:
         digest, blob = pack_blob(connect)
-        connect = unpack_blob(blob, Connect, digest)
+        connect = unpack_blob(blob, PrepareSend, digest)
         check_connect(connect, trainer_ranks)
     except Mismatch:
         return

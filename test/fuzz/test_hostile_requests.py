@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from fuzz.arbitrary import changed, value_of
 from fuzz.settings import fuzzed
-from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, decode, encode
-from sglang_reshard.receiver import WeightReceiver
-from sglang_reshard.session import Session
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, decode, encode
+from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import describe
 from sglang_reshard.transports.memory import MemoryExporter, host_identity
 from sglang_reshard.version import __version__

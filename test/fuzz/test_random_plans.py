@@ -8,17 +8,17 @@ import torch
 from fuzz.in_process import Guarded, Mail, RoomGroups, Rooms
 from fuzz.settings import fuzzed
 from fuzz.states import copies_of, layout_of, shards_of, whole_of
-from sglang_reshard.blobs import pack_blob, unpack_blob
-from sglang_reshard.layout import Region
-from sglang_reshard.manifests import check_handles, check_layout, check_order
-from sglang_reshard.plan import Catalog, Seat, Setting, choose, intake, needs_of
-from sglang_reshard.plan.streams import Order, order_of
-from sglang_reshard.sources import Layout
+from sglang_reshard.layout.regions import Region
+from sglang_reshard.plan import ClusterTopology, RankLocation, TensorIndex, choose_strategy, plan_reads, rank_demand
+from sglang_reshard.plan.p2p import SendRequest, send_request
+from sglang_reshard.protocol.manifest import pack_blob, unpack_blob
+from sglang_reshard.protocol.validation import check_handles, check_layout, check_order
+from sglang_reshard.sources import SourceLayout
 from sglang_reshard.trace import Program
-from sglang_reshard.transports.base import Here
-from sglang_reshard.transports.choice import build
+from sglang_reshard.transports.base import TransportContext
+from sglang_reshard.transports.factory import build
 from sglang_reshard.transports.memory import Handles, MemoryExporter, PeerMemory
-from sglang_reshard.transports.p2p import Outlet
+from sglang_reshard.transports.p2p import P2pSender
 
 CPU = torch.device("cpu")
 LIVE = (torch.float32, torch.bfloat16, torch.int64)
@@ -41,10 +41,10 @@ def send_orders(choice, layout, shards, taken, boxes):
         receivers = {e: int(share) for e, share in enumerate(choice.shares[trainer_rank]) if share}
         orders = {}
         for e in receivers:
-            orders[e] = sent(order_of(taken[e], trainer_rank), Order)
+            orders[e] = sent(send_request(taken[e], trainer_rank), SendRequest)
             check_order(orders[e], layout, trainer_rank, e)
         peers = {e: layout.trainer_ranks + e for e in receivers}
-        Outlet(
+        P2pSender(
             layout,
             own,
             {peers[e]: orders[e] for e in orders},
@@ -55,7 +55,7 @@ def send_orders(choice, layout, shards, taken, boxes):
 
 @fuzzed
 def test_every_element_lands_and_nothing_else_is_written(random):
-    layout = sent(layout_of(random), Layout)
+    layout = sent(layout_of(random), SourceLayout)
     check_layout(layout, layout.trainer_ranks)
     engines = random.randint(1, 3)
     asked = random.choice(("auto", "auto", "ipc", "p2p", "broadcast"))
@@ -68,10 +68,13 @@ def test_every_element_lands_and_nothing_else_is_written(random):
     before = {t: [shard.clone() for shard in own] for t, own in shards.items()}
     copies = [copies_of(layout, random) for _ in range(engines)]
 
-    catalog = Catalog.of(layout)
-    taken = [intake(catalog, own, Seat(e, engines, engine_hosts[e], trainer_hosts)) for e, own in enumerate(copies)]
-    needs = [needs_of(catalog, t, host) for t, host in zip(taken, engine_hosts, strict=True)]
-    choice = choose(asked, catalog, needs, Setting.of(needs, trainer_hosts, "cpu"), bucket)
+    catalog = TensorIndex.of(layout)
+    taken = [
+        plan_reads(catalog, own, RankLocation(e, engines, engine_hosts[e], trainer_hosts))
+        for e, own in enumerate(copies)
+    ]
+    needs = [rank_demand(catalog, t, host) for t, host in zip(taken, engine_hosts, strict=True)]
+    choice = choose_strategy(asked, catalog, needs, ClusterTopology.of(needs, trainer_hosts, "cpu"), bucket)
 
     memory = {}
     for trainer_rank, own in shards.items() if choice.name != "p2p" else ():
@@ -86,7 +89,7 @@ def test_every_element_lands_and_nothing_else_is_written(random):
     for e, own in enumerate(copies):
         live.append(Guarded(own, dtypes[e]))
         program = Program((), tuple(own), live[e].targets, (), 0.0)
-        here = Here(
+        here = TransportContext(
             engine_rank=e,
             device=CPU,
             catalog=catalog,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from sglang_reshard.shared_segments import remove, segments_of
+from sglang_reshard.patches.shared_segments import remove, segments_of
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SHM = Path("/dev/shm")

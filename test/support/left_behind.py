@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from sglang_reshard.shared_segments import segments_of
+from sglang_reshard.patches.shared_segments import segments_of
 
 _SHM = Path("/dev/shm")
 _SETTLE_S = 10.0  # for the kernel, and threads that end, on a busy host

@@ -21,7 +21,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from sglang_reshard.messages import DEFAULT_TIMEOUT_S
+from sglang_reshard.protocol.messages import DEFAULT_TIMEOUT_S
 from support import toy
 from support.player import ANSWER_S, Hang, Player
 from support.players import Answered, Call, Ended, Update, play_engine, play_trainer, versions

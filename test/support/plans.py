@@ -8,32 +8,34 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from sglang_reshard.layout import Box, Region
-from sglang_reshard.plan import Catalog, Intake, Seat, intake, needs_of
-from sglang_reshard.sources import Holdings, Layout, Mesh, Placement, SourceTensor
-from sglang_reshard.sources.placements import EXPLICIT, holdings
+from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.layout.source_layout import EXPLICIT, shard_map
+from sglang_reshard.plan import RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
+from sglang_reshard.sources import Mesh, Placement, ShardMap, SourceLayout, SourceTensor
 from sglang_reshard.trace import Copy
 
 HOST = "host"
 
 
-def tensor_parallel(trainers: int, shapes: list[tuple[int, ...]], dims: list[int], dtype: str = "bfloat16") -> Layout:
+def tensor_parallel(
+    trainers: int, shapes: list[tuple[int, ...]], dims: list[int], dtype: str = "bfloat16"
+) -> SourceLayout:
     """A layout of tensors sharded along `dims` (-1: replicated) over one mesh dimension."""
     placements = sorted({(Placement(d),) for d in dims}, key=str)
     tensors = tuple(
         SourceTensor(f"t{i}", shape, dtype, 0, placements.index((Placement(d),)))
         for i, (shape, d) in enumerate(zip(shapes, dims, strict=True))
     )
-    return Layout(trainers, (Mesh((trainers,), tuple(range(trainers))),), tuple(placements), tensors)
+    return SourceLayout(trainers, (Mesh((trainers,), tuple(range(trainers))),), tuple(placements), tensors)
 
 
-def wanted(layout: Layout, tensor: int, box: Box, offset: int = 0) -> Copy:
+def wanted(layout: SourceLayout, tensor: int, box: Box, offset: int = 0) -> Copy:
     """A box of a tensor, landing in row-major order at `offset` of the one target, "live"."""
     strides = tuple(math.prod(box.shape[d + 1 :]) for d in range(len(box.start)))
     return Copy(layout.tensors[tensor].name, Region.of(box), "live", offset, strides)
 
 
-def tp_slice(layout: Layout, tensor: int, dim: int, rank: int, size: int, offset: int = 0) -> Copy | None:
+def tp_slice(layout: SourceLayout, tensor: int, dim: int, rank: int, size: int, offset: int = 0) -> Copy | None:
     """A rank's part of a tensor that `size` engine ranks split along `dim` as torch.chunk would; None if empty."""
     shape = layout.tensors[tensor].shape
     if dim < 0:
@@ -45,7 +47,7 @@ def tp_slice(layout: Layout, tensor: int, dim: int, rank: int, size: int, offset
     return wanted(layout, tensor, box, offset) if box.numel else None
 
 
-def tp_copies(layout: Layout, dims: list[int], engines: int) -> list[list[Copy]]:
+def tp_copies(layout: SourceLayout, dims: list[int], engines: int) -> list[list[Copy]]:
     """For each engine rank, its slices of all tensors, one after the other in its target."""
     found = []
     for rank in range(engines):
@@ -60,7 +62,7 @@ def tp_copies(layout: Layout, dims: list[int], engines: int) -> list[list[Copy]]
 
 
 @st.composite
-def meshed_layouts(draw: Any) -> Layout:
+def meshed_layouts(draw: Any) -> SourceLayout:
     """Tensors on meshes of one or two dimensions: sharded, replicated, strided as by FSDP2 over TP, uneven, empty.
 
     The holdings of some are stated, and their local tensors larger than what is held of them.
@@ -71,7 +73,7 @@ def meshed_layouts(draw: Any) -> Layout:
     if len(mesh_shape) == 2 and draw(st.booleans()):  # the same ranks, walked the other way
         meshes.append(Mesh(mesh_shape[::-1], tuple(draw(st.permutations(range(trainers))))))
     placements: dict[tuple[Placement, ...], int] = {}
-    explicit: dict[Holdings, int] = {}
+    explicit: dict[ShardMap, int] = {}
     tensors = []
     for i in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
@@ -82,25 +84,25 @@ def meshed_layouts(draw: Any) -> Layout:
             placed = Placement(dims[0], meshes[mesh].shape[1]), placed[1]
         dtype = draw(st.sampled_from(["float32", "bfloat16", "uint8"]))
         if draw(st.integers(0, 2)) == 0:
-            where = EXPLICIT, explicit.setdefault(draw(moved(holdings(shape, meshes[mesh], placed))), len(explicit))
+            where = EXPLICIT, explicit.setdefault(draw(moved(shard_map(shape, meshes[mesh], placed))), len(explicit))
         else:
             where = mesh, placements.setdefault(placed, len(placements))
         tensors.append(SourceTensor(f"t{i}", shape, dtype, *where))
-    return Layout(trainers, tuple(meshes), tuple(placements), tuple(tensors), tuple(explicit))
+    return SourceLayout(trainers, tuple(meshes), tuple(placements), tuple(tensors), tuple(explicit))
 
 
 @st.composite
-def moved(draw: Any, held: Holdings) -> Holdings:
+def moved(draw: Any, held: ShardMap) -> ShardMap:
     """The same, where each trainer rank's local tensor has something else before it."""
     ranks = sorted({rank for piece in held.pieces for rank in piece.ranks})
     dims = len(held.pieces[0].at) if held.pieces else 0
     by = {rank: tuple(draw(st.integers(0, 2)) for _ in range(dims)) for rank in ranks}
     own = [(piece, rank) for piece in held.pieces for rank in piece.ranks]
-    return Holdings.of((p.box, tuple(a + b for a, b in zip(p.at, by[rank], strict=True)), rank) for p, rank in own)
+    return ShardMap.of((p.box, tuple(a + b for a, b in zip(p.at, by[rank], strict=True)), rank) for p, rank in own)
 
 
 @st.composite
-def copies_of(draw: Any, layout: Layout) -> list[Copy]:
+def copies_of(draw: Any, layout: SourceLayout) -> list[Copy]:
     """What some engine rank's loader might copy: strided regions, transposed, of any tensors, some of them twice."""
     found: list[Copy] = []
     ends = {"a": 0, "b": 0}
@@ -128,7 +130,7 @@ def copies_of(draw: Any, layout: Layout) -> list[Copy]:
     return found
 
 
-def values(layout: Layout) -> dict[str, torch.Tensor]:
+def values(layout: SourceLayout) -> dict[str, torch.Tensor]:
     """Whole tensors by name. Small integers that every dtype holds, hardly ever two alike."""
     generator = torch.Generator().manual_seed(1)
     return {
@@ -136,7 +138,7 @@ def values(layout: Layout) -> dict[str, torch.Tensor]:
     }
 
 
-def shards(layout: Layout, whole: dict[str, torch.Tensor], trainer_rank: int) -> list[torch.Tensor]:
+def shards(layout: SourceLayout, whole: dict[str, torch.Tensor], trainer_rank: int) -> list[torch.Tensor]:
     """A trainer rank's local tensors, cut from the whole ones."""
     found = []
     for tensor in layout.tensors:
@@ -166,7 +168,7 @@ def loaded(copies: list[Copy], whole: dict[str, torch.Tensor]) -> dict[str, torc
     return targets
 
 
-def taken_in(taken: Intake, local: dict[int, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+def taken_in(taken: ReadPlan, local: dict[int, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The targets as an intake's rows fill them from trainer ranks' local tensors."""
     targets = empty_targets(list(taken.copies))
     for copy, part, trainer_rank in zip(taken.copy, taken.part, taken.trainer, strict=True):
@@ -177,15 +179,19 @@ def taken_in(taken: Intake, local: dict[int, list[torch.Tensor]]) -> dict[str, t
 
 
 def intakes(
-    layout: Layout, copies: list[list[Copy]], hosts: tuple[str, ...] | None = None
-) -> tuple[Catalog, list[Intake]]:
+    layout: SourceLayout, copies: list[list[Copy]], hosts: tuple[str, ...] | None = None
+) -> tuple[TensorIndex, list[ReadPlan]]:
     """All engine ranks' intakes, on one host unless `hosts` (of the trainer ranks) says otherwise."""
-    catalog = Catalog.of(layout)
+    catalog = TensorIndex.of(layout)
     hosts = hosts or (HOST,) * layout.trainer_ranks
-    return catalog, [intake(catalog, c, Seat(rank, len(copies), HOST, hosts)) for rank, c in enumerate(copies)]
+    return catalog, [
+        plan_reads(catalog, c, RankLocation(rank, len(copies), HOST, hosts)) for rank, c in enumerate(copies)
+    ]
 
 
-def all_needs(layout: Layout, copies: list[list[Copy]], hosts: list[str] | None = None) -> tuple[Catalog, list[Any]]:
+def all_needs(
+    layout: SourceLayout, copies: list[list[Copy]], hosts: list[str] | None = None
+) -> tuple[TensorIndex, list[Any]]:
     """All engine ranks' needs; `hosts` are theirs."""
     catalog, taken = intakes(layout, copies)
-    return catalog, [needs_of(catalog, t, hosts[e] if hosts else HOST) for e, t in enumerate(taken)]
+    return catalog, [rank_demand(catalog, t, hosts[e] if hosts else HOST) for e, t in enumerate(taken)]

@@ -22,8 +22,8 @@ _CONTEXT.set_forkserver_preload(
         "torch.distributed.tensor.parallel",
         "torch.distributed.fsdp",
         "torch._dynamo",
-        "sglang_reshard.receiver",
-        "sglang_reshard.demo.trainer",
+        "sglang_reshard.engine.receiver",
+        "demo.trainer",
         "support.layouts",
         "support.players",
     ]

@@ -22,17 +22,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from sglang_reshard.api.remote_engine import RemoteEngine
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused
-from sglang_reshard.messages import (
+from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
     Step,
     decode,
     encode,
 )
-from sglang_reshard.receiver import WeightReceiver
-from sglang_reshard.remote import RemoteEngine
-from sglang_reshard.sender import WeightSender
 from support.stations import Arm, Stations
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import sharded
@@ -130,8 +130,8 @@ class TrainerRank:
 
 def served(ranks: int) -> list[tuple[str, torch.Tensor]]:
     """The demonstration's model under tensor parallelism."""
-    from sglang_reshard.demo import tiny_model
-    from sglang_reshard.demo.trainer import Trainer
+    from demo import tiny_model
+    from demo.trainer import Trainer
 
     model = Trainer(tiny_model.config(ranks, ranks), init_device_mesh("cpu", (ranks,))).model
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
@@ -141,7 +141,7 @@ def served_values(version: int) -> dict[str, torch.Tensor]:
     """Whole tensors of a version of the demonstration's model for two ranks."""
     from transformers import Qwen3ForCausalLM
 
-    from sglang_reshard.demo import tiny_model
+    from demo import tiny_model
 
     torch.manual_seed(version)
     return dict(Qwen3ForCausalLM(tiny_model.config(2, 2)).named_parameters())

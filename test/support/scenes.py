@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sglang_reshard.messages import DEFAULT_TIMEOUT_S
+from sglang_reshard.protocol.messages import DEFAULT_TIMEOUT_S
 from support.left_behind import Watch, mapped_from, settled
 from support.orchestra import Orchestra
 from support.player import Hang, Player

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 
 from sglang_reshard.trace import Program
-from sglang_reshard.transports.base import Here
+from sglang_reshard.transports.base import TransportContext
 
 CPU = torch.device("cpu")
 
 
-def here_of(rank: int, catalog: Any, taken: Any, targets: Any, own_shares: dict[int, int], peers: Any) -> Here:
+def here_of(
+    rank: int, catalog: Any, taken: Any, targets: Any, own_shares: dict[int, int], peers: Any
+) -> TransportContext:
     program = Program((), tuple(taken.copies), targets, (), 0.0)
-    return Here(rank, CPU, catalog, taken, program, {}, None, None, own_shares, peers)
+    return TransportContext(rank, CPU, catalog, taken, program, {}, None, None, own_shares, peers)
 
 
 def open_here() -> tuple[int, int]:

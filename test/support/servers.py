@@ -16,8 +16,8 @@ import httpx
 import psutil
 import pytest
 
-from sglang_reshard import cpu_host
-from sglang_reshard.shared_segments import remove, segments_of
+from sglang_reshard.patches.shared_segments import remove, segments_of
+from sglang_reshard.testing import cpu_host
 
 _START_S = 180
 _END_S = 30

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_reshard import cpu_host
+from sglang_reshard.testing import cpu_host
 
 NEWEST = Path(sys.prefix) / "newest"
 ENDS = ["pinned", "newest"]

@@ -11,7 +11,7 @@ import itertools
 import time
 from dataclasses import dataclass
 
-from sglang_reshard.messages import (
+from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
     Step,

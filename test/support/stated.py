@@ -1,8 +1,8 @@
 """Layouts of two trainer ranks for the tests of manifests: a common one, and one whose holdings are stated."""
 
-from sglang_reshard.layout import Box
-from sglang_reshard.sources import Holdings, Layout, Piece, SourceTensor
-from sglang_reshard.sources.placements import EXPLICIT
+from sglang_reshard.layout.regions import Box
+from sglang_reshard.layout.source_layout import EXPLICIT
+from sglang_reshard.sources import Shard, ShardMap, SourceLayout, SourceTensor
 from support.plans import tensor_parallel
 
 BIG = 1 << 62
@@ -10,8 +10,8 @@ GOOD = tensor_parallel(2, [(4, 3), (4, 3), (5,)], [0, 0, -1])
 
 
 def stated(held, shape=(4, 2), trainer_ranks=2):
-    return Layout(trainer_ranks, (), (), (SourceTensor("w", shape, "float32", EXPLICIT, 0),), (held,))
+    return SourceLayout(trainer_ranks, (), (), (SourceTensor("w", shape, "float32", EXPLICIT, 0),), (held,))
 
 
 def rows(*held):
-    return Holdings(tuple(Piece(Box((a, 0), (b, 2)), ranks, (at, 0)) for a, b, ranks, at in held))
+    return ShardMap(tuple(Shard(Box((a, 0), (b, 2)), ranks, (at, 0)) for a, b, ranks, at in held))

@@ -16,14 +16,14 @@ from typing import Any, Literal
 
 import torch
 
-from sglang_reshard import outbound
-from sglang_reshard.inbound import Inbound
-from sglang_reshard.publisher import Publisher
-from sglang_reshard.route import Router
-from sglang_reshard.talk import Talk
+from sglang_reshard.engine.transfer import TransferCache
+from sglang_reshard.engine.update import UpdateExecutor
+from sglang_reshard.protocol.update_channel import UpdateChannel
 from sglang_reshard.trace import Program
-from sglang_reshard.transports.landing import CopyList
-from sglang_reshard.transports.p2p import Outlet
+from sglang_reshard.trainer import worker
+from sglang_reshard.trainer.publisher import ShardPublisher
+from sglang_reshard.transports.copies import CopyList
+from sglang_reshard.transports.p2p import P2pSender
 
 Act = Literal["wait", "go", "raise", "flip"]
 
@@ -66,19 +66,19 @@ class Stations:
     def install(self, side: Literal["engine", "trainer"]) -> Stations:
         self._before(CopyList, "run", "move", _half)
         if side == "engine":
-            self._before(Inbound, "_look", "look")
-            self._before(Router, "plan", "plan")
-            self._before(Router, "connect", "connect")
-            self._before(Inbound, "_verify", "verify", flip=_flip_a_bit)
+            self._before(UpdateExecutor, "_look", "look")
+            self._before(TransferCache, "plan", "plan")
+            self._before(TransferCache, "connect", "connect")
+            self._before(UpdateExecutor, "_verify", "verify", flip=_flip_a_bit)
             self._before(Program, "finish", "commit")
             self._after_the_last_gather()
         else:
-            self._before(Publisher, "publish", "publish")
-            self._before(Talk, "announce", "announce")
-            self._before(outbound.Outbound, "_prepared", "plan")
-            self._before(outbound, "join_peers", "connect")
-            self._before(Outlet, "send", "send")
-            self._before(Talk, "vouch", "verify")
+            self._before(ShardPublisher, "publish", "publish")
+            self._before(UpdateChannel, "announce", "announce")
+            self._before(worker.TrainerWorker, "_prepared", "plan")
+            self._before(worker, "join_peers", "connect")
+            self._before(P2pSender, "send", "send")
+            self._before(UpdateChannel, "vouch", "verify")
         return self
 
     def _come_to(self, station: str, begin: Callable[[], None], flip: Callable[[], None]) -> None:
@@ -119,16 +119,16 @@ class Stations:
 
     def _after_the_last_gather(self) -> None:
         """All ranks have agreed that the update succeeded; this one has not told anybody yet."""
-        stock = Talk.gather
+        stock = UpdateChannel.gather
 
         @functools.wraps(stock)
-        def gather(talk: Talk, phase: str, *args: Any) -> Any:
+        def gather(talk: UpdateChannel, phase: str, *args: Any) -> Any:
             said = stock(talk, phase, *args)
             if phase == "commit":
                 self._come_to("agreed", lambda: None, lambda: None)
             return said
 
-        Talk.gather = gather  # type: ignore[method-assign]
+        UpdateChannel.gather = gather  # type: ignore[method-assign]
 
 
 def _half(copies: CopyList) -> None:
@@ -139,7 +139,7 @@ def _half(copies: CopyList) -> None:
             torch._foreach_copy_(copies._to[:half], copies._from[:half])
 
 
-def _flip_a_bit(inbound: Inbound) -> None:
+def _flip_a_bit(inbound: UpdateExecutor) -> None:
     """Of what has arrived in `down`, where it is to be verified."""
     route = inbound.route
     targets = (route.staging.program if route.staging is not None else route.target.program).targets

@@ -7,23 +7,23 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.layout import Box
-from sglang_reshard.sources import Held, Holdings, Part, Stack, blocks
+from sglang_reshard.layout.regions import Box
+from sglang_reshard.sources import ExplicitSharding, FusedSlice, FusedTensor, ShardMap, blocks
 from support.toy import HEAD_DIM, HEADS, KV_HEADS, VOCAB
 
 STACKED = ("gate.weight", "up.weight", "down.weight")
 Rows = tuple[str, int, int]  # of a tensor: from which row on, and how many; without a name they are padding
 
 
-def stacked(whole: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Stack]:
+def stacked(whole: dict[str, torch.Tensor]) -> tuple[torch.Tensor, FusedTensor]:
     """Gate, up and down as one tensor [3, inner, hidden], in which down lies transposed, and what it stands for."""
     gate, up, down = (whole[name] for name in STACKED)
     shape = (1, *gate.shape)
     parts = [
-        (name, Part((i, 0, 0), (i + 1, *shape[1:]), (2, 1) if name == "down.weight" else (1, 2)))
+        (name, FusedSlice((i, 0, 0), (i + 1, *shape[1:]), (2, 1) if name == "down.weight" else (1, 2)))
         for i, name in enumerate(STACKED)
     ]
-    return torch.stack([gate, up, down.t()]), Stack(tuple(parts))
+    return torch.stack([gate, up, down.t()]), FusedTensor(tuple(parts))
 
 
 def fused(whole: dict[str, torch.Tensor], tp: int, ranks: int, rank: int) -> Iterator[tuple[Any, ...]]:
@@ -39,7 +39,7 @@ def fused(whole: dict[str, torch.Tensor], tp: int, ranks: int, rank: int) -> Ite
         local = torch.cat([_values(whole, hidden, *rows) for rows in contents[rank % tp]])
         held.pop("", None)
         for name, pieces in held.items():
-            yield name, local, Held(tuple(whole[name].shape), Holdings.of(pieces))
+            yield name, local, ExplicitSharding(tuple(whole[name].shape), ShardMap.of(pieces))
     part = 3 * hidden // tp
     columns = [Box((0, r % tp * part), (hidden, (r % tp + 1) * part)) for r in range(ranks)]
     down = whole["down.weight"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_reshard.cpu_host import verl_settings
+from sglang_reshard.testing.cpu_host import verl_settings
 from support import descendants
 
 TEST = Path(__file__).parent.parent

@@ -21,12 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sglang_reshard.messages import (
-    DistributedUpdateWeightsOutput,
-    DistributedUpdateWeightsReq,
-    decode,
-    encode,
-)
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, decode, encode
 
 _TIMEOUT = timedelta(seconds=60)
 _OTHERS_S = 2.0  # once one has failed: the cause may be another one's
@@ -37,7 +32,7 @@ _CONTEXT.set_forkserver_preload(
         "torch.distributed.tensor.parallel",
         "torch.distributed.fsdp",
         "torch._dynamo",
-        "sglang_reshard.receiver",
+        "sglang_reshard.engine.receiver",
         "support.layouts",
         "support.toy",
     ]

@@ -2,11 +2,11 @@
 
 import pytest
 
-from sglang_reshard.channel import Hub
+from sglang_reshard.control import ControlServer
 
 
 @pytest.fixture
 def hub():
-    hub = Hub.open()
+    hub = ControlServer.open()
     yield hub
     hub.close()

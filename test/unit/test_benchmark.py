@@ -19,9 +19,9 @@ from benchmark.timing import Timed
 from benchmark.trainer import Seen
 from benchmark.verl import tables as verl_tables
 from benchmark.weights import FINAL_VERSION, version_of
+from oracle.digests import digests
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.oracle.digests import digests
-from sglang_reshard.report import RankReport, UpdateReport
+from sglang_reshard.observability.report import RankReport, UpdateReport
 
 CASE = Case("test", Qwen3(1, 8, 8, 1, 1, 8, 8), 2, 2)
 REQUIRED = {

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.layout import Box
+from sglang_reshard.layout.regions import Box
 from sglang_reshard.plan import plan_broadcast
 from sglang_reshard.plan.broadcast import ALIGN_BYTES
 from support.plans import HOST, all_needs, tensor_parallel, tp_copies, wanted

@@ -8,7 +8,15 @@ from contextlib import ExitStack
 
 import pytest
 
-from sglang_reshard.channel import Address, Hub, Late, Line, caller, link, words
+from sglang_reshard.control import (
+    Address,
+    ControlClient,
+    ControlServer,
+    WaitTimedOut,
+    client_connection,
+    connection,
+    protocol,
+)
 from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, ReshardError, Unauthorized
 
 SOON_S = 20.0
@@ -18,7 +26,7 @@ SOON_S = 20.0
 def lines(hub):
     """Three lines of one session."""
     with ExitStack() as stack:
-        yield [stack.enter_context(Line(hub.address, SOON_S)) for _ in range(3)]
+        yield [stack.enter_context(ControlClient(hub.address, SOON_S)) for _ in range(3)]
 
 
 @pytest.fixture
@@ -73,12 +81,12 @@ def test_counting_is_atomic(lines, threads):
 
 
 def test_sessions_of_a_hub_are_apart(hub, lines):
-    with Line(hub.address.named("other"), SOON_S) as other:
+    with ControlClient(hub.address.named("other"), SOON_S) as other:
         lines[0].set({"x": b"1"})
         assert other.present(["x"]) == [False]
         other.abort("s", "of the other session")
         lines[0].enter("s", "rank 0")
-        with pytest.raises(Late):
+        with pytest.raises(WaitTimedOut):
             other.gather("g", 0, 2, b"", 0.0)
         assert other.count_keys() == 0
 
@@ -94,17 +102,17 @@ def test_large_values_arrive_whole(lines, threads):
 def test_a_late_get_says_what_is_missing_after_its_time_and_not_before(lines):
     lines[1].set({"y": b""})
     start = time.monotonic()
-    with pytest.raises(Late) as late:
+    with pytest.raises(WaitTimedOut) as late:
         lines[0].get(["x", "y", "z"], 0.3)
     assert late.value.missing == (0, 2)
-    assert 0.3 <= time.monotonic() - start < link.GRACE_S
+    assert 0.3 <= time.monotonic() - start < connection.GRACE_S
     assert lines[0].get(["y"], SOON_S) == [b""]
 
 
 @pytest.mark.parametrize("timeout_s", [1e9, float("inf")])
 def test_a_wait_may_be_as_long_as_one_likes(lines, threads, timeout_s):
     waiting = threads.submit(lines[0].get, ["x"], timeout_s)
-    with pytest.raises(Late):
+    with pytest.raises(WaitTimedOut):
         lines[1].get(["y"], 0.2)
     lines[1].set({"x": b"1"})
     assert waiting.result(SOON_S) == [b"1"]
@@ -118,12 +126,12 @@ def test_a_gather_is_everyones_data_in_order(lines, threads):
 
 def test_a_late_gather_lets_nobody_through(lines, threads):
     patient = threads.submit(lines[0].gather, "g", 2, 3, b"", 2 * SOON_S)
-    with pytest.raises(Late) as late:
+    with pytest.raises(WaitTimedOut) as late:
         lines[1].gather("g", 0, 3, b"", 0.3)
     assert late.value.missing == (1,)
-    with pytest.raises(Late):
+    with pytest.raises(WaitTimedOut):
         patient.result(SOON_S)
-    with pytest.raises(Late) as late:
+    with pytest.raises(WaitTimedOut) as late:
         lines[2].gather("g", 1, 3, b"", SOON_S)
     assert late.value.missing == (1,)
 
@@ -164,7 +172,7 @@ def test_an_abort_ends_waits_and_is_heard_by_watchers_once(lines, threads):
 def test_who_left_does_not_hear_and_does_not_abort(hub, lines):
     a, b, _ = lines
     heard = []
-    other = Line(hub.address, SOON_S)
+    other = ControlClient(hub.address, SOON_S)
     other.enter("s", "rank 7")
     other.leave("s")
     other._link._socket.shutdown(2)
@@ -221,7 +229,7 @@ def test_a_line_that_breaks_fails_at_once_and_everyone_hears_who_it_was(lines, t
 def test_the_end_of_a_session_is_heard_by_its_other_lines_only(hub, lines, threads):
     a, b, c = lines
     heard = []
-    with Line(hub.address.named("other"), SOON_S) as other:
+    with ControlClient(hub.address.named("other"), SOON_S) as other:
         for name, line in zip("abco", (*lines, other), strict=True):
             line.when_lost(lambda name=name: heard.append(name))
         b.enter("s", "rank 1")
@@ -240,7 +248,7 @@ def test_the_end_of_a_session_is_heard_by_its_other_lines_only(hub, lines, threa
 
 def test_who_closes_a_line_does_not_hear_of_its_loss_and_others_do_not_either(hub, threads):
     heard = []
-    a, b = Line(hub.address, SOON_S), Line(hub.address, SOON_S)
+    a, b = ControlClient(hub.address, SOON_S), ControlClient(hub.address, SOON_S)
     a.enter("s", "rank 0")
     b.enter("s", "rank 1")
     b.watch("s", heard.append)
@@ -273,48 +281,48 @@ def test_the_end_of_the_hub_is_heard_by_all(hub, lines, threads):
             w.result(SOON_S)
     assert all(event.wait(SOON_S) for event in lost)
     with pytest.raises(DeadlineExceeded, match="trainer rank 0's session at"):
-        Line(hub.address, 1.0)
+        ControlClient(hub.address, 1.0)
 
 
 def test_a_wrong_key_is_not_let_in(hub):
     wrong = Address(hub.address.session, hub.address.host, hub.address.port, "00" * 32)
     with pytest.raises(Unauthorized, match="does not know the key"):
-        Line(wrong, SOON_S)
+        ControlClient(wrong, SOON_S)
     with pytest.raises(Unauthorized, match="hexadecimal"):
-        Line(Address("s", hub.address.host, hub.address.port, "not a key"), SOON_S)
+        ControlClient(Address("s", hub.address.host, hub.address.port, "not a key"), SOON_S)
 
 
 def test_an_address_of_any_kind(threads):
-    hub = Hub.open("::1")
+    hub = ControlServer.open("::1")
     try:
-        with Line(hub.address, SOON_S) as line:
+        with ControlClient(hub.address, SOON_S) as line:
             line.set({"x": b"1"})
     finally:
         hub.close()
     with pytest.raises(OSError, match="assign"):
-        Hub.open("192.0.2.1")
+        ControlServer.open("192.0.2.1")
 
 
 def test_what_is_too_much_is_refused_and_the_line_goes_on(hub, lines, monkeypatch):
     a = lines[0]
     with pytest.raises(ReshardError, match="a name of 5000 characters"):
         a.set({"x" * 5000: b""})
-    monkeypatch.setattr("sglang_reshard.channel.frames.MAX_FRAME_BYTES", 10_000)
+    monkeypatch.setattr("sglang_reshard.control.framing.MAX_FRAME_BYTES", 10_000)
     with pytest.raises(ReshardError, match="at most 10000"):
         a.set({"x": bytes(20_000)})
     with pytest.raises(ReshardError, match="a name of"):
-        Line(hub.address.named("x" * 5000), SOON_S)
+        ControlClient(hub.address.named("x" * 5000), SOON_S)
     a.set({"x": bytes(5000)})
     assert a.count_keys() == 1
 
 
 def test_who_does_not_read_its_replies_is_dropped(hub, lines, monkeypatch, told):
-    monkeypatch.setattr(caller, "MAX_UNSENT_BYTES", 4 << 20)
+    monkeypatch.setattr(client_connection, "MAX_UNSENT_BYTES", 4 << 20)
     lazy, other, _ = lines
     lazy.set({"x": bytes(1 << 20)})
     stuck = threading.Event()
     lazy._link._opener.open = lambda piece: stuck.wait(SOON_S) and []
-    asked = [lazy._link._sealer.seal(words.Get(n, ("x",), 1.0, "", True)) for n in range(100, 1000)]
+    asked = [lazy._link._sealer.seal(protocol.Get(n, ("x",), 1.0, "", True)) for n in range(100, 1000)]
 
     def ask_on():
         for frame in asked:
@@ -331,8 +339,8 @@ def test_who_does_not_read_its_replies_is_dropped(hub, lines, monkeypatch, told)
 def test_nothing_is_left_behind():
     before = census()
     for _ in range(3):
-        hub = Hub.open()
-        lines = [Line(hub.address, SOON_S) for _ in range(4)]
+        hub = ControlServer.open()
+        lines = [ControlClient(hub.address, SOON_S) for _ in range(4)]
         for n, line in enumerate(lines):
             line.enter("s", f"rank {n}")
         lines[0].close()

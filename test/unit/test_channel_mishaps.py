@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from sglang_reshard.channel import Hub, Line, link
+from sglang_reshard.control import ControlClient, ControlServer, connection
 from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded
 
 SOON_S = 20.0
@@ -39,14 +39,14 @@ def said(pipe):
 
 
 def keep_hub(pipe):
-    hub = Hub.open()
+    hub = ControlServer.open()
     pipe.send(hub.address)
     pipe.recv()
 
 
 def take_part(pipe, address, waits):
     """Enter, and wait for what never comes, until killed."""
-    line = Line(address, SOON_S)
+    line = ControlClient(address, SOON_S)
     line.enter("s", "engine rank 3 (host h, process 123)")
     if waits == "gather":
         threading.Thread(target=line.gather, args=("g", 2, 3, b"", SOON_S, "s"), daemon=True).start()
@@ -55,7 +55,7 @@ def take_part(pipe, address, waits):
 
 
 def take_part_and_fork(pipe, address):
-    line = Line(address, SOON_S)
+    line = ControlClient(address, SOON_S)
     line.enter("s", "trainer rank 1 (host h, process 5)")
     if (child := os.fork()) == 0:
         try:
@@ -71,8 +71,8 @@ def take_part_and_fork(pipe, address):
 def test_when_a_member_is_killed_all_others_hear_who_it_was(hub, waits):
     with (
         process(take_part, hub.address, waits) as (member, pipe),
-        Line(hub.address, SOON_S) as a,
-        Line(hub.address, SOON_S) as b,
+        ControlClient(hub.address, SOON_S) as a,
+        ControlClient(hub.address, SOON_S) as b,
         ThreadPoolExecutor() as threads,
     ):
         assert said(pipe) == "in"
@@ -93,7 +93,7 @@ def test_when_a_member_is_killed_all_others_hear_who_it_was(hub, waits):
 
 
 def test_a_child_that_a_member_forked_does_not_keep_its_connection(hub):
-    with process(take_part_and_fork, hub.address) as (member, pipe), Line(hub.address, SOON_S) as line:
+    with process(take_part_and_fork, hub.address) as (member, pipe), ControlClient(hub.address, SOON_S) as line:
         child = said(pipe)
         try:
             with ThreadPoolExecutor() as threads:
@@ -112,7 +112,7 @@ def test_a_child_that_a_member_forked_does_not_keep_its_connection(hub):
 def test_when_the_hubs_process_is_killed_all_lines_are_lost():
     with process(keep_hub) as (keeper, pipe):
         address = said(pipe)
-        line, lost = Line(address, SOON_S), threading.Event()
+        line, lost = ControlClient(address, SOON_S), threading.Event()
         line.when_lost(lost.set)
         with ThreadPoolExecutor() as threads:
             waiting = threads.submit(line.gather, "g", 0, 2, b"", SOON_S)
@@ -127,11 +127,11 @@ def test_when_the_hubs_process_is_killed_all_lines_are_lost():
 
 
 def test_a_hub_that_stands_still_is_not_waited_for_for_ever(monkeypatch):
-    monkeypatch.setattr("sglang_reshard.channel.line.GRACE_S", 0.5)
-    assert link.GRACE_S == 5.0
+    monkeypatch.setattr("sglang_reshard.control.client.GRACE_S", 0.5)
+    assert connection.GRACE_S == 5.0
     with process(keep_hub) as (keeper, pipe):
         address = said(pipe)
-        line, quick, lost = Line(address, SOON_S), Line(address, 0.7), threading.Event()
+        line, quick, lost = ControlClient(address, SOON_S), ControlClient(address, 0.7), threading.Event()
         line.when_lost(lost.set)
         os.kill(keeper.pid, signal.SIGSTOP)
         start = time.monotonic()
@@ -143,16 +143,16 @@ def test_a_hub_that_stands_still_is_not_waited_for_for_ever(monkeypatch):
         with pytest.raises(ConnectionLost, match=r"it did not answer within 0\.7 s"):
             quick.set({"x": b""})
         with pytest.raises(DeadlineExceeded, match=r"did not answer within 0\.7 s"):
-            Line(address, 0.7)
+            ControlClient(address, 0.7)
         assert time.monotonic() - start < 3
         for each in (line, quick):
             each.close()
 
 
 def test_a_stopped_hub_does_not_block_who_has_much_to_say(monkeypatch):
-    monkeypatch.setattr(link, "STALL_S", 0.7)
+    monkeypatch.setattr(connection, "STALL_S", 0.7)
     with process(keep_hub) as (keeper, pipe):
-        line = Line(said(pipe), SOON_S)
+        line = ControlClient(said(pipe), SOON_S)
         os.kill(keeper.pid, signal.SIGSTOP)
         with pytest.raises(ConnectionLost, match="while it was written to"):
             line.set({"x": bytes(64 << 20)})  # more than the connection takes on its way

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_reshard.channel import HubStore, Line
+from sglang_reshard.control import ControlClient, ControlStore
 from sglang_reshard.errors import Aborted, ConnectionLost
 
 SOON_S = 180.0  # three processes import torch
@@ -18,14 +18,14 @@ RANKS = 3
 
 @pytest.fixture
 def line(hub):
-    with Line(hub.address, SOON_S) as line:
+    with ControlClient(hub.address, SOON_S) as line:
         yield line
 
 
 @pytest.mark.parametrize("prefixed", [False, True])
 def test_it_is_what_torch_means_by_a_store(line, prefixed):
     """Called from Python, and from torch's own code, which a PrefixStore is."""
-    store = HubStore(line, 1.0)
+    store = ControlStore(line, 1.0)
     if prefixed:
         store = dist.PrefixStore("prefix", store)
     store.set("a", "text")
@@ -47,7 +47,7 @@ def test_it_is_what_torch_means_by_a_store(line, prefixed):
 
 @pytest.mark.parametrize("prefixed", [False, True])
 def test_a_wait_that_ends_with_nothing_is_the_error_that_torch_knows(line, prefixed):
-    store = HubStore(line, 0.2)
+    store = ControlStore(line, 0.2)
     if prefixed:
         store = dist.PrefixStore("prefix", store)
     for wait in (
@@ -65,18 +65,18 @@ def test_a_wait_that_ends_with_nothing_is_the_error_that_torch_knows(line, prefi
 
 
 def test_an_abort_and_a_loss_come_through_torch(hub, line):
-    store = dist.PrefixStore("prefix", HubStore(line, SOON_S, scope="s"))
+    store = dist.PrefixStore("prefix", ControlStore(line, SOON_S, scope="s"))
     threading.Timer(0.2, line.abort, ("s", "why")).start()
     with pytest.raises(Aborted, match=r"^why$"):
         store.get("z")
     threading.Timer(0.2, hub.close).start()
     with pytest.raises(ConnectionLost):
-        dist.PrefixStore("prefix", HubStore(line, SOON_S)).wait(["z"], timedelta(seconds=SOON_S))
+        dist.PrefixStore("prefix", ControlStore(line, SOON_S)).wait(["z"], timedelta(seconds=SOON_S))
 
 
 def reduce(pipe, address, rank):
-    with Line(address, SOON_S) as line:
-        store = dist.PrefixStore("group", HubStore(line, SOON_S))
+    with ControlClient(address, SOON_S) as line:
+        store = dist.PrefixStore("group", ControlStore(line, SOON_S))
         group = dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=SOON_S))
         numbers = torch.full((3,), 10.0**rank)
         group.allreduce([numbers]).wait()

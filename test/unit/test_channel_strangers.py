@@ -9,9 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sglang_reshard.channel import Hub, Late, Line, hub, refusals
-from sglang_reshard.channel.frames import ANSWER_BYTES, MAGIC, OPENING_BYTES, PROOF_BYTES, Sealer, direction_key, proof
-from sglang_reshard.channel.words import Done, Hello, Leave, Set
+from sglang_reshard.control import ControlClient, ControlServer, WaitTimedOut, rate_limited_log, server
+from sglang_reshard.control.framing import (
+    ANSWER_BYTES,
+    MAGIC,
+    OPENING_BYTES,
+    PROOF_BYTES,
+    FrameWriter,
+    direction_key,
+    proof,
+)
+from sglang_reshard.control.protocol import Hello, Leave, Ok, Set
 from sglang_reshard.errors import ConnectionLost, DeadlineExceeded, ReshardError, Unauthorized
 
 SOON_S = 20.0
@@ -21,9 +29,9 @@ HANDSHAKE_BYTES = OPENING_BYTES + PROOF_BYTES
 @pytest.fixture
 def host(monkeypatch):
     """A hub whose every refusal is logged, and that serves as before in the end."""
-    monkeypatch.setattr(refusals, "_EVERY_S", 0.0)
-    host = Hub.open()
-    with Line(host.address, SOON_S) as line:
+    monkeypatch.setattr(rate_limited_log, "_EVERY_S", 0.0)
+    host = ControlServer.open()
+    with ControlClient(host.address, SOON_S) as line:
         yield host
         line.set({"still": b"served"})
         assert line.get(["still"], SOON_S) == [b"served"]
@@ -128,7 +136,7 @@ def authentic(address):
         answer += connection.recv(ANSWER_BYTES - len(answer))
     nonces = nonce, answer[:32]
     connection.sendall(proof(key, b"line", *nonces))
-    return connection, Sealer(direction_key(key, b"line", *nonces))
+    return connection, FrameWriter(direction_key(key, b"line", *nonces))
 
 
 def test_garbage_is_refused(host, told):
@@ -138,7 +146,7 @@ def test_garbage_is_refused(host, told):
 
 
 def test_a_wrong_proof_is_refused_and_nothing_after_it_is_read(host, told):
-    frame = Sealer(bytes(32)).seal(Hello(0, "s"))
+    frame = FrameWriter(bytes(32)).seal(Hello(0, "s"))
     heard = knock(host.address, MAGIC + b"n" * 32, b"p" * 32, frame * 1000)
     assert len(heard) in (0, ANSWER_BYTES)  # 0 where what it did not read resets the connection
     says(told, "it does not know the session's key")
@@ -147,13 +155,13 @@ def test_a_wrong_proof_is_refused_and_nothing_after_it_is_read(host, told):
 def test_a_wrong_key_is_refused_by_both_sides(host, told):
     wrong = type(host.address)(host.address.session, host.address.host, host.address.port, "00" * 32)
     with pytest.raises(Unauthorized):
-        Line(wrong, SOON_S)
+        ControlClient(wrong, SOON_S)
     says(told, "it hung up before it proved that it knows the session's key")
 
 
 def test_a_host_that_does_not_know_the_key_is_not_told_anything():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = Hub.open()
+        address = ControlServer.open()
         address.close()
         address = type(address.address)("s", "127.0.0.1", listener.getsockname()[1], address.address.key)
         heard = []
@@ -167,13 +175,13 @@ def test_a_host_that_does_not_know_the_key_is_not_told_anything():
         with ThreadPoolExecutor() as threads:
             posing = threads.submit(pose)
             with pytest.raises(Unauthorized, match="a stranger has taken the port"):
-                Line(address, SOON_S)
+                ControlClient(address, SOON_S)
             posing.result(SOON_S)
         assert len(heard[0]) == OPENING_BYTES
 
 
 def test_who_never_proves_itself_is_turned_away(host, told, monkeypatch):
-    monkeypatch.setattr(hub, "_VISIT_S", 0.3)
+    monkeypatch.setattr(server, "_VISIT_S", 0.3)
     start = time.monotonic()
     assert knock(host.address, MAGIC) == b""
     assert time.monotonic() - start >= 0.3
@@ -181,13 +189,13 @@ def test_who_never_proves_itself_is_turned_away(host, told, monkeypatch):
 
 
 def test_many_who_say_nothing_do_not_keep_others_out_for_long(host, monkeypatch):
-    monkeypatch.setattr(hub, "_VISIT_S", 2 * SOON_S)
-    monkeypatch.setattr(hub, "_VISIT_WHEN_FULL_S", 0.5)
-    idle = [socket.create_connection((host.address.host, host.address.port)) for _ in range(2 * hub._VISITORS)]
+    monkeypatch.setattr(server, "_VISIT_S", 2 * SOON_S)
+    monkeypatch.setattr(server, "_VISIT_WHEN_FULL_S", 0.5)
+    idle = [socket.create_connection((host.address.host, host.address.port)) for _ in range(2 * server._VISITORS)]
     try:
         time.sleep(0.1)
-        assert len(host._visitors) == hub._VISITORS
-        with Line(host.address, SOON_S) as line:
+        assert len(host._visitors) == server._VISITORS
+        with ControlClient(host.address, SOON_S) as line:
             assert line.count_keys() == 0
     finally:
         for connection in idle:
@@ -220,7 +228,7 @@ def test_bad_frames_of_one_who_knows_the_key_end_its_connection(host, told, mean
     [
         ((Leave(0, "s"),), "its first word was no hello"),
         ((Hello(0, "s"), Hello(1, "t")), "a second hello"),
-        ((Hello(0, "s"), Done(1)), "Invalid value"),
+        ((Hello(0, "s"), Ok(1)), "Invalid value"),
         ((Hello(0, "s"), Set(1, {"x": "text"})), "Expected"),
     ],
 )
@@ -234,26 +242,26 @@ def test_words_that_have_no_place_end_a_connection(host, told, words, why):
 
 
 def test_a_connection_that_was_recorded_cannot_be_repeated(host, told):
-    with Relay(host.address) as relay, Line(relay.address, SOON_S) as line:
+    with Relay(host.address) as relay, ControlClient(relay.address, SOON_S) as line:
         line.add("n", 1)
         assert line.add("n", 1) == 2
     heard = knock(host.address, relay.sent[:OPENING_BYTES], relay.sent[OPENING_BYTES:])
     assert len(heard) in (0, ANSWER_BYTES)
     says(told, "it does not know the session's key")
-    with Line(host.address, SOON_S) as line:
+    with ControlClient(host.address, SOON_S) as line:
         assert line.add("n", 0) == 2
 
 
 def test_frames_of_one_connection_are_of_no_use_in_another(host, told):
-    with Relay(host.address) as relay, Line(relay.address, SOON_S) as line:
+    with Relay(host.address) as relay, ControlClient(relay.address, SOON_S) as line:
         line.add("n", 1)
     with Relay(host.address, lambda _: relay.sent[-len(line_frame(relay)) :]) as other:
-        line = Line(other.address, SOON_S)
+        line = ControlClient(other.address, SOON_S)
         with pytest.raises(ConnectionLost):
             line.add("n", 5)
         line.close()
     says(told, "not authentic")
-    with Line(host.address, SOON_S) as line:
+    with ControlClient(host.address, SOON_S) as line:
         assert line.add("n", 0) == 1
 
 
@@ -276,9 +284,9 @@ def line_frame(relay):
     ids=["repeated", "changed"],
 )
 def test_who_meddles_with_a_connection_ends_it_and_no_more(host, told, change, why):
-    with Line(host.address, SOON_S) as witness:
+    with ControlClient(host.address, SOON_S) as witness:
         with Relay(host.address, change) as relay:
-            line = Line(relay.address, SOON_S)
+            line = ControlClient(relay.address, SOON_S)
             line.when_lost((lost := threading.Event()).set)
             with contextlib.suppress(ReshardError):  # the first of two is as good as any
                 line.add("n", 1)
@@ -288,7 +296,7 @@ def test_who_meddles_with_a_connection_ends_it_and_no_more(host, told, change, w
             line.close()
         says(told, why)
         assert witness.add("n", 0) <= 1
-        with pytest.raises(Late):
+        with pytest.raises(WaitTimedOut):
             witness.get(["never"], 0.0)
 
 
@@ -314,7 +322,7 @@ def test_who_meddles_with_what_a_hub_says_is_noticed_by_the_line(host):
         bent = Bent()
         bent.inner, bent.bend = relay._hub, False
         relay._hub = bent
-        line = Line(relay.address, SOON_S)
+        line = ControlClient(relay.address, SOON_S)
         bent.bend = True
         with pytest.raises(ConnectionLost, match="not from trainer rank 0: a frame that is not authentic"):
             line.count_keys()
@@ -322,8 +330,8 @@ def test_who_meddles_with_what_a_hub_says_is_noticed_by_the_line(host):
 
 
 def test_refusals_do_not_fill_the_log_and_tell_no_secret(told, monkeypatch):
-    monkeypatch.setattr(refusals, "_EVERY_S", 0.5)
-    host = Hub.open()
+    monkeypatch.setattr(rate_limited_log, "_EVERY_S", 0.5)
+    host = ControlServer.open()
     for _ in range(50):
         knock(host.address, b"garbage!")
     time.sleep(0.5)
@@ -340,4 +348,4 @@ def test_nothing_that_listens_is_said_so(host):
         with pytest.raises(
             DeadlineExceeded, match=r"trainer rank 0's session at 127\.0\.0\.1:\d+ did not answer within 0\.5 s"
         ):
-            Line(address, 0.5)
+            ControlClient(address, 0.5)

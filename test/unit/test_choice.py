@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.plan import Catalog, Seat, Setting, choose, intake, needs_of
+from sglang_reshard.plan import ClusterTopology, RankLocation, TensorIndex, choose_strategy, plan_reads, rank_demand
 from sglang_reshard.plan.cost import CPU
 from support.plans import tensor_parallel, tp_copies
 
@@ -19,14 +19,19 @@ def asked(transport, trainer_hosts, engine_hosts, dims=(0, 1, -1), device="cpu",
     """The choice for tensors sharded by rows on trainer ranks, and as `dims` say on engine ranks."""
     shapes = [(512, 256), (256, 512), (256,)] * 4
     layout = tensor_parallel(len(trainer_hosts), shapes, [0] * len(shapes))
-    catalog = Catalog.of(layout)
+    catalog = TensorIndex.of(layout)
     copies = tp_copies(layout, list(dims) * 4, len(engine_hosts))
     needs = [
-        needs_of(catalog, intake(catalog, own, Seat(rank, len(engine_hosts), host, tuple(trainer_hosts))), host, 2)
+        rank_demand(
+            catalog,
+            plan_reads(catalog, own, RankLocation(rank, len(engine_hosts), host, tuple(trainer_hosts))),
+            host,
+            2,
+        )
         for rank, (own, host) in enumerate(zip(copies, engine_hosts, strict=True))
     ]
-    setting = dataclasses.replace(Setting.of(needs, trainer_hosts, device), **changes)
-    return choose(transport, catalog, needs, setting, bucket_bytes)
+    setting = dataclasses.replace(ClusterTopology.of(needs, trainer_hosts, device), **changes)
+    return choose_strategy(transport, catalog, needs, setting, bucket_bytes)
 
 
 def test_on_one_host_memory_is_read():

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.transports.groups import Groups
-from sglang_reshard.transports.peers import Peers
+from sglang_reshard.transports.broadcast_communicator import BroadcastCommunicators
+from sglang_reshard.transports.p2p_communicator import P2pCommunicator
 from support.sent import CPU
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -26,13 +26,13 @@ def store_at(port, hosts=False):
 
 
 def die_at_once(port):
-    Peers(store_at(port), "r", me=1, **THREE)
+    P2pCommunicator(store_at(port), "r", me=1, **THREE)
     os._exit(1)
 
 
 def wait_in_vain(port, told):
     """Sends what trainer rank 0 never receives; says how long that took."""
-    peers = Peers(store_at(port), "r", me=2, **THREE)
+    peers = P2pCommunicator(store_at(port), "r", me=2, **THREE)
     begun = time.monotonic()
     try:
         peers.send([(0, torch.ones(2**20, dtype=torch.uint8))]).wait()
@@ -47,7 +47,7 @@ def test_who_gives_up_ends_all_waits_though_its_neighbour_has_died():
     waiting = CONTEXT.Process(target=wait_in_vain, args=(store.port, theirs), daemon=True)
     for process in (dying, waiting):
         process.start()
-    peers = Peers(store, "r", me=0, **THREE)
+    peers = P2pCommunicator(store, "r", me=0, **THREE)
     dying.join(5)
     assert dying.exitcode == 1
     travel = peers.send([(2, torch.ones(2**20, dtype=torch.uint8))])  # nor is this one ever received
@@ -68,7 +68,7 @@ def test_who_gives_up_ends_all_waits_though_its_neighbour_has_died():
 def begin_and_stay(port, verb):
     """Sends, or receives as long as it runs: it stops before the first byte."""
     store = store_at(port)
-    peers = Peers(store, "r", me=0, **TWO)
+    peers = P2pCommunicator(store, "r", me=0, **TWO)
     data = [(1, torch.ones(HALFWAY_BYTES, dtype=torch.uint8))]
     travel = peers.send(data) if verb == "send" else peers.receive(data)
     store.set("begun", "")
@@ -82,7 +82,7 @@ def test_who_gives_up_ends_its_wait_for_half_a_message(verb):
     store = store_at(0, hosts=True)
     dying = CONTEXT.Process(target=begin_and_stay, args=(store.port, verb), daemon=True)
     dying.start()
-    peers = Peers(store, "r", me=1, **TWO)
+    peers = P2pCommunicator(store, "r", me=1, **TWO)
     data = torch.zeros(HALFWAY_BYTES, dtype=torch.uint8)
     store.wait(["begun"])
     time.sleep(0.2)  # a stop takes a moment, and so does the news that somebody receives
@@ -101,7 +101,7 @@ def test_who_gives_up_ends_its_wait_for_half_a_message(verb):
 
 
 def groups_at(store, rank):
-    groups = Groups(rank, CPU, timeout_s=60, epoch=1)
+    groups = BroadcastCommunicators(rank, CPU, timeout_s=60, epoch=1)
     groups.meet_over(store)
     return groups
 

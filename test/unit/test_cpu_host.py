@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_reshard import cpu_host
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.testing import cpu_host
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 16])

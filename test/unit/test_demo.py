@@ -14,14 +14,14 @@ import psutil
 import pytest
 from rich.console import Console
 
-from sglang_reshard.demo import children, memory, tiny_model
-from sglang_reshard.demo.events import EventReader, EventWriter, Finished, Note, Started, Updated
-from sglang_reshard.demo.progress import Progress
-from sglang_reshard.demo.settings import Settings
-from sglang_reshard.demo.table import print_result
-from sglang_reshard.demo.verdict import SLACK_BYTES, Expected, judge, summary
+from demo import children, memory, tiny_model
+from demo.events import EventReader, EventWriter, Finished, Note, Started, Updated
+from demo.progress import Progress
+from demo.settings import Settings
+from demo.table import print_result
+from demo.verdict import SLACK_BYTES, Expected, judge, summary
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
-from sglang_reshard.report import RankReport, TrainerRankReport, UpdateReport
+from sglang_reshard.observability.report import RankReport, TrainerRankReport, UpdateReport
 
 SETTINGS = Settings(source_tp=1, target_tp=2, dtypes=("float32", "bfloat16"), bucket_bytes=1024)
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.digest import Auditor, Selection, Voucher, bits, selection, sums, weights
-from sglang_reshard.digest.sums import Extent, Series
-from sglang_reshard.layout import Box, Region
-from sglang_reshard.plan import Catalog
+from sglang_reshard.digest import Selection, SourceChecksums, TargetChecksums, bits, coefficients, selection, sums
+from sglang_reshard.digest.sums import Extent, RegionBatch
+from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.plan import TensorIndex
 from sglang_reshard.trace.program import Program
 from support.largest import LargestResult
 from support.plans import copies_of, loaded, meshed_layouts, shards, values
@@ -50,7 +50,7 @@ def by_definition(whole, region):
         for half in range(0, size, 4):
             part = pattern[begin + half : begin + min(size, half + 4)]
             word, byte = divmod(column * size + half, 4)
-            weight = odd(row, weights._ROWS) * odd(word, weights._COLUMNS) << 8 * byte
+            weight = odd(row, coefficients._ROWS) * odd(word, coefficients._COLUMNS) << 8 * byte
             found += weight * (int.from_bytes(part, "little") + 1)
     return found & MASK
 
@@ -68,7 +68,7 @@ def whole_region(shape):
 
 def digest(view, shape, region, dtype=None, how=None):
     """Of a view that holds the region."""
-    series = Series()
+    series = RegionBatch()
     series.add(Extent.of(tuple(shape), region, dtype or view.dtype, dtype not in (None, view.dtype)), view, 0)
     return int(series.digests(1, how or Selection.full())[0])
 
@@ -117,7 +117,7 @@ def test_like_views_together_are_each_by_itself(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     dtype = data.draw(st.sampled_from(DTYPES))
     views = [random_bytes(shape, dtype, seed) for seed in range(5)]
-    series = Series()
+    series = RegionBatch()
     for row, view in enumerate(views):
         series.add(Extent.of(shape, whole_region(shape), dtype, False), view, row)
     with pytest.MonkeyPatch.context() as patch:
@@ -131,7 +131,7 @@ def test_rows_and_columns_beyond_the_tables_are_weighed_alike(monkeypatch):
     deep = random_bytes((3, 30, 2), torch.float32)
     expected = [by_definition(t, whole_region(t.shape)) for t in (tall, wide, deep)]
     assert [digest(t, t.shape, whole_region(t.shape)) for t in (tall, wide, deep)] == expected
-    monkeypatch.setattr(weights, "_LOOKED_UP", 16)
+    monkeypatch.setattr(coefficients, "_LOOKED_UP", 16)
     assert [digest(t, t.shape, whole_region(t.shape)) for t in (tall, wide, deep)] == expected
 
 
@@ -140,8 +140,8 @@ def test_rows_and_columns_beyond_the_tables_are_weighed_alike(monkeypatch):
 def test_other_devices_calculate_as_a_cpu_does(dtype, shape):
     """With torch's operations in place of numpy's, on the CPU."""
     views = [random_bytes(shape, dtype, seed) for seed in range(2)]
-    columns = weights.of_columns(0, shape[-1], 1, dtype.itemsize)
-    rows = weights.of_rows(shape, whole_region(shape))
+    columns = coefficients.of_columns(0, shape[-1], 1, dtype.itemsize)
+    rows = coefficients.of_rows(shape, whole_region(shape))
     read = bits.units([bits.readable(v, False) for v in views], dtype, False, columns.packed)
     on_cpu, on_device = (way(read, rows, columns.weights) for way in (sums._on_cpu, sums._on_device))
     assert on_cpu.dtype == on_device.dtype == torch.int64
@@ -155,12 +155,12 @@ def test_trainer_ranks_of_any_layout_add_up_to_any_engine_ranks_digest(layout, d
     assume(any(copies))
     one_in = data.draw(st.integers(1, 5))
     how = Selection.sample(data.draw(st.integers(0, 7)), one_in)
-    whole, catalog = values(layout), Catalog.of(layout)
+    whole, catalog = values(layout), TensorIndex.of(layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "WHOLE_ELEMENTS", 5)
-        auditors = [Auditor(catalog, Program((), tuple(c), loaded(c, whole), (), 0.0)) for c in copies]
+        auditors = [TargetChecksums(catalog, Program((), tuple(c), loaded(c, whole), (), 0.0)) for c in copies]
         claims = [auditor.claims for auditor in auditors]
-        vouchers = [Voucher(layout, shards(layout, whole, r), r, claims) for r in range(layout.trainer_ranks)]
+        vouchers = [SourceChecksums(layout, shards(layout, whole, r), r, claims) for r in range(layout.trainer_ranks)]
         vouched = sum(voucher.digests(how) for voucher in vouchers)
         assert vouched.tolist() == [auditor.digests(how).tolist() for auditor in auditors]
 
@@ -266,7 +266,7 @@ def test_a_cast_is_the_copys_and_all_nans_are_one():
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         kept = torch.empty(whole.shape, dtype=dtype).copy_(whole)
         region = whole_region(whole.shape)
-        series = Series()
+        series = RegionBatch()
         series.add(Extent.of((33, 41), region, dtype, True), kept, 0)
         for rows, columns in itertools.product([(0, 3), (3, 33)], [(0, 17), (17, 18), (18, 41)]):
             part = Region.of(Box((rows[0], columns[0]), (rows[1], columns[1])))
@@ -282,7 +282,7 @@ def test_temporaries_stay_small_whatever_the_tensors(monkeypatch, how):
     chunk = 1 << 12
     monkeypatch.setattr(sums, "CHUNK", chunk)
     n = 64 * chunk
-    series = Series()
+    series = RegionBatch()
     views = {
         "contiguous": (torch.zeros(n // 64, 64, dtype=torch.bfloat16), torch.bfloat16),
         "vector": (torch.zeros(n + 1, dtype=torch.bfloat16), torch.bfloat16),
@@ -312,7 +312,7 @@ def test_temporaries_stay_small_whatever_the_tensors(monkeypatch, how):
 
 def test_views_are_held_and_not_copied():
     whole = torch.ones(4, 6, requires_grad=True)
-    series = Series()
+    series = RegionBatch()
     series.add(Extent.of((4, 6), whole_region((4, 6)), torch.float32, False), whole, 0)
     before = series.digests(1, Selection.full())
     with torch.no_grad():
@@ -322,8 +322,8 @@ def test_views_are_held_and_not_copied():
 
 
 def test_nothing_is_nothing():
-    assert Series().digests(3, Selection.full()).tolist() == [0, 0, 0]
-    series = Series()
+    assert RegionBatch().digests(3, Selection.full()).tolist() == [0, 0, 0]
+    series = RegionBatch()
     series.add(Extent.of((0, 3), whole_region((0, 3)), torch.float32, False), torch.empty(0, 3), 0)
     assert series.digests(1, Selection.full()).tolist() == [0]
     assert np.array_equal(series.digests(1, Selection.sample(5)), np.zeros(1, np.uint64))

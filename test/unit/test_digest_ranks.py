@@ -8,11 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_reshard.digest import GROUPS, Auditor, Claim, Claims, Kept, Selection, Voucher, claims
+from sglang_reshard.digest import (
+    GROUPS,
+    RegionCount,
+    RegionKind,
+    RegionSet,
+    Selection,
+    SourceChecksums,
+    TargetChecksums,
+    regions,
+)
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout import Box, Region
-from sglang_reshard.plan import Catalog
-from sglang_reshard.sources import Layout, Mesh, Placement, SourceTensor
+from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.plan import TensorIndex
+from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor
 from sglang_reshard.trace import trace
 from sglang_reshard.trace.program import Copy, Program
 from support.plans import shards, wanted
@@ -41,7 +50,7 @@ def layout_of(kind, dtype=torch.float32):
         for name, shape in shapes(HIDDEN).items()
     )
     ranks = int(np.prod(mesh))
-    return Layout(ranks, (Mesh(mesh, tuple(range(ranks))),), tuple(table), tensors)
+    return SourceLayout(ranks, (Mesh(mesh, tuple(range(ranks))),), tuple(table), tensors)
 
 
 class Engine:
@@ -50,7 +59,7 @@ class Engine:
     def __init__(self, layout, rank, size, dtype):
         self.model = ToyRank(rank, size, dtype, HIDDEN)
         self.program = trace(self.model, [t.spec for t in layout.tensors])
-        self.auditor = Auditor(Catalog.of(layout), self.program)
+        self.auditor = TargetChecksums(TensorIndex.of(layout), self.program)
 
     def load(self, weights):
         self.model.load_weights(weights.items())
@@ -65,7 +74,7 @@ class World:
         self.engines = [Engine(self.layout, e, engines, dtype).load(self.right) for e in range(engines)]
         own = [engine.auditor.claims for engine in self.engines]
         self.shards = [shards(self.layout, self.right, r) for r in range(self.layout.trainer_ranks)]
-        self.vouchers = [Voucher(self.layout, local, r, own) for r, local in enumerate(self.shards)]
+        self.vouchers = [SourceChecksums(self.layout, local, r, own) for r, local in enumerate(self.shards)]
 
     def told(self, selection=FULL):
         """What each engine rank says of what differs; empty where nothing does."""
@@ -155,7 +164,7 @@ def test_the_same_bytes_in_another_order_are_noticed():
 
 
 def test_exchanged_tensors_of_one_shape_are_noticed_even_in_one_group(monkeypatch):
-    monkeypatch.setattr(claims, "GROUPS", 1)
+    monkeypatch.setattr(regions, "GROUPS", 1)
     world = World()
     assert world.told() == ["", ""]
     for one, other in (("k", "v"), ("gate", "up")):
@@ -191,9 +200,9 @@ def test_each_place_of_elements_that_are_kept_twice_is_looked_at():
     targets = {"live": torch.zeros(1000 + whole.numel()), "scratch/0": torch.zeros(200)}
     for copy in copies:
         copy.landing(targets[copy.target]).copy_(whole[copy.region.slices()])
-    auditor = Auditor(Catalog.of(layout), Program((), tuple(copies), targets, (), 0.0))
+    auditor = TargetChecksums(TensorIndex.of(layout), Program((), tuple(copies), targets, (), 0.0))
     assert [claim.kept.places for claim in auditor.claims] == [2, 1]
-    vouchers = [Voucher(layout, shards(layout, right, r), r, [auditor.claims]) for r in range(3)]
+    vouchers = [SourceChecksums(layout, shards(layout, right, r), r, [auditor.claims]) for r in range(3)]
     vouched = sum(voucher.digests(FULL) for voucher in vouchers)[0]
     assert np.array_equal(auditor.digests(FULL), vouched)
     for target, element in (("live", 10), ("live", 1010), ("scratch/0", 9)):
@@ -213,57 +222,57 @@ def test_holders_of_the_same_elements_share_the_work():
 
 def test_what_engine_ranks_claim_alike_is_looked_at_once(monkeypatch):
     world, added = World("fsdp", engines=1), []
-    monkeypatch.setattr("sglang_reshard.digest.sums.Series.add", lambda self, extent, view, row: added.append(row))
+    monkeypatch.setattr("sglang_reshard.digest.sums.RegionBatch.add", lambda self, extent, view, row: added.append(row))
     own = world.engines[0].auditor.claims
-    once = Voucher(world.layout, world.shards[0], 0, [own])
+    once = SourceChecksums(world.layout, world.shards[0], 0, [own])
     assert len(added) == len(own)
-    again = Voucher(world.layout, world.shards[0], 0, [own] * 5)
+    again = SourceChecksums(world.layout, world.shards[0], 0, [own] * 5)
     assert len(added) == 2 * len(own)
     assert (once.digests(FULL).shape, again.digests(FULL).shape) == ((1, 8), (5, 8))
 
 
 def test_claims_are_the_same_in_any_order_and_small_on_the_wire():
-    alike = [Kept("bfloat16", (0, 64 * part), (512, 64), (1, 1)) for part in range(4)]
-    given = [Claim(tensor, alike[tensor % 4]) for tensor in range(100_000)]
-    made, turned = Claims.of(given), Claims.of(reversed(given))
+    alike = [RegionKind("bfloat16", (0, 64 * part), (512, 64), (1, 1)) for part in range(4)]
+    given = [RegionCount(tensor, alike[tensor % 4]) for tensor in range(100_000)]
+    made, turned = RegionSet.of(given), RegionSet.of(reversed(given))
     assert made == turned
     assert made.digest == turned.digest
     assert list(made) == given
     assert len(made) == 100_000
-    assert made.digest != Claims.of(given[1:]).digest
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Claims)
+    assert made.digest != RegionSet.of(given[1:]).digest
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=RegionSet)
     assert sent == made
     assert len(zlib.compress(msgspec.msgpack.encode(made), 1)) < 400_000
 
 
 def test_groups_are_of_neighbours_and_there_are_not_many():
     for tensors in (1, 5, GROUPS, GROUPS + 1, 100_000):
-        group = claims.group_of(np.arange(tensors, dtype=np.int32), tensors)
+        group = regions.group_of(np.arange(tensors, dtype=np.int32), tensors)
         assert (np.diff(group) >= 0).all()
-        assert set(group.tolist()) == set(range(claims.groups_of(tensors)))
-    assert claims.groups_of(100_000) == GROUPS
+        assert set(group.tolist()) == set(range(regions.groups_of(tensors)))
+    assert regions.groups_of(100_000) == GROUPS
 
 
 @pytest.mark.parametrize(
     "kept",
     [
-        Kept("bfloat16", (0,), (64,), (1,)),
-        Kept("bfloat16", (0, 0), (22, 64), (1, 1)),
-        Kept("bfloat16", (-1, 0), (2, 64), (1, 1)),
-        Kept("bfloat16", (0, 0), (11, 64), (3, 1)),
-        Kept("bfloat16", (0, 0), (2, 64), (0, 1)),
-        Kept("bfloat16", (0, 0), (0, 64), (1, 1)),
-        Kept("tensor", (0, 0), (21, 64), (1, 1)),
-        Kept("bfloat16", (0, 0), (21, 64), (1, 1), 0),
-        Kept("bfloat16", (0, 0), (21, 64), (1, 1), 1 << 70),
+        RegionKind("bfloat16", (0,), (64,), (1,)),
+        RegionKind("bfloat16", (0, 0), (22, 64), (1, 1)),
+        RegionKind("bfloat16", (-1, 0), (2, 64), (1, 1)),
+        RegionKind("bfloat16", (0, 0), (11, 64), (3, 1)),
+        RegionKind("bfloat16", (0, 0), (2, 64), (0, 1)),
+        RegionKind("bfloat16", (0, 0), (0, 64), (1, 1)),
+        RegionKind("tensor", (0, 0), (21, 64), (1, 1)),
+        RegionKind("bfloat16", (0, 0), (21, 64), (1, 1), 0),
+        RegionKind("bfloat16", (0, 0), (21, 64), (1, 1), 1 << 70),
     ],
 )
 def test_a_claim_that_the_layout_does_not_have_is_refused_by_name(kept):
     layout = layout_of("fsdp")
-    good = Claims.of([Claim(0, Kept("bfloat16", (0, 0), (21, 64), (1, 1)))])
+    good = RegionSet.of([RegionCount(0, RegionKind("bfloat16", (0, 0), (21, 64), (1, 1)))])
     local = shards(layout, checkpoint(1, hidden=HIDDEN), 0)
     with pytest.raises(Mismatch, match=r"engine rank 1 claims to keep .* of embed\.weight, which is float32"):
-        Voucher(layout, local, 0, [good, Claims.of([Claim(0, kept)])])
+        SourceChecksums(layout, local, 0, [good, RegionSet.of([RegionCount(0, kept)])])
 
 
 @pytest.mark.parametrize(
@@ -271,17 +280,17 @@ def test_a_claim_that_the_layout_does_not_have_is_refused_by_name(kept):
 )
 def test_claims_that_point_outside_their_tables_are_refused(change):
     layout = layout_of("fsdp")
-    good = Claims.of([Claim(0, Kept("bfloat16", (0, 0), (21, 64), (1, 1)))])
+    good = RegionSet.of([RegionCount(0, RegionKind("bfloat16", (0, 0), (21, 64), (1, 1)))])
     local = shards(layout, checkpoint(1, hidden=HIDDEN), 0)
     for wrong in (change, {"tensors": b"\0\0\0", "kept": b"\0\0\0"}):
         with pytest.raises(Mismatch, match="engine rank 0 claims to keep tensors"):
-            Voucher(layout, local, 0, [msgspec.structs.replace(good, **wrong)])
+            SourceChecksums(layout, local, 0, [msgspec.structs.replace(good, **wrong)])
 
 
 def test_rank_without_claims_has_nothing_to_say():
     layout = layout_of("fsdp")
     local = shards(layout, checkpoint(1, hidden=HIDDEN), 0)
-    assert not Voucher(layout, local, 0, [Claims.of([])]).digests(FULL).any()
-    auditor = Auditor(Catalog.of(layout), Program((), (), {}, (), 0.0))
+    assert not SourceChecksums(layout, local, 0, [RegionSet.of([])]).digests(FULL).any()
+    auditor = TargetChecksums(TensorIndex.of(layout), Program((), (), {}, (), 0.0))
     assert not auditor.digests(FULL).any()
     assert auditor.explain([0, 1]) == ""

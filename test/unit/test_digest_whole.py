@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_reshard.digest import Auditor, Selection, Voucher, whole
-from sglang_reshard.layout import Region
-from sglang_reshard.plan import Catalog
-from sglang_reshard.sources import Layout
+from sglang_reshard.digest import Selection, SourceChecksums, TargetChecksums, whole_model
+from sglang_reshard.layout.regions import Region
+from sglang_reshard.plan import TensorIndex
+from sglang_reshard.sources import SourceLayout
 from sglang_reshard.trace import trace
 from support.plans import shards
 from support.toy import ToyRank, checkpoint
@@ -20,10 +20,10 @@ FULL = Selection.full()
 def digest(layout, engines, weights, dtype=torch.bfloat16, selection=FULL):
     """Of weights that such trainer ranks have, for an engine of so many ranks."""
     traced = [trace(ToyRank(e, engines, dtype, HIDDEN), [t.spec for t in layout.tensors]) for e in range(engines)]
-    claims = [Auditor(Catalog.of(layout), program).claims for program in traced]
+    claims = [TargetChecksums(TensorIndex.of(layout), program).claims for program in traced]
     local = [shards(layout, weights, rank) for rank in range(layout.trainer_ranks)]
-    parts = [Voucher(layout, own, rank, claims).part(selection).whole for rank, own in enumerate(local)]
-    return whole.digest_of(whole.packed(part) for part in parts)
+    parts = [SourceChecksums(layout, own, rank, claims).part(selection).whole for rank, own in enumerate(local)]
+    return whole_model.digest_of(whole_model.packed(part) for part in parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -37,7 +37,7 @@ def test_it_depends_on_no_layout_and_no_size(dtype):
 def test_it_does_not_depend_on_the_order_of_the_tensors():
     layout, weights = layout_of("fsdp"), checkpoint(1, hidden=HIDDEN)
     turned = msgspec.structs.replace(layout, tensors=layout.tensors[::-1])
-    assert isinstance(turned, Layout)
+    assert isinstance(turned, SourceLayout)
     assert digest(turned, 2, weights) == digest(layout, 2, weights)
 
 
@@ -79,11 +79,13 @@ def test_elements_that_are_not_counted_once_have_none(regions, counted):
     rows, columns = layout.tensors[number].shape
     cuts = [(a * rows // 8, b * rows // 8) for a, b in regions]  # given in eighths
     ways = [("bfloat16", Region((a, 0), (b - a, columns), (1, 1))) for a, b in cuts]
-    found = whole.weights_of_regions(Catalog.of(layout), np.full(len(ways), number), np.arange(len(ways)), ways)
+    found = whole_model.weights_of_regions(
+        TensorIndex.of(layout), np.full(len(ways), number), np.arange(len(ways)), ways
+    )
     assert (found is not None) == counted
 
 
 def test_a_part_that_is_missing_or_no_number_makes_no_digest():
-    assert whole.digest_of([whole.packed(1), whole.packed((1 << 64) - 1)]) == "0" * 16
-    assert whole.digest_of([whole.packed(1), whole.packed(None)]) == ""
-    assert whole.digest_of([b"123456789"]) == ""
+    assert whole_model.digest_of([whole_model.packed(1), whole_model.packed((1 << 64) - 1)]) == "0" * 16
+    assert whole_model.digest_of([whole_model.packed(1), whole_model.packed(None)]) == ""
+    assert whole_model.digest_of([b"123456789"]) == ""

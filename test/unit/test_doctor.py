@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from sglang_reshard import __version__
-from sglang_reshard.doctor import Finding, gpus, host, installed, server
-from sglang_reshard.doctor.shown import as_json, failed, show
-from sglang_reshard.launch import TORCHRUN_VARIABLES
+from sglang_reshard.api.launch import TORCHRUN_VARIABLES
+from sglang_reshard.cli.doctor import Finding, gpus, host, installed, server
+from sglang_reshard.cli.doctor.shown import as_json, failed, show
 
 KEY = "a key"
 MIB = 1 << 20
@@ -69,7 +69,7 @@ def test_too_few_descriptors(most: int, status: str) -> None:
     """In a process of its own: nobody gets a hard limit back."""
     code = (
         f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({most}, {most}))\n"
-        "from sglang_reshard.doctor import host; (f,) = host.check_descriptors(); print(f.status, f.says, f.cure)"
+        "from sglang_reshard.cli.doctor import host; (f,) = host.check_descriptors(); print(f.status, f.says, f.cure)"
     )
     said = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=60
@@ -295,7 +295,7 @@ def test_findings_as_text_and_json() -> None:
 def test_the_command_ends_with_one_where_something_fails() -> None:
     from typer.testing import CliRunner
 
-    from sglang_reshard.cli import app
+    from sglang_reshard.cli.main import app
 
     ran = CliRunner().invoke(app, ["doctor", "--json", "--url", "http://127.0.0.1:9"])
     assert ran.exit_code == 1

@@ -6,8 +6,8 @@ import psutil
 import pytest
 import torch
 
-from sglang_reshard.receiver import WeightReceiver
-from sglang_reshard.sender import WeightSender
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.engine.receiver import WeightReceiver
 from support.left_behind import torch_segments
 from support.toy import ToyRank, checkpoint
 from support.world import run_world

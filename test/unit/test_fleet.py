@@ -6,22 +6,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_reshard.channel import Address
-from sglang_reshard.collectives import broadcast_message, gather_messages
+from sglang_reshard.api.multi_engine import MultiEngineSender
+from sglang_reshard.control import Address
+from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused, Mismatch
-from sglang_reshard.fleet import Fleet
-from sglang_reshard.messages import DistributedUpdateWeightsOutput
-from sglang_reshard.receiver import WeightReceiver
-from sglang_reshard.session import Session
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.trainer.collectives import broadcast_message, gather_messages
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 
 
-def fleet_of(trainer: Any, **options: Any) -> tuple[Fleet, Session | None]:
+def fleet_of(trainer: Any, **options: Any) -> tuple[MultiEngineSender, Session | None]:
     host = Session.host() if trainer.rank == 0 else None
     address = broadcast_message(host.address if host else None, Address, trainer.group)
     ranks = tuple(range(trainer.size))
-    return Fleet(address, trainer_rank=trainer.rank, global_ranks=ranks, timeout_s=30, **options), host
+    return MultiEngineSender(address, trainer_rank=trainer.rank, global_ranks=ranks, timeout_s=30, **options), host
 
 
 def train(trainer, transport):

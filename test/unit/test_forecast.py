@@ -9,21 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from sglang_reshard.cli import app
+from sglang_reshard.cli.main import app
+from sglang_reshard.cli.plan import models
+from sglang_reshard.cli.plan.loads import engine_load
+from sglang_reshard.cli.plan.models import presets, with_layers
+from sglang_reshard.cli.plan.rank_model import Outline
+from sglang_reshard.cli.plan.request import Source, Target
+from sglang_reshard.cli.plan.sources import layout_of
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.forecast import models
-from sglang_reshard.forecast.loads import engine_load
-from sglang_reshard.forecast.models import presets, with_layers
-from sglang_reshard.forecast.question import Source, Target
-from sglang_reshard.forecast.seats import Outline
-from sglang_reshard.forecast.sources import layout_of
-from sglang_reshard.layout import TensorSpec
-from sglang_reshard.manifests import check_layout
-from sglang_reshard.plan import Setting, choose, needs_of
-from sglang_reshard.plan.streams import order_of
+from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.plan import ClusterTopology, choose_strategy, rank_demand
+from sglang_reshard.plan.p2p import send_request
+from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.sources import Placement
 from sglang_reshard.trace import trace
-from sglang_reshard.transports.p2p import Outlet, P2pTransport, buckets_bytes
+from sglang_reshard.transports.p2p import P2pSender, P2pTransport, buckets_bytes
 from support.plans import HOST, copies_of, empty_targets, intakes, meshed_layouts, values
 from support.plans import shards as cut_shards
 from support.sent import CPU, here_of
@@ -179,9 +179,9 @@ def test_loads_are_those_of_the_transports(data, bucket):
     layout = data.draw(meshed_layouts())
     copies = [data.draw(copies_of(layout)) for _ in range(data.draw(st.integers(1, 3)))]
     catalog, taken = intakes(layout, copies)
-    needs = [needs_of(catalog, t, HOST) for t in taken]
-    setting = Setting.of(needs, (HOST,) * layout.trainer_ranks, "cpu")
-    choice = choose("p2p", catalog, needs, setting, bucket)
+    needs = [rank_demand(catalog, t, HOST) for t in taken]
+    setting = ClusterTopology.of(needs, (HOST,) * layout.trainer_ranks, "cpu")
+    choice = choose_strategy("p2p", catalog, needs, setting, bucket)
     whole, loads = values(layout), []
     for e, t in enumerate(taken):
         targets = empty_targets(copies[e])
@@ -191,8 +191,8 @@ def test_loads_are_those_of_the_transports(data, bucket):
         assert {t: sent.payload_bytes for t, (sent, _) in loads[e].sent.items()} == transport.read_bytes
     for trainer_rank in range(layout.trainer_ranks):
         receivers = {e: int(s) for e, s in enumerate(choice.shares[trainer_rank]) if s}
-        orders = {e: order_of(taken[e], trainer_rank) for e in receivers}
-        outlet = Outlet(layout, cut_shards(layout, whole, trainer_rank), orders, receivers, CPU)
+        orders = {e: send_request(taken[e], trainer_rank) for e in receivers}
+        outlet = P2pSender(layout, cut_shards(layout, whole, trainer_rank), orders, receivers, CPU)
         mine = [load.sent[trainer_rank][1] for load in loads if trainer_rank in load.sent]
         assert buckets_bytes(mine) == outlet.extra_bytes
         assert sum(load.payload_bytes for load in mine) == outlet.sent_bytes
@@ -202,14 +202,14 @@ def test_nothing_is_sent_where_memory_is_read():
     layout = layout_of([TensorSpec("a.weight", (8, 8), "bfloat16")], Source(tensor_parallel=2))
     copies = [[c] for c in _halves()]
     catalog, taken = intakes(layout, copies)
-    needs = [needs_of(catalog, t, HOST) for t in taken]
-    choice = choose("ipc", catalog, needs, Setting.of(needs, (HOST, HOST), "cuda"), 1 << 20)
+    needs = [rank_demand(catalog, t, HOST) for t in taken]
+    choice = choose_strategy("ipc", catalog, needs, ClusterTopology.of(needs, (HOST, HOST), "cuda"), 1 << 20)
     load = engine_load(catalog, choice, 1, outline_of(needs[1], taken[1], empty_targets(copies[1])).seated())
     assert (load.read, load.sent, load.received, load.extra) == ({1: 64}, {}, 64, 0)
 
 
 def _halves():
-    from sglang_reshard.layout import Region
+    from sglang_reshard.layout.regions import Region
     from sglang_reshard.trace import Copy
 
     return [Copy("a.weight", Region((start, 0), (4, 8), (1, 1)), "a", 0, (8, 1)) for start in (0, 4)]

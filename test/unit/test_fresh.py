@@ -7,13 +7,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sglang_reshard.cli.plan.forked_jobs import ChildFailed
+from sglang_reshard.cli.plan.worker_process import answers
 from sglang_reshard.errors import DeadlineExceeded
-from sglang_reshard.oracle.forks import ChildFailed
-from sglang_reshard.oracle.fresh import answers
 
 WORK = """
 import os, sys, time
-from sglang_reshard.oracle import fresh
+from oracle import fresh
 
 def twice():
     print("SGLang says hello")

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.layout import Box, Region
-from sglang_reshard.plan import Catalog, Seat, intake, needs_of, unneeded
-from sglang_reshard.plan.needs import needed_pieces
-from sglang_reshard.sources import Holdings, Layout, Mesh, Placement, SourceTensor
-from sglang_reshard.sources.placements import EXPLICIT
+from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.layout.source_layout import EXPLICIT
+from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads, rank_demand, unread_tensors
+from sglang_reshard.plan.demand import demanded_shards
+from sglang_reshard.sources import Mesh, Placement, ShardMap, SourceLayout, SourceTensor
 from support.plans import (
     HOST,
     all_needs,
@@ -32,7 +32,7 @@ def jobs(draw):
     copies = draw(copies_of(layout))
     hosts = tuple(draw(st.sampled_from(["a", "b"])) for _ in range(layout.trainer_ranks))
     engine_ranks = draw(st.integers(1, 5))
-    seat = Seat(draw(st.integers(0, engine_ranks - 1)), engine_ranks, draw(st.sampled_from(["a", "b"])), hosts)
+    seat = RankLocation(draw(st.integers(0, engine_ranks - 1)), engine_ranks, draw(st.sampled_from(["a", "b"])), hosts)
     return layout, copies, seat
 
 
@@ -41,7 +41,7 @@ def jobs(draw):
 def test_the_rows_fill_the_targets_as_the_copies_would(job):
     layout, copies, seat = job
     whole = values(layout)
-    taken = intake(Catalog.of(layout), copies, seat)
+    taken = plan_reads(TensorIndex.of(layout), copies, seat)
     local = {t: shards(layout, whole, t) for t in range(layout.trainer_ranks)}
     expected, found = loaded(copies, whole), taken_in(taken, local)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
@@ -50,8 +50,8 @@ def test_the_rows_fill_the_targets_as_the_copies_would(job):
 @given(jobs())
 def test_each_element_comes_once_from_a_holder_and_from_this_host_where_it_can(job):
     layout, copies, seat = job
-    catalog = Catalog.of(layout)
-    taken = intake(catalog, copies, seat)
+    catalog = TensorIndex.of(layout)
+    taken = plan_reads(catalog, copies, seat)
     assert taken.nbytes.sum() == sum(
         c.region.numel * catalog.kind(catalog.index_of[c.source]).item_bytes for c in copies
     )
@@ -65,8 +65,8 @@ def test_each_element_comes_once_from_a_holder_and_from_this_host_where_it_can(j
 @given(jobs())
 def test_what_is_landed_twice_comes_once(job):
     layout, copies, seat = job
-    catalog = Catalog.of(layout)
-    taken = intake(catalog, copies, seat)
+    catalog = TensorIndex.of(layout)
+    taken = plan_reads(catalog, copies, seat)
     elements = {t.name: torch.zeros(t.shape, dtype=torch.bool) for t in layout.tensors}
     for c in copies:
         elements[c.source][c.region.slices()] = True
@@ -85,7 +85,7 @@ def test_what_is_landed_twice_comes_once(job):
 @given(jobs())
 def test_rows_are_put_in_order_of_landing_for_each_trainer_rank(job):
     layout, copies, seat = job
-    taken = intake(Catalog.of(layout), copies, seat)
+    taken = plan_reads(TensorIndex.of(layout), copies, seat)
     targets = list(dict.fromkeys(c.target for c in copies))
     places = [
         (int(t), targets.index(taken.copies[c].target), taken.copies[c].offset, taken.parts[p].offset)
@@ -101,10 +101,10 @@ def test_rows_are_put_in_order_of_landing_for_each_trainer_rank(job):
 @given(jobs())
 def test_the_same_job_has_the_same_digest_and_another_one_another(job):
     layout, copies, seat = job
-    digest = intake(Catalog.of(layout), copies, seat).digest()
-    assert digest == intake(Catalog.of(layout), list(copies), seat).digest()
+    digest = plan_reads(TensorIndex.of(layout), copies, seat).digest()
+    assert digest == plan_reads(TensorIndex.of(layout), list(copies), seat).digest()
     if copies:
-        assert digest != intake(Catalog.of(layout), copies[1:], seat).digest()
+        assert digest != plan_reads(TensorIndex.of(layout), copies[1:], seat).digest()
 
 
 def test_replicas_share_the_sending_evenly():
@@ -112,7 +112,7 @@ def test_replicas_share_the_sending_evenly():
     shapes = [(64, 32), (32, 64), (32,)] * 100
     placements = ((Placement(), Placement(0)), (Placement(), Placement()))
     tensors = tuple(SourceTensor(f"t{i}", s, "float32", 0, len(s) == 1) for i, s in enumerate(shapes))
-    layout = Layout(8, (Mesh((2, 4), tuple(range(8))),), placements, tensors)
+    layout = SourceLayout(8, (Mesh((2, 4), tuple(range(8))),), placements, tensors)
     copies = tp_copies(layout, [0, 1, -1] * 100, 4)
     sent = np.zeros(8)
     for taken in intakes(layout, copies)[1]:
@@ -124,17 +124,17 @@ def test_replicas_share_the_sending_evenly():
 def test_what_is_on_all_hosts_is_taken_from_this_one():
     layout = tensor_parallel(4, [(8, 4)] * 6, [-1] * 6)
     (copies,) = tp_copies(layout, [-1] * 6, 1)
-    taken = intake(Catalog.of(layout), copies, Seat(0, 1, "b", ("a", "a", "b", "b")))
+    taken = plan_reads(TensorIndex.of(layout), copies, RankLocation(0, 1, "b", ("a", "a", "b", "b")))
     assert set(taken.links()) == {2, 3}
     assert len({nbytes for nbytes, _ in taken.links().values()}) == 1
 
 
 def test_a_replica_on_this_host_is_found_wherever_it_lies_in_its_local_tensor():
     box = Box((0,), (8,))
-    held = Holdings.of([(box, (0,), 0), (box, (5,), 1)])
-    layout = Layout(2, (), (), (SourceTensor("t0", (8,), "float32", EXPLICIT, 0),), (held,))
+    held = ShardMap.of([(box, (0,), 0), (box, (5,), 1)])
+    layout = SourceLayout(2, (), (), (SourceTensor("t0", (8,), "float32", EXPLICIT, 0),), (held,))
     for host, trainer_rank, first in (("a", 0, 0), ("b", 1, 5)):
-        taken = intake(Catalog.of(layout), [wanted(layout, 0, box)], Seat(0, 1, host, ("a", "b")))
+        taken = plan_reads(TensorIndex.of(layout), [wanted(layout, 0, box)], RankLocation(0, 1, host, ("a", "b")))
         assert set(taken.links()) == {trainer_rank}
         assert taken.parts[0].shard == Region((first,), (8,), (1,))
 
@@ -150,9 +150,9 @@ def test_equal_and_shrinking_sizes_take_from_their_own_trainer_ranks():
 @given(jobs())
 def test_needs_say_which_pieces_and_names_without_use_are_found(job):
     layout, copies, seat = job
-    catalog = Catalog.of(layout)
-    needs = [needs_of(catalog, intake(catalog, copies, seat), HOST)]
-    pieces = np.flatnonzero(needed_pieces(catalog, needs)[0]).tolist()
+    catalog = TensorIndex.of(layout)
+    needs = [rank_demand(catalog, plan_reads(catalog, copies, seat), HOST)]
+    pieces = np.flatnonzero(demanded_shards(catalog, needs)[0]).tolist()
     needed = [(int(catalog.tensor_of(number)), catalog.piece(number).box) for number in pieces]
     expected = set()
     for copy in copies:
@@ -163,7 +163,7 @@ def test_needs_say_which_pieces_and_names_without_use_are_found(job):
     assert set(needed) == expected
     # A box that ranks hold at different places of their local tensors is taken from one of them.
     assert len(needed) == len(expected)
-    assert set(unneeded(catalog, needs)) == {t.name for t in layout.tensors} - {c.source for c in copies}
+    assert set(unread_tensors(catalog, needs)) == {t.name for t in layout.tensors} - {c.source for c in copies}
 
 
 def test_a_rank_that_lacks_nothing_takes_in_nothing():
@@ -171,13 +171,13 @@ def test_a_rank_that_lacks_nothing_takes_in_nothing():
     catalog, needs = all_needs(layout, [[]])
     assert needs[0].links == {}
     assert needs[0].least_bytes == 0
-    assert unneeded(catalog, needs) == ("t0",)
+    assert unread_tensors(catalog, needs) == ("t0",)
 
 
 def test_a_hundred_thousand_tensors_of_few_kinds_are_planned_by_kind():
     """No loop over tensors times pieces: 100,000 tensors on 64 trainer ranks, 1.6 million pieces lacking, few parts."""
     layout = tensor_parallel(64, [(64, 16), (128, 16)] * 50_000, [0, 0] * 50_000)
     (copies,) = tp_copies(layout, [0, 1] * 50_000, 1)
-    taken = intake(Catalog.of(layout), copies, Seat(0, 4, HOST, (HOST,) * 64))
+    taken = plan_reads(TensorIndex.of(layout), copies, RankLocation(0, 4, HOST, (HOST,) * 64))
     assert len(taken.copy) == 50_000 * (64 + 64)
     assert len(taken.parts) == 128

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_reshard.layout import Box, Region, TensorSpec, split
+from sglang_reshard.layout.regions import Box, Region, TensorSpec, split
 
 DIMS = st.integers(0, 3)
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused
-from sglang_reshard.logs import FIELDS, JsonFormatter, about, configure, get_logger
-from sglang_reshard.receiver import WeightReceiver
-from sglang_reshard.sender import WeightSender
+from sglang_reshard.observability.logs import FIELDS, JsonFormatter, about, configure, get_logger
 from support.toy import ToyRank
 from support.toy_trainers import State
 from support.world import run_world
@@ -108,7 +108,7 @@ def test_a_json_line_has_what_is_known() -> None:
 
 def test_the_environment_switches_json_on() -> None:
     code = (
-        "from sglang_reshard.logs import about, configure, get_logger\n"
+        "from sglang_reshard.observability.logs import about, configure, get_logger\n"
         "configure(); configure()\n"
         "with about(update=7, version='42'): get_logger('sglang_reshard.x').info('slow')"
     )

@@ -8,9 +8,9 @@ import torch
 from msgspec.structs import replace
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout import Region
-from sglang_reshard.manifests import check_handles, check_layout
-from sglang_reshard.sources import Layout, Mesh, Placement, SourceTensor, describe
+from sglang_reshard.layout.regions import Region
+from sglang_reshard.protocol.validation import check_handles, check_layout
+from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor, describe
 from sglang_reshard.transports.memory import CudaStorage, Handles, MemoryExporter, PeerMemory, ShardView, ShmStorage
 from support.stated import BIG, GOOD, rows, stated
 from support.toy import checkpoint
@@ -104,7 +104,7 @@ def test_offsets_count_in_elements_of_the_tensors_own_dtype():
     views = (ShardView(0, 3, (1,)),)
     storages = (ShmStorage(1, 0, 1, 11),)
     for dtype, fits in (("uint8", True), ("bfloat16", False), ("float32", False)):
-        layout = Layout(1, (Mesh((1,), (0,)),), ((Placement(0),),), (SourceTensor("w", (8,), dtype, 0, 0),))
+        layout = SourceLayout(1, (Mesh((1,), (0,)),), ((Placement(0),),), (SourceTensor("w", (8,), dtype, 0, 0),))
         if fits:
             check_handles(Handles(storages, views), layout, 0)
         else:
@@ -121,7 +121,7 @@ def test_stated_holdings_reach_as_far_as_their_pieces_lie():
 
 
 CUDA = CudaStorage("uuid", b"h" * 66, 1 << 20, 0, b"/torch_12_345_0", 3, b"e" * 64, True)
-FLAT = Layout(1, (Mesh((1,), (0,)),), ((Placement(0),),), (SourceTensor("w", (8,), "float32", 0, 0),))
+FLAT = SourceLayout(1, (Mesh((1,), (0,)),), ((Placement(0),),), (SourceTensor("w", (8,), "float32", 0, 0),))
 
 
 @pytest.mark.parametrize(

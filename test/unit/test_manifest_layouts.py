@@ -6,24 +6,24 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from sglang_reshard.blobs import pack_blob, unpack_blob
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout import Box
-from sglang_reshard.manifests import check_layout, layouts
-from sglang_reshard.sources import Held, Holdings, Layout, Mesh, Piece, Placement, SourceTensor
-from sglang_reshard.sources.holdings import fault
-from sglang_reshard.sources.placements import EXPLICIT
+from sglang_reshard.layout.regions import Box
+from sglang_reshard.layout.shard_map import fault
+from sglang_reshard.layout.source_layout import EXPLICIT
+from sglang_reshard.protocol.manifest import pack_blob, unpack_blob
+from sglang_reshard.protocol.validation import check_layout, layouts
+from sglang_reshard.sources import ExplicitSharding, Mesh, Placement, Shard, ShardMap, SourceLayout, SourceTensor
 from support.plans import tensor_parallel
 
 BIG = 1 << 62
 
 
 def stated(held, shape=(4, 2), trainer_ranks=2):
-    return Layout(trainer_ranks, (), (), (SourceTensor("w", shape, "float32", EXPLICIT, 0),), (held,))
+    return SourceLayout(trainer_ranks, (), (), (SourceTensor("w", shape, "float32", EXPLICIT, 0),), (held,))
 
 
 def rows(*held):
-    return Holdings(tuple(Piece(Box((a, 0), (b, 2)), ranks, (at, 0)) for a, b, ranks, at in held))
+    return ShardMap(tuple(Shard(Box((a, 0), (b, 2)), ranks, (at, 0)) for a, b, ranks, at in held))
 
 
 ALL = rows((0, 2, (0,), 0), (2, 4, (1,), 0))
@@ -32,7 +32,7 @@ SPLIT = ((Placement(0),),)
 
 
 def of_one(shape=(4, 3), dtype="float32", mesh=None, placements=SPLIT, numbers=(0, 0)):
-    return Layout(2, (mesh or Mesh((2,), (0, 1)),), placements, (SourceTensor("w", shape, dtype, *numbers),))
+    return SourceLayout(2, (mesh or Mesh((2,), (0, 1)),), placements, (SourceTensor("w", shape, dtype, *numbers),))
 
 
 def test_honest_layouts_pass():
@@ -74,14 +74,14 @@ def test_honest_layouts_pass():
         (stated(rows((0, 4, (), 0))), "ascending order"),
         (stated(rows((0, 4, (1, 0), 0))), "ascending order"),
         (stated(rows((0, 4, (0, 2), 0))), "of which there are 2"),
-        (stated(Holdings(ALL.pieces * 50)), "100 pieces, more than 99"),
+        (stated(ShardMap(ALL.pieces * 50)), "100 pieces, more than 99"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(layout, says, monkeypatch):
     monkeypatch.setattr(layouts, "MAX_STATED_PIECES", 99)
     digest, blob = pack_blob(layout)
     with pytest.raises(Mismatch, match=says):
-        check_layout(unpack_blob(blob, Layout, digest), 2)
+        check_layout(unpack_blob(blob, SourceLayout, digest), 2)
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
@@ -99,7 +99,7 @@ def test_boxes_with_elements_in_common_are_found_wherever_they_are(dims):
             stop = tuple(min(30, n + 1) if d == dim else n for d, n in enumerate(map(int, boxes[grown].stop)))
             boxes[grown] = Box(boxes[grown].start, stop)
         clash = any(a.intersect(b) for i, a in enumerate(boxes) for b in boxes[i + 1 :])
-        found = fault(Held((30,) * dims, Holdings.of((box, (0,) * dims, 0) for box in boxes)), 1)
+        found = fault(ExplicitSharding((30,) * dims, ShardMap.of((box, (0,) * dims, 0) for box in boxes)), 1)
         assert bool(found and "in common" in found) == clash
 
 
@@ -107,5 +107,5 @@ def test_many_stated_boxes_are_checked_in_time():
     """64 x 512 blocks of a matrix: each with each would take minutes."""
     held = [(Box((a, b), (a + 1, b + 1)), (0, 0), 0) for a in range(64) for b in range(512)]
     started = time.process_time()
-    assert fault(Held((64, 512), Holdings.of(held)), 1) is None
+    assert fault(ExplicitSharding((64, 512), ShardMap.of(held)), 1) is None
     assert time.process_time() - started < 10

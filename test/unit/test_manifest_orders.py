@@ -5,10 +5,10 @@ import pytest
 from msgspec.structs import replace
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout import Box, Region
-from sglang_reshard.manifests import check_order
-from sglang_reshard.plan import Catalog, Seat, intake
-from sglang_reshard.plan.streams import Order, order_of
+from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
+from sglang_reshard.plan.p2p import SendRequest, send_request
+from sglang_reshard.protocol.validation import check_order
 from support.plans import wanted
 from support.stated import BIG, GOOD, rows, stated
 
@@ -18,8 +18,8 @@ def order():
     """Of all three tensors, in this order."""
     boxes = Box((0, 0), (2, 3)), Box((1, 1), (2, 3)), Box((0,), (5,))
     copies = [wanted(GOOD, number, box, 10 * number) for number, box in enumerate(boxes)]
-    taken = intake(Catalog.of(GOOD), copies, Seat(0, 1, "a", ("a", "b")))
-    found = order_of(taken, 0)
+    taken = plan_reads(TensorIndex.of(GOOD), copies, RankLocation(0, 1, "a", ("a", "b")))
+    found = send_request(taken, 0)
     check_order(found, GOOD, 0, 3)
     return found
 
@@ -59,7 +59,7 @@ def test_an_order_for_other_elements_than_there_are_is_refused(order, change, sa
 
 def test_a_trainer_rank_that_holds_nothing_of_a_tensor_is_not_asked_for_it(order):
     layout = stated(rows((0, 4, (1,), 0)))
-    asked = Order((Region((0, 0), (1, 1), (1, 1)),), numbers(0), numbers(0))
+    asked = SendRequest((Region((0, 0), (1, 1), (1, 1)),), numbers(0), numbers(0))
     check_order(asked, layout, 1, 0)
     with pytest.raises(Mismatch, match=r"w, which has the shape \(0,\)"):
         check_order(asked, layout, 0, 0)

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from sglang_reshard.blobs import inflate, pack_blob, unpack_blob
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.manifests import check_connect, check_handles, check_layout, check_request
-from sglang_reshard.messages import Connect
-from sglang_reshard.sources import Layout
+from sglang_reshard.protocol.manifest import inflate, pack_blob, unpack_blob
+from sglang_reshard.protocol.messages import PrepareSend
+from sglang_reshard.protocol.validation import check_connect, check_handles, check_layout, check_request
+from sglang_reshard.sources import SourceLayout
 from sglang_reshard.transports.memory import Handles, ShardView, ShmStorage
 from support.plans import tensor_parallel
 
@@ -21,7 +21,7 @@ BIG = 1 << 62
 def test_what_was_packed_is_unpacked():
     layout = tensor_parallel(2, [(4, 3), (5,)], [0, -1])
     digest, blob = pack_blob(layout)
-    assert unpack_blob(blob, Layout, digest) == layout == unpack_blob(blob, Layout)
+    assert unpack_blob(blob, SourceLayout, digest) == layout == unpack_blob(blob, SourceLayout)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_what_was_packed_is_unpacked():
 def test_another_blob_in_its_place_is_refused(spoiled, says):
     digest, blob = pack_blob(tensor_parallel(2, [(4, 3)], [0]))
     with pytest.raises(Mismatch, match=f"the source layout .*{says}"):
-        unpack_blob(spoiled(blob), Layout, digest, what="the source layout", max_bytes=10_000)
+        unpack_blob(spoiled(blob), SourceLayout, digest, what="the source layout", max_bytes=10_000)
 
 
 def test_a_small_blob_of_gigabytes_takes_no_memory():
@@ -59,12 +59,12 @@ def test_a_small_blob_of_gigabytes_takes_no_memory():
 )
 def test_what_is_no_manifest_is_refused(raw):
     with pytest.raises(Mismatch, match="cannot be read"):
-        unpack_blob(zlib.compress(raw), Layout)
+        unpack_blob(zlib.compress(raw), SourceLayout)
 
 
 # -- requests, and words to connect
 
-CONNECT = Connect("route", ("a", "b"), ((0, 16), (32, 0)), "gloo", 5.0)
+CONNECT = PrepareSend("route", ("a", "b"), ((0, 16), (32, 0)), "gloo", 5.0)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout import Box, Region
+from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.transports.memory import MemoryExporter, PeerMemory
 
 

@@ -15,12 +15,12 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
-from sglang_reshard.channel import Address
-from sglang_reshard.course import PHASES
-from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.control import Address
+from sglang_reshard.engine.context import PHASES
+from sglang_reshard.observability.report import RankReport
 from sglang_reshard.patches import metrics
 from sglang_reshard.patches.watch import watched
-from sglang_reshard.report import RankReport
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 
 SUCCESS = DistributedUpdateWeightsOutput(
     success=True,

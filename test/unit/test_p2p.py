@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.plan.streams import order_of, shares
-from sglang_reshard.receiver import WeightReceiver
-from sglang_reshard.sender import WeightSender
-from sglang_reshard.transports.p2p import Outlet, P2pTransport
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.plan.p2p import send_request, shares
+from sglang_reshard.transports.p2p import P2pSender, P2pTransport
 from support.plans import copies_of, empty_targets, intakes, loaded, meshed_layouts, values
 from support.plans import shards as cut_shards
 from support.sent import CPU, here_of
@@ -71,9 +71,9 @@ def test_any_layout_and_any_copies(data, bucket):
     room = 2 * max(bucket, 16 * max(most))
     for trainer_rank in range(layout.trainer_ranks):
         receivers = {e: int(s) for e, s in enumerate(share[trainer_rank]) if s}
-        orders = {layout.trainer_ranks + e: order_of(taken[e], trainer_rank) for e in receivers}
+        orders = {layout.trainer_ranks + e: send_request(taken[e], trainer_rank) for e in receivers}
         own = {layout.trainer_ranks + e: s for e, s in receivers.items()}
-        outlet = Outlet(layout, cut_shards(layout, whole, trainer_rank), orders, own, CPU)
+        outlet = P2pSender(layout, cut_shards(layout, whole, trainer_rank), orders, own, CPU)
         assert outlet.extra_bytes <= room
         outlet.send(Mail(trainer_rank, boxes))
         assert outlet.sent_bytes <= links[trainer_rank].sum()

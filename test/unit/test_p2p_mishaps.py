@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.receiver import WeightReceiver
-from sglang_reshard.sender import WeightSender
 from support.sent import CPU, open_here
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import sharded

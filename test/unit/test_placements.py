@@ -15,8 +15,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout.source_layout import local_shapes, shard_map
 from sglang_reshard.sources import Mesh, Placement, describe
-from sglang_reshard.sources.placements import holdings, local_shapes
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def check_against_torch(shape, mesh_shape, placements):
     tensor = torch.arange(torch.Size(shape).numel()).view(shape)
     mesh = Mesh(mesh_shape, tuple(range(world)))
     of_mesh = shape, mesh, tuple(map(ours, placements))
-    held, shapes = holdings(*of_mesh), local_shapes(*of_mesh)
+    held, shapes = shard_map(*of_mesh), local_shapes(*of_mesh)
     for rank in range(world):
         with as_rank(rank, world):
             device_mesh = DeviceMesh("cpu", torch.arange(world).view(mesh_shape))
@@ -93,7 +93,7 @@ def test_strided_shard_is_fsdp2_over_tensor_parallelism(mesh_shape, dim):
 
 @pytest.mark.parametrize(("length", "dp", "tp"), [(7, 3, 2), (10, 3, 4), (9, 2, 2), (5, 4, 3)])
 def test_uneven_fsdp2_over_tp_splits_tp_first(length, dp, tp):
-    held = holdings((length,), Mesh((dp, tp), tuple(range(dp * tp))), (Placement(0, tp), Placement(0)))
+    held = shard_map((length,), Mesh((dp, tp), tuple(range(dp * tp))), (Placement(0, tp), Placement(0)))
     rows = torch.arange(length)
     for rank in range(dp * tp):
         tp_shards = rows.chunk(tp)
@@ -106,7 +106,7 @@ def test_uneven_fsdp2_over_tp_splits_tp_first(length, dp, tp):
 @given(layouts())
 def test_pieces_cover_every_element_once(layout):
     shape, mesh_shape, placements = layout
-    held = holdings(shape, Mesh(mesh_shape, tuple(range(world_of(mesh_shape)))), tuple(map(ours, placements)))
+    held = shard_map(shape, Mesh(mesh_shape, tuple(range(world_of(mesh_shape)))), tuple(map(ours, placements)))
     count = torch.zeros(shape, dtype=torch.int64)
     for box in {piece.box for piece in held.pieces}:
         count[box.slices()] += 1
@@ -181,7 +181,7 @@ def test_a_name_given_twice_and_no_tensors_are_refused():
 
 def test_piece_positions_tile_the_local_tensor():
     of_mesh = (11, 4), Mesh((3, 2), tuple(range(6))), (Placement(0, 2), Placement(0))
-    held = holdings(*of_mesh)
+    held = shard_map(*of_mesh)
     for rank, shape in local_shapes(*of_mesh).items():
         seen = [
             index

@@ -16,7 +16,7 @@ from release import REPOSITORY, archive, environment, fork, metadata, plain, sto
 from release.archive import BadWheel, Entry, Wheel
 from release.metadata import CannotMerge
 from sglang_reshard import __version__
-from sglang_reshard.doctor.installed import provided_by_sglang
+from sglang_reshard.cli.doctor.installed import provided_by_sglang
 
 TAGS = "cp311-cp311-linux_x86_64"
 STOCK_METADATA = """\
@@ -220,7 +220,7 @@ def test_a_script_of_both_wheels_is_refused_unless_it_is_the_same() -> None:
     same = "[console_scripts]\nsglang = sglang.cli:main\nOurs = ours:main\n"
     made = metadata.merged_entry_points(same, same)
     assert made == same
-    other = same.replace("sglang.cli", "sglang_reshard.cli")
+    other = same.replace("sglang.cli", "sglang_reshard.cli.main")
     with pytest.raises(CannotMerge, match=r"entry point sglang of \[console_scripts\]"):
         fork.fork(stock_wheel(), plugin_wheel(entry_points=other), 1)
 

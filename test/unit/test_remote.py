@@ -16,11 +16,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from sglang_reshard import __version__
-from sglang_reshard.channel import Address
+from sglang_reshard.api.remote_engine import ADMIN_API_KEY, API_KEY, URL, RemoteEngine
+from sglang_reshard.control import Address
 from sglang_reshard.errors import EngineRefused, Mismatch, TornWeights, Unauthorized, Unsupported
-from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
-from sglang_reshard.remote import ADMIN_API_KEY, API_KEY, URL, RemoteEngine
-from sglang_reshard.weights_info import LayoutInfo, WeightsInfo
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.protocol.weights_info import LayoutInfo, WeightsInfo
 
 REQUEST = DistributedUpdateWeightsReq(
     address=Address("s", "127.0.0.1", 1, "ab"), update=1, layout="l", handles=("h",), trainer_hosts=("t",)

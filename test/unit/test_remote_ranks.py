@@ -5,10 +5,10 @@ import os
 import pytest
 import torch.distributed as dist
 
-from sglang_reshard import collectives
+from sglang_reshard.api.remote_engine import URL
+from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import EngineRefused, ReshardError, Unsupported
-from sglang_reshard.remote import URL
-from sglang_reshard.sender import WeightSender
+from sglang_reshard.trainer import collectives
 from support.world import run_world
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from sglang_reshard.report import RankReport, TrainerRankReport, UpdateReport
-from sglang_reshard.report_table import size
+from sglang_reshard.observability.report import RankReport, TrainerRankReport, UpdateReport
+from sglang_reshard.observability.report_table import size
 
 
 @dataclass(frozen=True)

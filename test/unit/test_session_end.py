@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_reshard.channel import Address
-from sglang_reshard.receiver import WeightReceiver
-from sglang_reshard.sender import WeightSender
-from sglang_reshard.session import Session
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.control import Address
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.protocol.session import Session
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sglang_reshard.shared_segments import forget, is_an_engines, remove, segments_of
+from sglang_reshard.patches.shared_segments import forget, is_an_engines, remove, segments_of
 
 HOLDER = """
 from multiprocessing import resource_tracker, shared_memory

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sglang_reshard.sources import Layout, Mesh, Placement, SourceTensor, describe, finite, first_not_finite
-from sglang_reshard.sources.placements import holdings
+from sglang_reshard.layout.source_layout import shard_map
+from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor, describe, finite, first_not_finite
 from support.largest import LargestResult
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -83,8 +83,8 @@ def test_views_of_a_buffer_are_looked_at_and_nothing_around_them(monkeypatch):
 def test_indices_are_those_of_the_whole_tensor(rank):
     """FSDP2 over tensor parallelism, uneven: what a rank holds is several intervals."""
     mesh, placements = Mesh((3, 2), tuple(range(6))), (Placement(0, 2), Placement(0))
-    layout = Layout(6, (mesh,), (placements,), (SourceTensor("w", (11, 4), "float32", 0, 0),))
-    held = holdings((11, 4), mesh, placements)
+    layout = SourceLayout(6, (mesh,), (placements,), (SourceTensor("w", (11, 4), "float32", 0, 0),))
+    held = shard_map((11, 4), mesh, placements)
     whole = torch.arange(44.0).view(11, 4)
     for piece in held.pieces:
         if rank not in piece.ranks:

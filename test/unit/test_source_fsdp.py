@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.sources import aliases, describe, named_shards
+from sglang_reshard.sources import describe, named_shards, tied_names
 from support.layouts import Block
 from support.world import run_world
 
@@ -192,12 +192,12 @@ def tied(trainer):
     for _ in range(2):
         names.append([name for name, _ in named_shards(model)])
         state = described(trainer, model.state_dict().items())  # lists both names of tied weights
-        names.append(aliases(state.layout, state.shards))
+        names.append(tied_names(state.layout, state.shards))
         model(TOKENS)
     assert model.head.weight is model.embed.weight
     assert not isinstance(model.head.weight, DTensor)
     both = described(trainer, [("embed.weight", model.embed.weight), ("head.weight", model.head.weight)])
-    names.append(aliases(both.layout, both.shards))
+    names.append(tied_names(both.layout, both.shards))
     with_buffer = described(trainer, named_shards(model)).layout
     names.append(with_buffer.placements[with_buffer.tensors[-1].placements][0].dim)
     return names

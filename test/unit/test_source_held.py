@@ -3,12 +3,21 @@
 import pytest
 import torch
 
-from sglang_reshard.blobs import pack_blob, unpack_blob
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout import Box, Region
-from sglang_reshard.sources import Held, Holdings, Layout, Piece, aliases, blocks, describe, first_not_finite
-from sglang_reshard.sources.difference import first_difference
-from sglang_reshard.sources.placements import EXPLICIT
+from sglang_reshard.layout.difference import first_difference
+from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.layout.source_layout import EXPLICIT
+from sglang_reshard.protocol.manifest import pack_blob, unpack_blob
+from sglang_reshard.sources import (
+    ExplicitSharding,
+    Shard,
+    ShardMap,
+    SourceLayout,
+    blocks,
+    describe,
+    first_not_finite,
+    tied_names,
+)
 from support.toy import checkpoint
 from support.toy_fused import fused
 from test_placements import as_rank
@@ -23,7 +32,7 @@ def described(given, rank=0, size=1):
 
 def rows(*held):
     """Holdings of a tensor of columns 0 to 2, from (first row, stop, row of the local tensor, trainer rank)."""
-    return Holdings.of((Box((a, 0), (b, 2)), (at, 0), rank) for a, b, at, rank in held)
+    return ShardMap.of((Box((a, 0), (b, 2)), (at, 0), rank) for a, b, at, rank in held)
 
 
 # -- fused as by Megatron
@@ -64,7 +73,7 @@ def test_bytes_are_those_of_the_pieces():
 
 def test_the_layout_is_the_same_after_the_wire():
     layout = states_of(2, 4)[0].layout
-    read = unpack_blob(pack_blob(layout)[1], Layout)
+    read = unpack_blob(pack_blob(layout)[1], SourceLayout)
     assert read == layout
     q = next(t for t in read.tensors if t.name == "q.weight")
     assert q.mesh == EXPLICIT
@@ -79,15 +88,15 @@ def test_the_layout_is_the_same_after_the_wire():
 
 def test_pieces_of_one_local_tensor_are_not_tied_unless_they_are_the_same_piece():
     state = states_of(2, 2)[1]
-    assert aliases(state.layout, state.shards) == {}
+    assert tied_names(state.layout, state.shards) == {}
     local = torch.ones(4, 2)
     given = [
-        ("a", local, Held((2, 2), rows((0, 2, 0, 0)))),
-        ("b", local, Held((2, 2), rows((0, 2, 2, 0)))),
-        ("tied to b", local.detach(), Held((2, 2), rows((0, 2, 2, 0)))),
+        ("a", local, ExplicitSharding((2, 2), rows((0, 2, 0, 0)))),
+        ("b", local, ExplicitSharding((2, 2), rows((0, 2, 2, 0)))),
+        ("tied to b", local.detach(), ExplicitSharding((2, 2), rows((0, 2, 2, 0)))),
     ]
     state = described(given)
-    assert aliases(state.layout, state.shards) == {"tied to b": "b"}
+    assert tied_names(state.layout, state.shards) == {"tied to b": "b"}
 
 
 def test_the_tensor_whose_piece_is_not_finite_is_named_and_what_is_around_pieces_does_not_count():
@@ -138,7 +147,7 @@ def test_blocks_are_flat_or_shaped_and_equal_ones_are_replicas():
 
 
 def test_a_rank_that_holds_nothing_gives_the_dtype_and_any_shape():
-    held = Held((2, 2), rows((0, 2, 0, 1)))
+    held = ExplicitSharding((2, 2), rows((0, 2, 0, 1)))
     for nothing in (torch.empty(0), torch.empty(0, 7), torch.ones(3, 3)):
         state = described([("w", nothing.to(torch.bfloat16), held)], 0, 2)
         assert state.layout.tensors[0].dtype == "bfloat16"
@@ -148,7 +157,10 @@ def test_a_rank_that_holds_nothing_gives_the_dtype_and_any_shape():
 
 def test_the_order_in_which_pieces_are_told_does_not_count():
     pieces = rows((0, 1, 0, 0), (1, 2, 0, 1)).pieces
-    states = [described([("w", torch.ones(1, 2), Held((2, 2), Holdings(p)))], 0, 2) for p in (pieces, pieces[::-1])]
+    states = [
+        described([("w", torch.ones(1, 2), ExplicitSharding((2, 2), ShardMap(p)))], 0, 2)
+        for p in (pieces, pieces[::-1])
+    ]
     assert states[0].layout == states[1].layout
 
 
@@ -160,7 +172,7 @@ REFUSED = {
     "trainer ranks of which there are 2": (rows((0, 2, 0, 2)), Mismatch),
     "elements in common": (rows((0, 2, 0, 0), (1, 2, 0, 1)), Mismatch),
     r"not inside the shape \(2, 2\)": (rows((1, 3, 0, 0)), Mismatch),
-    "has not the 2 dimensions": (Holdings((Piece(Box((0,), (4,)), (0,), (0,)),)), Mismatch),
+    "has not the 2 dimensions": (ShardMap((Shard(Box((0,), (4,)), (0,), (0,)),)), Mismatch),
     r"reach to \(5, 2\)": (rows((0, 2, 3, 1)), Mismatch),
 }
 
@@ -169,19 +181,20 @@ REFUSED = {
 def test_what_cannot_be_is_refused_by_name_and_trainer_rank(says):
     holdings, error = REFUSED[says]
     with pytest.raises(error, match=says) as caught:
-        described([("w", torch.zeros(4, 2), Held((2, 2), holdings))], 1, 2)
+        described([("w", torch.zeros(4, 2), ExplicitSharding((2, 2), holdings))], 1, 2)
     assert str(caught.value).startswith("trainer rank 1: w")
 
 
 @pytest.mark.parametrize("local", [torch.zeros(3), torch.zeros(1, 2, 2), torch.zeros(2, 1)], ids=str)
 def test_a_local_tensor_of_another_shape_is_refused(local):
     with pytest.raises(Mismatch, match=r"w has a local tensor of shape .* reach to \(2, 2\)"):
-        described([("w", local, Held((2, 2), rows((0, 2, 0, 0))))])
+        described([("w", local, ExplicitSharding((2, 2), rows((0, 2, 0, 0))))])
 
 
 def test_ranks_that_disagree_are_told_the_first_piece():
     a, b = (
-        described([("w", torch.zeros(4, 2), Held((2, 2), rows((0, 1, 0, 0), (1, 2, at, 0))))]).layout for at in (1, 2)
+        described([("w", torch.zeros(4, 2), ExplicitSharding((2, 2), rows((0, 1, 0, 0), (1, 2, at, 0))))]).layout
+        for at in (1, 2)
     )
     told = first_difference(a, b, 3)
     assert "disagree at tensor w" in told

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sglang_reshard.publisher import Publisher
-from sglang_reshard.session import Session
+from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import describe
-from sglang_reshard.sources.remembered import Remembered
+from sglang_reshard.sources.change_detector import ChangeDetector
+from sglang_reshard.trainer.publisher import ShardPublisher
 
 
 def state():
@@ -24,7 +24,7 @@ def state():
 
 
 def remembered(given):
-    return Remembered.of(given, describe(given, trainer_rank=0, global_ranks=(0,)).locals)
+    return ChangeDetector.of(given, describe(given, trainer_rank=0, global_ranks=(0,)).locals)
 
 
 def test_written_in_place_they_are_the_same():
@@ -119,7 +119,7 @@ def test_other_objects_for_the_same_memory_are_the_same():
 def test_tensors_that_stand_for_others_are_not_remembered():
     given = state()
     others = tuple(tensor.detach().clone() for _, tensor in given)
-    assert Remembered.of(given, others) is None
+    assert ChangeDetector.of(given, others) is None
 
 
 def test_nothing_is_kept_alive():
@@ -134,10 +134,10 @@ def test_nothing_is_kept_alive():
 
 
 def test_what_did_not_change_is_not_described_again(monkeypatch):
-    publisher = Publisher(Session.host(), 0, (0,))
+    publisher = ShardPublisher(Session.host(), 0, (0,))
     given = state()
     first = publisher.publish(given, check_finite=False)
-    monkeypatch.setattr("sglang_reshard.publisher.describe", None)  # a call would fail
+    monkeypatch.setattr("sglang_reshard.trainer.publisher.describe", None)  # a call would fail
     assert publisher.publish(given, check_finite=False) is first
     monkeypatch.undo()
     second = publisher.publish(moved(given), check_finite=False)
@@ -153,7 +153,7 @@ def test_what_did_not_change_is_not_described_again(monkeypatch):
 
 def test_no_collection_is_set_off_by_what_did_not_change():
     """A search for garbage costs all ranks half a second, and each pair handed over counts towards the next."""
-    publisher = Publisher(Session.host(), 0, (0,))
+    publisher = ShardPublisher(Session.host(), 0, (0,))
     state = {f"tensor.{i}": view for i, view in enumerate(torch.zeros(5000).split(1))}
     publisher.publish(state.items(), check_finite=False)
     collections = []
@@ -196,7 +196,7 @@ def distributed(mesh):
 
 
 def as_rank_0_of_2(given):
-    return Remembered.of(given, describe(given, trainer_rank=0, global_ranks=(0, 1)).locals)
+    return ChangeDetector.of(given, describe(given, trainer_rank=0, global_ranks=(0, 1)).locals)
 
 
 def local_moved(given):

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from sglang_reshard.layout import Box
-from sglang_reshard.publisher import Publisher
-from sglang_reshard.session import Session
-from sglang_reshard.sources import Part, Stack, blocks
+from sglang_reshard.layout.regions import Box
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.sources import FusedSlice, FusedTensor, blocks
+from sglang_reshard.trainer.publisher import ShardPublisher
 from test_source_remembered import remembered
 
 
 def stack():
-    return Stack((("a", Part((0, 0), (1, 4), (1,))), ("b", Part((1, 0), (2, 4), (1,)))))
+    return FusedTensor((("a", FusedSlice((0, 0), (1, 4), (1,))), ("b", FusedSlice((1, 0), (2, 4), (1,)))))
 
 
 def held():
@@ -49,11 +49,11 @@ def test_stacks_that_changed_are_not(change):
 
 
 def test_a_stack_that_did_not_change_is_not_described_again(monkeypatch):
-    publisher = Publisher(Session.host(), 0, (0,))
+    publisher = ShardPublisher(Session.host(), 0, (0,))
     given = stacked_and_held()
     first = publisher.publish(given, check_finite=False)
     assert [t.name for t in first.source.tensors] == ["a", "b", "c", "d"]
     assert [shard.numel() for shard in publisher.shards(given)] == [4, 4, 4, 2]
-    monkeypatch.setattr("sglang_reshard.publisher.describe", None)  # a call would fail
+    monkeypatch.setattr("sglang_reshard.trainer.publisher.describe", None)  # a call would fail
     assert publisher.publish(list(given), check_finite=False) is first
     publisher.close()

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.sources import Part, describe, slots
+from sglang_reshard.sources import FusedSlice, describe, fused_slices
 from test_placements import as_rank
 
 EXPERTS, INNER, HIDDEN = 3, 4, 5
@@ -29,7 +29,7 @@ def gate_up(make):
 
 def expected(axes=(1, 2)):
     return tuple(
-        (name, Part((i // 2, i % 2 * INNER, 0), (i // 2 + 1, (i % 2 + 1) * INNER, HIDDEN), axes))
+        (name, FusedSlice((i // 2, i % 2 * INNER, 0), (i // 2 + 1, (i % 2 + 1) * INNER, HIDDEN), axes))
         for i, (name, _) in enumerate(GATE_UP)
     )
 
@@ -40,8 +40,8 @@ def transposed():
 
 def test_without_a_converter_each_row_is_a_tensor():
     names = [(f"experts.{e}.down", (2 * INNER, HIDDEN)) for e in range(EXPERTS)]
-    assert slots(names, SHAPE) == tuple(
-        (name, Part((e, 0, 0), (e + 1, 2 * INNER, HIDDEN), (1, 2))) for e, (name, _) in enumerate(names)
+    assert fused_slices(names, SHAPE) == tuple(
+        (name, FusedSlice((e, 0, 0), (e + 1, 2 * INNER, HIDDEN), (1, 2))) for e, (name, _) in enumerate(names)
     )
 
 
@@ -60,18 +60,18 @@ def test_views_and_copies_are_learned_without_bytes(make, monkeypatch):
         seen.append((first, tuple(segment.shape), segment.device.type))
         return convert(first, segment)
 
-    assert slots(GATE_UP, SHAPE, counted) == expected()
+    assert fused_slices(GATE_UP, SHAPE, counted) == expected()
     assert seen == [(0, (1, *SHAPE[1:]), "meta")], "one row, once"
 
 
 def test_transposed_parts():
     for make in (torch.t, lambda half: half.t().contiguous()):
-        assert slots(transposed(), SHAPE, gate_up(make)) == expected((2, 1))
+        assert fused_slices(transposed(), SHAPE, gate_up(make)) == expected((2, 1))
 
 
 def test_a_part_that_keeps_the_dimension_of_the_rows():
     names = [(f"experts.{e}", (1, 2 * INNER, HIDDEN)) for e in range(EXPERTS)]
-    parts = slots(names, SHAPE, lambda first, segment: [(f"experts.{first}", segment)])
+    parts = fused_slices(names, SHAPE, lambda first, segment: [(f"experts.{first}", segment)])
     assert [part.axes for _, part in parts] == [(0, 1, 2)] * EXPERTS
 
 
@@ -84,7 +84,7 @@ def test_a_part_that_keeps_the_dimension_of_the_rows():
     ],
 )
 def test_what_moves_data_is_learned_from_indices(make):
-    assert slots(transposed(), SHAPE, gate_up(make)) == expected((2, 1))
+    assert fused_slices(transposed(), SHAPE, gate_up(make)) == expected((2, 1))
 
 
 @pytest.mark.parametrize(
@@ -100,12 +100,12 @@ def test_what_moves_data_is_learned_from_indices(make):
 )
 def test_what_computes_or_reorders_is_refused(make, says):
     with pytest.raises(Unsupported, match=says):
-        slots(GATE_UP, SHAPE, gate_up(make))
+        fused_slices(GATE_UP, SHAPE, gate_up(make))
 
 
 def test_rows_too_large_for_indices_are_refused_before_they_are_made():
     with pytest.raises(Unsupported, match="more than to slice and transpose"):
-        slots([("a", (1 << 20, 1 << 20))], (1, 1 << 20, 1 << 20), lambda first, row: [("a", row[0] * 2)])
+        fused_slices([("a", (1 << 20, 1 << 20))], (1, 1 << 20, 1 << 20), lambda first, row: [("a", row[0] * 2)])
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_rows_too_large_for_indices_are_refused_before_they_are_made():
 )
 def test_names_that_are_not_what_the_converter_makes_are_refused(names, says):
     with pytest.raises(Unsupported, match=says):
-        slots(names, SHAPE, gate_up(lambda half: half))
+        fused_slices(names, SHAPE, gate_up(lambda half: half))
 
 
 # -- ShardSpecs that stand for several tensors

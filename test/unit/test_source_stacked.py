@@ -12,25 +12,25 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from sglang_reshard.blobs import pack_blob, unpack_blob
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout import Box, Region
-from sglang_reshard.plan import Catalog
+from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.layout.shard_map import fault
+from sglang_reshard.layout.source_layout import EXPLICIT, shard_map
+from sglang_reshard.plan import TensorIndex
+from sglang_reshard.protocol.manifest import pack_blob, unpack_blob
 from sglang_reshard.sources import (
-    Held,
-    Holdings,
-    Layout,
+    ExplicitSharding,
+    FusedSlice,
+    FusedTensor,
     Mesh,
-    Part,
     Placement,
-    Stack,
+    ShardMap,
+    SourceLayout,
     blocks,
     describe,
-    part_of,
-    stacked,
+    fused,
+    slice_of,
 )
-from sglang_reshard.sources.holdings import fault
-from sglang_reshard.sources.placements import EXPLICIT, holdings
 from test_placements import as_rank, assembled
 
 EXPERTS, INNER, HIDDEN = 6, 4, 10
@@ -44,7 +44,7 @@ def parts_of(draw, shape):
     start, stop = zip(*(sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2))) for n in shape), strict=True)
     stop = tuple(max(a, b) if a < n else b for a, b, n in zip(start, stop, shape, strict=True))
     gone = [axis for axis in range(len(shape)) if stop[axis] - start[axis] == 1 and draw(st.booleans())]
-    return Part(start, stop, tuple(draw(st.permutations([a for a in range(len(shape)) if a not in gone]))))
+    return FusedSlice(start, stop, tuple(draw(st.permutations([a for a in range(len(shape)) if a not in gone]))))
 
 
 @st.composite
@@ -73,12 +73,12 @@ def box_of(part, tensor):
 def test_every_ranks_view_is_what_its_pieces_say_and_all_of_them_are_the_part(job):
     shape, mesh, placements, parts = job
     whole = torch.arange(math.prod(shape)).view(shape)
-    held = holdings(shape, mesh, placements)
+    held = shard_map(shape, mesh, placements)
     named = tuple((str(i), part) for i, part in enumerate(parts))
     told = []
     for rank in range(len(mesh.ranks)):
         local = assembled(held, rank, whole)
-        members = list(stacked.members("w", named, shape, held, local, rank))
+        members = list(fused.members("w", named, shape, held, local, rank))
         told.append([(m.name, m.shape, m.distribution) for m in members])
         for member, part in zip(members, parts, strict=True):
             expected = box_of(part, whole)
@@ -90,7 +90,7 @@ def test_every_ranks_view_is_what_its_pieces_say_and_all_of_them_are_the_part(jo
             assert tuple(member.shard.shape) == (member.distribution.extent(rank) if own else (0,))
             if own:
                 assert member.shard.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-            assert fault(Held(member.shape, member.distribution), len(mesh.ranks)) is None
+            assert fault(ExplicitSharding(member.shape, member.distribution), len(mesh.ranks)) is None
             assert member.distribution.elements() == expected.numel()
     assert all(of_rank == told[0] for of_rank in told), "the same on every trainer rank"
 
@@ -99,7 +99,7 @@ def test_every_ranks_view_is_what_its_pieces_say_and_all_of_them_are_the_part(jo
 def test_a_view_of_a_tensor_without_bytes_says_which_part_it_is(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
     part = data.draw(parts_of(shape).filter(lambda part: math.prod(part.shape) > 0))
-    found = part_of(box_of(part, torch.empty(shape, dtype=torch.bfloat16, device="meta")), shape)
+    found = slice_of(box_of(part, torch.empty(shape, dtype=torch.bfloat16, device="meta")), shape)
     assert (found.start, found.stop) == (part.start, part.stop)
     whole = torch.arange(math.prod(shape)).view(shape)
     assert torch.equal(box_of(found, whole), box_of(part, whole))
@@ -115,7 +115,7 @@ def test_a_view_of_a_tensor_without_bytes_says_which_part_it_is(data):
 def test_what_is_no_box_is_refused(view):
     whole = torch.empty(2, 4, 5, dtype=torch.bfloat16, device="meta")
     with pytest.raises(Unsupported, match=r"no box of a tensor of shape \(2, 4, 5\)"):
-        part_of(view(whole), (2, 4, 5))
+        slice_of(view(whole), (2, 4, 5))
 
 
 # -- experts, as a trainer gives them
@@ -125,12 +125,12 @@ def expert_stacks(layer):
     """Names of gate, up and down of all experts of a layer, as transformers 5 stacks them."""
     at = f"layers.{layer}.experts"
     gate_up = [
-        (f"{at}.{e}.{name}", Part((e, first, 0), (e + 1, first + INNER, HIDDEN), (1, 2)))
+        (f"{at}.{e}.{name}", FusedSlice((e, first, 0), (e + 1, first + INNER, HIDDEN), (1, 2)))
         for e in range(EXPERTS)
         for name, first in (("gate", 0), ("up", INNER))
     ]
-    down = [(f"{at}.{e}.down", Part((e, 0, 0), (e + 1, HIDDEN, INNER), (1, 2))) for e in range(EXPERTS)]
-    return (f"{at}.gate_up_proj", Stack(tuple(gate_up))), (f"{at}.down_proj", Stack(tuple(down)))
+    down = [(f"{at}.{e}.down", FusedSlice((e, 0, 0), (e + 1, HIDDEN, INNER), (1, 2))) for e in range(EXPERTS)]
+    return (f"{at}.gate_up_proj", FusedTensor(tuple(gate_up))), (f"{at}.down_proj", FusedTensor(tuple(down)))
 
 
 def wholes(layer):
@@ -192,22 +192,22 @@ def test_experts_are_views_of_the_stacks_in_one_layout(way):
 def test_layers_share_the_table_and_are_worked_out_once():
     layouts = []
     for layers in (1, 10):
-        stacked._cuts.cache_clear()
+        fused._cuts.cache_clear()
         with as_rank(1, 4):
             given = given_by(init_device_mesh("cpu", (4,)), [Shard(0)], layers)
             layouts.append(describe(given, trainer_rank=1, global_ranks=(0, 1, 2, 3)).layout)
-        assert stacked._cuts.cache_info().misses == 2
+        assert fused._cuts.cache_info().misses == 2
     assert layouts[0].explicit == layouts[1].explicit
     # Two experts a rank, gate and up alike, and down.
     assert len(layouts[0].explicit) == 6
-    assert len(Catalog.of(layouts[1]).kinds) == 6
+    assert len(TensorIndex.of(layouts[1]).kinds) == 6
     assert [len(layout.tensors) for layout in layouts] == [3 * EXPERTS, 30 * EXPERTS]
 
 
 def test_a_stacked_layout_is_as_small_on_the_wire_as_one_of_separate_experts():
     """Qwen3-30B-A3B's 48 layers of 128 experts on 64 trainer ranks: the names are what takes room."""
     shape = (128, 8, 4)
-    parts = [Part((e, a, 0), (e + 1, a + 4, 4), (1, 2)) for e in range(128) for a in (0, 4)]
+    parts = [FusedSlice((e, a, 0), (e + 1, a + 4, 4), (1, 2)) for e in range(128) for a in (0, 4)]
     named, separate = [], []
     with as_rank(0, 64):
         mesh = init_device_mesh("cpu", (64,))
@@ -217,14 +217,14 @@ def test_a_stacked_layout_is_as_small_on_the_wire_as_one_of_separate_experts():
         for layer in range(48):
             at = f"model.layers.{layer}.mlp.experts"
             names = [f"{at}.{e}.{name}_proj.weight" for e in range(128) for name in ("gate", "up")]
-            named.append((f"stack.{layer}", tensor, Stack(tuple(zip(names, parts, strict=True)))))
+            named.append((f"stack.{layer}", tensor, FusedTensor(tuple(zip(names, parts, strict=True)))))
             separate += [(name, expert) for name in names]
         ranks = {"trainer_rank": 0, "global_ranks": tuple(range(64))}
         layout, apart = (describe(given, **ranks).layout for given in (named, separate))
     _, blob = pack_blob(layout)
     assert len(layout.explicit) == 64
     assert len(blob) < 1.5 * len(pack_blob(apart)[1]) < 100_000
-    assert unpack_blob(blob, Layout) == layout
+    assert unpack_blob(blob, SourceLayout) == layout
 
 
 def test_a_flat_shard_with_a_spec_of_its_own_is_a_stack_too():
@@ -234,7 +234,7 @@ def test_a_flat_shard_with_a_spec_of_its_own_is_a_stack_too():
     for rank, box in enumerate(boxes):
         with as_rank(rank, 3):
             local = whole[box.slices()].flatten() if box else torch.empty(0)
-            given = [("down", local, Stack(stack.parts, blocks(whole.shape, boxes)))]
+            given = [("down", local, FusedTensor(stack.parts, blocks(whole.shape, boxes)))]
             state = describe(given, trainer_rank=rank, global_ranks=(0, 1, 2))
         for e, shard in enumerate(state.shards):
             mine = box is not None and box.start[0] <= e < box.stop[0]
@@ -250,7 +250,7 @@ def test_the_dtype_is_the_stacks_also_where_a_rank_holds_nothing():
             torch.empty(0), mesh, [Shard(0)], run_check=False, shape=torch.Size((2, 3)), stride=(3, 1)
         )
         tensor = tensor.to(torch.bfloat16)
-        stack = Stack((("a", Part((0, 0), (1, 3), (1,))), ("b", Part((1, 0), (2, 3), (1,)))))
+        stack = FusedTensor((("a", FusedSlice((0, 0), (1, 3), (1,))), ("b", FusedSlice((1, 0), (2, 3), (1,)))))
         state = describe([("w", tensor, stack)], trainer_rank=0, global_ranks=(0, 1))
     assert [(t.dtype, t.shape) for t in state.layout.tensors] == [("bfloat16", (3,))] * 2
     assert [shard.numel() for shard in state.shards] == [0, 0]
@@ -263,7 +263,7 @@ def test_between_forward_and_backward_the_parts_are_those_of_the_sharded_stack()
         sharded = model.weight
         model(torch.ones(1, 3))
         assert not isinstance(model.weight, DTensor), "FSDP2 leaves its root unsharded"
-        stack = Stack(tuple((str(i), Part((i, 0), (i + 1, 3), (1,))) for i in range(4)))
+        stack = FusedTensor(tuple((str(i), FusedSlice((i, 0), (i + 1, 3), (1,))) for i in range(4)))
         state = describe([("w", model.weight, stack)], trainer_rank=1, global_ranks=(0, 1))
     assert state.locals[0].data_ptr() == sharded._local_tensor.data_ptr()
     assert [shard.numel() for shard in state.shards] == [0, 0, 3, 3]
@@ -275,22 +275,26 @@ def test_between_forward_and_backward_the_parts_are_those_of_the_sharded_stack()
 def refused(parts, kind, says, tensor=None, spec=None):
     tensor = torch.zeros(2, 3) if tensor is None else tensor
     with as_rank(1, 2), pytest.raises(kind, match=says) as caught:
-        describe([("w", tensor, Stack(tuple(parts), spec))], trainer_rank=1, global_ranks=(0, 1))
+        describe([("w", tensor, FusedTensor(tuple(parts), spec))], trainer_rank=1, global_ranks=(0, 1))
     assert str(caught.value).startswith("trainer rank 1: ")
 
 
 def test_parts_that_cannot_be_are_refused_by_name():
-    refused([("a", Part((0, 0), (2, 4), (0, 1)))], Mismatch, r"w: its part a does not lie inside the shape \(2, 3\)")
-    refused([("a", Part((0,), (2,), (0,)))], Mismatch, "w: its part a has not the 2 dimensions")
-    refused([("a", Part((0, 0), (2, 3), (0,)))], Mismatch, "w: its part a must name each of its dimensions once")
-    refused([("a", Part((0, 0), (1, 3), (1, 1)))], Mismatch, "w: its part a must name each of its dimensions once")
-    row = Part((0, 0), (1, 3), (1,))
+    refused(
+        [("a", FusedSlice((0, 0), (2, 4), (0, 1)))], Mismatch, r"w: its part a does not lie inside the shape \(2, 3\)"
+    )
+    refused([("a", FusedSlice((0,), (2,), (0,)))], Mismatch, "w: its part a has not the 2 dimensions")
+    refused([("a", FusedSlice((0, 0), (2, 3), (0,)))], Mismatch, "w: its part a must name each of its dimensions once")
+    refused(
+        [("a", FusedSlice((0, 0), (1, 3), (1, 1)))], Mismatch, "w: its part a must name each of its dimensions once"
+    )
+    row = FusedSlice((0, 0), (1, 3), (1,))
     refused([("a", row), ("a", row)], Mismatch, "the name a was given twice")
 
 
 def test_a_part_whose_elements_are_scattered_over_a_local_tensor_is_refused_by_name():
     """Of one row, a rank has the ends in rows 0 and 1 of its local tensor: there is no view of them."""
     ends = [(Box((0, 0), (1, 2)), (0, 0), 0), (Box((0, 2), (1, 3)), (1, 0), 0), (Box((1, 0), (2, 3)), (0, 0), 1)]
-    parts = [("b", Part((1, 0), (2, 3), (1,))), ("a", Part((0, 0), (1, 3), (1,)))]
-    held = Held((2, 3), Holdings.of(ends))
+    parts = [("b", FusedSlice((1, 0), (2, 3), (1,))), ("a", FusedSlice((0, 0), (1, 3), (1,)))]
+    held = ExplicitSharding((2, 3), ShardMap.of(ends))
     refused(parts, Unsupported, "its part a is no box of that rank's local tensor", torch.zeros(2, 3), held)

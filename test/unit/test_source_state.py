@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.sources import aliases, describe
+from sglang_reshard.sources import describe, tied_names
 from test_placements import as_rank
 
 
@@ -134,7 +134,7 @@ def test_one_tensor_under_several_names_is_one_memory():
     embed = torch.nn.Parameter(torch.ones(4, 3))
     named = [("embed", embed), ("norm", torch.ones(3)), ("head", embed), ("copy", embed.detach().clone())]
     state = described([*named, ("detached", embed.detach())])
-    assert aliases(state.layout, state.shards) == {"head": "embed", "detached": "embed"}
+    assert tied_names(state.layout, state.shards) == {"head": "embed", "detached": "embed"}
     assert state.shards[0].data_ptr() == state.shards[2].data_ptr()
 
 
@@ -149,7 +149,7 @@ def test_what_shares_memory_but_is_another_tensor_is_no_alias():
         ("none too", weight[:0]),
     ]
     state = described(named)
-    assert aliases(state.layout, state.shards) == {}
+    assert tied_names(state.layout, state.shards) == {}
 
 
 def test_one_memory_by_other_placements_is_no_alias():
@@ -162,4 +162,4 @@ def test_one_memory_by_other_placements_is_no_alias():
         yield "tied", on_mesh(shard, [Shard(0)])
 
     state = described(given)
-    assert aliases(state.layout, state.shards) == {"tied": "rows"}
+    assert tied_names(state.layout, state.shards) == {"tied": "rows"}

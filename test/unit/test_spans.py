@@ -15,13 +15,13 @@ import torch
 
 pytest.importorskip("opentelemetry.sdk")
 
-from sglang_reshard import spans
-from sglang_reshard.channel import Address
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.control import Address
+from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused
-from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.observability import spans
 from sglang_reshard.patches.watch import watched
-from sglang_reshard.receiver import WeightReceiver
-from sglang_reshard.sender import WeightSender
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from support.toy import ToyRank
 from support.toy_trainers import State
 from support.world import run_world
@@ -125,7 +125,7 @@ def watch() -> None:
     assert (serve["trace"], serve["parent"]) == (trainers["trace"], trainers["span"])
     assert serve["failed"]
     assert serve["attributes"]["sglang_reshard.phase"] == "move"
-    assert serve["attributes"]["sglang_reshard.session"] == "a session"
+    assert serve["attributes"]["sglang_reshard.protocol.session"] == "a session"
     (traceparent,) = handed_on
     assert traceparent.split("-")[1:3] == [f"{serve['trace']:032x}", f"{serve['span']:016x}"]
     # A parent that is none is no error: the span begins a trace.
@@ -136,7 +136,7 @@ def watch() -> None:
 WITHOUT = """
 import sys
 from sglang_reshard import spans
-import sglang_reshard.sender
+import sglang_reshard.api.weight_sender
 with spans.span("reshard.update", update=1) as span:
     spans.tell(span, transport="ipc")
     spans.fail(span, "no")

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.layout import Box, Region
+from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan.broadcast import ALIGN_BYTES
-from sglang_reshard.plan.streams import Item, Order, messages, order_of, sent_rows, shares
+from sglang_reshard.plan.p2p import SendItem, SendRequest, messages, send_request, sent_rows, shares
 from sglang_reshard.sources import Placement
 from support.plans import copies_of, intakes, meshed_layouts, tensor_parallel, wanted
 
 MIB = 1 << 20
 ITEMS = st.lists(
-    st.builds(Item, st.lists(st.integers(1, 7), max_size=3).map(tuple), st.sampled_from([1, 2, 4, 8])), max_size=12
+    st.builds(SendItem, st.lists(st.integers(1, 7), max_size=3).map(tuple), st.sampled_from([1, 2, 4, 8])), max_size=12
 )
 LINKS = st.tuples(st.integers(1, 5), st.integers(1, 5)).flatmap(
     lambda shape: st.lists(
@@ -63,7 +63,7 @@ def test_a_share_smaller_than_an_element_carries_one(items):
 
 
 def test_many_small_items_fill_a_message_and_a_large_one_is_split_by_rows():
-    small, large = Item((8,), 4), Item((10, 64), 2)
+    small, large = SendItem((8,), 4), SendItem((10, 64), 2)
     found = messages([small, small, large, small], 512)
     assert [[(s.item, s.box and s.box.slices()[0], s.offset) for s in m.slots] for m in found] == [
         [(0, None, 0), (1, None, 32)],
@@ -111,7 +111,7 @@ def test_an_order_lists_what_a_trainer_rank_sends(data):
     _, (taken,) = intakes(layout, [data.draw(copies_of(layout))])
     sent = 0
     for trainer_rank in taken.links():
-        order = msgspec.msgpack.decode(msgspec.msgpack.encode(order_of(taken, trainer_rank)), type=Order)
+        order = msgspec.msgpack.decode(msgspec.msgpack.encode(send_request(taken, trainer_rank)), type=SendRequest)
         rows = sent_rows(taken, trainer_rank).tolist()
         assert not set(rows) & set(taken.repeats)
         assert list(order.rows()) == [(taken.tensor[taken.copy[r]], taken.parts[taken.part[r]].shard) for r in rows]
@@ -127,7 +127,7 @@ def test_elements_that_land_twice_are_sent_once():
     box = Box((0, 0), (2, 3))
     _, (taken,) = intakes(layout, [[wanted(layout, 0, box), wanted(layout, 0, box, offset=6)]])
     assert len(taken.rows(0)) == 2
-    order = order_of(taken, 0)
+    order = send_request(taken, 0)
     assert order.regions == (Region((0, 0), (2, 3), (1, 1)),)
     assert [item.nbytes for item in order.items(layout)] == [12]
     assert taken.least_bytes() == 12

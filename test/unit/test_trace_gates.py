@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout import TensorSpec
+from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace import live_signature, trace
 from support.live_memory import fill_with_garbage
 from toy_loader import Toy, contents

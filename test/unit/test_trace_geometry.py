@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.trace.geometry import Geometry, Loop, TooFine, Walk, common_box, grid, onto, row_major
+from sglang_reshard.trace.geometry import Geometry, IndexMap, Loop, TooFragmented, common_box, grid, onto, row_major
 
 
 def geometry_of(tensor):
@@ -71,7 +71,7 @@ def test_boxes_of_a_view_are_its_elements(drawn, random, unit_steps):
     order = list(range(view.dim()))
     random.shuffle(order)
     into = torch.empty([view.size(d) for d in order]).permute([order.index(d) for d in range(view.dim())])
-    walk = Walk.between(geometry_of(view), geometry_of(into))
+    walk = IndexMap.between(geometry_of(view), geometry_of(into))
     landings = onto(walk, tuple(tensor.shape), unit_steps=unit_steps)
     assert pairs_of(landings, tensor.shape) == pairs(walk)
     assert not unit_steps or all(set(x.step) == {1} for x in landings)
@@ -90,24 +90,24 @@ def test_common_boxes_on_a_grid_are_the_common_elements(one, other):
     a, b = geometry_of(one[1]), geometry_of(other[1])
     numel = max(one[0].numel(), other[0].numel())
     shape = grid(numel, (*a.stride, *b.stride))
-    mine, theirs = (onto(Walk.over(g), shape, unit_steps=True) for g in (a, b))
+    mine, theirs = (onto(IndexMap.over(g), shape, unit_steps=True) for g in (a, b))
     elements = {
         read
         for x, y in itertools.product(mine, theirs)
         if (common := common_box(x, y))
         for read, _ in pairs(x.cut(*common).walk(shape))
     }
-    assert elements == {r for r, _ in pairs(Walk.over(a))} & {r for r, _ in pairs(Walk.over(b))}
+    assert elements == {r for r, _ in pairs(IndexMap.over(a))} & {r for r, _ in pairs(IndexMap.over(b))}
 
 
 @settings(max_examples=200)
 @given(st.data())
 def test_what_is_left_of_a_box(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
-    box = onto(Walk.over(Geometry(0, shape, row_major(shape))), shape)
+    box = onto(IndexMap.over(Geometry(0, shape, row_major(shape))), shape)
     if not box:
         return
-    (box,) = onto(Walk.over(Geometry(0, shape, row_major(shape))), shape, unit_steps=True)
+    (box,) = onto(IndexMap.over(Geometry(0, shape, row_major(shape))), shape, unit_steps=True)
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     size = tuple(data.draw(st.integers(1, n - a)) for a, n in zip(start, shape, strict=True))
     parts = [*box.without(start, size), box.cut(start, size)]
@@ -118,17 +118,17 @@ def test_interleaved_heads_are_one_box_a_head():
     """view(heads, 3, d)[:, 0] of a fused QKV weight: the outer of two loops along one dimension is unrolled."""
     fused = torch.empty(4 * 3 * 8, 16)
     query = fused.view(4, 3, 8, 16)[:, 0]
-    landings = onto(Walk.over(geometry_of(query)), tuple(fused.shape))
+    landings = onto(IndexMap.over(geometry_of(query)), tuple(fused.shape))
     assert [x.start for x in landings] == [(0, 0), (24, 0), (48, 0), (72, 0)]
     assert {x.size for x in landings} == {(8, 16)}
 
 
 def test_every_other_row_stays_one_box():
-    landings = onto(Walk.over(geometry_of(torch.empty(2, 8, 4)[:, 1::2])), (2, 8, 4))
+    landings = onto(IndexMap.over(geometry_of(torch.empty(2, 8, 4)[:, 1::2])), (2, 8, 4))
     assert [(x.start, x.size, x.step) for x in landings] == [((0, 1, 0), (2, 4, 4), (1, 2, 1))]
 
 
 def test_a_walk_in_too_many_pieces_is_refused():
-    walk = Walk(0, 0, (Loop(70_000, 3, 1), Loop(2, 1, 100_000)))
-    with pytest.raises(TooFine):
+    walk = IndexMap(0, 0, (Loop(70_000, 3, 1), Loop(2, 1, 100_000)))
+    with pytest.raises(TooFragmented):
         onto(walk, (210_001,))

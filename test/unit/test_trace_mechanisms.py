@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import pytest
 import torch
 
-from sglang_reshard.oracle.replay import replay
+from oracle.replay import replay
 from sglang_reshard.trace import trace
 from support.live_memory import fill_with_garbage
 from toy_loader import Toy, check, contents, specs_of

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from sglang_reshard.channel.frames import Opener, Sealer
-from sglang_reshard.receiver import WeightReceiver
-from sglang_reshard.sender import WeightSender
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.control.framing import FrameReader, FrameWriter
+from sglang_reshard.engine.receiver import WeightReceiver
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 
@@ -69,7 +69,7 @@ class Counters:
 
     def _count_frames(self):
         """All that goes over this process's connection to the session, either way."""
-        seal, hear = Sealer.seal, Opener.open
+        seal, hear = FrameWriter.seal, FrameReader.open
 
         def sealed(sealer, message):
             frame = seal(sealer, message)
@@ -80,7 +80,7 @@ class Counters:
             self.store["get"] += len(piece)
             return hear(opener, piece)
 
-        Sealer.seal, Opener.open = sealed, opened
+        FrameWriter.seal, FrameReader.open = sealed, opened
 
 
 def train(trainer, transport):

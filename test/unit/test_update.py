@@ -6,9 +6,9 @@ import threading
 import pytest
 import torch
 
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused, Mismatch, ReshardError, Unsupported
-from sglang_reshard.receiver import WeightReceiver
-from sglang_reshard.sender import WeightSender
 from support.left_behind import torch_segments
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import PAIRS, State

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import EngineRefused, TornWeights
-from sglang_reshard.inbound import Inbound
-from sglang_reshard.receiver import WeightReceiver
-from sglang_reshard.sender import WeightSender
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import PAIRS, State
 from support.world import run_world
@@ -39,14 +39,14 @@ def serve(rank, size, requests, mesh_shape, kind, transport, options, spoiled=No
     """In update number `spoiled` engine rank 1's memory is spoiled when all has arrived; the versions it is at then."""
     model = ToyRank(rank, size, dtype)
     receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
-    move, states = Inbound._move, []
+    move, states = UpdateExecutor._move, []
 
     def spoiling(inbound, course):
         move(inbound, course)
         if course.request.update == spoiled and rank == 1:
             spoil((inbound.route.staging if course.request.staged else inbound.route.target).program.targets)
 
-    Inbound._move = spoiling
+    UpdateExecutor._move = spoiling
     for number, request in enumerate(requests, start=1):
         requests.answer(receiver.update(request))
         states.append(

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_reshard import cpu_host
-from sglang_reshard.cpu_host import verl_settings
+from sglang_reshard.testing import cpu_host
+from sglang_reshard.testing.cpu_host import verl_settings
 
 
 def test_variables_are_those_of_the_engine_and_more() -> None:
@@ -40,7 +40,7 @@ def run(script: str) -> str:
 
 
 def test_cpu_host_itself_imports_no_verl() -> None:
-    assert run("import sys, sglang_reshard.cpu_host.verl_settings; print('verl' in sys.modules)") == "False"
+    assert run("import sys, sglang_reshard.testing.cpu_host.verl_settings; print('verl' in sys.modules)") == "False"
 
 
 def test_verl_takes_the_platform_and_its_configuration_takes_the_overrides() -> None:
@@ -50,7 +50,7 @@ from pathlib import Path
 import hydra
 import torch.multiprocessing
 from verl.plugin.platform import get_platform
-from sglang_reshard.cpu_host import verl_settings
+from sglang_reshard.testing.cpu_host import verl_settings
 platform = get_platform()
 device = platform.device_module
 assert device.memory_allocated() > 2**20 and device.mem_get_info()[1] > device.mem_get_info()[0] > 0

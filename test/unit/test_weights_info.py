@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_reshard import __version__
-from sglang_reshard.channel import Address
-from sglang_reshard.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.control import Address
+from sglang_reshard.observability.report import RankReport
 from sglang_reshard.patches import torn, weights_info
-from sglang_reshard.report import RankReport
-from sglang_reshard.weights_info import LayoutInfo, WeightsInfo
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.protocol.weights_info import LayoutInfo, WeightsInfo
 
 REQUEST = DistributedUpdateWeightsReq(
     address=Address("ab12/replica 0", "127.0.0.1", 1, "5ec2e7"),

@@ -2,8 +2,8 @@
 
 import torch
 
-from sglang_reshard.layout import TensorSpec
-from sglang_reshard.oracle.replay import replay
+from oracle.replay import replay
+from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace import live_signature, trace
 from sglang_reshard.trace.live import live_tensors
 from support.live_memory import fill_with_garbage

@@ -12,7 +12,7 @@ import httpx
 import ray
 import torch
 
-from sglang_reshard.oracle.digests import read_live_digests
+from oracle.digests import read_live_digests
 
 
 class JobReplica:

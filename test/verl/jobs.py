@@ -6,8 +6,8 @@ from typing import Any
 
 import ray
 
+from demo import text
 from job import PROMPTS, a_job
-from sglang_reshard.demo import text
 
 
 def two_updates(order: dict[str, Any]) -> dict[str, Any]:

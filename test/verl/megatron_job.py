@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from verl.workers.engine.megatron.delta_export import McoreParamExport, build_export_index, mcore_hf_delta_entry
 
-from sglang_reshard.messages import decode, encode
+from sglang_reshard.protocol.messages import decode, encode
 from sglang_reshard.sources import TrainerState, describe
-from sglang_reshard.sources.remembered import Remembered
+from sglang_reshard.sources.change_detector import ChangeDetector
 from sglang_reshard.verl.megatron import Megatron
 from support import megatron_bridge
 from support.megatron_models import Case, checkpoint, logits, megatron_model, parallel, reference
@@ -56,7 +56,7 @@ def examine(trainer: Trainer, case: Case) -> dict[str, Any]:
     ]
     if ours is not None and not torch.allclose(ours, wanted, rtol=1e-5, atol=1e-6):
         wrong.append(f"logits differ by {(ours - wanted).abs().max()}")
-    if not Remembered(given).same(source.tensors(engine)):
+    if not ChangeDetector(given).same(source.tensors(engine)):
         wrong.append("the same weights are news")
     wrong += after_offload(index, source, engine, trainer, expected)
     if len(exchanges) != 1:

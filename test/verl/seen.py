@@ -6,8 +6,8 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from sglang_reshard.demo import tiny_model, verl_run
-from sglang_reshard.oracle import stock_digests
+from demo import tiny_model, verl_run
+from oracle import stock_digests
 from support.live_memory import differing
 
 RESHARD = list(verl_run.RESHARD)

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from sglang_reshard.publisher import Publisher
-from sglang_reshard.session import Session
+from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import describe
+from sglang_reshard.trainer.publisher import ShardPublisher
 from support.world import run_world
 from test_contract import assembled
 
@@ -44,7 +44,7 @@ def export(trainer: Any, kind: str) -> tuple[Any, bool]:
     state = describe(reading.tensors(engine), trainer_rank=trainer.rank, global_ranks=ranks)
     # To be read when this process, and the memory that it hands out by handle, has gone.
     numbers = [shard.numpy().copy() for shard in state.shards]
-    publisher = Publisher(Session.host(), trainer.rank, ranks)
+    publisher = ShardPublisher(Session.host(), trainer.rank, ranks)
     first, second = (publisher.publish(reading.tensors(engine), check_finite=False) for _ in range(2))
     return (state.layout, numbers), first is second
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout import Box
-from sglang_reshard.messages import decode, encode
-from sglang_reshard.sources import Piece, describe
+from sglang_reshard.layout.regions import Box
+from sglang_reshard.protocol.messages import decode, encode
+from sglang_reshard.sources import Shard, describe
 from sglang_reshard.verl.held_parameters import Conversion, HeldParameters
 from sglang_reshard.verl.megatron import Megatron
 from support.moves import elsewhere
@@ -77,8 +77,8 @@ def test_ranks_know_all_tensors_in_one_order():
         assert [held for _, _, held in given] == [held for _, _, held in ranks[0].tensors()]
     held = dict((name, held) for name, _, held in ranks[0].tensors())
     assert held["head"].holdings.pieces == (
-        Piece(Box((0, 0), (2, 3)), (2,), (0, 0)),
-        Piece(Box((2, 0), (4, 3)), (3,), (0, 0)),
+        Shard(Box((0, 0), (2, 3)), (2,), (0, 0)),
+        Shard(Box((2, 0), (4, 3)), (3,), (0, 0)),
     )
     layouts = [describe(r.tensors(), trainer_rank=i, global_ranks=(0, 1, 2, 3)).layout for i, r in enumerate(ranks)]
     assert all(layout == layouts[0] for layout in layouts)
@@ -89,11 +89,11 @@ def test_replicas_are_one_piece_unless_they_are_at_different_places():
         return {"t": shard.chunk(2)[1]}
 
     same = on_ranks(*([whole("t", torch.ones(2, 3))] for _ in range(3)))
-    assert same[0].tensors()[0][2].holdings.pieces == (Piece(Box((0, 0), (2, 3)), (0, 1, 2), (0, 0)),)
+    assert same[0].tensors()[0][2].holdings.pieces == (Shard(Box((0, 0), (2, 3)), (0, 1, 2), (0, 0)),)
     moved = on_ranks([whole("t", torch.ones(2, 3))], [Conversion("fused", torch.ones(4, 3), second_half)])
     assert moved[1].tensors()[0][2].holdings.pieces == (
-        Piece(Box((0, 0), (2, 3)), (0,), (0, 0)),
-        Piece(Box((0, 0), (2, 3)), (1,), (2, 0)),
+        Shard(Box((0, 0), (2, 3)), (0,), (0, 0)),
+        Shard(Box((0, 0), (2, 3)), (1,), (2, 0)),
     )
 
 

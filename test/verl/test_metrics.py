@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_reshard.report import RankReport, TrainerRankReport, UpdateReport
+from sglang_reshard.observability.report import RankReport, TrainerRankReport, UpdateReport
 from sglang_reshard.verl.metrics import metrics_of, reasons_of
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sglang_reshard.channel import Address
+from sglang_reshard.control import Address
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.verl.checkpoint_engine import Place, ReshardCheckpointEngine
 

@@ -35,7 +35,7 @@ their highest bit. Exchanged tensors of one shape are noticed alike, by the numb
 what differs in the rows that it looks at.
 
 **What is not.** The numbers are no secret: this is no defence against somebody who forges weights. It is about the
-way of the elements along the traced loader's copies; whether those are the loader's is for `sglang_reshard.oracle`
+way of the elements along the traced loader's copies; whether those are the loader's is for `oracle`
 to say. NaNs that a cast made count as one NaN.
 
 weights    the numbers, by index
@@ -48,9 +48,18 @@ auditor    the engine rank's side
 voucher    the trainer rank's side
 """
 
-from sglang_reshard.digest.auditor import Auditor
-from sglang_reshard.digest.claims import GROUPS, Claim, Claims, Kept
+from sglang_reshard.digest.regions import GROUPS, RegionCount, RegionKind, RegionSet
 from sglang_reshard.digest.selection import Selection
-from sglang_reshard.digest.voucher import Part, Voucher
+from sglang_reshard.digest.source import PartialChecksums, SourceChecksums
+from sglang_reshard.digest.target import TargetChecksums
 
-__all__ = ["GROUPS", "Auditor", "Claim", "Claims", "Kept", "Part", "Selection", "Voucher"]
+__all__ = [
+    "GROUPS",
+    "PartialChecksums",
+    "RegionCount",
+    "RegionKind",
+    "RegionSet",
+    "Selection",
+    "SourceChecksums",
+    "TargetChecksums",
+]

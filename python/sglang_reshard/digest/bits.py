@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_reshard.digest.weights import WORD_BYTES
+from sglang_reshard.digest.coefficients import WORD_BYTES
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 

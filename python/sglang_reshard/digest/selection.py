@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sglang_reshard.layout import Region
+from sglang_reshard.layout.regions import Region
 
 WHOLE_ELEMENTS = 4096  # tensors with no more than these are never sampled
 

@@ -1,7 +1,7 @@
 """Digests of views of tensors: chunk by chunk, on the device where the views are.
 
 A CPU's chunk is as large as its cache likes. On another device nothing waits for anything but the last line of
-`Series.digests`.
+`RegionBatch.digests`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from sglang_reshard.digest.bits import readable, units
+from sglang_reshard.digest.coefficients import MODULUS, of_columns, of_rows, total
 from sglang_reshard.digest.selection import Selection
-from sglang_reshard.digest.weights import MODULUS, of_columns, of_rows, total
-from sglang_reshard.layout import Box, Region, split
+from sglang_reshard.layout.regions import Box, Region, split
 
 _ALL = slice(None)
 CHUNK = 1 << 18  # elements looked at together by a CPU
@@ -41,7 +41,7 @@ class Extent:
         return cls(shape, region, dtype, cast) if shape else cls((1,), Region((0,), (1,), (1,)), dtype, cast)
 
 
-class Series:
+class RegionBatch:
     """Views of many tensors, those together that are of the same extent. Holds the views, no bytes of its own."""
 
     def __init__(self) -> None:

@@ -9,27 +9,27 @@ cost       what each way would take
 choice     the way that an update goes, and why
 """
 
-from sglang_reshard.plan.broadcast import BroadcastPlan, Lane, Round, plan_broadcast
-from sglang_reshard.plan.catalog import Catalog
-from sglang_reshard.plan.choice import Choice, check_transport, choose
-from sglang_reshard.plan.cost import Setting
-from sglang_reshard.plan.intake import Intake, Seat, intake
-from sglang_reshard.plan.needs import Needs, needs_of, unneeded
+from sglang_reshard.plan.broadcast import BroadcastGroup, BroadcastPlan, Bucket, plan_broadcast
+from sglang_reshard.plan.cost import ClusterTopology
+from sglang_reshard.plan.demand import RankDemand, rank_demand, unread_tensors
+from sglang_reshard.plan.read_plan import RankLocation, ReadPlan, plan_reads
+from sglang_reshard.plan.strategy import Strategy, check_transport, choose_strategy
+from sglang_reshard.plan.tensor_index import TensorIndex
 
 __all__ = [
+    "BroadcastGroup",
     "BroadcastPlan",
-    "Catalog",
-    "Choice",
-    "Intake",
-    "Lane",
-    "Needs",
-    "Round",
-    "Seat",
-    "Setting",
+    "Bucket",
+    "ClusterTopology",
+    "RankDemand",
+    "RankLocation",
+    "ReadPlan",
+    "Strategy",
+    "TensorIndex",
     "check_transport",
-    "choose",
-    "intake",
-    "needs_of",
+    "choose_strategy",
     "plan_broadcast",
-    "unneeded",
+    "plan_reads",
+    "rank_demand",
+    "unread_tensors",
 ]

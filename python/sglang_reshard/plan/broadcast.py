@@ -4,7 +4,7 @@ The engine ranks that need a piece, its audience, decide how it travels:
 
 - an audience of one reads what it lacks from the trainer rank's memory by itself;
 - a larger audience is a group: its leader reads the piece, packs it into a bucket, broadcasts the bucket,
-  and every member slices out what it lacks (a `Lane`, cut into `Round`s of one bucket).
+  and every member slices out what it lacks (a `BroadcastGroup`, cut into `Bucket`s of one bucket).
 
 Every engine rank makes this plan from what all of them know, and only its digest is compared.
 """
@@ -19,15 +19,15 @@ from functools import lru_cache
 import numpy as np
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.layout import Box, split
-from sglang_reshard.plan.catalog import Catalog
-from sglang_reshard.plan.needs import Needs, needed_pieces
+from sglang_reshard.layout.regions import Box, split
+from sglang_reshard.plan.demand import RankDemand, demanded_shards
+from sglang_reshard.plan.tensor_index import TensorIndex
 
 ALIGN_BYTES = 16  # every segment of a bucket starts at a multiple, so that any dtype can view it
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Lane:
+class BroadcastGroup:
     """A broadcast group: `leader` reads from `trainer_rank` and sends to all `members` (engine ranks, itself too)."""
 
     trainer_rank: int
@@ -45,7 +45,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class Bucket:
     """One bucket of a lane: its segments from `first` to `last`."""
 
     lane: int
@@ -72,9 +72,9 @@ class BroadcastPlan:
     """
 
     bucket_bytes: int
-    lanes: tuple[Lane, ...]
+    lanes: tuple[BroadcastGroup, ...]
     segments: tuple[Segments, ...]
-    rounds: tuple[Round, ...]
+    rounds: tuple[Bucket, ...]
     alone: np.ndarray
 
     def digest(self) -> str:
@@ -85,7 +85,7 @@ class BroadcastPlan:
         found.update(np.packbits(self.alone).data)
         return found.hexdigest()
 
-    def boxes(self, catalog: Catalog, r: Round) -> list[Segment]:
+    def boxes(self, catalog: TensorIndex, r: Bucket) -> list[Segment]:
         """The segments of a round."""
         of = self.segments[r.lane]
         own = slice(r.first, r.last)
@@ -101,7 +101,7 @@ class BroadcastPlan:
 
 
 def plan_broadcast(
-    catalog: Catalog, needs: Sequence[Needs], trainer_hosts: Sequence[str], bucket_bytes: int
+    catalog: TensorIndex, needs: Sequence[RankDemand], trainer_hosts: Sequence[str], bucket_bytes: int
 ) -> BroadcastPlan:
     """The plan for engine ranks with these needs.
 
@@ -111,9 +111,9 @@ def plan_broadcast(
     Raises Unsupported when no engine rank runs on the host of a trainer rank that must be read.
     """
     topology = _Topology(tuple(trainer_hosts), tuple(n.host for n in needs))
-    needed = needed_pieces(catalog, needs)
+    needed = demanded_shards(catalog, needs)
     alone = np.zeros_like(needed)
-    in_lane: dict[Lane, list[np.ndarray]] = {}
+    in_lane: dict[BroadcastGroup, list[np.ndarray]] = {}
     for holders, audience, pieces in _alike(catalog, needed):
         audience_of: dict[int, list[int]] = {}
         for engine_rank in audience:
@@ -124,7 +124,7 @@ def plan_broadcast(
             if len(members) == 1:
                 alone[leader, pieces] = True
             else:
-                in_lane.setdefault(Lane(trainer_rank, leader, members), []).append(pieces)
+                in_lane.setdefault(BroadcastGroup(trainer_rank, leader, members), []).append(pieces)
     lanes = tuple(sorted(in_lane))
     nbytes = catalog.per_piece([[p.box.numel * k.item_bytes for p in k.holdings.pieces] for k in catalog.kinds])
     cut = [
@@ -139,7 +139,7 @@ def plan_broadcast(
     )
 
 
-def _alike(catalog: Catalog, needed: np.ndarray) -> list[tuple[tuple[int, ...], list[int], np.ndarray]]:
+def _alike(catalog: TensorIndex, needed: np.ndarray) -> list[tuple[tuple[int, ...], list[int], np.ndarray]]:
     """(holders, audience, pieces): the pieces that someone needs, put together by who holds and who needs them."""
     sets: dict[tuple[int, ...], int] = {}
     holders = catalog.per_piece(
@@ -161,8 +161,8 @@ def _alike(catalog: Catalog, needed: np.ndarray) -> list[tuple[tuple[int, ...], 
 
 
 def _rounds(
-    catalog: Catalog, pieces: np.ndarray, nbytes: np.ndarray, lane: int, bucket_bytes: int
-) -> tuple[Segments, list[Round]]:
+    catalog: TensorIndex, pieces: np.ndarray, nbytes: np.ndarray, lane: int, bucket_bytes: int
+) -> tuple[Segments, list[Bucket]]:
     """Pieces cut into buckets, in order; a piece larger than a bucket is split."""
     large = np.flatnonzero(nbytes[pieces] > bucket_bytes)
     items = {int(i): catalog.item_bytes(int(pieces[i])) for i in large}
@@ -192,7 +192,7 @@ def _rounds(
             last += 1
         last = max(last, first + 1)
         offset[first:last] = upto[first:last] - taken[first:last] - before
-        rounds.append(Round(lane, first, last, int(upto[last - 1]) - before))
+        rounds.append(Bucket(lane, first, last, int(upto[last - 1]) - before))
         first = last
     return Segments(piece, part, size, offset), rounds
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_reshard.plan.broadcast import BroadcastPlan
-from sglang_reshard.plan.needs import Needs
+from sglang_reshard.plan.demand import RankDemand
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ GPU = Costs(1.5e12, 5e-6, 3e11, 4e10, 2e-5, shares_cores=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ClusterTopology:
     """Who runs where: hosts by rank, and the cores of each host.
 
     one_group  whether trainer ranks and engine ranks can be members of one process group; NCCL refuses two
@@ -56,7 +56,7 @@ class Setting:
     one_group: bool = True
 
     @classmethod
-    def of(cls, needs: Sequence[Needs], trainer_hosts: Sequence[str], device_type: str) -> Setting:
+    def of(cls, needs: Sequence[RankDemand], trainer_hosts: Sequence[str], device_type: str) -> ClusterTopology:
         """The setting of engine ranks on devices of this type ("cpu", "cuda")."""
         engine_hosts = tuple(need.host for need in needs)
         on_gpu = device_type == "cuda"
@@ -74,7 +74,7 @@ class Setting:
 class _Work:
     """Seconds of each rank's own work."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: ClusterTopology) -> None:
         self._setting = setting
         self.trainer = np.zeros(len(setting.trainer_hosts))
         self.engine = np.zeros(len(setting.engine_hosts))
@@ -91,7 +91,7 @@ class _Work:
         return float(max(busiest, *(seconds / cores[host] for host, seconds in of_host.items())))
 
 
-def exact_seconds(setting: Setting, needs: Sequence[Needs], shares: np.ndarray) -> float:
+def exact_seconds(setting: ClusterTopology, needs: Sequence[RankDemand], shares: np.ndarray) -> float:
     """Every engine rank takes exact boxes: links with a share are sent in rounds, the others read from memory.
 
     shares  bytes that a link carries in one round, [trainer ranks, engine ranks]; 0 where memory is read
@@ -109,7 +109,7 @@ def exact_seconds(setting: Setting, needs: Sequence[Needs], shares: np.ndarray) 
     return work.seconds()
 
 
-def broadcast_seconds(setting: Setting, needs: Sequence[Needs], plan: BroadcastPlan) -> float:
+def broadcast_seconds(setting: ClusterTopology, needs: Sequence[RankDemand], plan: BroadcastPlan) -> float:
     """Whole pieces are broadcast; pieces that one rank needs alone are read from memory."""
     costs, work = setting.costs, _Work(setting)
     moved, sent = np.zeros(len(plan.lanes)), np.zeros(len(plan.lanes))

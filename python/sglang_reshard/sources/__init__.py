@@ -1,33 +1,42 @@
-"""Training state -> Layout: which trainer rank holds which boxes of which checkpoint tensor."""
+"""Training state -> `SourceLayout`: which trainer rank holds which boxes of which checkpoint tensor."""
 
-from sglang_reshard.sources.aliases import aliases
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_reshard import _deprecated
+from sglang_reshard.layout.shard_map import ExplicitSharding, Shard, ShardMap
+from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
 from sglang_reshard.sources.finite import first_not_finite
 from sglang_reshard.sources.fsdp import named_shards
-from sglang_reshard.sources.holdings import Held, Holdings, Piece
-from sglang_reshard.sources.placements import Layout, Mesh, Placement, SourceTensor
-from sglang_reshard.sources.shard_spec import blocks
-from sglang_reshard.sources.slots import slots
-from sglang_reshard.sources.stacked import Part, Stack, part_of
+from sglang_reshard.sources.fused import FusedSlice, FusedTensor, slice_of
+from sglang_reshard.sources.layout_probe import fused_slices
 from sglang_reshard.sources.state import NamedTensors, TrainerState, describe, listed
+from sglang_reshard.sources.tied import tied_names
+from sglang_reshard.sources.verl_shard_spec import blocks
 
 __all__ = [
-    "Held",
-    "Holdings",
-    "Layout",
+    "ExplicitSharding",
+    "FusedSlice",
+    "FusedTensor",
     "Mesh",
     "NamedTensors",
-    "Part",
-    "Piece",
     "Placement",
+    "Shard",
+    "ShardMap",
+    "SourceLayout",
     "SourceTensor",
-    "Stack",
     "TrainerState",
-    "aliases",
     "blocks",
     "describe",
     "first_not_finite",
+    "fused_slices",
     "listed",
     "named_shards",
-    "part_of",
-    "slots",
+    "slice_of",
+    "tied_names",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return _deprecated.attribute(__name__, name)

@@ -11,10 +11,10 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout import ITEM_BYTES
-from sglang_reshard.sources.dtensor import Described
-from sglang_reshard.sources.holdings import Held, Holdings, fault
-from sglang_reshard.sources.placements import Meshed, local_shapes
+from sglang_reshard.layout.regions import ITEM_BYTES
+from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap, fault
+from sglang_reshard.layout.source_layout import MeshSharding, local_shapes
+from sglang_reshard.sources.dtensor import DescribedTensor
 
 
 def check_kind(where: str, local: torch.Tensor) -> None:
@@ -33,12 +33,12 @@ def check_kind(where: str, local: torch.Tensor) -> None:
         raise Unsupported(f"{where} has no memory any more: its storage was freed; send what is registered now")
 
 
-def check_held(where: str, shape: tuple[int, ...], held: Holdings, trainer_ranks: int, *, stated: bool) -> None:
+def check_held(where: str, shape: tuple[int, ...], held: ShardMap, trainer_ranks: int, *, stated: bool) -> None:
     """Raise Mismatch for stated holdings that cannot be, and Unsupported where trainer ranks hold not all elements.
 
-    stated  whether the holdings are a `Held`'s; those of a mesh are right by themselves
+    stated  whether the holdings are a `ExplicitSharding`'s; those of a mesh are right by themselves
     """
-    if stated and (why := fault(Held(shape, held), trainer_ranks)):
+    if stated and (why := fault(ExplicitSharding(shape, held), trainer_ranks)):
         raise Mismatch(f"{where}: what it is said to be held by cannot be: {why}")
     if held.elements() != math.prod(shape):
         raise Unsupported(
@@ -47,11 +47,11 @@ def check_held(where: str, shape: tuple[int, ...], held: Holdings, trainer_ranks
         )
 
 
-def as_held(where: str, described: Described, trainer_rank: int) -> torch.Tensor:
+def as_held(where: str, described: DescribedTensor, trainer_rank: int) -> torch.Tensor:
     """The local tensor in the shape that its distribution says (verl hands it out flat), or Mismatch."""
     shape, distribution, local = described
     local = local.detach()
-    if isinstance(distribution, Meshed):
+    if isinstance(distribution, MeshSharding):
         expected = local_shapes(shape, *distribution).get(trainer_rank, (0,))
         if tuple(local.shape) == expected:
             return local

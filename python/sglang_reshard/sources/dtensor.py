@@ -9,15 +9,15 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.sources.holdings import Holdings
-from sglang_reshard.sources.placements import Mesh, Meshed, Placement
+from sglang_reshard.layout.shard_map import ShardMap
+from sglang_reshard.layout.source_layout import Mesh, MeshSharding, Placement
 
 
-class Described(NamedTuple):
+class DescribedTensor(NamedTuple):
     """A tensor's global shape (elements), its distribution over trainer ranks, and this rank's local tensor."""
 
     shape: tuple[int, ...]
-    distribution: Meshed | Holdings
+    distribution: MeshSharding | ShardMap
     local: torch.Tensor
 
 
@@ -30,9 +30,9 @@ class Meshes:
     def __init__(self, trainer_rank_of: dict[int, int]) -> None:
         self.trainer_rank_of = trainer_rank_of
         # By identity: comparing device meshes is dear, too. Each is kept, so that its id stays its own.
-        self._read: dict[tuple[int, tuple[Any, ...]], tuple[Any, Meshed]] = {}
+        self._read: dict[tuple[int, tuple[Any, ...]], tuple[Any, MeshSharding]] = {}
 
-    def read(self, name: str, mesh: Any, placements: tuple[Any, ...]) -> Meshed:
+    def read(self, name: str, mesh: Any, placements: tuple[Any, ...]) -> MeshSharding:
         """`mesh` and `placements`, seen from the root; raises Unsupported, naming the tensor."""
         key = id(mesh), placements
         if key not in self._read:
@@ -40,20 +40,20 @@ class Meshes:
         return self._read[key][1]
 
 
-def from_dtensor(name: str, tensor: DTensor, meshes: Meshes) -> Described:
+def from_dtensor(name: str, tensor: DTensor, meshes: Meshes) -> DescribedTensor:
     """A DTensor; nothing is gathered, the shard is the DTensor's own local tensor."""
     distribution = meshes.read(name, tensor.device_mesh, tuple(tensor.placements))
     with torch.no_grad():  # with grad, to_local() makes an autograd node instead of handing out the shard
         local = tensor.to_local()
     if isinstance(local, AsyncCollectiveTensor):  # redistribute(async_op=True) hands out what is still on its way
         local = local.wait()
-    return Described(tuple(tensor.shape), distribution, local)
+    return DescribedTensor(tuple(tensor.shape), distribution, local)
 
 
-def plain(shape: tuple[int, ...], local: torch.Tensor, meshes: Meshes) -> Described:
+def plain(shape: tuple[int, ...], local: torch.Tensor, meshes: Meshes) -> DescribedTensor:
     """A tensor that every trainer rank holds whole."""
     ranks = tuple(sorted(meshes.trainer_rank_of.values()))
-    return Described(shape, Meshed(Mesh((len(ranks),), ranks), (Placement(),)), local)
+    return DescribedTensor(shape, MeshSharding(Mesh((len(ranks),), ranks), (Placement(),)), local)
 
 
 def _placement(name: str, placement: Any) -> Placement:
@@ -70,7 +70,7 @@ def _placement(name: str, placement: Any) -> Placement:
     raise Unsupported(f"{name} has the placement {placement}, which is none of Shard, _StridedShard and Replicate")
 
 
-def _meshed(name: str, mesh: Any, placements: tuple[Any, ...], trainer_rank_of: dict[int, int]) -> Meshed:
+def _meshed(name: str, mesh: Any, placements: tuple[Any, ...], trainer_rank_of: dict[int, int]) -> MeshSharding:
     global_ranks, placements = _on_root_mesh(mesh, placements)
     ranks = tuple(trainer_rank_of.get(r, -1) for r in global_ranks.flatten().tolist())
     if all(r < 0 for r in ranks):
@@ -78,7 +78,7 @@ def _meshed(name: str, mesh: Any, placements: tuple[Any, ...], trainer_rank_of: 
             f"{name} lives on a mesh of global ranks {global_ranks.flatten().tolist()}, none of which takes part in "
             f"the update (global ranks {sorted(trainer_rank_of)} do); give the sender all ranks that hold weights"
         )
-    return Meshed(Mesh(tuple(global_ranks.shape), ranks), tuple(_placement(name, p) for p in placements))
+    return MeshSharding(Mesh(tuple(global_ranks.shape), ranks), tuple(_placement(name, p) for p in placements))
 
 
 def _on_root_mesh(mesh: Any, placements: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:

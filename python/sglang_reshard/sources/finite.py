@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_reshard.layout import Box, Region, split
-from sglang_reshard.sources.holdings import Piece
-from sglang_reshard.sources.placements import Layout
+from sglang_reshard.layout.regions import Box, Region, split
+from sglang_reshard.layout.shard_map import Shard
+from sglang_reshard.layout.source_layout import SourceLayout
 
 CHUNK = 1 << 18  # elements looked at together where a copy of them is needed: 1 MiB of float32
 
 
-def first_not_finite(layout: Layout, shards: Sequence[torch.Tensor], trainer_rank: int) -> str | None:
+def first_not_finite(layout: SourceLayout, shards: Sequence[torch.Tensor], trainer_rank: int) -> str | None:
     """What to say of the first tensor with a NaN or an infinity among this rank's shards; None if there is none.
 
     Names the tensor, how many of its elements here are not finite, and the global index of the first.
@@ -43,11 +43,11 @@ def first_not_finite(layout: Layout, shards: Sequence[torch.Tensor], trainer_ran
 class _Own:
     """A trainer rank's pieces of tensors. Those of tensors that are alike are looked up once."""
 
-    def __init__(self, layout: Layout, trainer_rank: int) -> None:
+    def __init__(self, layout: SourceLayout, trainer_rank: int) -> None:
         self._layout, self._rank = layout, trainer_rank
-        self._known: dict[tuple[object, ...], tuple[Piece, ...]] = {}
+        self._known: dict[tuple[object, ...], tuple[Shard, ...]] = {}
 
-    def pieces(self, number: int) -> tuple[Piece, ...]:
+    def pieces(self, number: int) -> tuple[Shard, ...]:
         tensor = self._layout.tensors[number]
         key = tensor.shape, tensor.mesh, tensor.placements
         if key not in self._known:
@@ -55,7 +55,7 @@ class _Own:
         return self._known[key]
 
 
-def _values(piece: Piece, shard: torch.Tensor) -> torch.Tensor:
+def _values(piece: Shard, shard: torch.Tensor) -> torch.Tensor:
     """What a shard has of a piece, which is nearly always all that it has."""
     whole = piece.box.shape == tuple(shard.shape)
     return shard if whole else shard[piece.in_shard(Region.of(piece.box)).slices()]
@@ -84,7 +84,7 @@ def _chunks(values: torch.Tensor) -> Iterator[torch.Tensor]:
         yield part.float() if part.element_size() == 1 else part.contiguous()
 
 
-def _told(name: str, pieces: Sequence[Piece], shard: torch.Tensor, trainer_rank: int) -> str:
+def _told(name: str, pieces: Sequence[Shard], shard: torch.Tensor, trainer_rank: int) -> str:
     elements = nans = infinities = 0
     firsts: list[tuple[int, ...]] = []
     for piece in pieces:

@@ -9,10 +9,17 @@ from typing import Any, TypeAlias
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout.shard_map import ShardMap
+from sglang_reshard.layout.source_layout import (
+    EXPLICIT,
+    Mesh,
+    MeshSharding,
+    Placement,
+    SourceLayout,
+    SourceTensor,
+)
 from sglang_reshard.sources.fsdp import named_shards
-from sglang_reshard.sources.holdings import Holdings
-from sglang_reshard.sources.placements import EXPLICIT, Layout, Mesh, Meshed, Placement, SourceTensor
-from sglang_reshard.sources.reading import Reader
+from sglang_reshard.sources.reader import TensorReader
 
 NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor] | tuple[str, torch.Tensor, Any]]
 
@@ -21,12 +28,12 @@ NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor] | tuple[str, torch.T
 class TrainerState:
     """The layout of all trainer ranks, and this rank's shards in the layout's order (elements in local order).
 
-    A shard may be larger than what the layout says of it, and may be several tensors' shard: see `Holdings`.
+    A shard may be larger than what the layout says of it, and may be several tensors' shard: see `ShardMap`.
 
     locals  the local tensor that each given tensor stands for, in the order given
     """
 
-    layout: Layout
+    layout: SourceLayout
     shards: tuple[torch.Tensor, ...]
     locals: tuple[torch.Tensor, ...]
 
@@ -57,7 +64,7 @@ def describe(
     Raises Unsupported for placements, dtypes and kinds of tensors that cannot be carried, and Mismatch
     where a shard is not what is said of it; both name the tensor and the trainer rank.
     """
-    reader, tables = Reader(trainer_rank, global_ranks), _Tables()
+    reader, tables = TensorReader(trainer_rank, global_ranks), _Tables()
     tensors, shards, locals_ = [], [], []
     names: set[str] = set()
     for name, given, *third in listed(named_tensors, trainer_rank):
@@ -90,27 +97,27 @@ class _Tables:
     def __init__(self) -> None:
         self._meshes: dict[Mesh, int] = {}
         self._placements: dict[tuple[Placement, ...], int] = {}
-        self._explicit: dict[Holdings, int] = {}
+        self._explicit: dict[ShardMap, int] = {}
         # By identity: thousands of tensors share a distribution, and to hash one takes a while. Each is kept, so
         # that its id stays its own.
-        self._known: dict[int, tuple[Meshed | Holdings, tuple[int, int]]] = {}
+        self._known: dict[int, tuple[MeshSharding | ShardMap, tuple[int, int]]] = {}
 
-    def numbers(self, distribution: Meshed | Holdings) -> tuple[int, int]:
+    def numbers(self, distribution: MeshSharding | ShardMap) -> tuple[int, int]:
         """What a `SourceTensor` says of its mesh and placements."""
         known = self._known.get(id(distribution))
         if known is None:
             known = self._known[id(distribution)] = distribution, self._numbered(distribution)
         return known[1]
 
-    def _numbered(self, distribution: Meshed | Holdings) -> tuple[int, int]:
-        if isinstance(distribution, Holdings):
+    def _numbered(self, distribution: MeshSharding | ShardMap) -> tuple[int, int]:
+        if isinstance(distribution, ShardMap):
             return EXPLICIT, self._explicit.setdefault(distribution, len(self._explicit))
         return (
             self._meshes.setdefault(distribution.mesh, len(self._meshes)),
             self._placements.setdefault(distribution.placements, len(self._placements)),
         )
 
-    def layout(self, trainer_ranks: int, tensors: Iterable[SourceTensor]) -> Layout:
-        return Layout(
+    def layout(self, trainer_ranks: int, tensors: Iterable[SourceTensor]) -> SourceLayout:
+        return SourceLayout(
             trainer_ranks, tuple(self._meshes), tuple(self._placements), tuple(tensors), tuple(self._explicit)
         )

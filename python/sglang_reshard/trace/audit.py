@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sglang_reshard.trace.lazy_tensor import LazyTensor
 from sglang_reshard.trace.live import storage_key
-from sglang_reshard.trace.standin import StandIn
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 
@@ -72,7 +72,7 @@ class _Container:
             now.update(self.before)
         for item in items:
             after = item[1] if isinstance(now, dict) else item
-            if isinstance(after, StandIn):
+            if isinstance(after, LazyTensor):
                 yield Change(self.path, ABSENT, after)
 
 
@@ -123,7 +123,7 @@ class Snapshot:
 
 def _is_rebound_tensor(change: Change) -> bool:
     before, after = change.before, change.after
-    if isinstance(after, StandIn):
+    if isinstance(after, LazyTensor):
         return True
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         # None to a tensor of its own making, a flag, a counter: no weights are in it.

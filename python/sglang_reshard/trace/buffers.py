@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_reshard.layout import TensorSpec
-from sglang_reshard.trace.geometry import Geometry, Landing, Walk, common_box, grid, onto, row_major
+from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.trace.geometry import BoxMapping, Geometry, IndexMap, common_box, grid, onto, row_major
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +106,7 @@ class Piece(NamedTuple):
     """
 
     origin: Reference | Number
-    walk: Walk
+    walk: IndexMap
     casts: tuple[torch.dtype, ...]
 
 
@@ -118,12 +118,12 @@ class Uninitialised(Exception):
     """Elements are read that nothing has written."""
 
 
-def movement(reference: Reference, walk: Walk) -> Iterator[Piece]:
+def movement(reference: Reference, walk: IndexMap) -> Iterator[Piece]:
     """Where the elements that `walk` reads, in the buffer of `reference`, come from."""
     return _movement(reference, walk, ())
 
 
-def _movement(reference: Reference, walk: Walk, casts: tuple[torch.dtype, ...]) -> Iterator[Piece]:
+def _movement(reference: Reference, walk: IndexMap, casts: tuple[torch.dtype, ...]) -> Iterator[Piece]:
     buffer = reference.buffer
     writes = reference.own_writes
     if not writes:
@@ -144,7 +144,7 @@ def _movement(reference: Reference, walk: Walk, casts: tuple[torch.dtype, ...]) 
         if write.geometry.numel == 0:
             continue
         for written in onto(_write_walk(write), shape, unit_steps=True):
-            still: list[Landing] = []
+            still: list[BoxMapping] = []
             for box in left:
                 common = common_box(box, written)
                 if common is None:
@@ -160,19 +160,19 @@ def _movement(reference: Reference, walk: Walk, casts: tuple[torch.dtype, ...]) 
         yield Piece(below, box.walk(shape), casts)
 
 
-def _write_walk(write: Write) -> Walk:
+def _write_walk(write: Write) -> IndexMap:
     """From the buffer written to (as what is read here) to the content (as what is written)."""
     if isinstance(write.content, Reference):
-        return Walk.between(write.geometry, write.content.geometry)
-    return Walk.between(write.geometry, Geometry(0, write.geometry.size, (0,) * len(write.geometry.size)))
+        return IndexMap.between(write.geometry, write.content.geometry)
+    return IndexMap.between(write.geometry, Geometry(0, write.geometry.size, (0,) * len(write.geometry.size)))
 
 
 def _through(
-    write: Write, wanted: Landing, written: Landing, dtype: torch.dtype, casts: tuple[torch.dtype, ...]
+    write: Write, wanted: BoxMapping, written: BoxMapping, dtype: torch.dtype, casts: tuple[torch.dtype, ...]
 ) -> Iterator[Piece]:
     """One box of a buffer, wanted by a view and filled by a write: join the two walks."""
     size = wanted.size
-    walk = Walk.between(Geometry(written.write, size, written.stride), Geometry(wanted.write, size, wanted.stride))
+    walk = IndexMap.between(Geometry(written.write, size, written.stride), Geometry(wanted.write, size, wanted.stride))
     if isinstance(write.content, Reference):
         came = casts if write.content.dtype == dtype else (dtype, *casts)
         yield from _movement(write.content, walk, came)

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.layout import ITEM_BYTES, TensorSpec
+from sglang_reshard.layout.regions import ITEM_BYTES, TensorSpec
 
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:

@@ -15,9 +15,9 @@ import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.buffers import Reference, Source, Storage, describe, leaves
-from sglang_reshard.trace.geometry import Geometry, Landing, TooFine, Walk, common_box, grid, onto
-from sglang_reshard.trace.ledger import Record
+from sglang_reshard.trace.geometry import BoxMapping, Geometry, IndexMap, TooFragmented, common_box, grid, onto
 from sglang_reshard.trace.live import storage_key
+from sglang_reshard.trace.memory import Record
 
 _MAX_CELLS = 50_000_000
 
@@ -41,18 +41,18 @@ def _updates_in_place(record: Record) -> bool:
     """Whether it writes the very elements it reads, as `p.mul_(2)` does."""
     if not isinstance(record.content, Reference):
         return False
-    target = Walk.over(record.walk.writes).simplified().reads
+    target = IndexMap.over(record.walk.writes).simplified().reads
     return any(
         leaf.buffer.base is record.storage
         and leaf.dtype == record.dtype
-        and Walk.over(leaf.geometry).simplified().reads == target
+        and IndexMap.over(leaf.geometry).simplified().reads == target
         for leaf in leaves(record.content)
     )
 
 
 class _Placed(NamedTuple):
     label: str
-    boxes: list[Landing]
+    boxes: list[BoxMapping]
 
 
 def _check_storage(storage: Storage, parameters: list[tuple[str, torch.Tensor]], records: list[Record]) -> None:
@@ -68,14 +68,14 @@ def _check_storage(storage: Storage, parameters: list[tuple[str, torch.Tensor]],
     unit = min(storage.tensor.dtype.itemsize, *(r.dtype.itemsize for r in records))
     wanted = [(name, _geometry(p, unit)) for name, p in parameters]
     writes = [(_label(r), _scaled(r.walk.writes, r.dtype.itemsize // unit)) for r in records]
-    walks = [(label, Walk.over(g).simplified()) for label, g in (*wanted, *writes)]
+    walks = [(label, IndexMap.over(g).simplified()) for label, g in (*wanted, *writes)]
     shape = grid(
         storage.tensor.untyped_storage().nbytes() // unit,
         {loop.read for _, walk in walks for loop in walk.loops},
     )
     try:
         placed = [_Placed(label, _boxes(walk, shape)) for label, walk in walks]
-    except TooFine:
+    except TooFragmented:
         raise Unsupported(f"{storage.name} is written in pieces too fine to be checked.") from None
     cells = _Cells(shape, [box for p in placed for box in p.boxes])
     counts = cells.zeros()
@@ -100,10 +100,10 @@ def _check_storage(storage: Storage, parameters: list[tuple[str, torch.Tensor]],
         )
 
 
-def _boxes(walk: Walk, shape: tuple[int, ...]) -> list[Landing]:
+def _boxes(walk: IndexMap, shape: tuple[int, ...]) -> list[BoxMapping]:
     if len(shape) == 1 and len(walk.loops) == 1:
         # A run of elements, as nearly all of them are; the same as below, only faster.
-        return [Landing((walk.read,), (walk.loops[0].times,), (1,), 0, (1,))]
+        return [BoxMapping((walk.read,), (walk.loops[0].times,), (1,), 0, (1,))]
     return onto(walk, shape, unit_steps=True)
 
 
@@ -134,7 +134,7 @@ def _scaled(geometry: Geometry, factor: int) -> Geometry:
 class _Cells:
     """A grid cut along each axis where any box begins or ends."""
 
-    def __init__(self, shape: tuple[int, ...], boxes: list[Landing]) -> None:
+    def __init__(self, shape: tuple[int, ...], boxes: list[BoxMapping]) -> None:
         edges: list[set[int]] = [{0, n} for n in shape]
         for box in boxes:
             for d, (a, n) in enumerate(zip(box.start, box.size, strict=True)):
@@ -148,12 +148,12 @@ class _Cells:
     def zeros(self) -> np.ndarray:
         return np.zeros([len(n) for n in self._lengths], dtype=np.int32)
 
-    def slices(self, box: Landing) -> tuple[slice, ...]:
+    def slices(self, box: BoxMapping) -> tuple[slice, ...]:
         return tuple(
             slice(index[a], index[a + n]) for index, a, n in zip(self._index, box.start, box.size, strict=True)
         )
 
-    def has(self, box: Landing, cell: tuple[int, ...]) -> bool:
+    def has(self, box: BoxMapping, cell: tuple[int, ...]) -> bool:
         return all(s.start <= c < s.stop for s, c in zip(self.slices(box), cell, strict=True))
 
     def volume(self, chosen: np.ndarray, at: tuple[slice, ...]) -> int:
@@ -199,7 +199,7 @@ def _overlap(leaf: Reference, record: Record, storage: Storage) -> bool:
         return False
     shape = grid(storage.tensor.untyped_storage().nbytes() // unit, (*a.stride, *b.stride))
     try:
-        mine, theirs = (onto(Walk.over(g), shape, unit_steps=True) for g in (a, b))
-    except TooFine:
+        mine, theirs = (onto(IndexMap.over(g), shape, unit_steps=True) for g in (a, b))
+    except TooFragmented:
         return True
     return any(common_box(x, y) is not None for x in mine for y in theirs)

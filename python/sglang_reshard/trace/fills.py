@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from sglang_reshard.trace.buffers import Reference, Source, Storage, leaves
-from sglang_reshard.trace.geometry import Geometry, Walk, common_box, grid, onto
-from sglang_reshard.trace.ledger import Record
+from sglang_reshard.trace.geometry import Geometry, IndexMap, common_box, grid, onto
+from sglang_reshard.trace.memory import Record
 
 
 def without_overwritten_fills(records: Sequence[Record]) -> list[Record]:
@@ -39,10 +39,10 @@ def without_overwritten_fills(records: Sequence[Record]) -> list[Record]:
 def _remainder(record: Record, place: Geometry, later: Sequence[Geometry]) -> Iterator[Record]:
     numel = max(g.span[1] for g in (place, *later))
     shape = grid(numel, [s for g in (place, *later) for s in g.stride])
-    left = onto(Walk.over(place), shape, unit_steps=True)
+    left = onto(IndexMap.over(place), shape, unit_steps=True)
     for geometry in later:
-        for written in onto(Walk.over(geometry), shape, unit_steps=True):
+        for written in onto(IndexMap.over(geometry), shape, unit_steps=True):
             cut = [(box, common_box(box, written)) for box in left]
             left = [part for box, common in cut for part in (box.without(*common) if common else [box])]
     for box in left:
-        yield record._replace(walk=Walk.over(box.walk(shape).reads).turned())
+        yield record._replace(walk=IndexMap.over(box.walk(shape).reads).turned())

@@ -1,7 +1,7 @@
 """Strided walks over flat storages, and how they look as boxes of a shape.
 
 Torch describes a view as offset, sizes and strides over a flat storage; a loader may have sliced,
-transposed, reshaped and merged dimensions on the way. A `Walk` is a pair of such views visited
+transposed, reshaped and merged dimensions on the way. A `IndexMap` is a pair of such views visited
 together, element by element. `onto` rewrites it as boxes of any row-major shape laid over the
 storage that is read: the dimensions of a checkpoint tensor, or a grid that fits several views.
 Integers only; no torch.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 MAX_BOXES = 65_536
 
 
-class TooFine(ValueError):
+class TooFragmented(ValueError):
     """A walk that only more than `MAX_BOXES` boxes describe."""
 
 
@@ -47,7 +47,7 @@ class Loop(NamedTuple):
     write: int
 
 
-class Walk(NamedTuple):
+class IndexMap(NamedTuple):
     """The element pairs (read + sum i*loop.read, write + sum i*loop.write) over all loop indices i."""
 
     read: int
@@ -55,13 +55,13 @@ class Walk(NamedTuple):
     loops: tuple[Loop, ...]
 
     @classmethod
-    def between(cls, read: Geometry, write: Geometry) -> Walk:
+    def between(cls, read: Geometry, write: Geometry) -> IndexMap:
         """Visit two views of one size together."""
         loops = tuple(map(Loop._make, zip(read.size, read.stride, write.stride, strict=True)))
         return cls(read.offset, write.offset, loops)
 
     @classmethod
-    def over(cls, geometry: Geometry) -> Walk:
+    def over(cls, geometry: Geometry) -> IndexMap:
         """Visit one view; what is written is its own elements, counted row-major."""
         return cls.between(geometry, Geometry(0, geometry.size, row_major(geometry.size)))
 
@@ -77,11 +77,11 @@ class Walk(NamedTuple):
     def writes(self) -> Geometry:
         return Geometry(self.write, tuple(x.times for x in self.loops), tuple(x.write for x in self.loops))
 
-    def turned(self) -> Walk:
+    def turned(self) -> IndexMap:
         """Read what was written, write what was read."""
-        return Walk(self.write, self.read, tuple(Loop(n, w, r) for n, r, w in self.loops))
+        return IndexMap(self.write, self.read, tuple(Loop(n, w, r) for n, r, w in self.loops))
 
-    def simplified(self) -> Walk:
+    def simplified(self) -> IndexMap:
         """The same pairs with the longest stride read first, and as few loops as possible."""
         loops = [loop for loop in self.loops if loop.times != 1]
         if len(loops) > 1:
@@ -94,10 +94,10 @@ class Walk(NamedTuple):
                 else:
                     merged.append(inner)
             loops = merged
-        return Walk(self.read, self.write, tuple(loops))
+        return IndexMap(self.read, self.write, tuple(loops))
 
 
-class Landing(NamedTuple):
+class BoxMapping(NamedTuple):
     """A strided box of the shape that is read, and where its elements are written.
 
     The element i steps into the box goes to `write + sum(i[d] * stride[d])`.
@@ -109,21 +109,21 @@ class Landing(NamedTuple):
     write: int
     stride: tuple[int, ...]
 
-    def walk(self, shape: Sequence[int]) -> Walk:
+    def walk(self, shape: Sequence[int]) -> IndexMap:
         """Back to a walk over the row-major storage of `shape`."""
         weights = row_major(shape)
         read = sum(a * w for a, w in zip(self.start, weights, strict=True))
         loops = zip(self.size, self.step, weights, self.stride, strict=True)
-        return Walk(read, self.write, tuple(Loop(n, s * w, t) for n, s, w, t in loops if n != 1))
+        return IndexMap(read, self.write, tuple(Loop(n, s * w, t) for n, s, w, t in loops if n != 1))
 
-    def cut(self, start: tuple[int, ...], count: tuple[int, ...]) -> Landing:
+    def cut(self, start: tuple[int, ...], count: tuple[int, ...]) -> BoxMapping:
         """The part that begins at index `start` of the shape (unit steps)."""
         skipped = sum((b - a) * s for a, b, s in zip(self.start, start, self.stride, strict=True))
-        return Landing(start, count, self.step, self.write + skipped, self.stride)
+        return BoxMapping(start, count, self.step, self.write + skipped, self.stride)
 
-    def without(self, start: tuple[int, ...], count: tuple[int, ...]) -> list[Landing]:
+    def without(self, start: tuple[int, ...], count: tuple[int, ...]) -> list[BoxMapping]:
         """What is left when a box that lies inside is taken out (unit steps)."""
-        left: list[Landing] = []
+        left: list[BoxMapping] = []
         lo, size = list(self.start), list(self.size)
         for d, (a, n) in enumerate(zip(start, count, strict=True)):
             if lo[d] < a:
@@ -159,7 +159,7 @@ def grid(numel: int, strides: Iterable[int]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def common_box(a: Landing, b: Landing) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def common_box(a: BoxMapping, b: BoxMapping) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Start and count of the indices in both (unit steps), or None."""
     start, count = [], []
     for x, n, y, m in zip(a.start, a.size, b.start, b.size, strict=True):
@@ -171,7 +171,7 @@ def common_box(a: Landing, b: Landing) -> tuple[tuple[int, ...], tuple[int, ...]
     return tuple(start), tuple(count)
 
 
-def onto(walk: Walk, shape: Sequence[int], *, unit_steps: bool = False) -> list[Landing]:
+def onto(walk: IndexMap, shape: Sequence[int], *, unit_steps: bool = False) -> list[BoxMapping]:
     """The walk as boxes of `shape`, whose row-major storage it reads.
 
     A loop that walks on past the end of a dimension is split there; of two loops along one dimension
@@ -184,13 +184,13 @@ def onto(walk: Walk, shape: Sequence[int], *, unit_steps: bool = False) -> list[
         return []
     weights = row_major(shape)
     rank = len(shape)
-    done: list[Landing] = []
+    done: list[BoxMapping] = []
     todo = [walk.simplified()]
     while todo:
         read, write, loops = todo.pop()
         digits = [read // w % n if d else read // w for d, (w, n) in enumerate(zip(weights, shape, strict=True))]
         along: dict[int, Loop] = {}
-        parts: list[Walk] | None = None
+        parts: list[IndexMap] | None = None
         for loop in loops:
             count, stride, _ = loop
             axis = next((d for d in range(rank) if weights[d] <= stride), rank)
@@ -211,7 +211,7 @@ def onto(walk: Walk, shape: Sequence[int], *, unit_steps: bool = False) -> list[
         if parts is not None:
             todo.extend(reversed(parts))
             if len(todo) + len(done) > MAX_BOXES:
-                raise TooFine(f"more than {MAX_BOXES} boxes")
+                raise TooFragmented(f"more than {MAX_BOXES} boxes")
             continue
         count_of, step_of, stride_of = [1] * rank, [1] * rank, [0] * rank
         for axis, loop in along.items():
@@ -220,26 +220,26 @@ def onto(walk: Walk, shape: Sequence[int], *, unit_steps: bool = False) -> list[
                 loop.read // weights[axis],
                 loop.write,
             )
-        done.append(Landing(tuple(digits), tuple(count_of), tuple(step_of), write, tuple(stride_of)))
+        done.append(BoxMapping(tuple(digits), tuple(count_of), tuple(step_of), write, tuple(stride_of)))
     return done
 
 
-def _unrolled(read: int, write: int, loops: tuple[Loop, ...], loop: Loop) -> list[Walk]:
+def _unrolled(read: int, write: int, loops: tuple[Loop, ...], loop: Loop) -> list[IndexMap]:
     if loop.times > MAX_BOXES:
-        raise TooFine(f"more than {MAX_BOXES} boxes")
+        raise TooFragmented(f"more than {MAX_BOXES} boxes")
     rest = tuple(x for x in loops if x is not loop)
-    return [Walk(read + i * loop.read, write + i * loop.write, rest) for i in range(loop.times)]
+    return [IndexMap(read + i * loop.read, write + i * loop.write, rest) for i in range(loop.times)]
 
 
 def _split(
     read: int, write: int, loops: tuple[Loop, ...], loop: Loop, digit: int, step: int, extent: int
-) -> list[Walk]:
+) -> list[IndexMap]:
     """Cut a loop where it leaves its dimension: whole rows as a loop of their own, or the first row."""
 
-    def part(first: int, *instead: Loop) -> Walk:
+    def part(first: int, *instead: Loop) -> IndexMap:
         others = [x for x in loops if x is not loop] + [x for x in instead if x.times > 1]
         others.sort(key=lambda x: -x.read)
-        return Walk(read + first * loop.read, write + first * loop.write, tuple(others))
+        return IndexMap(read + first * loop.read, write + first * loop.write, tuple(others))
 
     a_row = extent // step
     if digit < step and extent % step == 0 and loop.times >= a_row:

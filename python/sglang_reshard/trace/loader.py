@@ -14,7 +14,7 @@ import torch
 _HOOK = "post_load_weights"
 
 
-class HeldCall(NamedTuple):
+class DeferredCall(NamedTuple):
     """A call of `post_load_weights` that the loader made."""
 
     path: str
@@ -58,16 +58,16 @@ def collector_paused() -> Iterator[None]:
 
 
 @contextmanager
-def held_post_load(model: torch.nn.Module) -> Iterator[list[HeldCall]]:
+def held_post_load(model: torch.nn.Module) -> Iterator[list[DeferredCall]]:
     """Collect the calls of `post_load_weights`, which would compute with weights that are not there yet."""
-    held: list[HeldCall] = []
+    held: list[DeferredCall] = []
     hooked: list[torch.nn.Module] = []
     for path, module in model.named_modules():
         if not callable(getattr(module, _HOOK, None)) or _HOOK in vars(module):
             continue
 
         def hold(*args: Any, _path: str = path, _module: torch.nn.Module = module, **kwargs: Any) -> None:
-            held.append(HeldCall(_path, _module, args, kwargs))
+            held.append(DeferredCall(_path, _module, args, kwargs))
 
         vars(module)[_HOOK] = hold
         hooked.append(module)

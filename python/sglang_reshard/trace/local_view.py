@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace.geometry import Geometry, Landing, row_major
+from sglang_reshard.trace.geometry import BoxMapping, Geometry, row_major
 
 
 class LocalView(NamedTuple):
@@ -22,7 +22,7 @@ class LocalView(NamedTuple):
     at: tuple[tuple[int, ...], ...]
 
 
-def local_view(boxes: Sequence[Landing], local_shape: tuple[int, ...]) -> LocalView:
+def local_view(boxes: Sequence[BoxMapping], local_shape: tuple[int, ...]) -> LocalView:
     """The view for `boxes` of a checkpoint tensor, which say where in a contiguous shard their elements are.
 
     Raises Unsupported when no strided view does.
@@ -40,7 +40,7 @@ def local_view(boxes: Sequence[Landing], local_shape: tuple[int, ...]) -> LocalV
     return LocalView(view, at)
 
 
-def _strides(boxes: Sequence[Landing]) -> list[int | None]:
+def _strides(boxes: Sequence[BoxMapping]) -> list[int | None]:
     """Elements between neighbours of each dimension; None for one in which every box has one index only."""
     strides: list[int | None] = [None] * len(boxes[0].size)
     for box in boxes:
@@ -52,7 +52,7 @@ def _strides(boxes: Sequence[Landing]) -> list[int | None]:
     return strides
 
 
-def _spanned(strides: Sequence[int | None], box: Landing, numel: int) -> Geometry | None:
+def _spanned(strides: Sequence[int | None], box: BoxMapping, numel: int) -> Geometry | None:
     """The largest view with these strides that `box` is aligned with; None if its dimensions would overlap."""
     order = sorted((s, d) for d, s in enumerate(strides) if s is not None)[::-1]
     if not order and strides:
@@ -70,7 +70,7 @@ def _spanned(strides: Sequence[int | None], box: Landing, numel: int) -> Geometr
     return Geometry(offset, tuple(sizes), tuple(steps))
 
 
-def _places(view: Geometry, boxes: Sequence[Landing]) -> tuple[tuple[int, ...], ...] | None:
+def _places(view: Geometry, boxes: Sequence[BoxMapping]) -> tuple[tuple[int, ...], ...] | None:
     """Where in the view each box starts; None if one of them is not a box of it."""
     places = []
     order = sorted((dim for dim, size in enumerate(view.size) if size > 1), key=lambda dim: -view.stride[dim])

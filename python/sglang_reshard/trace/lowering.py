@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.layout import Region
+from sglang_reshard.layout.regions import Region
 from sglang_reshard.trace.buffers import Reference, Source, Storage, describe, source_buffer
 from sglang_reshard.trace.casts import check_cast, torch_dtype
 from sglang_reshard.trace.expression import Compiler
-from sglang_reshard.trace.geometry import MAX_BOXES, Geometry, TooFine, Walk, onto, row_major
-from sglang_reshard.trace.ledger import Record
+from sglang_reshard.trace.geometry import MAX_BOXES, Geometry, IndexMap, TooFragmented, onto, row_major
 from sglang_reshard.trace.live import flat
+from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.program import Copy, Step
 
 
@@ -47,11 +47,11 @@ class Lowering:
         value = self._compiler.compile(Reference(content.buffer, content.version, record.walk.reads, content.dtype))
         return lambda: void(to.copy_(value({})))
 
-    def _copy(self, source: Source, walk: Walk, target: str) -> None:
+    def _copy(self, source: Source, walk: IndexMap, target: str) -> None:
         name = source.spec.name
         try:
             landings = onto(walk, source.spec.shape)
-        except TooFine:
+        except TooFragmented:
             raise Unsupported(
                 f"{name} {source.spec.shape} lands in {target} in more than {MAX_BOXES} strided boxes. Send it in "
                 "a layout closer to the engine's."
@@ -84,7 +84,7 @@ class Lowering:
             self._scratch[key] = tensor
             self.targets[name] = tensor.view(-1)
             into = Geometry(0, geometry.size, row_major(geometry.size))
-            self._copy(source, Walk.between(geometry, into), name)
+            self._copy(source, IndexMap.between(geometry, into), name)
         return self._scratch[key]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from sglang_reshard.layout import Box, Region, TensorSpec
+from sglang_reshard.layout.regions import Box, Region, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.layout import TensorSpec
+from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.buffers import Computed, NotMovement, Reference, Source, Uninitialised, movement
-from sglang_reshard.trace.geometry import MAX_BOXES, Landing, TooFine, Walk, onto
-from sglang_reshard.trace.ledger import geometry_of
+from sglang_reshard.trace.geometry import MAX_BOXES, BoxMapping, IndexMap, TooFragmented, onto
+from sglang_reshard.trace.lazy_tensor import LazyTensor
+from sglang_reshard.trace.memory import geometry_of
 from sglang_reshard.trace.operators import aten
 from sglang_reshard.trace.recorder import Recorder
-from sglang_reshard.trace.standin import StandIn
 
 # What is picked by an index is followed run by run; an index of more runs is computed.
 MAX_RUNS = 4096
@@ -35,7 +35,7 @@ class Rearranged(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    boxes: tuple[Landing, ...]
+    boxes: tuple[BoxMapping, ...]
 
 
 class Run(NamedTuple):
@@ -64,12 +64,12 @@ def rearranged(
     return {name: Rearranged(tuple(result.shape), _boxes(follower, name, result)) for name, result in results.items()}
 
 
-def _boxes(follower: _Follower, name: str, result: torch.Tensor) -> tuple[Landing, ...]:
-    if type(result) is not StandIn or not result.numel():
+def _boxes(follower: _Follower, name: str, result: torch.Tensor) -> tuple[BoxMapping, ...]:
+    if type(result) is not LazyTensor or not result.numel():
         return ()
-    boxes: list[Landing] = []
+    boxes: list[BoxMapping] = []
     try:
-        for origin, walk, casts in movement(follower.now(result), Walk.over(geometry_of(result.meta))):
+        for origin, walk, casts in movement(follower.now(result), IndexMap.over(geometry_of(result.meta))):
             if not isinstance(origin, Reference):
                 continue
             if isinstance(origin.buffer.base, Computed):
@@ -80,7 +80,7 @@ def _boxes(follower: _Follower, name: str, result: torch.Tensor) -> tuple[Landin
                 boxes += onto(walk.turned(), tuple(result.shape), unit_steps=True)
     except (NotMovement, Uninitialised):
         raise Unsupported(f"{name} is computed, not only moved") from None
-    except TooFine:
+    except TooFragmented:
         raise Unsupported(f"{name} is scattered over more than {MAX_BOXES} boxes") from None
     return tuple(boxes)
 
@@ -94,7 +94,7 @@ class _Follower(Recorder):
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dim, index = _picking(func, args)
-        if type(args[0]) is StandIn and _is_known_vector(index):
+        if type(args[0]) is LazyTensor and _is_known_vector(index):
             length = args[0].meta.size(dim)
             given = (index.nonzero().flatten() if index.dtype == torch.bool else index).tolist()
             positions = [p + length if p < 0 else p for p in given]
@@ -103,7 +103,7 @@ class _Follower(Recorder):
                 return self._picked(args[0], dim, len(positions), runs)
         return super()._dispatch(func, args, kwargs)
 
-    def _picked(self, tensor: StandIn, dim: int, count: int, runs: Sequence[Run]) -> StandIn:
+    def _picked(self, tensor: LazyTensor, dim: int, count: int, runs: Sequence[Run]) -> LazyTensor:
         shape = list(tensor.meta.shape)
         shape[dim] = count
         out = tensor.meta.new_empty(shape)

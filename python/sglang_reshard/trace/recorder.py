@@ -15,12 +15,12 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace import operators as op
 from sglang_reshard.trace.buffers import Buffer, Computed, Write
-from sglang_reshard.trace.ledger import Ledger, buffer_like, geometry_of
+from sglang_reshard.trace.lazy_tensor import LazyTensor, tensors_in
+from sglang_reshard.trace.memory import TraceMemory, buffer_like, geometry_of
 from sglang_reshard.trace.scalars import Scalars, TracedScalar
-from sglang_reshard.trace.standin import StandIn, tensors_in
 
 
-class Recorder(Ledger):
+class Recorder(TraceMemory):
     """One trace. `failure` is the first error in an operation, which the loader may have swallowed."""
 
     def __init__(self, model: torch.nn.Module, scalars: dict[str, float]) -> None:
@@ -29,8 +29,8 @@ class Recorder(Ledger):
         self._lock = threading.RLock()
         self._thread = threading.get_ident()
 
-    def standin(self, meta: torch.Tensor, buffer: Buffer) -> StandIn:
-        return StandIn(meta, buffer, self)
+    def standin(self, meta: torch.Tensor, buffer: Buffer) -> LazyTensor:
+        return LazyTensor(meta, buffer, self)
 
     # ---- entry points
 
@@ -52,7 +52,7 @@ class Recorder(Ledger):
     def guard(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation of the loader's thread on tensors that are real, unless they are in a list."""
         tensors = tensors_in(args, kwargs)
-        if any(type(t) is StandIn for t in tensors):
+        if any(type(t) is LazyTensor for t in tensors):
             return self.handle(func, args, kwargs)
         if op.is_view(func):
             return func(*args, **kwargs)
@@ -104,7 +104,7 @@ class Recorder(Ledger):
         return self._computed(func, args, kwargs)
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        base = next(a for a in tensors_in(args, kwargs) if type(a) is StandIn)
+        base = next(a for a in tensors_in(args, kwargs) if type(a) is LazyTensor)
         out = func(*op.mapped(_meta, args), **op.mapped(_meta, kwargs))
         if isinstance(out, torch.Tensor):
             return self.standin(out, base.buffer)
@@ -122,7 +122,7 @@ class Recorder(Ledger):
         self.write(args[0], self._computed(compute, operands, op.mapped(self.lifted, kwargs)))
         return args[0]
 
-    def _joined(self, func: Any, args: tuple[Any, ...]) -> StandIn:
+    def _joined(self, func: Any, args: tuple[Any, ...]) -> LazyTensor:
         parts = [self.lifted(t, always=True) for t in args[0]]
         dim = args[1] if len(args) > 1 else 0
         # cat ignores empty vectors of any dtype and shape
@@ -138,7 +138,7 @@ class Recorder(Ledger):
             start += size
         return self._moved(out, writes)
 
-    def _padded(self, func: Any, args: tuple[Any, ...]) -> StandIn:
+    def _padded(self, func: Any, args: tuple[Any, ...]) -> LazyTensor:
         inner, pad = args[0], args[1]
         if any(p < 0 for p in pad):
             return self._computed(func, args, {})
@@ -149,17 +149,17 @@ class Recorder(Ledger):
             at = at.narrow(dim, pad[2 * i], out.size(dim) - pad[2 * i] - pad[2 * i + 1])
         return self._moved(out, [(None, args[2] if len(args) > 2 else 0), (at, inner)])
 
-    def _fresh(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
+    def _fresh(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyTensor:
         out = func(*op.mapped(_meta, args), **{**kwargs, "device": "meta"})
         value = op.FRESH[func]
         return self._moved(out, [] if value is None else [(None, value)])
 
-    def _moved(self, out: torch.Tensor, writes: Sequence[tuple[torch.Tensor | None, Any]]) -> StandIn:
+    def _moved(self, out: torch.Tensor, writes: Sequence[tuple[torch.Tensor | None, Any]]) -> LazyTensor:
         """A new buffer, laid out like `out`, to which each content is written at a view of `out`."""
         buffer = buffer_like(out, None)
         for at, content in writes:
             place = geometry_of(out if at is None else at)
-            buffer.writes.append(Write(place, self.now(content) if type(content) is StandIn else content))
+            buffer.writes.append(Write(place, self.now(content) if type(content) is LazyTensor else content))
         return self.standin(out, buffer)
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,12 +175,12 @@ class Recorder(Ledger):
             return type(out)(self.standin(o, buffer_like(o, Computed(func, *kept, i))) for i, o in enumerate(out))
         raise Unsupported(f"The loader calls {func} on weights and goes by its result, {type(out).__name__}.")
 
-    def item(self, standin: StandIn) -> TracedScalar:
+    def item(self, standin: LazyTensor) -> TracedScalar:
         return self.scalars.give(self.now(standin))
 
 
 def _meta(value: Any) -> Any:
-    if type(value) is StandIn:
+    if type(value) is LazyTensor:
         return value.meta
     if isinstance(value, torch.Tensor) and value.device.type != "meta" and value.dim():
         return torch.empty_like(value, device="meta")

@@ -9,16 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace.buffers import (
-    NotMovement,
-    Reference,
-    Source,
-    Uninitialised,
-    describe,
-    movement,
-)
+from sglang_reshard.trace.buffers import NotMovement, Reference, Source, Uninitialised, describe, movement
 from sglang_reshard.trace.casts import one_cast_does
-from sglang_reshard.trace.geometry import TooFine, Walk
+from sglang_reshard.trace.geometry import IndexMap, TooFragmented
 
 
 class TracedScalar(float):
@@ -126,8 +119,8 @@ def _one_source_element(reference: Reference) -> Source | None:
     if reference.geometry.numel != 1 or not reference.dtype.is_floating_point:
         return None
     try:
-        (piece,) = movement(reference, Walk.over(reference.geometry))
-    except (NotMovement, TooFine, Uninitialised):
+        (piece,) = movement(reference, IndexMap.over(reference.geometry))
+    except (NotMovement, TooFragmented, Uninitialised):
         return None
     origin = piece.origin
     if not isinstance(origin, Reference) or not isinstance(origin.buffer.base, Source):

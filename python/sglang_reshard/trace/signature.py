@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.places import Places
+from sglang_reshard.sources.tensor_fingerprint import TensorFingerprint
 from sglang_reshard.trace.live import OWN_ATTRIBUTES, live_tensors, signature_of
 
 _alive = weakref.ref.__call__
@@ -65,7 +65,7 @@ class _Found:
         self._mappings = _indices(self._types, dict)
         self._held, items = self._contents(values)
         self._tensor_items = _indices(map(type, items), torch.Tensor)
-        self._places = Places(self._all_tensors(values, items))
+        self._places = TensorFingerprint(self._all_tensors(values, items))
 
     def unchanged(self) -> bool:
         modules: list[Any] = list(map(_alive, self._modules))

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
-from sglang_reshard.layout import TensorSpec
+from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.audit import Change, Snapshot, TensorSlots
 from sglang_reshard.trace.coverage import check_coverage, check_order
 from sglang_reshard.trace.fills import without_overwritten_fills
-from sglang_reshard.trace.loader import HeldCall, collector_paused, held_post_load, inline_thread_pools
+from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveWriteMode
+from sglang_reshard.trace.loader import DeferredCall, collector_paused, held_post_load, inline_thread_pools
 from sglang_reshard.trace.lowering import Lowering
 from sglang_reshard.trace.operators import mapped
 from sglang_reshard.trace.program import Program, Step
 from sglang_reshard.trace.recorder import Recorder
-from sglang_reshard.trace.standin import Guard, StandIn
 
 
 def trace(
@@ -66,7 +66,7 @@ def _check_names(specs: Sequence[TensorSpec]) -> None:
         seen.add(spec.name)
 
 
-def _run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: Recorder) -> list[HeldCall]:
+def _run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: Recorder) -> list[DeferredCall]:
     sources = [(spec.name, recorder.source(spec)) for spec in specs]
     handed_out = ["none yet"]
 
@@ -83,7 +83,7 @@ def _run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: R
             stack.callback(lambda: changes.extend(snapshot.restore()))
             held = stack.enter_context(held_post_load(model))
             stack.enter_context(inline_thread_pools())
-            stack.enter_context(Guard(recorder))
+            stack.enter_context(LiveWriteMode(recorder))
             model.load_weights(weights())  # type: ignore[operator]
         if recorder.failure is not None:
             raise recorder.failure
@@ -123,7 +123,7 @@ def _rejection(error: Exception, tensor: str) -> ReshardError:
 
 
 def _refuse_standin(value: Any) -> Any:
-    if isinstance(value, StandIn):
+    if isinstance(value, LazyTensor):
         raise Unsupported("The loader passes weights to post_load_weights; the trace cannot hold that call back.")
     return value
 
@@ -133,7 +133,7 @@ def _rebind(recorder: Recorder, change: Change) -> None:
     before, after = change.before, change.after
     if (
         not isinstance(before, torch.Tensor)
-        or isinstance(before, StandIn)
+        or isinstance(before, LazyTensor)
         or before.shape != after.shape
         or before.dtype != after.dtype
     ):
@@ -145,14 +145,14 @@ def _rebind(recorder: Recorder, change: Change) -> None:
     recorder.write(before.data, after)
 
 
-def _post_load_steps(model: torch.nn.Module, held: Sequence[HeldCall]) -> list[Step]:
+def _post_load_steps(model: torch.nn.Module, held: Sequence[DeferredCall]) -> list[Step]:
     if not held:
         return []
     slots = TensorSlots(model)
     return [_post_load_step(call, slots) for call in held]
 
 
-def _post_load_step(call: HeldCall, slots: TensorSlots) -> Step:
+def _post_load_step(call: DeferredCall, slots: TensorSlots) -> Step:
     def run() -> None:
         call.module.post_load_weights(*call.args, **call.kwargs)  # type: ignore[operator]
         slots.keep_addresses()

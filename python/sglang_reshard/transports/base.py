@@ -7,15 +7,15 @@ from typing import Protocol
 
 import torch
 
-from sglang_reshard.plan import BroadcastPlan, Catalog, Intake
+from sglang_reshard.plan import BroadcastPlan, ReadPlan, TensorIndex
 from sglang_reshard.trace.program import Program
-from sglang_reshard.transports.groups import Groups
+from sglang_reshard.transports.broadcast_communicator import BroadcastCommunicators
 from sglang_reshard.transports.memory import PeerMemory
-from sglang_reshard.transports.peers import Peers
+from sglang_reshard.transports.p2p_communicator import P2pCommunicator
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class TransportContext:
     """One engine rank's side of a plan.
 
     memory     trainer rank -> its mapped memory, for the trainer ranks whose memory this rank reads
@@ -26,14 +26,14 @@ class Here:
 
     engine_rank: int
     device: torch.device
-    catalog: Catalog
-    intake: Intake
+    catalog: TensorIndex
+    intake: ReadPlan
     program: Program
     memory: dict[int, PeerMemory]
     broadcast: BroadcastPlan | None
-    groups: Groups | None
+    groups: BroadcastCommunicators | None
     shares: dict[int, int]
-    peers: Peers | None
+    peers: P2pCommunicator | None
 
 
 class Transport(Protocol):

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang_reshard.layout import Region
-from sglang_reshard.plan import Lane, Round
-from sglang_reshard.transports.base import Here
-from sglang_reshard.transports.groups import Group, Groups, Work
-from sglang_reshard.transports.landing import CopyList, Landings
-from sglang_reshard.transports.pull import Pull
+from sglang_reshard.layout.regions import Region
+from sglang_reshard.plan import BroadcastGroup, Bucket
+from sglang_reshard.transports.base import TransportContext
+from sglang_reshard.transports.broadcast_communicator import BroadcastCommunicator, BroadcastCommunicators, Work
+from sglang_reshard.transports.copies import CopyList, DestinationViews
+from sglang_reshard.transports.direct_read import DirectRead
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
     """This rank's part in one round. `pack` is None unless it leads."""
 
-    group: Group
+    group: BroadcastCommunicator
     root: int
     bucket: torch.Tensor
     pack: CopyList | None
@@ -34,7 +34,7 @@ class _Turn:
 class BroadcastTransport:
     """See the module's text. Groups are made here, in the plan's order, by all their members together."""
 
-    def __init__(self, here: Here) -> None:
+    def __init__(self, here: TransportContext) -> None:
         plan, groups, rank = here.broadcast, here.groups, here.engine_rank
         assert plan is not None
         assert groups is not None
@@ -43,13 +43,13 @@ class BroadcastTransport:
         buckets = [torch.empty(largest, dtype=torch.uint8, device=here.device) for _ in mine[:2]]
         self.extra_bytes = sum(b.numel() for b in buckets)
         by_itself = plan.alone[rank][here.intake.pieces(here.catalog)]
-        self._pull = Pull(here, np.flatnonzero(by_itself).tolist())
+        self._pull = DirectRead(here, np.flatnonzero(by_itself).tolist())
         self.read_bytes = dict(self._pull.read_bytes)
         self.received_bytes = sum(self.read_bytes.values())
         for lane in plan.lanes:
             if rank in lane.members:
                 groups.get(lane.members)
-        landings = Landings(here.catalog, here.program)
+        landings = DestinationViews(here.catalog, here.program)
         self._turns = [
             self._turn(here, groups, landings, plan.lanes[r.lane], r, buckets[i % 2]) for i, r in enumerate(mine)
         ]
@@ -73,7 +73,13 @@ class BroadcastTransport:
         turn.land.run()
 
     def _turn(
-        self, here: Here, groups: Groups, landings: Landings, lane: Lane, r: Round, bucket: torch.Tensor
+        self,
+        here: TransportContext,
+        groups: BroadcastCommunicators,
+        landings: DestinationViews,
+        lane: BroadcastGroup,
+        r: Bucket,
+        bucket: torch.Tensor,
     ) -> _Turn:
         assert here.broadcast is not None
         leads = lane.leader == here.engine_rank

@@ -5,8 +5,8 @@ One copy, from the trainer's shard to the live parameter; no buffer, no collecti
 
 from __future__ import annotations
 
-from sglang_reshard.transports.base import Here
-from sglang_reshard.transports.pull import Pull
+from sglang_reshard.transports.base import TransportContext
+from sglang_reshard.transports.direct_read import DirectRead
 
 
 class IpcTransport:
@@ -14,9 +14,9 @@ class IpcTransport:
 
     extra_bytes = 0
 
-    def __init__(self, here: Here) -> None:
+    def __init__(self, here: TransportContext) -> None:
         rows = (row for t in here.intake.links() if t not in here.shares for row in here.intake.rows(t))
-        self._pull = Pull(here, rows)
+        self._pull = DirectRead(here, rows)
         self.read_bytes = self._pull.read_bytes
         self.received_bytes = sum(self.read_bytes.values())
 

@@ -23,10 +23,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout import Region
+from sglang_reshard.layout.regions import Region
 from sglang_reshard.transports.mapping import map_files
-from sglang_reshard.transports.room import check_shared_memory, make_descriptors
-from sglang_reshard.transports.shared_file import open_shared
+from sglang_reshard.transports.resource_limits import check_shared_memory, make_descriptors
+from sglang_reshard.transports.shm import open_shared
 
 _MOST_ELEMENTS = 1 << 58  # that torch can count the bytes of
 

@@ -1,6 +1,6 @@
 """Point to point: trainer ranks send exactly the boxes that engine ranks lack.
 
-    outlet = Outlet(layout, shards, orders, shares, device)       # a trainer rank; peers are numbered as in `Peers`
+    outlet = P2pSender(layout, shards, orders, shares, device)    # a trainer rank; peers as in `P2pCommunicator`
     outlet.send(peers)
 
     transport = P2pTransport(here)                                # an engine rank
@@ -26,17 +26,17 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan.broadcast import ALIGN_BYTES
-from sglang_reshard.plan.streams import Message, Order, Slot, messages, order_of, sent_rows
-from sglang_reshard.sources.placements import Layout
-from sglang_reshard.transports.base import Here
-from sglang_reshard.transports.landing import CopyList, landing
-from sglang_reshard.transports.peers import Parcel, Peers, Travel
+from sglang_reshard.plan.p2p import BufferSlice, Message, SendRequest, messages, send_request, sent_rows
+from sglang_reshard.transports.base import TransportContext
+from sglang_reshard.transports.copies import CopyList, destination_view
+from sglang_reshard.transports.p2p_communicator import P2pCommunicator, PeerBuffer, PendingOps
 
 _BUCKETS = 2
 
 
-class Outlet:
+class P2pSender:
     """A trainer rank's side: what it sends to which engine ranks.
 
     sent_bytes   in one update, in the shards' dtypes
@@ -45,9 +45,9 @@ class Outlet:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: SourceLayout,
         shards: Sequence[torch.Tensor],
-        orders: Mapping[int, Order],
+        orders: Mapping[int, SendRequest],
         shares: Mapping[int, int],
         device: torch.device,
     ) -> None:
@@ -62,9 +62,9 @@ class Outlet:
         self._turns, self.extra_bytes = _turns(links, device, pack=True)
         self.sent_bytes = sum(link.payload_bytes for link in links.values())
 
-    def send(self, peers: Peers) -> None:
-        """Send all rounds. Returns when the last has left; raises as `Travel.wait` does."""
-        travelling: list[Travel] = []
+    def send(self, peers: P2pCommunicator) -> None:
+        """Send all rounds. Returns when the last has left; raises as `PendingOps.wait` does."""
+        travelling: list[PendingOps] = []
         for turn in self._turns:
             if len(travelling) == 2:
                 travelling.pop(0).wait()
@@ -80,7 +80,7 @@ class P2pTransport:
     A failure closes the peers, so that whoever waits for this rank hears of it.
     """
 
-    def __init__(self, here: Here) -> None:
+    def __init__(self, here: TransportContext) -> None:
         taken, layout = here.intake, here.catalog.layout
         again: dict[int, list[int]] = {}
         for row, first in taken.repeats.items():
@@ -88,13 +88,13 @@ class P2pTransport:
         links = {}
         for trainer_rank, share in here.shares.items():
             rows = sent_rows(taken, trainer_rank).tolist()
-            views = [tuple(landing(here, r) for r in (row, *again.get(row, ()))) for row in rows]
-            links[trainer_rank] = _Link.cut(layout, order_of(taken, trainer_rank), share, views)
+            views = [tuple(destination_view(here, r) for r in (row, *again.get(row, ()))) for row in rows]
+            links[trainer_rank] = _Link.cut(layout, send_request(taken, trainer_rank), share, views)
         self._turns, self.extra_bytes = _turns(links, here.device, pack=False)
         self.read_bytes = {trainer_rank: link.payload_bytes for trainer_rank, link in links.items()}
         self.received_bytes = sum(self.read_bytes.values())
         self._peers = here.peers
-        self._travelling: list[Travel] = []
+        self._travelling: list[PendingOps] = []
 
     def move(self) -> None:
         self.start()
@@ -106,7 +106,7 @@ class P2pTransport:
         self._guarded(lambda: self._receive(self._turns[:2]))
 
     def finish(self) -> None:
-        """Land all rounds. Raises as `Travel.wait` does."""
+        """Land all rounds. Raises as `PendingOps.wait` does."""
         self._guarded(self._land)
 
     def _land(self) -> None:
@@ -115,7 +115,7 @@ class P2pTransport:
             turn.copies.run()
             self._receive(self._turns[number + 2 : number + 3])  # into the bucket that was just landed
 
-    def _receive(self, turns: Sequence[_Turn]) -> None:
+    def _receive(self, turns: Sequence[_Round]) -> None:
         for turn in turns:
             assert self._peers is not None  # who has turns has peers
             self._travelling.append(self._peers.receive(turn.parcels))
@@ -144,12 +144,14 @@ class _Link:
     payload_bytes: int
 
     @classmethod
-    def cut(cls, layout: Layout, order: Order, share_bytes: int, views: Sequence[tuple[torch.Tensor, ...]]) -> _Link:
+    def cut(
+        cls, layout: SourceLayout, order: SendRequest, share_bytes: int, views: Sequence[tuple[torch.Tensor, ...]]
+    ) -> _Link:
         items = order.items(layout)
         dtypes = [getattr(torch, layout.tensors[tensor].dtype) for tensor, _ in order.rows()]
         return cls(messages(items, share_bytes), dtypes, views, sum(item.nbytes for item in items))
 
-    def own(self, slot: Slot) -> list[torch.Tensor]:
+    def own(self, slot: BufferSlice) -> list[torch.Tensor]:
         """This side's memory of a slot."""
         views = self.views[slot.item]
         return list(views) if slot.box is None else [view[slot.box.slices()] for view in views]
@@ -170,7 +172,7 @@ class _Link:
         return -(-max(staged, default=0) // ALIGN_BYTES) * ALIGN_BYTES
 
 
-class Load(NamedTuple):
+class LinkLoad(NamedTuple):
     """What one link asks of one side in an update. staged_bytes: of each bucket."""
 
     messages: int
@@ -179,15 +181,19 @@ class Load(NamedTuple):
 
 
 def load_of(
-    layout: Layout, order: Order, share_bytes: int, views: Sequence[tuple[torch.Tensor, ...]], device: torch.device
-) -> Load:
+    layout: SourceLayout,
+    order: SendRequest,
+    share_bytes: int,
+    views: Sequence[tuple[torch.Tensor, ...]],
+    device: torch.device,
+) -> LinkLoad:
     """The load that a link would be, told without making a bucket. For `views` see `_Link`; meta tensors will do."""
     link = _Link.cut(layout, order, share_bytes, views)
     staged = link.staged_bytes([link.in_place(message, device) for message in link.messages])
-    return Load(len(link.messages), link.payload_bytes, staged)
+    return LinkLoad(len(link.messages), link.payload_bytes, staged)
 
 
-def buckets_bytes(loads: Iterable[Load]) -> int:
+def buckets_bytes(loads: Iterable[LinkLoad]) -> int:
     """Bytes of the buckets of a side whose links are these."""
     of_links = list(loads)
     rounds = max((load.messages for load in of_links), default=0)
@@ -195,14 +201,14 @@ def buckets_bytes(loads: Iterable[Load]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _Round:
     """One round of all links: the messages, and the copies between this side's memory and the bucket."""
 
-    parcels: list[Parcel]
+    parcels: list[PeerBuffer]
     copies: CopyList
 
 
-def _turns(links: Mapping[int, _Link], device: torch.device, *, pack: bool) -> tuple[list[_Turn], int]:
+def _turns(links: Mapping[int, _Link], device: torch.device, *, pack: bool) -> tuple[list[_Round], int]:
     """The rounds, and the bytes of their buckets. `pack`: copies go into the bucket, not out of it."""
     in_place = {peer: [link.in_place(m, device) for m in link.messages] for peer, link in links.items()}
     begin, end = {}, 0  # each link's region of a bucket
@@ -214,7 +220,7 @@ def _turns(links: Mapping[int, _Link], device: torch.device, *, pack: bool) -> t
     turns = []
     for number in range(rounds):
         bucket = buckets[number % 2]
-        turn = _Turn([], CopyList())
+        turn = _Round([], CopyList())
         for peer in sorted(links):
             link = links[peer]
             if number >= len(link.messages):

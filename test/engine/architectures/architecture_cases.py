@@ -19,8 +19,8 @@ import torch
 
 from architectures import Architecture, text_generation
 from examination import Finding, examine, said
-from sglang_reshard.oracle.forks import in_forks
-from sglang_reshard.oracle.rank import choose_code_paths, import_before_forks
+from sglang_reshard.cli.plan.forked_jobs import in_forks
+from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from support.checkpoints import has_experts, write_checkpoint
 from support.scripts import answer
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from oracle.digests import digests
+from oracle.replay import replay
+from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.layout import TensorSpec
-from sglang_reshard.oracle.digests import digests
-from sglang_reshard.oracle.rank import build_rank
-from sglang_reshard.oracle.replay import replay
+from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace import Copy, Program, live_signature, trace
 from sglang_reshard.trace.live import live_tensors, storage_key
 from support.checkpoints import read_weights

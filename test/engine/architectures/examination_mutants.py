@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 import examination
+from sglang_reshard.cli.plan.forked_jobs import in_forks
+from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.oracle.forks import in_forks
-from sglang_reshard.oracle.rank import choose_code_paths, import_before_forks
 from sglang_reshard.trace import Program, trace
 from support.checkpoints import write_checkpoint
 from support.scripts import answer

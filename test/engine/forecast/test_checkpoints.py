@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sglang_reshard.cli.plan.checkpoint import specs_of
+from sglang_reshard.cli.plan.models import prepare
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.forecast.checkpoint import specs_of
-from sglang_reshard.forecast.models import prepare
 from support.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.engine

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from benchmark import deepseek_v3
-from sglang_reshard.forecast.models import presets
-from sglang_reshard.plan import Catalog, Seat, intake
-from sglang_reshard.sources.placements import Layout
+from sglang_reshard.cli.plan.models import presets
+from sglang_reshard.layout.source_layout import SourceLayout
+from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
@@ -30,7 +30,7 @@ DEADLINE_S = 300
 
 
 def plan(*arguments: str) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "sglang_reshard.cli", "plan", *arguments]
+    command = [sys.executable, "-m", "sglang_reshard.cli.main", "plan", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     return done.returncode, done.stdout, done.stderr
 
@@ -75,15 +75,15 @@ def test_deepseek_v3_is_as_its_shapes_say() -> None:
         return layer is None or int(layer[1]) < layers
 
     whole = deepseek_v3.fsdp_layout(64)
-    layout: Layout = msgspec.structs.replace(whole, tensors=tuple(t for t in whole.tensors if is_taken(t.name)))
+    layout: SourceLayout = msgspec.structs.replace(whole, tensors=tuple(t for t in whole.tensors if is_taken(t.name)))
     assert found["tensors"] == len(layout.tensors)
     assert found["model_bytes"] == sum(t.spec.nbytes for t in layout.tensors)
     assert [rank["shard_bytes"] for rank in found["trainer_ranks"]] == list(layout.local_bytes())
-    catalog = Catalog.of(layout)
+    catalog = TensorIndex.of(layout)
     for rank in found["engine_ranks"]:
         copies = [c for c in deepseek_v3.copies(rank["rank"], engines, engines) if is_taken(c.source)]
-        seat = Seat(rank["rank"], engines, "engine host", ("trainer host",) * 64)
-        assert rank["received_bytes"] == rank["least_bytes"] == intake(catalog, copies, seat).least_bytes()
+        seat = RankLocation(rank["rank"], engines, "engine host", ("trainer host",) * 64)
+        assert rank["received_bytes"] == rank["least_bytes"] == plan_reads(catalog, copies, seat).least_bytes()
 
 
 def test_what_would_be_refused_is_said_in_the_refusals_own_words() -> None:

@@ -14,9 +14,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from torch.distributed.device_mesh import init_device_mesh
 
+from demo import tiny_model
+from demo.trainer import Trainer
 from sglang_reshard import WeightSender
-from sglang_reshard.demo import tiny_model
-from sglang_reshard.demo.trainer import Trainer
 from support.refusals import refusal_of
 
 

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from sglang_reshard import VerlEngine, cpu_host
-from sglang_reshard.demo.reference import greedy_tokens
-from sglang_reshard.oracle.digests import LOADER, read_live_digests
+from demo.reference import greedy_tokens
+from oracle.digests import LOADER, read_live_digests
+from sglang_reshard import VerlEngine
+from sglang_reshard.testing import cpu_host
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 NEW_TOKENS = 8

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard_job import PROMPTS, Job
-from sglang_reshard.shared_segments import segments_of
+from sglang_reshard.patches.shared_segments import segments_of
 from support.refusals import refusal_of
 
 REASON = "engine rank 1 has half of update 7"

@@ -8,11 +8,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from sglang_reshard import WeightSender, cpu_host
-from sglang_reshard.demo import tiny_model
-from sglang_reshard.demo.trainer import Trainer
-from sglang_reshard.launch import without_torchrun_variables
-from sglang_reshard.oracle.digests import LOADER, read_live_digests
+from demo import tiny_model
+from demo.trainer import Trainer
+from oracle.digests import LOADER, read_live_digests
+from sglang_reshard import WeightSender
+from sglang_reshard.api.launch import without_torchrun_variables
+from sglang_reshard.testing import cpu_host
 from support.refusals import refusal_of
 
 

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sglang_reshard import VerlEngine, cpu_host
-from sglang_reshard.demo import text, tiny_model
-from sglang_reshard.demo.reference import greedy_tokens
-from sglang_reshard.demo.trainer import Trainer
-from sglang_reshard.oracle.digests import LOADER, read_live_digests
+from demo import text, tiny_model
+from demo.reference import greedy_tokens
+from demo.trainer import Trainer
+from oracle.digests import LOADER, read_live_digests
+from sglang_reshard import VerlEngine
+from sglang_reshard.testing import cpu_host
 from support.refusals import refusal_of
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]

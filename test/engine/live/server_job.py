@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from sglang_reshard import VerlEngine, WeightSender, cpu_host
-from sglang_reshard.demo import text, tiny_model
-from sglang_reshard.demo.reference import greedy_tokens
-from sglang_reshard.demo.trainer import Trainer
-from sglang_reshard.remote import RemoteEngine
-from sglang_reshard.transports.p2p import Outlet
+from demo import text, tiny_model
+from demo.reference import greedy_tokens
+from demo.trainer import Trainer
+from sglang_reshard import VerlEngine, WeightSender
+from sglang_reshard.api.remote_engine import RemoteEngine
+from sglang_reshard.testing import cpu_host
+from sglang_reshard.transports.p2p import P2pSender
 from support.refusals import refusal_of
 
 SLOW_S = 3.0
@@ -56,14 +57,14 @@ def stage(job: dict[str, Any]) -> dict[str, Any]:
     sender = WeightSender.over(mesh.get_group(), send, timeout_s=60, transport="p2p")
     sender.update(trainer.model.named_parameters(), weight_version="settled")
     moving: list[float] = []
-    go = Outlet.send
+    go = P2pSender.send
 
-    def go_slowly(outlet: Outlet, peers: Any) -> None:
+    def go_slowly(outlet: P2pSender, peers: Any) -> None:
         moving.append(time.monotonic())
         time.sleep(SLOW_S)
         go(outlet, peers)
 
-    Outlet.send = go_slowly  # type: ignore[method-assign]
+    P2pSender.send = go_slowly  # type: ignore[method-assign]
     seen: dict[str, Any] = {}
     for name, options in (("plain", {}), ("staged", {"staged": True, "verify": "full"})):
         client = Client(url, job["key"])
@@ -83,7 +84,7 @@ def stage(job: dict[str, Any]) -> dict[str, Any]:
             "meanwhile": [version for at, version, _ in client.answers if began + 0.5 < at < began + SLOW_S],
             "afterwards": [version for at, version, _ in client.answers if at > began + SLOW_S],
         }
-    Outlet.send = go  # type: ignore[method-assign]
+    P2pSender.send = go  # type: ignore[method-assign]
     sender.close()
     return seen
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from demo import text
+from demo.reference import greedy_tokens
+from oracle.digests import LOADER, read_live_digests
 from reshard_job import PROMPTS, Job
-from sglang_reshard import cpu_host
-from sglang_reshard.demo import text
-from sglang_reshard.demo.reference import greedy_tokens
-from sglang_reshard.launch import without_torchrun_variables
-from sglang_reshard.oracle.digests import LOADER, read_live_digests
+from sglang_reshard.api.launch import without_torchrun_variables
+from sglang_reshard.testing import cpu_host
 
 Digests = list[dict[str, str]]
 LONG = [[(7 * i) % 400 + 3 for i in range(40)]]  # long enough for its beginning to be cached

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sglang_reshard.api.remote_engine import API_KEY, URL, RemoteEngine
 from sglang_reshard.errors import Unauthorized
-from sglang_reshard.remote import API_KEY, URL, RemoteEngine
 from support.servers import serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]

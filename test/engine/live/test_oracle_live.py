@@ -2,10 +2,10 @@
 
 import pytest
 
-from sglang_reshard import cpu_host
-from sglang_reshard.oracle.digests import LOADER, read_live_digests
-from sglang_reshard.oracle.forks import ChildFailed
-from sglang_reshard.oracle.stock import stock_digests
+from oracle.digests import LOADER, read_live_digests
+from oracle.stock import stock_digests
+from sglang_reshard.cli.plan.forked_jobs import ChildFailed
+from sglang_reshard.testing import cpu_host
 from support.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.engine

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_reshard.oracle.stock import stock_digests
+from oracle.stock import stock_digests
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sglang_reshard.oracle.stock import stock_digests
+from oracle.stock import stock_digests
 from support.checkpoints import write_checkpoint
 from support.trainers import run_trainers
 

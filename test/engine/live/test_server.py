@@ -8,8 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sglang_reshard import __version__, cpu_host
-from sglang_reshard.demo import tiny_model
+from demo import tiny_model
+from sglang_reshard import __version__
+from sglang_reshard.testing import cpu_host
 from support.servers import launch, serving
 from support.trainers import run_trainers
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sglang_reshard.sources import Part, Stack, describe, slots
+from sglang_reshard.sources import FusedSlice, FusedTensor, describe, fused_slices
 
 pytestmark = pytest.mark.engine
 
@@ -57,7 +57,7 @@ def test_a_shard_spec_with_slots_describes_what_its_stack_describes(rank: int) -
         )
         spec = ShardSpec.from_param(tensor)
         spec.hf_slots = [(f"experts.{e}", (4, 5)) for e in range(3)]
-        stack = Stack(tuple((f"experts.{e}", Part((e, 0, 0), (e + 1, 4, 5), (1, 2))) for e in range(3)))
+        stack = FusedTensor(tuple((f"experts.{e}", FusedSlice((e, 0, 0), (e + 1, 4, 5), (1, 2))) for e in range(3)))
         by_spec = describe([("w", tensor.to_local().reshape(-1), spec)], **ranks)
         by_dtensor = describe([("w", tensor, stack)], **ranks)
     assert by_spec.layout == by_dtensor.layout
@@ -85,7 +85,7 @@ def test_the_slots_of_verls_own_converters(name: str, model_type: str, monkeypat
     handler = utils.get_moe_param_handler(model_type, True)
     whole = torch.arange(3 * 8 * 6, dtype=torch.bfloat16).view(3, 8, 6)
     table = utils.enumerate_hf_slots(handler, name, whole.shape, whole.dtype)
-    parts = slots(table, whole.shape, lambda start, rows: list(handler(name, rows, expert_id_base=start)))
+    parts = fused_slices(table, whole.shape, lambda start, rows: list(handler(name, rows, expert_id_base=start)))
     made = {n: t for e in range(3) for n, t in handler(name, whole[e : e + 1], expert_id_base=e)}
     assert [n for n, _ in parts] == list(made)
     for part_name, part in parts:

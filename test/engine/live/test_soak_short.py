@@ -19,8 +19,8 @@ from benchmark.soak.clients import Tally
 from benchmark.soak.expected import Expected
 from benchmark.soak.footprint import Footprint, footprint
 from benchmark.soak.seen import Updated, Verified
-from sglang_reshard.demo import tiny_model
-from sglang_reshard.shared_segments import segments_of
+from demo import tiny_model
+from sglang_reshard.patches.shared_segments import segments_of
 
 UPDATES, EVERY = 30, 10
 MIB = 2**20

@@ -14,11 +14,12 @@ from typing import Any
 import psutil
 from torch.distributed.device_mesh import init_device_mesh
 
-from sglang_reshard import DistributedUpdateWeightsReq, VerlEngine, cpu_host
-from sglang_reshard.channel import Address
-from sglang_reshard.demo import tiny_model
+from demo import tiny_model
+from sglang_reshard import DistributedUpdateWeightsReq, VerlEngine
+from sglang_reshard.control import Address
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.patches import torn
+from sglang_reshard.testing import cpu_host
 from support.refusals import refusal_of
 
 PROMPT, GREEDY = [5, 6, 7, 8], {"temperature": 0, "ignore_eos": True}

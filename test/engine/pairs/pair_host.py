@@ -88,7 +88,7 @@ class PairHost:
 def main(kind: str, folder: str) -> None:
     import torch
 
-    from sglang_reshard.oracle.rank import choose_code_paths, import_before_forks
+    from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 
     choose_code_paths(4, gpu=kind == "gpu")
     torch.set_num_threads(1)

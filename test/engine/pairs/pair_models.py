@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.layout import TensorSpec
+from sglang_reshard.layout.regions import TensorSpec
 
 _BODY = {"hidden_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 64, "vocab_size": 19}
 _ATTENTION = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}

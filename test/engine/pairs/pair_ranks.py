@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from oracle.digests import digests
 from pair_models import weights
 from pairs import Pair, Placing
-from sglang_reshard.layout import TensorSpec
-from sglang_reshard.oracle.digests import digests
-from sglang_reshard.oracle.rank import build_rank
-from sglang_reshard.receiver import WeightReceiver
-from sglang_reshard.sender import WeightSender
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.cli.plan.sglang_model import build_rank
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace import live_signature
 from support.live_memory import differing, fill_with_garbage
 from support.world import Requests, Trainer

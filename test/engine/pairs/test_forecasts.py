@@ -15,10 +15,10 @@ from rich.console import Console
 
 from pair_host import PairHost
 from pairs import Pair, Placing
-from sglang_reshard.forecast.command import ask
-from sglang_reshard.forecast.figures import Forecast
-from sglang_reshard.forecast.models import prepare
-from sglang_reshard.forecast.question import Question, Source, Target
+from sglang_reshard.cli.plan.command import ask
+from sglang_reshard.cli.plan.figures import Forecast
+from sglang_reshard.cli.plan.models import prepare
+from sglang_reshard.cli.plan.request import PlanRequest, Source, Target
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -59,7 +59,7 @@ def test_an_update_is_as_it_was_forecast(
     report = host.run(pair)["trainers"][0]["reports"][0]
     # The config alone: the checkpoint's tensors must follow from it.
     (shown := tmp_path / "shown.json").write_text((models / model / "config.json").read_text())
-    question = Question(
+    question = PlanRequest(
         model=model,
         folder=str(prepare(str(shown), 0, tmp_path)),
         source=source,

@@ -1,0 +1,89 @@
+"""An engine in this process, with the methods that `RemoteEngine` has for one that is not."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from sglang_reshard.api.launch import without_torchrun_variables
+from sglang_reshard.api.remote_engine import PauseMode
+from sglang_reshard.errors import EngineRefused, Unsupported
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.protocol.weights_info import WeightsInfo
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
+
+
+class EmbeddedEngine:
+    """SGLang's own `engine`, whose processes may die without this one."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    @classmethod
+    def start(cls, arguments: dict[str, Any]) -> EmbeddedEngine:
+        """On every node of the engine, with its `node_rank` among the arguments, which are SGLang's ServerArgs."""
+        from sglang.srt.entrypoints.engine import Engine
+
+        from sglang_reshard.patches.engine import outlive
+
+        # Else an engine on a node other than the first never returns from its constructor.
+        os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
+        with without_torchrun_variables():
+            engine = Engine(**arguments)
+        outlive(engine)
+        return cls(engine)
+
+    @classmethod
+    def start_checked(cls, arguments: dict[str, Any]) -> EmbeddedEngine:
+        """On the first node: raises Unsupported, and ends the engine again, if it cannot be updated."""
+        from sglang_reshard.patches.engine import check_installed
+
+        started = cls.start(arguments)
+        try:
+            check_installed(started.engine)
+        except Unsupported:
+            started.close()
+            raise
+        return started
+
+    def update_weights_distributed(self, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
+        return self.engine.update_weights_distributed(request)
+
+    def weights_info(self) -> WeightsInfo:
+        from sglang_reshard.patches import weights_info
+
+        return weights_info.of(self.engine.tokenizer_manager)
+
+    def generate(self, **arguments: Any) -> Any:
+        return self.engine.generate(**arguments)
+
+    def release_memory_occupation(self, tags: list[str] | None = None) -> None:
+        self.engine.release_memory_occupation(tags)
+
+    def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
+        self.engine.resume_memory_occupation(tags)
+
+    def pause_generation(self, mode: PauseMode = "abort") -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        manager = self.engine.tokenizer_manager
+        self.engine.loop.run_until_complete(manager.pause_generation(PauseGenerationReqInput(mode=mode)))
+
+    def continue_generation(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        manager = self.engine.tokenizer_manager
+        self.engine.loop.run_until_complete(manager.continue_generation(ContinueGenerationReqInput()))
+
+    def flush_cache(self) -> None:
+        flushed = self.engine.flush_cache()
+        if not flushed.success:
+            raise EngineRefused(f"the cache was not flushed: {flushed.message or 'requests are running'}")
+
+    def close(self) -> None:
+        """End the engine's processes, and no others."""
+        from sglang_reshard.patches.engine import end
+
+        end(self.engine)

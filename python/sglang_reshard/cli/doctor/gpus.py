@@ -1,0 +1,122 @@
+"""GPUs and what passes between processes and between GPUs: memory by handle, peer access, NCCL, the memory saver."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import torch
+
+from sglang_reshard.cli.doctor.finding import Check, Finding, fail, ok, warning
+from sglang_reshard.cli.doctor.reader import pattern
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.transports.memory import MemoryExporter
+
+_READER_S = 120.0  # it imports torch, which takes long where many do
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def check_gpus() -> list[Finding]:
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        kinds = ", ".join(f"{len(list(same))} x {name}" for name, same in itertools.groupby(sorted(names)))
+        return ok("GPUs", f"{kinds}; torch is built for CUDA {torch.version.cuda}")
+    if not list(Path("/dev").glob("nvidia[0-9]*")):
+        return ok("GPUs", "no GPU: engines run on CPU here, see sglang_reshard.testing.cpu_host")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return fail(
+            "GPUs", f"torch sees none with CUDA_VISIBLE_DEVICES={visible!r}", "unset it, or name GPUs that exist"
+        )
+    return fail(
+        "GPUs",
+        f"torch sees none, though the driver has some; torch is built for CUDA {torch.version.cuda}",
+        "look at nvidia-smi; install a torch for the driver's CUDA, or a newer driver",
+    )
+
+
+def check_peer_access() -> list[Finding]:
+    """An engine rank reads another GPU's memory by it; without it the driver stages the bytes on the host."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return ok("peer access", "no GPU" if count == 0 else "one GPU: nothing to reach")
+    without = [pair for pair in itertools.combinations(range(count), 2) if not torch.cuda.can_device_access_peer(*pair)]
+    if without:
+        shown = ", ".join(f"{a}-{b}" for a, b in without[:4]) + (", ..." if len(without) > 4 else "")
+        return warning(
+            "peer access",
+            f"not between the GPUs {shown}: ipc between them goes through the host",
+            "look at nvidia-smi topo -p2p r; in a virtual machine ask for GPUs with NVLink, or turn off IOMMU and ACS",
+        )
+    return ok("peer access", f"between all of {count} GPUs")
+
+
+def check_handles() -> list[Finding]:
+    """What `ipc` needs: memory of this process, read by another one. It is done, with a few bytes of every device."""
+    found = _handed_over([torch.device("cpu")])
+    if not torch.cuda.is_available():
+        return found + ok("memory by handle, GPU", "no GPU")
+    return found + _handed_over([torch.device("cuda", i) for i in range(torch.cuda.device_count())])
+
+
+def check_nccl() -> list[Finding]:
+    if not torch.cuda.is_available():
+        return ok("NCCL", "no GPU: gloo carries what is sent")
+    if not torch.distributed.is_nccl_available():
+        return fail("NCCL", "this torch has none", "install torch from its own index, built for CUDA")
+    return ok("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+
+
+def check_memory_saver() -> list[Finding]:
+    """release_memory_occupation needs it; and it needs torch's allocator as it is by default."""
+    try:
+        told = metadata.version("torch_memory_saver")
+    except metadata.PackageNotFoundError:
+        return ok("memory saver", "not installed: release_memory_occupation of an engine here will free nothing")
+    expandable = [name for name in _ALLOCATOR if "expandable_segments:true" in os.environ.get(name, "").lower()]
+    if expandable:
+        return warning(
+            "memory saver",
+            f"{told}, and {expandable[0]} has expandable_segments, with which an engine with enable_memory_saver ends",
+            f"unset {expandable[0]} for the engine's process",
+        )
+    return ok("memory saver", f"{told}; used where an engine is started with enable_memory_saver=True")
+
+
+GPU_CHECKS: tuple[Check, ...] = (check_gpus, check_peer_access, check_handles, check_nccl, check_memory_saver)
+
+
+def _handed_over(devices: list[torch.device]) -> list[Finding]:
+    kind = "CPU" if devices[0].type == "cpu" else "GPU"
+    name = f"memory by handle, {kind}"
+    cure = "transport='p2p' does without; " + (
+        "run trainer and engine as one user in one PID namespace (docker: --pid=host or one container)"
+        if kind == "CPU"
+        else "run both in one container with --ipc=host, and let both see all GPUs"
+    )
+    try:
+        shards = [pattern().to(device) for device in devices]
+        handles = MemoryExporter(0).export(shards)
+        if kind == "GPU":
+            torch.cuda.synchronize()
+        read = subprocess.run(
+            [sys.executable, "-m", "sglang_reshard.cli.doctor.reader"],
+            input=msgspec.msgpack.encode(handles),
+            capture_output=True,
+            timeout=_READER_S,
+            check=False,
+        )
+    except (ReshardError, RuntimeError, subprocess.TimeoutExpired) as error:
+        return fail(name, f"{type(error).__name__}: {error}", cure)
+    said = read.stdout.decode().strip()
+    if read.returncode or said != "same":
+        last = (read.stderr.decode().strip().splitlines() or [said or "no word"])[-1]
+        return fail(name, f"another process could not read it: {last}", cure)
+    return ok(
+        name, "another process can read this one's" + (f", on all of {len(devices)} GPUs" if kind == "GPU" else "")
+    )

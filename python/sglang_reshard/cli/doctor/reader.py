@@ -1,0 +1,33 @@
+"""The other process of the doctor's: maps memory as an engine rank does, and says whether the right bytes are there.
+
+python -m sglang_reshard.cli.doctor.reader < handles
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from sglang_reshard.layout.regions import Region
+from sglang_reshard.protocol.messages import decode
+from sglang_reshard.transports.memory import Handles, PeerMemory
+
+ELEMENTS = 1024
+
+
+def pattern() -> torch.Tensor:
+    """What each shard holds, [1024] in float32."""
+    return torch.arange(ELEMENTS, dtype=torch.float32)
+
+
+def main() -> None:
+    handles = decode(sys.stdin.buffer.read(), Handles)
+    memory = PeerMemory(0, handles)
+    whole = Region((0,), (ELEMENTS,), (1,))
+    shards = [memory.region(i, whole, torch.float32) for i in range(len(handles.shards))]
+    print("same" if all(torch.equal(shard.cpu(), pattern()) for shard in shards) else "other bytes")
+
+
+if __name__ == "__main__":
+    main()

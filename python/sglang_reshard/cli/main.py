@@ -1,0 +1,135 @@
+"""The command line. Each command imports what it needs when it runs, so that --help is quick."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def main() -> None:
+    """Reshard a trainer's DTensor shards into a live SGLang engine, shard to shard, with no gather."""
+
+
+class Precision(str, Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    both = "both"
+
+
+@app.command()
+def demo(
+    source_tp: Annotated[int, typer.Option(envvar="SOURCE_TP", min=1, help="Trainer ranks.")] = 4,
+    target_tp: Annotated[int, typer.Option(envvar="TARGET_TP", min=1, help="Engine ranks.")] = 16,
+    dtype: Annotated[
+        Precision, typer.Option(envvar="DTYPE", help="Of the engine. The trainer's weights are float32.")
+    ] = Precision.both,
+    bucket_mib: Annotated[
+        float, typer.Option(envvar="BUCKET_MIB", min=0.01, help="Bucket of the broadcast, in MiB.")
+    ] = 1.0,
+    deadline_s: Annotated[float, typer.Option(envvar="DEADLINE_S", help="End after so many seconds.")] = 900.0,
+) -> None:
+    """Train, reshard into a live engine, generate, and prove it, on this machine. Ends with a line of JSON."""
+    _import_from_checkout("demo")
+    from demo.launcher import run
+    from demo.settings import DTYPES, Settings
+
+    settings = Settings(
+        source_tp=source_tp,
+        target_tp=target_tp,
+        dtypes=DTYPES[dtype.value],
+        bucket_bytes=int(bucket_mib * 1024 * 1024),
+    )
+    raise typer.Exit(run(settings, deadline_s))
+
+
+def _import_from_checkout(package: str) -> None:
+    """Puts the checkout that this package runs from on the import path; exits with 2 where there is none."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / package / "__init__.py").is_file():
+        typer.echo(
+            f"The {package} is not part of the installed package: clone the repository and run make {package}.",
+            err=True,
+        )
+        raise typer.Exit(2)
+    sys.path.insert(0, str(root))
+
+
+@app.command()
+def doctor(
+    url: Annotated[
+        str, typer.Option(envvar="SGLANG_RESHARD_URL", help="Also look at the SGLang server there, http://host:port.")
+    ] = "",
+    api_key: Annotated[str, typer.Option(envvar="SGLANG_RESHARD_API_KEY", help="The server's --api-key.")] = "",
+    admin_api_key: Annotated[
+        str, typer.Option(envvar="SGLANG_RESHARD_ADMIN_API_KEY", help="The server's --admin-api-key.")
+    ] = "",
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Check this machine, and a server, against what updates need: a line each, with the cure."""
+    from rich.console import Console
+
+    from sglang_reshard.cli.doctor import examine
+    from sglang_reshard.cli.doctor.shown import as_json, failed, show
+
+    findings = examine(url, api_key, admin_api_key)
+    if json:
+        typer.echo(as_json(findings))
+    else:
+        show(Console(), findings)
+    raise typer.Exit(1 if failed(findings) else 0)
+
+
+class EngineDevice(str, Enum):
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A folder with config.json, such a file, or a preset: qwen3-8b, ...")],
+    source: Annotated[str, typer.Option(help="The trainer: tp=4, fsdp=64, fsdp=8,tp=8 or hsdp=2x32.")],
+    target: Annotated[str, typer.Option(help="The engine: tp=16 or tp=16,ep=16; dp=N for dp-attention.")],
+    layers: Annotated[int, typer.Option(min=0, help="Take so many layers only; 0 for all.")] = 0,
+    transport: Annotated[str, typer.Option(help="auto, ipc, p2p or broadcast.")] = "auto",
+    bucket_mib: Annotated[float, typer.Option(min=0.01, help="Bucket of an update, in MiB.")] = 64.0,
+    nvlink: Annotated[float, typer.Option(min=0, help="GB/s of a rank within its host; 0: the model's own.")] = 0.0,
+    nic: Annotated[float, typer.Option(min=0, help="GB/s of a rank between hosts; 0: the model's own.")] = 0.0,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Of the trainer and of the engine.")] = 8,
+    colocated: Annotated[bool, typer.Option("--colocated", help="Both sides on the same hosts.")] = False,
+    device: Annotated[EngineDevice, typer.Option(help="The engine's.")] = EngineDevice.cuda,
+    ignore: Annotated[list[str] | None, typer.Option(help="Names that are meant to be left out; repeatable.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every rank's figures.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw who takes what of whom into this file.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Engine ranks to work on at a time.")] = 2,
+    deadline_s: Annotated[float, typer.Option(min=1, help="End after so many seconds.")] = 1800.0,
+) -> None:
+    """Say what an update would move, with real models and the real plan, but no weights, no GPU and no trainer.
+
+    Exits with 1 when the update would be refused, and with 2 when there is no answer.
+    """
+    from sglang_reshard.cli.plan.command import Output, run
+
+    options = {
+        "layers": layers,
+        "transport": transport,
+        "bucket_bytes": int(bucket_mib * 1024 * 1024),
+        "links": (nvlink * 1e9, nic * 1e9),
+        "ranks_per_host": ranks_per_host,
+        "colocated": colocated,
+        "device": device.value,
+        "ignore": tuple(ignore or ()),
+        "processes": processes,
+        "deadline_seconds": deadline_s,
+    }
+    raise typer.Exit(run(model, source, target, options, Output(as_json, plot)))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,148 @@
+"""The tensors that a model's checkpoint has: names, shapes and dtypes, without a hub and without weights.
+
+From the headers of safetensors, where the folder has some. Else transformers' own model of the config is made on
+the meta device, and what transformers does to a state when it saves one (experts that it stacks in memory taken
+apart, names put back) is done to that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_reshard.cli.plan.models import CONFIG
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout.regions import ITEM_BYTES, TensorSpec
+from sglang_reshard.sources.fsdp import named_shards
+
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
+    "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+_QUANTIZED = torch.float8_e4m3fn
+
+
+def specs_of(folder: Path) -> list[TensorSpec]:
+    """All tensors of the checkpoint of a model folder, by name.
+
+    Those of layers that the config does not count are left out: published checkpoints have one for speculative
+    decoding, which a trainer does not send. Raises Unsupported when neither files nor config tell.
+    """
+    config = json.loads((folder / CONFIG).read_text())
+    files = sorted(folder.glob("*.safetensors"))
+    found = _of_files(files) if files else _of_config(config)
+    layers = config.get("text_config", config).get("num_hidden_layers")
+    return sorted((s for s in found if not _is_beyond(s.name, layers)), key=lambda spec: spec.name)
+
+
+def dtype_of(config: dict[str, Any]) -> str:
+    """What a config says of its weights' dtype, quantized ones aside."""
+    text = config.get("text_config", {})
+    named = next((d for c in (config, text) for k in ("dtype", "torch_dtype") if (d := c.get(k))), "bfloat16")
+    return str(named).removeprefix("torch.")
+
+
+def _is_beyond(name: str, layers: int | None) -> bool:
+    found = re.search(r"\blayers\.(\d+)\.", name)
+    return layers is not None and found is not None and int(found[1]) >= layers
+
+
+def _of_files(files: list[Path]) -> Iterator[TensorSpec]:
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no dict)
+                of = opened.get_slice(name)
+                dtype = _DTYPES.get(of.get_dtype())
+                if dtype not in ITEM_BYTES:
+                    raise Unsupported(f"{file.name}: {name} is of dtype {of.get_dtype()}, which cannot be planned")
+                yield TensorSpec(name, tuple(of.get_shape()), dtype)
+
+
+def _of_config(config: dict[str, Any]) -> Iterator[TensorSpec]:
+    model = _transformers_model({key: value for key, value in config.items() if key != "quantization_config"})
+    block = _block(config.get("quantization_config"))
+    if block is not None:
+        _mark_quantized(model, config["quantization_config"])
+    for name, tensor in _as_saved(model).items():
+        shape = tuple(tensor.shape)
+        yield TensorSpec(name, shape, str(tensor.dtype).removeprefix("torch."))
+        if block is not None and tensor.dtype == _QUANTIZED:
+            rows, columns = shape
+            yield TensorSpec(f"{name}_scale_inv", (-(-rows // block[0]), -(-columns // block[1])), "float32")
+
+
+def _transformers_model(config: dict[str, Any]) -> torch.nn.Module:
+    import transformers
+    from transformers import initialization
+    from transformers.integrations import hub_kernels
+
+    # Some layers would fetch kernels from the Hub; nothing is computed with here.
+    vars(hub_kernels)["_kernels_available"] = False
+    architecture = config["architectures"][0]
+    writer = getattr(transformers, architecture, None)
+    if writer is None:
+        raise Unsupported(
+            f"transformers {transformers.__version__} has no {architecture}, so a config alone does not tell the "
+            "checkpoint's tensors; give a folder with its safetensors"
+        )
+    try:
+        settings = writer.config_class(**config)
+        with torch.device("meta"), initialization.no_init_weights():
+            model = writer._from_config(settings, dtype=getattr(torch, dtype_of(config)))
+    except Exception as error:
+        raise Mismatch(
+            f"transformers makes no {architecture} of the config: {type(error).__name__}: {error}"
+        ) from error
+    model.tie_weights()
+    return model
+
+
+def _block(quantization: dict[str, Any] | None) -> tuple[int, int] | None:
+    """Elements that share a scale, [rows, columns]; None where nothing is quantized."""
+    if quantization is None:
+        return None
+    block = quantization.get("weight_block_size")
+    if quantization.get("quant_method") != "fp8" or not block:
+        raise Unsupported(
+            f"of a checkpoint with quant_method={quantization.get('quant_method')!r} a config alone does not tell the "
+            "tensors (block-fp8 is the only one); give a folder with its safetensors"
+        )
+    return int(block[0]), int(block[1])
+
+
+def _mark_quantized(model: Any, quantization: dict[str, Any]) -> None:
+    """Give what is quantized in published block-fp8 checkpoints its dtype, which survives all renaming.
+
+    That is linear layers, without the head, and experts, which are parameters of three dimensions here.
+    """
+    left_alone = tuple(quantization.get("modules_to_not_convert") or ())
+    head = model.get_output_embeddings()
+    for path, module in model.named_modules():
+        if module is head or any(path == name or path.startswith(f"{name}.") for name in left_alone):
+            continue
+        for name, parameter in list(module._parameters.items()):
+            linear = isinstance(module, torch.nn.Linear) and name == "weight"
+            experts = parameter is not None and parameter.dim() == 3 and "experts" in path
+            if linear or experts:
+                quantized = parameter.detach().to(_QUANTIZED)
+                module._parameters[name] = torch.nn.Parameter(quantized, requires_grad=False)
+
+
+def _as_saved(model: Any) -> dict[str, torch.Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = {name: tensor.detach() for name, tensor in named_shards(model)}
+    saved: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
+    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return {
+        name: tensor.float() if any(part in name.split(".") for part in kept) else tensor
+        for name, tensor in saved.items()
+    }

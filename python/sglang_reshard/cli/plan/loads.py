@@ -1,0 +1,135 @@
+"""What moves to and from every rank by the way that was chosen, and the buffers that it takes.
+
+Told from the very plans, messages and views that the transports are made from; the views are of meta tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+import torch
+
+from sglang_reshard.cli.plan.rank_model import RankModel
+from sglang_reshard.plan import BroadcastPlan, Strategy, TensorIndex
+from sglang_reshard.plan.p2p import send_request, sent_rows
+from sglang_reshard.transports.base import TransportContext
+from sglang_reshard.transports.copies import destination_view
+from sglang_reshard.transports.p2p import LinkLoad, buckets_bytes, load_of
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """One engine rank's part of an update.
+
+    sent      trainer rank -> the load on this rank, and the load on the trainer rank, of links that are sent
+    read      trainer rank -> bytes that this rank reads from its memory
+    received  bytes that reach this rank
+    extra     bytes of its buffers
+    messages  that this rank receives, or takes part in
+    """
+
+    sent: dict[int, tuple[LinkLoad, LinkLoad]]
+    read: dict[int, int]
+    received: int
+    extra: int
+    messages: int
+
+
+def engine_load(catalog: TensorIndex, choice: Strategy, engine_rank: int, seated: RankModel) -> EngineLoad:
+    """Of an engine rank."""
+    scratch = seated.program.scratch_bytes
+    if choice.broadcast is not None:
+        return _grouped(catalog, choice.broadcast, engine_rank, seated, scratch)
+    sending = choice.trainer_ranks_sending(engine_rank)
+    read = {t: nbytes for t, (nbytes, _) in seated.intake.links().items() if t not in sending}
+    sent = {t: _link(catalog, seated, engine_rank, t, share) for t, share in sending.items()}
+    mine = [load for load, _ in sent.values()]
+    return EngineLoad(
+        sent,
+        read,
+        sum(read.values()) + sum(load.payload_bytes for load in mine),
+        scratch + buckets_bytes(mine),
+        sum(load.messages for load in mine),
+    )
+
+
+def _link(
+    catalog: TensorIndex, seated: RankModel, engine_rank: int, trainer_rank: int, share: int
+) -> tuple[LinkLoad, LinkLoad]:
+    """A link's load at its engine rank and at its trainer rank, whose local tensors are contiguous."""
+    taken, layout = seated.intake, catalog.layout
+    order = send_request(taken, trainer_rank)
+    here = TransportContext(engine_rank, _META, catalog, taken, seated.program, {}, None, None, {}, None)
+    rows = sent_rows(taken, trainer_rank).tolist()
+    again: dict[int, list[int]] = {}
+    for row, first in taken.repeats.items():
+        again.setdefault(first, []).append(row)
+
+    def lands(item: int) -> tuple[torch.Tensor, ...]:
+        return tuple(destination_view(here, row) for row in (rows[item], *again.get(rows[item], ())))
+
+    ordered = list(order.rows())
+
+    @functools.cache
+    def shard_of(kind: int) -> torch.Tensor:
+        of = catalog.kinds[kind]
+        return torch.empty(of.holdings.extent(trainer_rank) or (0,), dtype=getattr(torch, of.dtype), device=_META)
+
+    def leaves(item: int) -> tuple[torch.Tensor, ...]:
+        tensor, region = ordered[item]
+        return (shard_of(int(catalog.kind_of[tensor]))[region.slices()],)
+
+    at_engine, at_trainer = (
+        load_of(layout, order, share, _Views(len(rows), of_item), _META) for of_item in (lands, leaves)
+    )
+    return at_engine, at_trainer
+
+
+class _Views(Sequence[tuple[torch.Tensor, ...]]):
+    """Views that are made when they are asked for, which they are for hardly any item."""
+
+    def __init__(self, count: int, of_item: Callable[[int], tuple[torch.Tensor, ...]]) -> None:
+        self._count, self._of_item = count, of_item
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, item: int) -> tuple[torch.Tensor, ...]: ...
+    @overload
+    def __getitem__(self, item: slice) -> Sequence[tuple[torch.Tensor, ...]]: ...
+    def __getitem__(self, item: int | slice) -> tuple[torch.Tensor, ...] | Sequence[tuple[torch.Tensor, ...]]:
+        if isinstance(item, slice):
+            return [self._of_item(i) for i in range(*item.indices(self._count))]
+        return self._of_item(item)
+
+
+def _grouped(
+    catalog: TensorIndex, plan: BroadcastPlan, engine_rank: int, seated: RankModel, scratch: int
+) -> EngineLoad:
+    """Under broadcast: pieces that this rank needs alone are read, others come by its groups, whole."""
+    taken = seated.intake
+    alone = plan.alone[engine_rank][taken.pieces(catalog)]
+    by_trainer = np.bincount(taken.trainer[alone], taken.nbytes[alone])
+    read = {int(t): int(by_trainer[t]) for t in np.flatnonzero(by_trainer)}
+    received = sum(read.values())
+    for lane, segments in zip(plan.lanes, plan.segments, strict=True):
+        payload = int(segments.nbytes.sum())
+        if engine_rank in lane.members:
+            received += payload
+        if engine_rank == lane.leader:
+            read[lane.trainer_rank] = read.get(lane.trainer_rank, 0) + payload
+    mine = [r.nbytes for r in plan.rounds if engine_rank in plan.lanes[r.lane].members]
+    buckets = min(2, len(mine)) * max(mine, default=0)
+    return EngineLoad({}, read, received, scratch + buckets, len(mine))
+
+
+def largest_tensor_bytes(catalog: TensorIndex) -> int:
+    return max((math.prod(kind.shape) * kind.item_bytes for kind in catalog.kinds), default=0)

@@ -1,0 +1,74 @@
+"""Which model is meant: a named preset, a config.json, or a folder with one."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from sglang_reshard.errors import Mismatch
+
+CONFIG = "config.json"
+
+
+def presets() -> tuple[str, ...]:
+    """The names of models whose published config.json comes with this package."""
+    return tuple(sorted(p.name.removesuffix(".json") for p in _presets().iterdir() if p.name.endswith(".json")))
+
+
+def prepare(model: str, layers: int, into: Path) -> Path:
+    """The folder of a model, with a config of `layers` layers (0: all).
+
+    model  a preset's name in any case, a config.json, or a folder with one
+    into   an empty folder for what is not taken as it is
+
+    Raises Mismatch when there is no such model, or when it has not so many layers.
+    """
+    path = Path(model).expanduser()
+    folder = path if path.is_dir() else path.parent if path.name == CONFIG and path.is_file() else None
+    if folder is not None:
+        if not (folder / CONFIG).is_file():
+            raise Mismatch(f"there is no {CONFIG} in {folder}")
+        config = _read((folder / CONFIG).read_text(), str(folder / CONFIG))
+        if not layers:
+            return folder
+        for file in (*folder.glob("*.py"), *folder.glob("*.safetensors")):  # its own code; its tensors' shapes
+            (into / file.name).symlink_to(file.resolve())
+    elif path.is_file():
+        config = _read(path.read_text(), str(path))
+    elif (name := path.name.lower()) in presets():
+        config = _read((_presets() / f"{name}.json").read_text(), name)
+    else:
+        raise Mismatch(f"{model} is no folder, no {CONFIG} and none of the presets: {', '.join(presets())}")
+    (into / CONFIG).write_text(json.dumps(with_layers(config, layers) if layers else config))
+    return into
+
+
+def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """A config of its first layers only. Raises Mismatch when it has fewer."""
+    text = config.get("text_config", config)
+    have = text.get("num_hidden_layers")
+    if not isinstance(have, int) or have < layers:
+        raise Mismatch(f"--layers {layers}: the model has {have}")
+    shorter = {key: value[:layers] if _is_by_layer(value, have) else value for key, value in text.items()}
+    shorter["num_hidden_layers"] = layers
+    return config | {"text_config": shorter} if text is not config else shorter
+
+
+def _is_by_layer(value: Any, layers: int) -> bool:
+    return isinstance(value, list) and len(value) == layers and layers > 1
+
+
+def _read(text: str, where: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise Mismatch(f"{where} is not JSON: {error}") from None
+    if not isinstance(config, dict) or not config.get("architectures"):
+        raise Mismatch(f"{where} names no architectures; give the config.json of a Hugging Face checkpoint")
+    return config
+
+
+def _presets() -> Any:
+    return resources.files("sglang_reshard.cli.plan") / "presets"

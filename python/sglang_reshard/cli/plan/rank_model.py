@@ -1,0 +1,118 @@
+"""One engine rank as it would be: its real model without memory, its traced loader, and what it takes in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_reshard.cli.plan.checkpoint import dtype_of
+from sglang_reshard.cli.plan.models import CONFIG
+from sglang_reshard.cli.plan.request import PlanRequest
+from sglang_reshard.cli.plan.sglang_model import build_rank
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.plan import RankDemand, RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
+from sglang_reshard.trace import Program, trace
+
+
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    """What is known of one engine rank.
+
+    program  without its steps; its targets are meta tensors
+    """
+
+    needs: RankDemand
+    intake: ReadPlan
+    program: Program
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A `RankModel` on its way between processes: storages as (elements, name of the dtype)."""
+
+    needs: RankDemand
+    intake: ReadPlan
+    targets: dict[str, tuple[int, str]]
+    seconds: float
+
+    def seated(self) -> RankModel:
+        targets = {
+            name: torch.empty(numel, dtype=getattr(torch, dtype), device="meta")
+            for name, (numel, dtype) in self.targets.items()
+        }
+        program = Program((), tuple(self.intake.copies), targets, (), self.seconds)
+        return RankModel(self.needs, self.intake, program)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why an engine rank would be refused, and in what; `phase` is empty where the whole engine would be."""
+
+    phase: str
+    reason: str
+
+
+def look(question: PlanRequest, catalog: TensorIndex, cores: int, engine_rank: int) -> Outline | Refusal:
+    """An engine rank in this process, which can be no other afterwards; or why it would be refused."""
+    try:
+        model = _built(question, engine_rank)
+    except (Exception, SystemExit) as error:
+        return Refusal("SGLang's own start", f"{type(error).__name__}: {error}")
+    try:
+        if reason := _unfit():
+            return Refusal("", reason)
+        program = trace(model, [t.spec for t in catalog.layout.tensors])
+    except ReshardError as error:
+        return Refusal("prepare", str(error))
+    host = question.engine_hosts[engine_rank]
+    taken = plan_reads(
+        catalog, program.copies, RankLocation(engine_rank, question.target.tp, host, question.trainer_hosts)
+    )
+    targets = {name: (t.numel(), str(t.dtype).removeprefix("torch.")) for name, t in program.targets.items()}
+    return Outline(rank_demand(catalog, taken, host, cores), taken, targets, program.seconds)
+
+
+def _built(question: PlanRequest, engine_rank: int) -> torch.nn.Module:
+    # Else torch says of a model that needs a GPU that this process is a fork, not that there is none.
+    vars(torch.cuda)["_lazy_init"] = _no_gpu
+    if question.device == "cpu":
+        return _build(question, engine_rank)
+    try:
+        return _build(question, engine_rank, attention_backend="triton")
+    except AssertionError as error:
+        # Some models want another backend, of which no weight depends; SGLang checks it before it builds anything.
+        if "attention backend" not in str(error):
+            raise
+        return _build(question, engine_rank, attention_backend="torch_native")
+
+
+def _build(question: PlanRequest, engine_rank: int, **server_args: Any) -> torch.nn.Module:
+    target = question.target
+    if target.dp > 1:
+        server_args |= {"dp_size": target.dp, "enable_dp_attention": True}
+    return build_rank(
+        question.folder,
+        tp_size=target.tp,
+        tp_rank=engine_rank,
+        ep_size=target.ep,
+        pp_size=target.pp,
+        dtype=dtype_of(json.loads((Path(question.folder) / CONFIG).read_text())),
+        weightless=True,
+        **server_args,
+    )
+
+
+def _unfit() -> str:
+    from sglang.srt.server_args import get_global_server_args
+
+    from sglang_reshard.patches.fitness import unfit
+
+    return unfit(get_global_server_args())
+
+
+def _no_gpu() -> None:
+    raise RuntimeError("there is no GPU on this host")

@@ -1,0 +1,123 @@
+"""What is asked: read from the command line's words, and handed to the process that does the work."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import msgspec
+
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.plan.strategy import check_transport
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Trainer ranks as a mesh, outermost dimension first: copies, FSDP2 shards, tensor parallel shards."""
+
+    copies: int = 1
+    shards: int = 1
+    tensor_parallel: int = 1
+
+    @property
+    def trainer_ranks(self) -> int:
+        return math.prod((self.copies, self.shards, self.tensor_parallel))
+
+    def __str__(self) -> str:
+        fsdp = f"hsdp={self.copies}x{self.shards}" if self.copies > 1 else f"fsdp={self.shards}"
+        parts = [fsdp] if self.copies * self.shards > 1 else []
+        return ",".join(parts + ([f"tp={self.tensor_parallel}"] if self.tensor_parallel > 1 or not parts else []))
+
+    @classmethod
+    def parse(cls, text: str) -> Source:
+        """From "tp=4", "fsdp=64", "fsdp=8,tp=8" or "hsdp=2x32". Raises Mismatch."""
+        known = "tp=4, fsdp=64, fsdp=8,tp=8 or hsdp=2x32"
+        sizes = _sizes(text, "--source", known, {"tp", "fsdp", "hsdp"})
+        if "fsdp" in sizes and "hsdp" in sizes:
+            raise Mismatch(f"--source {text}: hsdp=2x32 is fsdp=32 in 2 copies; give one of the two")
+        copies, _, shards = sizes.get("hsdp", "1x1").partition("x")
+        if not shards:
+            raise Mismatch(f"--source {text}: hsdp wants copies and shards, as in hsdp=2x32")
+        return cls(
+            _count(copies, "--source", text),
+            _count(sizes.get("fsdp", shards), "--source", text),
+            _count(sizes.get("tp", "1"), "--source", text),
+        )
+
+
+class Target(msgspec.Struct, frozen=True):
+    """An engine's sizes, as SGLang's arguments name them; `dp` is that of dp-attention."""
+
+    tp: int
+    ep: int = 1
+    dp: int = 1
+    pp: int = 1
+
+    def __str__(self) -> str:
+        others = (("ep", self.ep), ("dp", self.dp), ("pp", self.pp))
+        return ",".join([f"tp={self.tp}"] + [f"{name}={size}" for name, size in others if size > 1])
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """From "tp=16", "tp=16,ep=16" or "tp=16,ep=16,dp=16". Raises Mismatch."""
+        sizes = _sizes(text, "--target", "tp=16 or tp=16,ep=16", {"tp", "ep", "dp", "pp"})
+        return cls(**{"tp": 1} | {name: _count(size, "--target", text) for name, size in sizes.items()})
+
+
+class PlanRequest(msgspec.Struct, frozen=True):
+    """All that a forecast is made from.
+
+    model            a name for people
+    folder           of config.json, and of safetensors if there are any
+    layers           how many to take; 0 for all
+    device           "cuda" or "cpu": that of the engine
+    ranks_per_host   of either side
+    colocated        engine ranks are on the trainer ranks' hosts, else on their own
+    links            bytes a second within a host, and between hosts; 0 for what the cost model has by itself
+    ignore           patterns of names that the trainer means to be left out
+    """
+
+    model: str
+    folder: str
+    source: Source
+    target: Target
+    layers: int = 0
+    device: str = "cuda"
+    ranks_per_host: int = 8
+    colocated: bool = False
+    links: tuple[float, float] = (0.0, 0.0)
+    transport: str = "auto"
+    bucket_bytes: int = 64 << 20
+    ignore: tuple[str, ...] = ()
+    processes: int = 2
+    deadline_seconds: float = 1800.0
+
+    def __post_init__(self) -> None:
+        check_transport(self.transport)
+
+    @property
+    def trainer_hosts(self) -> tuple[str, ...]:
+        """By trainer rank."""
+        name = "host" if self.colocated else "trainer host"
+        return tuple(f"{name} {rank // self.ranks_per_host}" for rank in range(self.source.trainer_ranks))
+
+    @property
+    def engine_hosts(self) -> tuple[str, ...]:
+        """By engine rank."""
+        name = "host" if self.colocated else "engine host"
+        return tuple(f"{name} {rank // self.ranks_per_host}" for rank in range(self.target.tp))
+
+
+def _sizes(text: str, option: str, examples: str, known: set[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if name not in known or not size or name in found:
+            raise Mismatch(f"{option} {text}: {part.strip()!r} is not understood; give {examples}")
+        found[name] = size
+    return found
+
+
+def _count(size: str, option: str, text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,5}", size):
+        raise Mismatch(f"{option} {text}: {size!r} is not a number of ranks")
+    return int(size)

@@ -1,0 +1,146 @@
+"""One engine rank's real model in this process, without an Engine and without the other ranks.
+
+torch's fake process group stands in for the other ranks: nothing communicates while a model is built
+or loaded, so one process can be any rank of any world. One process can be only one rank, though:
+SGLang keeps its groups and server arguments in globals.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+import types
+from typing import Any
+
+import torch
+
+from sglang_reshard.cli.plan.meta_device import build_on_meta
+from sglang_reshard.testing import cpu_host
+
+
+def choose_code_paths(tp_size: int, *, gpu: bool) -> None:
+    """Make SGLang importable on a host without a GPU; before its first import.
+
+    SGLang decides at import whether it runs on a CPU engine or a GPU, and some loaders differ. With
+    `gpu` the models are built as they are on a GPU, only in host memory.
+    """
+    cpu_host.activate(tp_size)
+    if gpu:
+        del os.environ["SGLANG_USE_CPU_ENGINE"]
+        # All that the GPU path wants of vllm is an old rotary kernel, at import.
+        for name in ("vllm", "vllm._custom_ops"):
+            module = types.ModuleType(name)
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            module.__path__ = []
+            vars(module)["rotary_embedding"] = None
+            sys.modules[name] = module
+        # Some models make streams while they are built, and ask what the device can do. Nothing runs on either.
+        vars(torch.cuda)["Stream"] = _NoStream
+        vars(torch.cuda)["get_device_capability"] = lambda *_: (9, 0)
+
+
+class _NoStream:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """In place of a CUDA stream, which cannot be made without a device."""
+
+
+def import_before_forks() -> None:
+    """All of SGLang that is slow to import, once, for children that are forked to build a rank each."""
+    import sglang.srt.model_loader
+    import sglang.srt.models.registry
+    import sglang.srt.server_args  # noqa: F401
+
+
+def build_rank(
+    model_path: str,
+    *,
+    tp_size: int,
+    tp_rank: int,
+    ep_size: int = 1,
+    pp_size: int = 1,
+    pp_rank: int = 0,
+    dtype: str = "bfloat16",
+    weightless: bool = False,
+    **server_args: Any,
+) -> torch.nn.Module:
+    """The model that this engine rank would hold, with dummy weights, in host memory.
+
+    weightless  on the meta device instead: of any size, without the memory
+    """
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
+    from sglang.srt.model_loader import get_model
+    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+    from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
+
+    defaults: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_running_requests": 4,
+        "sampling_backend": "pytorch",
+        "log_level": "error",
+        "disable_custom_all_reduce": True,
+    }
+    args = ServerArgs(
+        **cpu_host.engine_arguments(
+            **defaults
+            | {"model_path": model_path, "tp_size": tp_size, "ep_size": ep_size, "pp_size": pp_size}
+            | {"dtype": dtype}
+            | server_args
+        )
+    )
+    set_global_server_args_for_scheduler(args)
+    initialize_moe_config(args)
+    initialize_fp8_gemm_config(args)
+    _join_fake_world(
+        tp_size=tp_size,
+        ep_size=ep_size,
+        pp_size=pp_size,
+        attention_dp_size=args.dp_size if args.enable_dp_attention else 1,
+        rank=pp_rank * tp_size + tp_rank,
+    )
+    config = ModelConfig.from_server_args(args)
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        # As ModelRunner does on a CPU: heads that the ranks do not divide are padded, not repeated.
+        config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(load_format="dummy"), tp_size)
+    initialize_dp_attention(server_args=args, model_config=config)
+    device = DeviceConfig("cpu", 0)
+    if weightless:
+        build_on_meta(device)
+    model = get_model(model_config=config, load_config=LoadConfig(load_format="dummy"), device_config=device)
+    # What ModelRunner does next; it changes the length of a buffer.
+    reserve_rope_cache_for_long_sequences(model, args, config)
+    return model
+
+
+def _join_fake_world(*, tp_size: int, ep_size: int, pp_size: int, attention_dp_size: int, rank: int) -> None:
+    import sglang.srt.distributed.device_communicators.shm_broadcast as shm_broadcast
+    import sglang.srt.distributed.parallel_state as parallel_state
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    new_group = dist.new_group
+
+    def new_fake_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
+        return new_group(ranks, backend="fake")
+
+    # SGLang asks for gloo groups too, and for a queue in shared memory that waits for the others.
+    dist.new_group = new_fake_group
+    shm_broadcast.MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
+    parallel_state.set_custom_all_reduce(False)
+    world_size = tp_size * pp_size
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    parallel_state.init_distributed_environment(world_size=world_size, rank=rank, local_rank=0, backend="fake")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp_size,
+        expert_model_parallel_size=ep_size,
+        pipeline_model_parallel_size=pp_size,
+        attention_data_parallel_size=attention_dp_size,
+        backend="fake",
+    )

@@ -1,0 +1,62 @@
+"""Stands in for SGLang's CUDA kernels on a host without a GPU.
+
+SGLang imports names from `sgl_kernel` in many modules and calls none of them on a CPU without AMX.
+Whatever name is asked for is there; calling it says that it needs a GPU. Submodules too.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+# SGLang compares it with the version it was built against.
+__version__ = "0.4.2.post2"
+
+
+class MissingKernel:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> MissingKernel:
+        return _missing(self._name, attribute)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{self._name} is a CUDA kernel, and this is the stand-in for hosts without a GPU. On a host "
+            "with one, do not use sglang_reshard.testing.cpu_host."
+        )
+
+
+def _missing(parent: str, name: str) -> MissingKernel:
+    # Python and torch probe for dunder names (__path__, __wrapped__, ...): those must be absent.
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return MissingKernel(f"{parent}.{name}")
+
+
+class _Submodule(types.ModuleType):
+    def __getattr__(self, name: str) -> MissingKernel:
+        return _missing(self.__name__, name)
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith(f"{__name__}."):
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Submodule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """There is nothing to run."""
+
+
+sys.meta_path.insert(0, _Finder())
+
+
+def __getattr__(name: str) -> MissingKernel:
+    return _missing(__name__, name)

@@ -1,0 +1,165 @@
+"""verl on a host without a GPU, through verl's own hook for platforms. Imported by verl, not by this package.
+
+`VERL_USE_EXTERNAL_MODULES` names this module, so `import verl` imports it in every process, before anything
+else of verl looks for a device; `verl_settings.environment` sets that. It registers a platform named "cpu"
+and makes three repairs, for what verl and SGLang do there that only works on a GPU. Nothing installed is
+edited, and on a host with a GPU the import is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import psutil
+import torch
+import torch.multiprocessing
+from torch.multiprocessing import reductions
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+from sglang_reshard.testing.cpu_host.host import refuse_gpu
+
+
+class _TorchCpu(ModuleType):
+    """`torch.cpu` with what verl asks of `torch.cuda` besides: memory is the process's own, and one pool."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    @staticmethod
+    def get_device_name(*_: Any) -> str:
+        return "CPU"
+
+    @staticmethod
+    def memory_allocated(*_: Any) -> int:
+        return psutil.Process().memory_info().rss
+
+    memory_reserved = memory_allocated
+
+    @staticmethod
+    def max_memory_allocated(*_: Any) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    max_memory_reserved = max_memory_allocated
+
+    @staticmethod
+    def mem_get_info(*_: Any) -> tuple[int, int]:
+        """(free, total) bytes, of the host."""
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    @staticmethod
+    def get_rng_state(*_: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, *_: Any) -> None:
+        torch.set_rng_state(state)
+
+    @staticmethod
+    def empty_cache() -> None:
+        """Nothing is cached."""
+
+    ipc_collect = empty_cache
+
+
+_TORCH_CPU = _TorchCpu("sglang_reshard.testing.cpu_host.torch_cpu")
+
+
+@PlatformRegistry.register(platform="cpu")
+class CpuPlatform(PlatformBase):
+    """A verl platform of host memory and gloo. To Ray its devices are GPUs, of which a host has as many as
+    `ray.init(num_gpus=...)` says: verl places workers by them."""
+
+    device_name = "cpu"
+    vendor_name = "cpu"
+    device_module = _TORCH_CPU
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> Any:
+        return "cpu"  # verl gives it to Tensor.to(), where a number means a GPU
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None: ...
+
+    def synchronize(self, device_index: int | None = None) -> None: ...
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"  # Ray sets it for workers with a "GPU", and verl reads it from them
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None: ...
+
+    def profiler_stop(self) -> None: ...
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> None: ...
+
+
+def _name_gloo_once() -> None:
+    """verl asks for "cpu:gloo" and "<device>:<backend>"; where the device is the CPU, torch refuses
+    "cpu:gloo,cpu:gloo" as a duplicate."""
+    import verl.utils.distributed
+
+    original = verl.utils.distributed.initialize_global_process_group_ray
+
+    @functools.wraps(original)
+    def initialize(timeout_second: int | None = None, backend: str | None = None) -> None:
+        original(timeout_second, backend or "cpu:gloo")
+
+    verl.utils.distributed.initialize_global_process_group_ray = initialize
+
+
+def _leave_reductions_alone() -> None:
+    """Before it sends tensors, SGLang replaces the device's index by its UUID in what torch pickles of them,
+    and finds no index in a CPU tensor: "IndexError: tuple index out of range". It does not when these two
+    names are set, as it takes that for done."""
+    vars(reductions).setdefault("_reduce_tensor_original", reductions.reduce_tensor)
+    vars(reductions).setdefault("_rebuild_cuda_tensor_original", reductions.rebuild_cuda_tensor)
+
+
+def _share_by_name() -> None:
+    """Tensors on their way to SGLang's schedulers are opened there by name. By default torch passes file
+    descriptors, over a socket whose key only the sender's own children know: "AuthenticationError"."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+
+
+refuse_gpu("verl_platform", "Take it out of VERL_USE_EXTERNAL_MODULES, and unset VERL_PLATFORM.")
+_name_gloo_once()
+_leave_reductions_alone()
+_share_by_name()

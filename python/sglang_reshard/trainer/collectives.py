@@ -1,0 +1,101 @@
+"""Small typed messages over process groups of the trainer's own; nothing is pickled.
+
+The group's own timeout bounds each wait. DeadlineExceeded says when it has passed, or a rank has gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from sglang_reshard.errors import DeadlineExceeded, Unsupported
+from sglang_reshard.protocol.messages import Failure, decode, encode
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def _explained(group: dist.ProcessGroup) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeadlineExceeded(
+            f"trainer rank {dist.get_rank(group)} (host {socket.gethostname()}): the other trainer ranks did not come "
+            f"to exchange a message, or have gone; look at their logs: {error}"
+        ) from error
+
+
+def as_tensor(message: object) -> torch.Tensor:
+    """An encoded message as bytes that a collective can carry."""
+    return torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
+
+
+def from_tensor(data: torch.Tensor, kind: type[T]) -> T:
+    return decode(data.numpy().tobytes(), kind)
+
+
+def broadcast_message(message: T | None, kind: type[T], group: dist.ProcessGroup) -> T:
+    """The message of the group's first rank, on every rank. Collective over a CPU group."""
+    root = dist.get_process_group_ranks(group)[0]
+    data = as_tensor(message) if message is not None else None
+    size = torch.tensor([data.numel() if data is not None else 0])
+    with _explained(group):
+        dist.broadcast(size, root, group=group)
+        if data is None:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, root, group=group)
+    return from_tensor(data, kind)
+
+
+def require_cpu_backend(group: dist.ProcessGroup) -> None:
+    """Raise Unsupported for a group of trainer ranks that cannot carry messages, which are in host memory."""
+    if "cpu:" not in (backends := dist.get_backend_config(group)):
+        raise Unsupported(
+            f"the process group has no CPU backend ({backends}), which metadata is exchanged over; start with "
+            "init_process_group('cpu:gloo,cuda:nccl'), or give a gloo group"
+        )
+
+
+def on_first_rank(call: Callable[[], Any], group: dist.ProcessGroup) -> Any:
+    """Make the call on the group's first rank; its result, or its error, on every rank. Collective over a CPU group.
+
+    What comes back has been through msgpack on all ranks alike: tuples and tensors are lists.
+    """
+    require_cpu_backend(group)
+    outcome = cause = None
+    if dist.get_rank(group) == 0:
+        try:
+            outcome = _Outcome(value=call())
+        except Exception as error:
+            cause = error
+            outcome = _Outcome(failure=Failure.of(error))
+    outcome = broadcast_message(outcome, _Outcome, group)
+    if outcome.failure is not None:
+        raise outcome.failure.error() from cause
+    return outcome.value
+
+
+class _Outcome(msgspec.Struct, frozen=True):
+    value: Any = None
+    failure: Failure | None = None
+
+
+def gather_messages(message: object, kind: type[T], group: dist.ProcessGroup) -> list[T]:
+    """Every rank's message, in the order of the group's ranks, on every rank. Collective over a CPU group."""
+    data, ranks = as_tensor(message), dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+    with _explained(group):
+        dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+    longest = max(map(int, sizes))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: data.numel()] = data
+    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(ranks)]
+    with _explained(group):
+        dist.all_gather(gathered, padded, group=group)
+    return [from_tensor(all_[: int(size)], kind) for all_, size in zip(gathered, sizes, strict=True)]
