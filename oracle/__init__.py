@@ -1,12 +1,8 @@
-"""What stock SGLang would have done with the same weights: the yardstick of tests and of the demo.
+"""The test oracle: the weights that stock SGLang would have, for tests, the demo and benchmarks to compare with.
 
-forks.py       work in forked children, with deadlines
-replay.py      a traced program carried out with the whole checkpoint at hand
-rank.py        one engine rank's real model in this process
-weightless.py  such a model on the meta device
-fresh.py       work in a process of its own that answers line by line
-digests.py     digests of all live tensors of a model, in this process or inside a live engine
-stock.py       those digests for every engine rank after stock `load_weights` of a checkpoint
+digests  digests of all live tensors of a model, in this process or inside a live engine
+stock    those digests for every engine rank after a stock `load_weights` of a checkpoint
+replay   runs a traced program on the full checkpoint, in one process
 """
 
 from oracle.digests import digests, read_live_digests, write_live_digests

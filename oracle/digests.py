@@ -1,11 +1,10 @@
-"""Digests of all live tensors of a model, taken in this process or by every rank of a live engine.
+"""Computes digests of all live tensors of a model, in this process or on every rank of a live engine.
 
-SGLang lets a caller name a function to load weights with. `write_live_digests` is such a function; the
-one tensor it is sent carries, as bytes, the folder to write to. So digests can be taken of a live
-engine of any age and origin, with no change to it:
+SGLang accepts the name of a custom weight loader. `write_live_digests` is one: the single tensor that it is sent
+carries, as bytes, the folder to write to. This works with any live engine, without a change to it:
 
     engine = sglang.Engine(..., custom_weight_loader=[LOADER])
-    read_live_digests(engine, folder)        # [{path: digest}, ...], one a TP rank
+    read_live_digests(engine, folder)        # [{path: digest}, ...], one per TP rank
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ LOADER = "oracle.digests.write_live_digests"
 
 
 def digests(model: torch.nn.Module) -> dict[str, str]:
-    """blake2b of the bytes of every parameter, buffer and tensor attribute, by path."""
+    """Returns the blake2b digest of every parameter, buffer and tensor attribute, by path."""
     return {
         name: digest(tensor)
         for name, tensor in live_tensors(model)
@@ -36,7 +35,7 @@ def digests(model: torch.nn.Module) -> dict[str, str]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Of dtype, shape and elements in row-major order."""
+    """Returns the digest of a tensor's dtype, shape and elements in row-major order."""
     head = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
     elements = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(elements.numpy().tobytes(), key=hashlib.sha256(head).digest()).hexdigest()[:32]
@@ -55,9 +54,9 @@ def write_live_digests(model: torch.nn.Module, named_tensors: Any) -> None:
 
 
 def read_live_digests(engine: Any, folder: str | Path) -> list[dict[str, str]]:
-    """The digests of every TP rank of an `sglang.Engine` that was started with `LOADER` allowed.
+    """Returns the digests of every TP rank of an `sglang.Engine` that was started with `LOADER` allowed.
 
-    The folder must be on the engine's host; files of an earlier reading there are replaced.
+    The folder must be on the engine's host; earlier files there are replaced.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +76,7 @@ def read_live_digests(engine: Any, folder: str | Path) -> list[dict[str, str]]:
 
 @contextmanager
 def _session(engine: Any) -> Iterator[None]:
-    """From 0.5.21 SGLang takes tensors only between these two calls, which leave unquantized weights as they are."""
+    """From 0.5.21 SGLang accepts tensors only between these two calls, which leave unquantized weights unchanged."""
     if not hasattr(engine, "begin_weight_update"):
         yield
         return

@@ -1,4 +1,4 @@
-"""A program carried out in one process, with the whole checkpoint at hand."""
+"""Runs a traced program in one process, on the full checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_reshard.trace import Program
 
 
 def replay(program: Program, weights: Mapping[str, torch.Tensor]) -> None:
-    """Make every copy out of full checkpoint tensors, then the steps."""
+    """Makes every copy of `program` from full checkpoint tensors, then runs its steps."""
     with torch.no_grad():
         for copy in program.copies:
             landing = copy.landing(program.targets[copy.target])

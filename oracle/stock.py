@@ -1,6 +1,6 @@
-"""The digests that every engine rank would have after stock `load_weights`, with no engine started.
+"""Computes the digests that every engine rank has after a stock `load_weights`, without starting an engine.
 
-A fresh process imports SGLang once and forks a child for each rank; each child builds its rank's model
+A worker process imports SGLang once and forks a child for each rank; each child builds its rank's model
 and loads one checkpoint after the other, as an engine that is updated would.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from oracle.digests import digests
 from sglang_reshard.cli.plan import worker_process
-from sglang_reshard.cli.plan.forked_jobs import in_forks
+from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import build_rank, import_before_forks
 from sglang_reshard.errors import DeadlineExceeded
 from sglang_reshard.testing import cpu_host
@@ -35,10 +35,10 @@ def stock_digests(
     deadline_seconds: float = 600,
     **server_args: Any,
 ) -> list[dict[int, dict[str, str]]]:
-    """For each checkpoint (a folder of safetensors): engine rank -> path of a live tensor -> digest.
+    """Returns, for each checkpoint (a folder of safetensors): engine rank -> path of a live tensor -> digest.
 
-    `on_rank` is called with each rank that is done. On a host without a GPU it runs as the CPU engine
-    does, so that digests of a live one compare.
+    `on_rank` is called with each rank when it is done. On a host without a GPU the CPU engine's code paths are taken,
+    so that the digests compare with a live engine's.
     """
     ranks = list(range(tp_size)) if ranks is None else list(ranks)
     job = {
@@ -50,7 +50,7 @@ def stock_digests(
         "build": {"tp_size": tp_size, "ep_size": ep_size, "dtype": dtype, **server_args},
     }
     found: dict[int, list[dict[str, str]]] = {}
-    loading = worker_process.answers(
+    loading = worker_process.run(
         __name__,
         "serve",
         job,
@@ -71,7 +71,7 @@ def _environment(tp_size: int) -> dict[str, str]:
     return dict(os.environ)
 
 
-# ---- in the fresh process
+# ---- in the worker process
 
 
 def _weights(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -98,14 +98,14 @@ def _serve(job: dict[str, Any]) -> None:
             found.append(digests(model))
         return found
 
-    answers = in_forks(load, job["ranks"], processes=job["processes"], deadline_seconds=job["deadline_seconds"])
-    for rank, found in answers:
-        worker_process.answer([rank, found])
+    results = run_in_forks(load, job["ranks"], processes=job["processes"], deadline_seconds=job["deadline_seconds"])
+    for rank, found in results:
+        worker_process.report([rank, found])
 
 
 def serve() -> None:
     try:
-        _serve(worker_process.given())
+        _serve(worker_process.read_job())
     except DeadlineExceeded as error:
         print(error, file=sys.stderr)
         sys.exit(worker_process.TOO_LATE)

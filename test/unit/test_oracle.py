@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from oracle.digests import digest, digests
-from sglang_reshard.cli.plan.forked_jobs import ChildFailed, in_forks
+from sglang_reshard.cli.plan.forked_jobs import ChildFailed, run_in_forks
 from sglang_reshard.errors import DeadlineExceeded
 
 
@@ -33,20 +33,20 @@ def test_digests_cover_buffers_and_attributes():
 
 
 def test_forks_answer():
-    answers = dict(in_forks(lambda n: (n * n, os.getpid()), [1, 2, 3], processes=2, deadline_seconds=60))
+    answers = dict(run_in_forks(lambda n: (n * n, os.getpid()), [1, 2, 3], processes=2, deadline_seconds=60))
     assert {n: square for n, (square, _) in answers.items()} == {1: 1, 2: 4, 3: 9}
     assert len({pid for _, pid in answers.values()}) == 3
 
 
 def test_forks_tell_what_went_wrong():
     with pytest.raises(ChildFailed, match=r"(?s)child for zero.*ZeroDivisionError"):
-        list(in_forks(lambda _: 1 / 0, ["zero"], processes=1, deadline_seconds=60))
+        list(run_in_forks(lambda _: 1 / 0, ["zero"], processes=1, deadline_seconds=60))
     with pytest.raises(ChildFailed, match="exit code 7"):
-        list(in_forks(lambda _: os._exit(7), ["dead"], processes=1, deadline_seconds=60))
+        list(run_in_forks(lambda _: os._exit(7), ["dead"], processes=1, deadline_seconds=60))
 
 
 def test_forks_have_a_deadline():
     began = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="sleeper"):
-        list(in_forks(lambda _: time.sleep(60), ["sleeper"], processes=1, deadline_seconds=0.5))
+        list(run_in_forks(lambda _: time.sleep(60), ["sleeper"], processes=1, deadline_seconds=0.5))
     assert time.monotonic() - began < 20

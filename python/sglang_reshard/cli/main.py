@@ -33,6 +33,9 @@ def demo(
     bucket_mib: Annotated[
         float, typer.Option(envvar="BUCKET_MIB", min=0.01, help="Bucket of the broadcast, in MiB.")
     ] = 1.0,
+    transports: Annotated[
+        str, typer.Option(envvar="TRANSPORTS", help="Of the updates of an engine, one after the other.")
+    ] = "auto,auto",
     deadline_s: Annotated[float, typer.Option(envvar="DEADLINE_S", help="End after so many seconds.")] = 900.0,
 ) -> None:
     """Train, reshard into a live engine, generate, and prove it, on this machine. Ends with a line of JSON."""
@@ -45,6 +48,7 @@ def demo(
         target_tp=target_tp,
         dtypes=DTYPES[dtype.value],
         bucket_bytes=int(bucket_mib * 1024 * 1024),
+        transports=tuple(transports.split(",")),
     )
     raise typer.Exit(run(settings, deadline_s))
 
@@ -76,7 +80,7 @@ def doctor(
     from rich.console import Console
 
     from sglang_reshard.cli.doctor import examine
-    from sglang_reshard.cli.doctor.shown import as_json, failed, show
+    from sglang_reshard.cli.doctor.output import as_json, failed, show
 
     findings = examine(url, api_key, admin_api_key)
     if json:

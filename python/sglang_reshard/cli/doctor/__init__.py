@@ -1,11 +1,11 @@
-"""`sglang-reshard doctor`: is this machine, and a server, as an update needs them? One line each, with the cure.
+"""`sglang-reshard doctor`: checks this machine, and a server, for what updates need; a finding per line, with its cure.
 
-finding   what a check finds
-installed versions, and whether SGLang will load the plugin
-host      shared memory, descriptors, mappings, torchrun's variables
-gpus      GPUs, access between them, CUDA IPC, NCCL, memory saver
-server    a live server, by its URL
-shown     findings as a table or JSON
+finding    the result of one check
+installed  package versions, and whether SGLang will load the plugin
+host       shared memory, file descriptors, memory mappings, torchrun's variables
+gpus       GPUs, peer access, CUDA IPC, NCCL, memory saver
+server     a live server, by its URL
+output     findings as a table or as JSON
 """
 
 from __future__ import annotations
@@ -20,6 +20,6 @@ __all__ = ["Finding", "Status", "examine"]
 
 
 def examine(url: str = "", api_key: str = "", admin_api_key: str = "") -> list[Finding]:
-    """All findings about this machine and, with a `url`, about the server there. Starts nothing that lasts."""
+    """Returns all findings about this machine and, given a `url`, about that server. Leaves no process behind."""
     found = [finding for check in (*INSTALLED_CHECKS, *HOST_CHECKS, *GPU_CHECKS) for finding in check()]
     return found + (check_server(url, api_key, admin_api_key) if url else [])

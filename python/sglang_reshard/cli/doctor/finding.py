@@ -1,4 +1,4 @@
-"""What a check finds."""
+"""The result of one check."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ Status = Literal["ok", "warning", "fail"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line.
+    """One line of the doctor's output.
 
-    status  "warning" for what harms some uses, "fail" for what makes updates impossible
-    cure    what to do; empty where nothing is to be done
+    status  "fail" if updates are impossible, "warning" if some uses are affected, else "ok"
+    says    what was found
+    cure    what to do; empty if nothing needs to be done
     """
 
     name: str

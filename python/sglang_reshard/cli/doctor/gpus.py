@@ -1,4 +1,4 @@
-"""GPUs and what passes between processes and between GPUs: memory by handle, peer access, NCCL, the memory saver."""
+"""Checks GPUs, peer access between them, memory handles between processes, NCCL and the memory saver."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_gpus() -> list[Finding]:
 
 
 def check_peer_access() -> list[Finding]:
-    """An engine rank reads another GPU's memory by it; without it the driver stages the bytes on the host."""
+    """Engine ranks read other GPUs' memory through peer access; without it the driver stages the bytes on the host."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         return ok("peer access", "no GPU" if count == 0 else "one GPU: nothing to reach")
@@ -57,7 +57,7 @@ def check_peer_access() -> list[Finding]:
 
 
 def check_handles() -> list[Finding]:
-    """What `ipc` needs: memory of this process, read by another one. It is done, with a few bytes of every device."""
+    """Exports a few bytes of every device by handle and reads them in another process, as transport "ipc" does."""
     found = _handed_over([torch.device("cpu")])
     if not torch.cuda.is_available():
         return found + ok("memory by handle, GPU", "no GPU")

@@ -1,4 +1,4 @@
-"""What the host gives a process: shared memory, descriptors, mappings, its environment."""
+"""Checks the host: shared memory, file descriptors, memory mappings, environment variables."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import resource
 import shutil
 from pathlib import Path
 
-from sglang_reshard.api.launch import TORCHRUN_VARIABLES
 from sglang_reshard.cli.doctor.finding import Check, Finding, fail, ok, warning
 from sglang_reshard.observability.logs import wanted_format
+from sglang_reshard.patches.launch import TORCHRUN_VARIABLES
 
 SHARED_MEMORY = Path("/dev/shm")
 MAX_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
@@ -24,7 +24,7 @@ def check_shared_memory() -> list[Finding]:
     cure = "enlarge it: docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=16g /dev/shm"
     if not SHARED_MEMORY.is_dir():
         return fail(
-            "shared memory", f"{SHARED_MEMORY} is not there", "mount a tmpfs there, or run the container with one"
+            "shared memory", f"{SHARED_MEMORY} does not exist", "mount a tmpfs there, or run the container with one"
         )
     if not os.access(SHARED_MEMORY, os.W_OK):
         return fail("shared memory", f"{SHARED_MEMORY} cannot be written to", f"chmod 1777 {SHARED_MEMORY}")
@@ -38,7 +38,7 @@ def check_shared_memory() -> list[Finding]:
 
 
 def check_descriptors() -> list[Finding]:
-    """A trainer rank on CPU keeps one open for each storage; what it may raise by itself is the hard limit."""
+    """A trainer rank on CPU keeps one open per storage; it raises its soft limit itself, up to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     says = f"{_limit(soft)} open files, {_limit(hard)} at most"
     cure = "ulimit -n 65536 (docker: --ulimit nofile=65536)"

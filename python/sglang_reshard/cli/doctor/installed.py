@@ -1,4 +1,4 @@
-"""Versions, and whether SGLang will load the plugin."""
+"""Checks package versions, and whether SGLang will load the plugin."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_python() -> list[Finding]:
 
 
 def check_this_package() -> list[Finding]:
-    """What runs and what is installed may be two: a checkout on PYTHONPATH, another one in site-packages."""
+    """The imported and the installed version can differ: a checkout on PYTHONPATH, another one in site-packages."""
     told = _installed(_PACKAGE) or provided_by_sglang()
     if told is None:
         return fail(
@@ -43,7 +43,7 @@ def check_this_package() -> list[Finding]:
 
 
 def check_supported() -> list[Finding]:
-    """What this package names in its requirements, its extras among them."""
+    """Checks the packages in this package's requirements and extras."""
     return [
         finding
         for name, needed in (("torch", True), ("sglang", False), ("verl", False))
@@ -66,7 +66,7 @@ def check_transformers() -> list[Finding]:
 
 
 def check_plugin() -> list[Finding]:
-    """SGLang looks for entry points, and only logs what goes wrong with them."""
+    """SGLang loads plugins by entry point, and only logs when that fails."""
     if _installed("sglang") is None:
         return ok("plugin", "no engine can run here; nothing to load")
     found = [entry for entry in metadata.entry_points(group=_GROUP) if entry.name == _NAME]
@@ -118,7 +118,7 @@ def _installed(name: str) -> str | None:
 
 
 def provided_by_sglang() -> str | None:
-    """The version of this package that a forked SGLang says it brings; None if there is no such SGLang."""
+    """Returns the version of this package that a forked SGLang wheel provides, or None."""
     try:
         provided = metadata.metadata("sglang").get_all("Provides-Dist") or []
     except metadata.PackageNotFoundError:
@@ -128,7 +128,7 @@ def provided_by_sglang() -> str | None:
 
 
 def _wanted(package: str, name: str) -> Requirement | None:
-    """What `package` asks of `name`, in whichever of its extras; without the extra."""
+    """Returns the requirement of `package` on `name`, from any of its extras, without the marker."""
     try:
         asked = metadata.requires(package) or []
     except metadata.PackageNotFoundError:

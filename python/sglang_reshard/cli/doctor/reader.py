@@ -1,4 +1,4 @@
-"""The other process of the doctor's: maps memory as an engine rank does, and says whether the right bytes are there.
+"""Maps exported memory as an engine rank does, and reports whether the bytes are right; run by the doctor.
 
 python -m sglang_reshard.cli.doctor.reader < handles
 """
@@ -17,7 +17,7 @@ ELEMENTS = 1024
 
 
 def pattern() -> torch.Tensor:
-    """What each shard holds, [1024] in float32."""
+    """Returns the contents of each exported shard, [1024] in float32."""
     return torch.arange(ELEMENTS, dtype=torch.float32)
 
 

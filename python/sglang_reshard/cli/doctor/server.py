@@ -1,4 +1,4 @@
-"""A live server: is it there, does it have the plugin, in this version, and can it be updated now?"""
+"""Checks a live server: whether it answers, has the plugin in this version, and can be updated now."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AUTH = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
 def check_server(url: str, api_key: str = "", admin_api_key: str = "") -> list[Finding]:
-    """Findings about the server at `url` (http://host:port). Later ones are left out where an earlier one rules.
+    """Findings about the server at `url` (http://host:port). Stops at the first failure that makes the rest moot.
 
     api_key, admin_api_key  as in `RemoteEngine`: where a server has one key only, either will do
     """
@@ -26,7 +26,7 @@ def check_server(url: str, api_key: str = "", admin_api_key: str = "") -> list[F
         try:
             answer = http.get(f"{url}/server_info", headers=serving)
         except httpx.InvalidURL as error:
-            return fail("server", f"{url} is no URL: {error}", "give it as http://host:port")
+            return fail("server", f"{url} is not a URL: {error}", "give it as http://host:port")
         except httpx.HTTPError as error:
             return fail(
                 "server",
@@ -83,7 +83,7 @@ def _weights(http: httpx.Client, url: str, control: dict[str, str]) -> list[Find
     if why := told.get("torn"):
         return fail(name, f"torn: {why}", "repeat the update; the server refuses requests until one succeeds")
     return ok(
-        name, f"version {told.get('version', '')!s}, sound" + (", an update is running" * bool(told.get("under_way")))
+        name, f"version {told.get('version', '')!s}, intact" + (", an update is running" * bool(told.get("under_way")))
     )
 
 

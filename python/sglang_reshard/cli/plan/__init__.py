@@ -1,13 +1,17 @@
-"""What an update would be, without weights, GPUs or a trainer: `sglang-reshard plan`.
+"""`sglang-reshard plan`: predicts an update without weights, GPUs or a trainer.
 
-question    what is asked: a model, a source layout, a target, hosts and links
-models      presets and folders -> config.json, with fewer layers if so wanted
-checkpoint  the tensors of a model's checkpoint: from its files, or from its config
-sources     "fsdp=8,tp=8" -> Layout
-seats       one engine rank: its real model on the meta device, its traced loader, its intake and needs
-loads       what moves to and from every rank, and the buffers that this takes
-work        all of that, in a fresh process
-figures     the answer, as data
-command     the command line's: runs the work, shows its progress and the answer
-table, plot the answer for people
+request         the model, the source layout, the target, hosts and links, as given on the command line
+models          presets and folders -> config.json, optionally with fewer layers
+checkpoint      the tensors of a model's checkpoint, from its files or from its config
+sources         "fsdp=8,tp=8" -> `SourceLayout`
+sglang_model    one engine rank's real SGLang model in this process, on a fake process group
+meta_device     the same on torch's meta device
+rank_model      one engine rank: its model, its traced loader, its read plan and demand
+loads           bytes to and from every rank, and the buffers that they take
+work            all of that, in a worker process
+worker_process  runs a function in a process of its own, which reports while it works
+forked_jobs     runs jobs in forked children, with a deadline
+figures         the result as data
+command         runs the work, shows its progress and its result
+table, plot     the result for people
 """

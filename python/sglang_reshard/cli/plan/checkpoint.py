@@ -1,4 +1,4 @@
-"""The tensors that a model's checkpoint has: names, shapes and dtypes, without a hub and without weights.
+"""Lists the tensors of a model's checkpoint: names, shapes and dtypes, without a model hub and without weights.
 
 From the headers of safetensors, where the folder has some. Else transformers' own model of the config is made on
 the meta device, and what transformers does to a state when it saves one (experts that it stacks in memory taken
@@ -29,7 +29,7 @@ _QUANTIZED = torch.float8_e4m3fn
 
 
 def specs_of(folder: Path) -> list[TensorSpec]:
-    """All tensors of the checkpoint of a model folder, by name.
+    """Returns all tensors of a model folder's checkpoint, sorted by name.
 
     Those of layers that the config does not count are left out: published checkpoints have one for speculative
     decoding, which a trainer does not send. Raises Unsupported when neither files nor config tell.

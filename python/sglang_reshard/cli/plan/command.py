@@ -1,4 +1,4 @@
-"""What the command line runs: the work with its progress, then the answer as a table, as JSON, as a picture."""
+"""Runs `sglang-reshard plan`: shows progress, then prints the result as a table or JSON and draws it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from sglang_reshard.cli.plan.request import PlanRequest, Source, Target
 from sglang_reshard.cli.plan.table import print_forecast
 from sglang_reshard.errors import Mismatch, ReshardError
 
-REFUSED, WRONG = 1, 2  # exit codes: the update would be refused; there is no answer
+REFUSED, WRONG = 1, 2  # exit codes: the update would be refused; no plan could be made
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What becomes of the answer: printed as a table or as JSON, and drawn into a file."""
+    """How the result is shown: printed as a table or as JSON, and drawn into the file `plot`."""
 
     as_json: bool
     plot: Path | None
 
 
 def run(model: str, source: str, target: str, options: dict[str, Any], output: Output) -> int:
-    """Answer, and return the exit code. `options` are the other fields of a `PlanRequest`, but for its folder."""
+    """Prints the plan and returns the exit code. `options` are the other fields of `PlanRequest`, except `folder`."""
     messages = Console(stderr=True)
     try:
         if output.plot is not None:
@@ -40,10 +40,10 @@ def run(model: str, source: str, target: str, options: dict[str, Any], output: O
         with tempfile.TemporaryDirectory(prefix="sglang-reshard-plan-") as folder:
             sides: dict[str, Any] = {"source": Source.parse(source), "target": Target.parse(target)}
             found = prepare(model, options["layers"], Path(folder))
-            question = PlanRequest(model=model, folder=str(found.resolve()), **sides, **options)
-            forecast = ask(question, messages)
-            # Of the folder that was made for it nothing is left.
-            forecast = msgspec.structs.replace(forecast, question=msgspec.structs.replace(question, folder=model))
+            request = PlanRequest(model=model, folder=str(found.resolve()), **sides, **options)
+            forecast = make_plan(request, messages)
+            # The temporary folder is gone by the time anybody reads this.
+            forecast = msgspec.structs.replace(forecast, question=msgspec.structs.replace(request, folder=model))
     except ReshardError as error:
         messages.print(f"[bold red]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return WRONG
@@ -58,43 +58,43 @@ def run(model: str, source: str, target: str, options: dict[str, Any], output: O
     return REFUSED if forecast.refused else 0
 
 
-def ask(question: PlanRequest, console: Console) -> Forecast:
-    """The answer, from a fresh process that shows its progress on the console.
+def make_plan(request: PlanRequest, console: Console) -> Forecast:
+    """Makes the plan in a worker process and shows its progress on the console.
 
-    Raises Mismatch and Unsupported for a question without an answer, ChildFailed and DeadlineExceeded for work that
-    failed or took longer than the question allows.
+    Raises Mismatch or Unsupported for a request that cannot be planned, ChildFailed when the worker fails, and
+    DeadlineExceeded when it takes longer than the request allows.
     """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         task = None
-        for said in _answers(question):
-            if "error" in said:
-                raise Mismatch(said["error"])
-            if "forecast" in said:
-                return msgspec.convert(said["forecast"], Forecast)
-            if "step" in said:
+        for report in _reports(request):
+            if "error" in report:
+                raise Mismatch(report["error"])
+            if "forecast" in report:
+                return msgspec.convert(report["forecast"], Forecast)
+            if "step" in report:
                 if task is not None:
                     progress.update(task, completed=progress.tasks[task].total)
-                task = progress.add_task(said["step"], total=said["of"])
+                task = progress.add_task(report["step"], total=report["of"])
             elif task is not None:
-                progress.advance(task, said["done"])
-    raise Mismatch("the work ended without an answer; this is a bug, please report it")
+                progress.advance(task, report["done"])
+    raise Mismatch("the worker process ended without a result; this is a bug, please report it")
 
 
-def _answers(question: PlanRequest) -> Iterator[dict[str, Any]]:
+def _reports(request: PlanRequest) -> Iterator[dict[str, Any]]:
     try:
         from sglang_reshard.cli.plan import worker_process
     except ImportError as error:
-        raise Mismatch(f"{error}: a plan builds SGLang's own models; pip install 'sglang-reshard[engine]'") from None
-    # No GPU, also where there is one: models are built without memory, and forks could not use it.
+        raise Mismatch(f"{error}: plan builds SGLang's own models; run: pip install 'sglang-reshard[engine]'") from None
+    # Hide GPUs: models are built without memory, and forked children could not use CUDA.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    yield from worker_process.answers(
+    yield from worker_process.run(
         "sglang_reshard.cli.plan.work",
         "serve",
-        msgspec.to_builtins(question),
-        what=f"The plan of {question.model}",
+        msgspec.to_builtins(request),
+        what=f"The plan of {request.model}",
         environment=environment,
-        deadline_seconds=question.deadline_seconds,
+        deadline_seconds=request.deadline_seconds,
     )
 
 
@@ -102,6 +102,6 @@ def _check_plotting(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise Mismatch("--plot draws with matplotlib, which is missing; pip install 'sglang-reshard[bench]'") from None
+        raise Mismatch("--plot needs matplotlib; run: pip install 'sglang-reshard[bench]'") from None
     if not path.parent.is_dir():
-        raise Mismatch(f"--plot {path}: there is no folder {path.parent}")
+        raise Mismatch(f"--plot {path}: the folder {path.parent} does not exist")

@@ -1,4 +1,4 @@
-"""The answer to a question, as data: bytes and seconds, of every rank."""
+"""The result of a plan as data: bytes and seconds of every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_reshard.cli.plan.request import PlanRequest
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Of one figure over the ranks of a side."""
+    """The spread of one figure over the ranks of one side."""
 
     min: int
     median: int
@@ -24,7 +24,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class EngineRank(msgspec.Struct, frozen=True):
-    """Bytes that reach an engine rank, the least that must, those of its buffers; messages that it receives."""
+    """Bytes received by an engine rank, the least it must receive, bytes of its buffers, messages received."""
 
     rank: int
     host: str
@@ -35,7 +35,7 @@ class EngineRank(msgspec.Struct, frozen=True):
 
 
 class TrainerRank(msgspec.Struct, frozen=True):
-    """Bytes that a trainer rank holds, those that leave it, those of its buffers; messages that it sends."""
+    """Bytes held by a trainer rank, bytes sent or read from it, bytes of its buffers, messages sent."""
 
     rank: int
     host: str
@@ -46,11 +46,11 @@ class TrainerRank(msgspec.Struct, frozen=True):
 
 
 class Gather(msgspec.Struct, frozen=True):
-    """The same update by SGLang's own way: `full_tensor()` on every trainer rank, the whole model to every engine rank.
+    """The same update by SGLang's own path: `full_tensor()` on every trainer rank, the full model to every engine rank.
 
-    trainer_received_bytes  what a trainer rank lacks of all tensors, the most of any rank
-    engine_received_bytes   the whole model
-    extra_bytes             the largest tensor, whole, on every rank of both sides
+    trainer_received_bytes  bytes that a trainer rank receives in the all-gathers, maximum over ranks
+    engine_received_bytes   bytes of the whole model
+    extra_bytes             bytes of the largest full tensor, held by every rank of both sides
     """
 
     trainer_received_bytes: int
@@ -59,7 +59,7 @@ class Gather(msgspec.Struct, frozen=True):
 
 
 class Way(msgspec.Struct, frozen=True):
-    """A transport that could be asked for: the seconds that the cost model predicts, or what it is refused with."""
+    """A transport by name: the seconds that the cost model predicts, or the error that it would be refused with."""
 
     name: str
     seconds: float | None = None
@@ -67,15 +67,17 @@ class Way(msgspec.Struct, frozen=True):
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """See the module's text.
+    """The result of `sglang-reshard plan`.
 
-    model_bytes, tensors  of the checkpoint, as the trainer holds it
-    link_bytes            [trainer rank][engine rank]: sent, or read from memory
-    predicted_seconds     of the move alone, by the cost model
-    messages              of all engine ranks
-    refused               what the update would be refused with; then there are no figures
-    remark                what the trainer would be told
-    seconds_by_step       what this forecast itself took, each step of an engine rank added up
+    tensors, model_bytes  of the checkpoint, in the trainer's dtypes
+    layout_pieces         number of shards of all tensors, replicas counted once
+    link_bytes            [trainer rank][engine rank]: bytes sent, or read from memory
+    predicted_seconds     predicted seconds of the transfer alone
+    ways                  the transports that can be requested by name
+    messages              total over all engine ranks
+    refused               error messages if the update would be refused; there are no figures then
+    remark                the message that the trainer would receive
+    seconds_by_step       seconds that making this forecast took, by step
     """
 
     question: PlanRequest
@@ -96,5 +98,5 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     seconds_by_step: dict[str, float] = {}
 
     def spread(self, side: str, figure: str) -> Spread:
-        """Of a figure ("sent_bytes") over the ranks of a side ("engine_ranks", "trainer_ranks")."""
+        """Returns the spread of a figure ("sent_bytes") over one side ("engine_ranks" or "trainer_ranks")."""
         return Spread.of(getattr(rank, figure) for rank in getattr(self, side))

@@ -1,4 +1,4 @@
-"""Work in forked children: what is slow to import is imported once, and globals stay each child's own."""
+"""Runs jobs in forked children: slow imports happen once, and each child has its own globals."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ChildFailed(ReshardError):
     """A forked child raised; the message has its traceback."""
 
 
-def in_forks(
+def run_in_forks(
     work: Callable[[Job], Any], jobs: Sequence[Job], *, processes: int, deadline_seconds: float
 ) -> Iterator[tuple[Job, Any]]:
-    """Yield each job with what `work(job)` returned in a child of its own, in the order in which they end.
+    """Yields each job with the result of `work(job)`, run in a child of its own, in the order in which they end.
 
     At most `processes` children run at a time. All of them are gone when this returns or raises. Raises
     ChildFailed with the traceback of the first that failed, DeadlineExceeded when the jobs take longer.
@@ -39,7 +39,7 @@ def in_forks(
             ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = ", ".join(str(job) for job, _ in running.values())
-                raise DeadlineExceeded(f"After {deadline_seconds:g} s these are not done: {late}.")
+                raise DeadlineExceeded(f"Not finished within {deadline_seconds:g} s: {late}.")
             for reader in [r for r in running if r in ready]:
                 job, child = running.pop(reader)
                 yield job, _result(job, reader, child)

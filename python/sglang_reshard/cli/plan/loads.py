@@ -1,6 +1,6 @@
-"""What moves to and from every rank by the way that was chosen, and the buffers that it takes.
+"""Computes the bytes that move to and from every rank with the chosen strategy, and the buffers that they take.
 
-Told from the very plans, messages and views that the transports are made from; the views are of meta tensors.
+It uses the plans, messages and views that the transports themselves are built from, with meta tensors for memory.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _META = torch.device("meta")
 class EngineLoad:
     """One engine rank's part of an update.
 
-    sent      trainer rank -> the load on this rank, and the load on the trainer rank, of links that are sent
+    sent      trainer rank -> the link's load on this rank and on the trainer rank, where the trainer rank sends
     read      trainer rank -> bytes that this rank reads from its memory
-    received  bytes that reach this rank
-    extra     bytes of its buffers
-    messages  that this rank receives, or takes part in
+    received  bytes received by this rank
+    extra     bytes of this rank's buffers
+    messages  number of messages that this rank receives, or of broadcasts that it participates in
     """
 
     sent: dict[int, tuple[LinkLoad, LinkLoad]]
@@ -42,14 +42,14 @@ class EngineLoad:
     messages: int
 
 
-def engine_load(catalog: TensorIndex, choice: Strategy, engine_rank: int, seated: RankModel) -> EngineLoad:
-    """Of an engine rank."""
-    scratch = seated.program.scratch_bytes
+def engine_load(catalog: TensorIndex, choice: Strategy, engine_rank: int, rank: RankModel) -> EngineLoad:
+    """Returns the load of one engine rank."""
+    scratch = rank.program.scratch_bytes
     if choice.broadcast is not None:
-        return _grouped(catalog, choice.broadcast, engine_rank, seated, scratch)
+        return _grouped(catalog, choice.broadcast, engine_rank, rank, scratch)
     sending = choice.trainer_ranks_sending(engine_rank)
-    read = {t: nbytes for t, (nbytes, _) in seated.intake.links().items() if t not in sending}
-    sent = {t: _link(catalog, seated, engine_rank, t, share) for t, share in sending.items()}
+    read = {t: nbytes for t, (nbytes, _) in rank.intake.links().items() if t not in sending}
+    sent = {t: _link(catalog, rank, engine_rank, t, share) for t, share in sending.items()}
     mine = [load for load, _ in sent.values()]
     return EngineLoad(
         sent,
@@ -61,12 +61,12 @@ def engine_load(catalog: TensorIndex, choice: Strategy, engine_rank: int, seated
 
 
 def _link(
-    catalog: TensorIndex, seated: RankModel, engine_rank: int, trainer_rank: int, share: int
+    catalog: TensorIndex, rank: RankModel, engine_rank: int, trainer_rank: int, share: int
 ) -> tuple[LinkLoad, LinkLoad]:
-    """A link's load at its engine rank and at its trainer rank, whose local tensors are contiguous."""
-    taken, layout = seated.intake, catalog.layout
+    """Returns the load of a link on its engine rank and on its trainer rank; assumes contiguous local tensors."""
+    taken, layout = rank.intake, catalog.layout
     order = send_request(taken, trainer_rank)
-    here = TransportContext(engine_rank, _META, catalog, taken, seated.program, {}, None, None, {}, None)
+    here = TransportContext(engine_rank, _META, catalog, taken, rank.program, {}, None, None, {}, None)
     rows = sent_rows(taken, trainer_rank).tolist()
     again: dict[int, list[int]] = {}
     for row, first in taken.repeats.items():
@@ -93,7 +93,7 @@ def _link(
 
 
 class _Views(Sequence[tuple[torch.Tensor, ...]]):
-    """Views that are made when they are asked for, which they are for hardly any item."""
+    """A sequence of views that makes each on access; few of them are ever accessed."""
 
     def __init__(self, count: int, of_item: Callable[[int], tuple[torch.Tensor, ...]]) -> None:
         self._count, self._of_item = count, of_item
@@ -111,11 +111,9 @@ class _Views(Sequence[tuple[torch.Tensor, ...]]):
         return self._of_item(item)
 
 
-def _grouped(
-    catalog: TensorIndex, plan: BroadcastPlan, engine_rank: int, seated: RankModel, scratch: int
-) -> EngineLoad:
+def _grouped(catalog: TensorIndex, plan: BroadcastPlan, engine_rank: int, rank: RankModel, scratch: int) -> EngineLoad:
     """Under broadcast: pieces that this rank needs alone are read, others come by its groups, whole."""
-    taken = seated.intake
+    taken = rank.intake
     alone = plan.alone[engine_rank][taken.pieces(catalog)]
     by_trainer = np.bincount(taken.trainer[alone], taken.nbytes[alone])
     read = {int(t): int(by_trainer[t]) for t in np.flatnonzero(by_trainer)}

@@ -1,4 +1,4 @@
-"""SGLang's models on torch's meta device: shapes, dtypes and loaders of a rank, with no memory behind its weights."""
+"""Builds SGLang's models on torch's meta device: shapes, dtypes and loaders of a rank, without memory for weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def build_on_meta(device: Any) -> None:
-    """From now on, let this process build SGLang models on the meta device; `device` is SGLang's DeviceConfig.
+    """Makes this process build SGLang models on the meta device from now on; `device` is SGLang's DeviceConfig.
 
     For a process that builds nothing else. Single elements, such as the scales of a KV cache, are in host memory
     all the same: SGLang looks at their values before the model is complete.
@@ -23,7 +23,7 @@ def build_on_meta(device: Any) -> None:
         return model
 
     def leave(*_: Any, **__: Any) -> None:
-        """No weights, no dummy values."""
+        """Writes no dummy values."""
 
     loader._initialize_model = initialized
     loader.initialize_dummy_weights = leave
@@ -31,7 +31,7 @@ def build_on_meta(device: Any) -> None:
 
 
 def _give_values(model: torch.nn.Module) -> None:
-    """Put parameters of one element into host memory, all else about them unchanged."""
+    """Moves parameters of one element to host memory; nothing else about them changes."""
     known: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -1,4 +1,4 @@
-"""Which model is meant: a named preset, a config.json, or a folder with one."""
+"""Finds a model's config.json: a named preset, a file, or a folder with one."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ CONFIG = "config.json"
 
 
 def presets() -> tuple[str, ...]:
-    """The names of models whose published config.json comes with this package."""
+    """Returns the names of the models whose published config.json ships with this package."""
     return tuple(sorted(p.name.removesuffix(".json") for p in _presets().iterdir() if p.name.endswith(".json")))
 
 
 def prepare(model: str, layers: int, into: Path) -> Path:
-    """The folder of a model, with a config of `layers` layers (0: all).
+    """Returns a folder with the model's config.json, cut to `layers` layers (0 for all).
 
     model  a preset's name in any case, a config.json, or a folder with one
-    into   an empty folder for what is not taken as it is
+    into   an empty folder, used unless the model's own folder can be used as it is
 
-    Raises Mismatch when there is no such model, or when it has not so many layers.
+    Raises Mismatch when there is no such model, or when it has fewer layers.
     """
     path = Path(model).expanduser()
     folder = path if path.is_dir() else path.parent if path.name == CONFIG and path.is_file() else None
     if folder is not None:
         if not (folder / CONFIG).is_file():
-            raise Mismatch(f"there is no {CONFIG} in {folder}")
+            raise Mismatch(f"{folder} has no {CONFIG}")
         config = _read((folder / CONFIG).read_text(), str(folder / CONFIG))
         if not layers:
             return folder
@@ -40,17 +40,17 @@ def prepare(model: str, layers: int, into: Path) -> Path:
     elif (name := path.name.lower()) in presets():
         config = _read((_presets() / f"{name}.json").read_text(), name)
     else:
-        raise Mismatch(f"{model} is no folder, no {CONFIG} and none of the presets: {', '.join(presets())}")
+        raise Mismatch(f"{model} is not a folder, a {CONFIG} or a preset; presets: {', '.join(presets())}")
     (into / CONFIG).write_text(json.dumps(with_layers(config, layers) if layers else config))
     return into
 
 
 def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """A config of its first layers only. Raises Mismatch when it has fewer."""
+    """Returns the config with only its first layers. Raises Mismatch when it has fewer."""
     text = config.get("text_config", config)
     have = text.get("num_hidden_layers")
     if not isinstance(have, int) or have < layers:
-        raise Mismatch(f"--layers {layers}: the model has {have}")
+        raise Mismatch(f"--layers {layers}: the model has {have} layers")
     shorter = {key: value[:layers] if _is_by_layer(value, have) else value for key, value in text.items()}
     shorter["num_hidden_layers"] = layers
     return config | {"text_config": shorter} if text is not config else shorter

@@ -1,4 +1,4 @@
-"""The answer as a picture: who takes how many bytes of whom, and the bytes of every rank."""
+"""Draws a forecast: bytes from every trainer rank to every engine rank, and the bytes of every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GB = 1e9
 
 
 def draw(forecast: Forecast, path: Path) -> None:
-    """Write the picture; its format follows from the name."""
+    """Writes the picture; the file name's extension gives its format."""
     figure = Figure(figsize=(11, 7), layout="constrained")
     asked = forecast.question
     figure.suptitle(f"{asked.model}: {asked.source} -> {asked.target}, {forecast.transport}")

@@ -1,4 +1,4 @@
-"""One engine rank as it would be: its real model without memory, its traced loader, and what it takes in."""
+"""Models one engine rank: its real SGLang model without memory, its traced loader, its read plan and demand."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from sglang_reshard.trace import Program, trace
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """What is known of one engine rank.
+    """One engine rank's plan.
 
-    program  without its steps; its targets are meta tensors
+    program  the traced loader without its steps; its targets are meta tensors
     """
 
     needs: RankDemand
@@ -32,14 +32,14 @@ class RankModel:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A `RankModel` on its way between processes: storages as (elements, name of the dtype)."""
+    """A `RankModel` as it travels between processes: target storages as (elements, dtype name)."""
 
     needs: RankDemand
     intake: ReadPlan
     targets: dict[str, tuple[int, str]]
     seconds: float
 
-    def seated(self) -> RankModel:
+    def rank_model(self) -> RankModel:
         targets = {
             name: torch.empty(numel, dtype=getattr(torch, dtype), device="meta")
             for name, (numel, dtype) in self.targets.items()
@@ -50,63 +50,63 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an engine rank would be refused, and in what; `phase` is empty where the whole engine would be."""
+    """Why an engine rank would refuse the update, and in which phase; empty `phase` if the engine as a whole would."""
 
     phase: str
     reason: str
 
 
-def look(question: PlanRequest, catalog: TensorIndex, cores: int, engine_rank: int) -> Outline | Refusal:
-    """An engine rank in this process, which can be no other afterwards; or why it would be refused."""
+def model_rank(request: PlanRequest, catalog: TensorIndex, cores: int, engine_rank: int) -> Outline | Refusal:
+    """Builds and traces an engine rank in this process, which cannot build another one; returns why if it cannot."""
     try:
-        model = _built(question, engine_rank)
+        model = _built(request, engine_rank)
     except (Exception, SystemExit) as error:
         return Refusal("SGLang's own start", f"{type(error).__name__}: {error}")
     try:
-        if reason := _unfit():
+        if reason := _unsupported():
             return Refusal("", reason)
         program = trace(model, [t.spec for t in catalog.layout.tensors])
     except ReshardError as error:
         return Refusal("prepare", str(error))
-    host = question.engine_hosts[engine_rank]
+    host = request.engine_hosts[engine_rank]
     taken = plan_reads(
-        catalog, program.copies, RankLocation(engine_rank, question.target.tp, host, question.trainer_hosts)
+        catalog, program.copies, RankLocation(engine_rank, request.target.tp, host, request.trainer_hosts)
     )
     targets = {name: (t.numel(), str(t.dtype).removeprefix("torch.")) for name, t in program.targets.items()}
     return Outline(rank_demand(catalog, taken, host, cores), taken, targets, program.seconds)
 
 
-def _built(question: PlanRequest, engine_rank: int) -> torch.nn.Module:
-    # Else torch says of a model that needs a GPU that this process is a fork, not that there is none.
+def _built(request: PlanRequest, engine_rank: int) -> torch.nn.Module:
+    # Otherwise torch would blame the fork for a model that needs a GPU, rather than the missing GPU.
     vars(torch.cuda)["_lazy_init"] = _no_gpu
-    if question.device == "cpu":
-        return _build(question, engine_rank)
+    if request.device == "cpu":
+        return _build(request, engine_rank)
     try:
-        return _build(question, engine_rank, attention_backend="triton")
+        return _build(request, engine_rank, attention_backend="triton")
     except AssertionError as error:
-        # Some models want another backend, of which no weight depends; SGLang checks it before it builds anything.
+        # Some models need another backend, on which no weight depends; SGLang checks it before it builds anything.
         if "attention backend" not in str(error):
             raise
-        return _build(question, engine_rank, attention_backend="torch_native")
+        return _build(request, engine_rank, attention_backend="torch_native")
 
 
-def _build(question: PlanRequest, engine_rank: int, **server_args: Any) -> torch.nn.Module:
-    target = question.target
+def _build(request: PlanRequest, engine_rank: int, **server_args: Any) -> torch.nn.Module:
+    target = request.target
     if target.dp > 1:
         server_args |= {"dp_size": target.dp, "enable_dp_attention": True}
     return build_rank(
-        question.folder,
+        request.folder,
         tp_size=target.tp,
         tp_rank=engine_rank,
         ep_size=target.ep,
         pp_size=target.pp,
-        dtype=dtype_of(json.loads((Path(question.folder) / CONFIG).read_text())),
+        dtype=dtype_of(json.loads((Path(request.folder) / CONFIG).read_text())),
         weightless=True,
         **server_args,
     )
 
 
-def _unfit() -> str:
+def _unsupported() -> str:
     from sglang.srt.server_args import get_global_server_args
 
     from sglang_reshard.patches.fitness import unfit

@@ -1,4 +1,4 @@
-"""What is asked: read from the command line's words, and handed to the process that does the work."""
+"""The request: parsed from command line options, and sent to the worker process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_reshard.plan.strategy import check_transport
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Trainer ranks as a mesh, outermost dimension first: copies, FSDP2 shards, tensor parallel shards."""
+    """The trainer's device mesh, outermost dimension first: replicas, FSDP2 shards, tensor parallel shards."""
 
     copies: int = 1
     shards: int = 1
@@ -29,14 +29,14 @@ class Source(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Source:
-        """From "tp=4", "fsdp=64", "fsdp=8,tp=8" or "hsdp=2x32". Raises Mismatch."""
+        """Parses "tp=4", "fsdp=64", "fsdp=8,tp=8" or "hsdp=2x32". Raises Mismatch."""
         known = "tp=4, fsdp=64, fsdp=8,tp=8 or hsdp=2x32"
         sizes = _sizes(text, "--source", known, {"tp", "fsdp", "hsdp"})
         if "fsdp" in sizes and "hsdp" in sizes:
-            raise Mismatch(f"--source {text}: hsdp=2x32 is fsdp=32 in 2 copies; give one of the two")
+            raise Mismatch(f"--source {text}: fsdp and hsdp exclude each other; hsdp=2x32 is fsdp=32 with 2 replicas")
         copies, _, shards = sizes.get("hsdp", "1x1").partition("x")
         if not shards:
-            raise Mismatch(f"--source {text}: hsdp wants copies and shards, as in hsdp=2x32")
+            raise Mismatch(f"--source {text}: hsdp takes replicas x shards, for example hsdp=2x32")
         return cls(
             _count(copies, "--source", text),
             _count(sizes.get("fsdp", shards), "--source", text),
@@ -45,7 +45,7 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Target(msgspec.Struct, frozen=True):
-    """An engine's sizes, as SGLang's arguments name them; `dp` is that of dp-attention."""
+    """The engine's parallel sizes, named as SGLang's arguments; `dp` is the size of dp-attention."""
 
     tp: int
     ep: int = 1
@@ -58,22 +58,22 @@ class Target(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """From "tp=16", "tp=16,ep=16" or "tp=16,ep=16,dp=16". Raises Mismatch."""
+        """Parses "tp=16", "tp=16,ep=16" or "tp=16,ep=16,dp=16". Raises Mismatch."""
         sizes = _sizes(text, "--target", "tp=16 or tp=16,ep=16", {"tp", "ep", "dp", "pp"})
         return cls(**{"tp": 1} | {name: _count(size, "--target", text) for name, size in sizes.items()})
 
 
 class PlanRequest(msgspec.Struct, frozen=True):
-    """All that a forecast is made from.
+    """The inputs of a plan.
 
-    model            a name for people
-    folder           of config.json, and of safetensors if there are any
-    layers           how many to take; 0 for all
-    device           "cuda" or "cpu": that of the engine
-    ranks_per_host   of either side
-    colocated        engine ranks are on the trainer ranks' hosts, else on their own
-    links            bytes a second within a host, and between hosts; 0 for what the cost model has by itself
-    ignore           patterns of names that the trainer means to be left out
+    model            name shown in the result
+    folder           folder with config.json, and with safetensors if there are any
+    layers           number of layers to plan for; 0 for all
+    device           the engine's device, "cuda" or "cpu"
+    ranks_per_host   ranks of either side on one host
+    colocated        whether engine ranks share the trainer ranks' hosts
+    links            bytes per second within a host and between hosts; 0 for the cost model's defaults
+    ignore           fnmatch patterns of names that the engine may leave unused
     """
 
     model: str
@@ -96,13 +96,13 @@ class PlanRequest(msgspec.Struct, frozen=True):
 
     @property
     def trainer_hosts(self) -> tuple[str, ...]:
-        """By trainer rank."""
+        """The host of each trainer rank."""
         name = "host" if self.colocated else "trainer host"
         return tuple(f"{name} {rank // self.ranks_per_host}" for rank in range(self.source.trainer_ranks))
 
     @property
     def engine_hosts(self) -> tuple[str, ...]:
-        """By engine rank."""
+        """The host of each engine rank."""
         name = "host" if self.colocated else "engine host"
         return tuple(f"{name} {rank // self.ranks_per_host}" for rank in range(self.target.tp))
 
@@ -112,7 +112,7 @@ def _sizes(text: str, option: str, examples: str, known: set[str]) -> dict[str, 
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
         if name not in known or not size or name in found:
-            raise Mismatch(f"{option} {text}: {part.strip()!r} is not understood; give {examples}")
+            raise Mismatch(f"{option} {text}: cannot parse {part.strip()!r}; expected {examples}")
         found[name] = size
     return found
 

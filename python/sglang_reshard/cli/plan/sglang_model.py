@@ -1,4 +1,4 @@
-"""One engine rank's real model in this process, without an Engine and without the other ranks.
+"""Builds one engine rank's real SGLang model in this process, without an Engine and without the other ranks.
 
 torch's fake process group stands in for the other ranks: nothing communicates while a model is built
 or loaded, so one process can be any rank of any world. One process can be only one rank, though:
@@ -20,7 +20,7 @@ from sglang_reshard.testing import cpu_host
 
 
 def choose_code_paths(tp_size: int, *, gpu: bool) -> None:
-    """Make SGLang importable on a host without a GPU; before its first import.
+    """Makes SGLang importable on a host without a GPU. Must be called before sglang is imported.
 
     SGLang decides at import whether it runs on a CPU engine or a GPU, and some loaders differ. With
     `gpu` the models are built as they are on a GPU, only in host memory.
@@ -42,11 +42,11 @@ def choose_code_paths(tp_size: int, *, gpu: bool) -> None:
 
 class _NoStream:
     def __init__(self, *_: Any, **__: Any) -> None:
-        """In place of a CUDA stream, which cannot be made without a device."""
+        """Stands in for a CUDA stream, which cannot be created without a device."""
 
 
 def import_before_forks() -> None:
-    """All of SGLang that is slow to import, once, for children that are forked to build a rank each."""
+    """Imports what is slow to import of SGLang, so that children forked afterwards share it."""
     import sglang.srt.model_loader
     import sglang.srt.models.registry
     import sglang.srt.server_args  # noqa: F401
@@ -64,9 +64,9 @@ def build_rank(
     weightless: bool = False,
     **server_args: Any,
 ) -> torch.nn.Module:
-    """The model that this engine rank would hold, with dummy weights, in host memory.
+    """Returns the model that this engine rank would hold, with dummy weights in host memory.
 
-    weightless  on the meta device instead: of any size, without the memory
+    weightless  build on the meta device instead, without memory for weights
     """
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig

@@ -1,4 +1,4 @@
-"""The answer as tables for people. Bytes are decimal (1 GB is 10^9), as link speeds are."""
+"""Prints a forecast as tables. Bytes are decimal (1 GB is 10^9), as link speeds are."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def print_forecast(console: Console, forecast: Forecast) -> None:
     if forecast.remark:
         console.print(f"[yellow]note[/] {escape(forecast.remark)}", highlight=False, soft_wrap=True)
     spent = ", ".join(f"{step} {seconds:.1f}" for step, seconds in forecast.seconds_by_step.items())
-    console.print(f"this forecast took, in seconds: {spent}", highlight=False, soft_wrap=True)
+    console.print(f"seconds spent on this forecast: {spent}", highlight=False, soft_wrap=True)
 
 
 def _head(forecast: Forecast) -> list[str]:
     asked = forecast.question
     of_layers = f", {asked.layers} layers" if asked.layers else ""
-    hosts = "on the same hosts" if asked.colocated else "on hosts of their own"
+    hosts = "colocated" if asked.colocated else "on separate hosts"
     lines = [
         f"[bold]{escape(asked.model)}[/]{of_layers}: {forecast.tensors:,} tensors, {decimal(forecast.model_bytes)}",
         f"{asked.source} ({asked.source.trainer_ranks} trainer ranks) -> {asked.target} "
-        f"({asked.target.tp} engine ranks, {hosts}, {asked.ranks_per_host} ranks a host)",
+        f"({asked.target.tp} engine ranks, {hosts}, {asked.ranks_per_host} ranks per host)",
     ]
     if not forecast.refused:
         lines.append(f"transport [bold]{forecast.transport}[/]: {escape(forecast.transport_reason)}")
         lines.append(
-            f"predicted to move in [bold]{forecast.predicted_seconds:.3g} s[/], {forecast.messages:,} messages"
+            f"predicted transfer time [bold]{forecast.predicted_seconds:.3g} s[/], {forecast.messages:,} messages"
         )
     return lines
 
@@ -55,7 +55,7 @@ def _bytes(forecast: Forecast) -> Table:
         ("  least possible", "engine_ranks", "least_bytes", None),
         ("  extra memory at the peak", "engine_ranks", "extra_bytes", extra),
         ("trainer rank holds", "trainer_ranks", "shard_bytes", None),
-        ("  sends, or is read of", "trainer_ranks", "sent_bytes", None),
+        ("  sends, or is read from", "trainer_ranks", "sent_bytes", None),
         ("  receives", "", "", gather.trainer_received_bytes),
         ("  extra memory at the peak", "trainer_ranks", "extra_bytes", extra),
     ):
@@ -69,7 +69,7 @@ def _bytes(forecast: Forecast) -> Table:
 
 
 def _ways(forecast: Forecast) -> Table:
-    table = Table(title="asked for by name")
+    table = Table(title="transports by name")
     table.add_column("transport")
     table.add_column("predicted seconds", justify="right")
     table.add_column("would be refused", overflow="fold")

@@ -1,7 +1,7 @@
-"""The work, in a fresh process: SGLang chooses its code paths when it is imported, and a process is one rank only.
+"""Makes the plan, in a worker process: SGLang chooses its code paths at import, and a process can be one rank only.
 
-Every engine rank is built, traced and planned for in a fork of its own, then all of them together are given to the
-functions that engine ranks call to choose and to plan.
+Every engine rank is built, traced and planned for in a fork of its own. The functions by which engine ranks choose a
+strategy then get the results of all of them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from sglang_reshard.cli.plan import worker_process
 from sglang_reshard.cli.plan.checkpoint import specs_of
 from sglang_reshard.cli.plan.figures import EngineRank, Forecast, Gather, TrainerRank, Way
-from sglang_reshard.cli.plan.forked_jobs import in_forks
+from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.loads import EngineLoad, engine_load, largest_tensor_bytes
-from sglang_reshard.cli.plan.rank_model import Outline, Refusal, look
+from sglang_reshard.cli.plan.rank_model import Outline, Refusal, model_rank
 from sglang_reshard.cli.plan.request import PlanRequest
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from sglang_reshard.cli.plan.sources import layout_of
@@ -37,7 +37,7 @@ STEPS = ("import SGLang", "build, trace and take in", "choose", "cut messages")
 
 
 class _Clock:
-    """Tells the other process what is begun and done, and keeps the seconds."""
+    """Reports progress to the parent process, and records the seconds of each step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -46,10 +46,10 @@ class _Clock:
     def begin(self, step: str, of: int = 1) -> None:
         self.end()
         self._step = step
-        worker_process.answer({"step": step, "of": of})
+        worker_process.report({"step": step, "of": of})
 
     def advance(self) -> None:
-        worker_process.answer({"done": 1})
+        worker_process.report({"done": 1})
 
     def end(self) -> None:
         now = time.perf_counter()
@@ -59,81 +59,83 @@ class _Clock:
 
 
 def serve() -> None:
-    """The fresh process."""
-    question = msgspec.convert(worker_process.given(), PlanRequest)
+    """Entry point of the worker process."""
+    request = msgspec.convert(worker_process.read_job(), PlanRequest)
     try:
-        worker_process.answer({"forecast": msgspec.to_builtins(forecast(question))})
+        worker_process.report({"forecast": msgspec.to_builtins(forecast(request))})
     except DeadlineExceeded as error:
         print(error, file=sys.stderr)
         sys.exit(worker_process.TOO_LATE)
     except ReshardError as error:
-        worker_process.answer({"error": str(error)})
+        worker_process.report({"error": str(error)})
 
 
-def forecast(question: PlanRequest) -> Forecast:
-    """The answer. Raises Mismatch and Unsupported for a question that there is none to."""
+def forecast(request: PlanRequest) -> Forecast:
+    """Returns the forecast. Raises Mismatch or Unsupported for a request that cannot be planned."""
     clock = _Clock()
     clock.begin(STEPS[0])
-    choose_code_paths(question.target.tp, gpu=question.device == "cuda")
+    choose_code_paths(request.target.tp, gpu=request.device == "cuda")
     torch.set_num_threads(1)
     import_before_forks()
-    layout = layout_of(specs_of(Path(question.folder)), question.source)
+    layout = layout_of(specs_of(Path(request.folder)), request.source)
     catalog = TensorIndex.of(layout)
-    clock.begin(STEPS[1], question.target.tp)
+    clock.begin(STEPS[1], request.target.tp)
     cores = len(os.sched_getaffinity(0))
-    outlines, refused = _engine_ranks(question, catalog, cores, clock)
+    outlines, refused = _engine_ranks(request, catalog, cores, clock)
     known = {
-        "question": question,
+        "question": request,
         "tensors": len(layout.tensors),
         "model_bytes": sum(t.spec.nbytes for t in layout.tensors),
         "layout_pieces": catalog.pieces,
     }
     if refused:
-        return _told(clock, known | {"refused": refused})
+        return _finished(clock, known | {"refused": refused})
     clock.begin(STEPS[2])
     needs = [outline.needs for outline in outlines]
-    setting = _setting(question, needs)
+    setting = _setting(request, needs)
     unused = unread_tensors(catalog, needs)
     try:
-        check_used(unused, question.ignore)
-        choice = choose_strategy(question.transport, catalog, needs, setting, question.bucket_bytes)
+        check_used(unused, request.ignore)
+        choice = choose_strategy(request.transport, catalog, needs, setting, request.bucket_bytes)
     except ReshardError as error:
-        return _told(clock, known | {"refused": (refusal("plan", range(question.target.tp), str(error)),)})
-    ways = [_way(name, question, catalog, needs, setting) for name in ("ipc", "p2p", "broadcast")]
-    clock.begin(STEPS[3], question.target.tp)
-    loads = _loads(question, catalog, choice, outlines, clock)
-    return _told(
+        return _finished(clock, known | {"refused": (refusal("plan", range(request.target.tp), str(error)),)})
+    ways = [_way(name, request, catalog, needs, setting) for name in ("ipc", "p2p", "broadcast")]
+    clock.begin(STEPS[3], request.target.tp)
+    loads = _loads(request, catalog, choice, outlines, clock)
+    return _finished(
         clock,
-        known | _figures(question, catalog, needs, choice, loads) | {"ways": tuple(ways), "remark": remark(unused)},
+        known | _figures(request, catalog, needs, choice, loads) | {"ways": tuple(ways), "remark": remark(unused)},
     )
 
 
-def _told(clock: _Clock, known: dict[str, Any]) -> Forecast:
+def _finished(clock: _Clock, known: dict[str, Any]) -> Forecast:
     clock.end()
     return Forecast(**known, seconds_by_step=clock.seconds)
 
 
 def _engine_ranks(
-    question: PlanRequest, catalog: TensorIndex, cores: int, clock: _Clock
+    request: PlanRequest, catalog: TensorIndex, cores: int, clock: _Clock
 ) -> tuple[list[Outline], tuple[str, ...]]:
-    """All engine ranks in order, or why some are refused, in the words that the trainer would hear."""
+    """Returns all engine ranks in order, or the error messages that the trainer would get."""
     found: dict[int, Outline | Refusal] = {}
-    work = partial(look, question, catalog, cores)
-    jobs = range(question.target.tp)
-    for rank, outline in in_forks(work, jobs, processes=question.processes, deadline_seconds=question.deadline_seconds):
+    work = partial(model_rank, request, catalog, cores)
+    jobs = range(request.target.tp)
+    for rank, outline in run_in_forks(
+        work, jobs, processes=request.processes, deadline_seconds=request.deadline_seconds
+    ):
         found[rank] = outline
         clock.advance()
     refusals = {rank: of for rank in jobs if isinstance(of := found[rank], Refusal)}
     if not refusals:
         return [of for rank in jobs if isinstance(of := found[rank], Outline)], ()
-    said = refusals[min(refusals)]
-    return [], (refusal(said.phase, sorted(refusals), said.reason) if said.phase else said.reason,)
+    first = refusals[min(refusals)]
+    return [], (refusal(first.phase, sorted(refusals), first.reason) if first.phase else first.reason,)
 
 
-def _setting(question: PlanRequest, needs: Sequence[RankDemand]) -> ClusterTopology:
-    """Hosts by rank, and the cost model with the links' speeds put in."""
-    setting = ClusterTopology.of(needs, question.trainer_hosts, question.device)
-    local, network = question.links
+def _setting(request: PlanRequest, needs: Sequence[RankDemand]) -> ClusterTopology:
+    """Returns the hosts of all ranks and the cost model, with the given link speeds."""
+    setting = ClusterTopology.of(needs, request.trainer_hosts, request.device)
+    local, network = request.links
     costs = replace(
         setting.costs,
         local_bytes_s=local or setting.costs.local_bytes_s,
@@ -143,31 +145,31 @@ def _setting(question: PlanRequest, needs: Sequence[RankDemand]) -> ClusterTopol
 
 
 def _way(
-    name: str, question: PlanRequest, catalog: TensorIndex, needs: Sequence[RankDemand], setting: ClusterTopology
+    name: str, request: PlanRequest, catalog: TensorIndex, needs: Sequence[RankDemand], setting: ClusterTopology
 ) -> Way:
     try:
-        return Way(name, choose_strategy(name, catalog, needs, setting, question.bucket_bytes).seconds)
+        return Way(name, choose_strategy(name, catalog, needs, setting, request.bucket_bytes).seconds)
     except ReshardError as error:
         return Way(name, refused=str(error))
 
 
 def _loads(
-    question: PlanRequest, catalog: TensorIndex, choice: Strategy, outlines: Sequence[Outline], clock: _Clock
+    request: PlanRequest, catalog: TensorIndex, choice: Strategy, outlines: Sequence[Outline], clock: _Clock
 ) -> list[EngineLoad]:
     found: dict[int, EngineLoad] = {}
 
     def work(rank: int) -> EngineLoad:
-        return engine_load(catalog, choice, rank, outlines[rank].seated())
+        return engine_load(catalog, choice, rank, outlines[rank].rank_model())
 
     jobs = range(len(outlines))
-    for rank, load in in_forks(work, jobs, processes=question.processes, deadline_seconds=question.deadline_seconds):
+    for rank, load in run_in_forks(work, jobs, processes=request.processes, deadline_seconds=request.deadline_seconds):
         found[rank] = load
         clock.advance()
     return [found[rank] for rank in jobs]
 
 
 def _figures(
-    question: PlanRequest,
+    request: PlanRequest,
     catalog: TensorIndex,
     needs: Sequence[RankDemand],
     choice: Strategy,
@@ -175,11 +177,11 @@ def _figures(
 ) -> dict[str, Any]:
     engine_ranks = tuple(
         EngineRank(rank, host, load.received, need.least_bytes, load.extra, load.messages)
-        for rank, (host, need, load) in enumerate(zip(question.engine_hosts, needs, loads, strict=True))
+        for rank, (host, need, load) in enumerate(zip(request.engine_hosts, needs, loads, strict=True))
     )
     held = catalog.layout.local_bytes()
     trainer_ranks, link_bytes = [], []
-    for rank, host in enumerate(question.trainer_hosts):
+    for rank, host in enumerate(request.trainer_hosts):
         sent = [load.sent[rank][1] for load in loads if rank in load.sent]
         links = [load.sent[rank][1].payload_bytes if rank in load.sent else load.read.get(rank, 0) for load in loads]
         messages = sum(load.messages for load in sent)

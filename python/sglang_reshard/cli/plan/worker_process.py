@@ -1,7 +1,7 @@
-"""Work in a fresh process, which answers while it works: for what must be chosen before SGLang is imported.
+"""Runs a function in a new process that reports while it works: for choices that must precede SGLang's import.
 
-for answer in answers("package.module", "serve", job, ...): ...     # here
-job = given(); answer(...); answer(...)                             # there, in serve()
+for value in run("package.module", "serve", job, ...): ...     # in this process
+job = read_job(); report(...); report(...)                     # in the worker, inside serve()
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _GRACE_SECONDS = 120
 TOO_LATE = 3
 
 
-def answers(
+def run(
     module: str, function: str, job: Any, *, what: str, environment: Mapping[str, str], deadline_seconds: float
 ) -> Iterator[Any]:
-    """What `function` of `module` answers to `job`, both ways as JSON. The process and its forks end with this.
+    """Yields what `function` of `module` reports for `job`, both as JSON. The process and its forks end with this.
 
-    what  names the work in errors
+    what              names the work in error messages
+    deadline_seconds  for the work after the imports, which the worker enforces itself
 
-    Raises ChildFailed with what the process wrote to stderr, DeadlineExceeded when it ends with `TOO_LATE`. It has
-    `deadline_seconds` for what it does after its imports, and keeps them itself.
+    Raises ChildFailed with the worker's stderr, and DeadlineExceeded when it exits with `TOO_LATE`.
     """
-    # Files, not pipes, for what goes in and for errors: neither side can then block the other.
-    with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryFile("w+") as order:
-        json.dump(job, order)
-        order.seek(0)
+    # Files rather than pipes for stdin and stderr, so that neither side can block the other.
+    with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryFile("w+") as job_file:
+        json.dump(job, job_file)
+        job_file.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-c", f"from {module} import {function}; {function}()"],
-            stdin=order,
+            stdin=job_file,
             stdout=subprocess.PIPE,
             stderr=errors,
             env=dict(environment),
@@ -51,7 +51,7 @@ def answers(
         assert process.stdout is not None
 
         def end() -> None:
-            # With the children that it forked, which are of its session.
+            # Its forked children are in its session and end with it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -75,13 +75,14 @@ def answers(
             raise ChildFailed(f"{what} failed:\n{errors.read()[-8000:]}")
 
 
-# ---- in the fresh process
+# ---- in the worker process
 
 
-def given() -> Any:
-    """The job."""
+def read_job() -> Any:
+    """Returns the job that `run` was given."""
     return json.load(sys.stdin)
 
 
-def answer(value: Any) -> None:
+def report(value: Any) -> None:
+    """Yields `value` from `run` in the parent process."""
     print(_MARK + json.dumps(value), flush=True)

@@ -1,4 +1,4 @@
-"""Work in a fresh process: its answers come as it gives them, whatever else it prints, and it ends with the reader."""
+"""A worker process: its reports arrive as it makes them, whatever else it prints, and it ends with the reader."""
 
 import os
 import time
@@ -8,28 +8,28 @@ import psutil
 import pytest
 
 from sglang_reshard.cli.plan.forked_jobs import ChildFailed
-from sglang_reshard.cli.plan.worker_process import answers
+from sglang_reshard.cli.plan.worker_process import run
 from sglang_reshard.errors import DeadlineExceeded
 
 WORK = """
 import os, sys, time
-from oracle import fresh
+from sglang_reshard.cli.plan import worker_process
 
 def twice():
     print("SGLang says hello")
-    for number in fresh.given():
-        fresh.answer({"twice": 2 * number})
+    for number in worker_process.read_job():
+        worker_process.report({"twice": 2 * number})
 
 def fails():
-    fresh.answer(os.getpid())
+    worker_process.report(os.getpid())
     raise ValueError("no such model")
 
 def late():
     sys.stderr.write("after 3 s these are not done: 1, 2")
-    sys.exit(fresh.TOO_LATE)
+    sys.exit(worker_process.TOO_LATE)
 
 def stays():
-    fresh.answer(os.getpid())
+    worker_process.report(os.getpid())
     time.sleep(600)
 """
 
@@ -41,7 +41,7 @@ def ask(tmp_path: Path):
 
     def asked(function, job=None):
         what = "The plan of a model"
-        return answers("work_of_this_test", function, job, what=what, environment=environment, deadline_seconds=30)
+        return run("work_of_this_test", function, job, what=what, environment=environment, deadline_seconds=30)
 
     return asked
 
