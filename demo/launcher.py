@@ -130,6 +130,9 @@ def _environment(settings: Settings) -> dict[str, str]:
     if settings.device == "cpu":
         # A host with fewer GPUs than ranks runs the demo as one without any.
         environment |= {**cpu_host.environment(settings.target_tp), "CUDA_VISIBLE_DEVICES": ""}
+    # Its processes import `demo` and `oracle` from the checkout, wherever the demo was started from.
+    paths = [environment.get("PYTHONPATH", ""), str(Path(__file__).parents[1])]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return environment
 
 
