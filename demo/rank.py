@@ -45,6 +45,7 @@ def main(settings: Settings) -> None:
         folder,
         settings.target_tp,
         settings.bucket_bytes,
+        settings.transports,
         _engine_arguments(settings),
     )
     for dtype in settings.dtypes:

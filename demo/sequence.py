@@ -1,6 +1,6 @@
 """The demo as one would tell it; every trainer rank runs it in step.
 
-For each precision an engine starts on dummy weights. Then, twice: the trainer takes one optimizer step,
+For each precision an engine starts on dummy weights. Then, for each update: the trainer takes one optimizer step,
 transformers says what the new weights say, the engine is seen to say something else (it has dummy weights,
 or those of the step before), the update runs, and the engine is seen to say the same.
 """
@@ -18,9 +18,9 @@ from demo import text, tiny_model
 from demo.events import EventWriter, Tokens, Updated
 from demo.reference import greedy_tokens
 from demo.trainer import Trainer
-from sglang_reshard import VerlEngine
+from sglang_reshard import VerlEngine, WeightSender
+from sglang_reshard.observability.report import UpdateReport
 
-UPDATES = 2
 # Name of the engine's hook that writes digests of its memory; the engine has to be started with it.
 DIGEST_HOOK = "oracle.digests.write_live_digests"
 
@@ -37,6 +37,7 @@ class Sequence:
         folder: Path,
         target_tp: int,
         bucket_bytes: int,
+        transports: tuple[str, ...],
         engine_arguments: dict[str, Any],
     ) -> None:
         self._trainer = trainer
@@ -46,6 +47,7 @@ class Sequence:
         self._folder = folder
         self._target_tp = target_tp
         self._bucket_bytes = bucket_bytes
+        self._transports = transports
         self._engine_arguments = engine_arguments
         self._prompts = [encoding.ids for encoding in tokenizer.encode_batch(list(text.PROMPTS))]
         self._steps = 0
@@ -56,8 +58,8 @@ class Sequence:
         ):
             engine = self._start_engine(dtype)
         try:
-            for _ in range(UPDATES):
-                self._step_and_update(engine, dtype)
+            for transport in self._transports:
+                self._step_and_update(engine, dtype, transport)
         finally:
             engine.shutdown()
 
@@ -75,7 +77,7 @@ class Sequence:
             **self._engine_arguments,
         )
 
-    def _step_and_update(self, engine: VerlEngine, dtype: str) -> None:
+    def _step_and_update(self, engine: VerlEngine, dtype: str, transport: str) -> None:
         self._steps += 1
         version = str(self._steps)
         with self._events.phase(f"optimizer step {version}") as notes:
@@ -89,7 +91,7 @@ class Sequence:
         with self._events.phase(f"generate before update {version}"):
             before = self._say(engine)
         with self._events.phase(f"reshard {version}: TP={self._mesh.size()} -> TP={self._target_tp}") as notes:
-            report = engine.update_weights_from_tensor(self._trainer.model.named_parameters(), weight_version=version)
+            report = self._update(engine, transport, version)
             notes.append(f"{report.transport}, {sum(r.received_bytes for r in report.engine_ranks) / 1e6:.1f} MB")
         with self._events.phase(f"generate after update {version}") as notes:
             after = self._say(engine)
@@ -110,6 +112,18 @@ class Sequence:
                 said=said,
             )
         )
+
+    def _update(self, engine: VerlEngine, transport: str, version: str) -> UpdateReport:
+        """By the engine's own sender, which chooses the transport; by one of its own for another transport."""
+        named = self._trainer.model.named_parameters()
+        if transport == "auto":
+            return engine.update_weights_from_tensor(named, weight_version=version)
+        send = None if engine.engine is None else engine.engine.update_weights_distributed
+        sender = WeightSender.over(self._mesh.get_group(), send, transport=transport, bucket_bytes=self._bucket_bytes)
+        try:
+            return sender.update(named, weight_version=version)
+        finally:
+            sender.close()
 
     def _say(self, engine: VerlEngine) -> Tokens:
         outputs = engine.generate(

@@ -10,6 +10,7 @@ DTYPES = {"float32": ("float32",), "bfloat16": ("bfloat16",), "both": ("float32"
 class Settings(msgspec.Struct, frozen=True):
     """dtypes: of the engines, one after another; the trainer's weights are float32 throughout.
 
+    transports  of the updates of each engine, one after the other
     folder  for the model, the checkpoints and the digests; removed at the end
     events  the file that trainer rank 0 reports to
     """
@@ -18,6 +19,7 @@ class Settings(msgspec.Struct, frozen=True):
     target_tp: int
     dtypes: tuple[str, ...]
     bucket_bytes: int
+    transports: tuple[str, ...] = ("auto", "auto")
     device: str = "cpu"
     folder: str = ""
     events: str = ""

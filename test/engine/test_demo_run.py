@@ -22,7 +22,7 @@ BUCKET_MIB = 1
 pytestmark = pytest.mark.engine
 
 
-def run_demo(folder: Path, source_tp: int, target_tp: int, dtype: str) -> tuple[dict[str, Any], str]:
+def run_demo(folder: Path, source_tp: int, target_tp: int, dtype: str, *transports: str) -> tuple[dict[str, Any], str]:
     """(the line of JSON, standard error)."""
     if complaint := memory.complaint(source_tp, target_tp, memory.available_bytes()):
         pytest.skip(complaint)
@@ -31,6 +31,7 @@ def run_demo(folder: Path, source_tp: int, target_tp: int, dtype: str) -> tuple[
         "SOURCE_TP": str(source_tp),
         "TARGET_TP": str(target_tp),
         "DTYPE": dtype,
+        "TRANSPORTS": ",".join(transports),
         "BUCKET_MIB": str(BUCKET_MIB),
         "TMPDIR": str(folder),
     }
@@ -63,9 +64,10 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
+@pytest.mark.sweep
 @pytest.mark.timeout(400)
 def test_two_to_four_in_both_precisions(folder: Path) -> None:
-    line, progress = run_demo(folder, 2, 4, "both")
+    line, progress = run_demo(folder, 2, 4, "both", "auto", "auto")
     assert_proved(line, ["float32", "bfloat16"])
     assert "start the engine: TP=4, float32" in progress
     assert list(folder.iterdir()) == []  # checkpoints, digests and the log are gone
@@ -73,9 +75,21 @@ def test_two_to_four_in_both_precisions(folder: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_four_to_sixteen(folder: Path) -> None:
-    line, _ = run_demo(folder, 4, 16, "float32")
+    """By what is chosen on one host, and by broadcast of each trainer rank's shard to the engine ranks that need it."""
+    line, progress = run_demo(folder, 4, 16, "float32", "auto", "broadcast")
     assert_proved(line, ["float32"])
-    assert len(line["updates"][0]["engine_ranks"]) == 16
+    by_ipc, by_broadcast = line["updates"]
+    assert (by_ipc["transport"], by_broadcast["transport"]) == ("ipc", "broadcast")
+    for rank in by_ipc["engine_ranks"]:
+        assert rank["received_bytes"] == rank["least_bytes"]
+    for update in (by_ipc, by_broadcast):
+        assert len(update["engine_ranks"]) == 16
+    # Whole shards arrive, of one trainer rank or, for engine ranks at a shard's edge, of two; never the whole model.
+    shards = [rank["shard_bytes"] for rank in by_broadcast["trainer_ranks"]]
+    for rank in by_broadcast["engine_ranks"]:
+        assert rank["least_bytes"] < rank["received_bytes"] < 2 * max(shards)
+    assert "start the engine: TP=16, float32" in progress
+    assert list(folder.iterdir()) == []  # checkpoints, digests and the log are gone
 
 
 def test_too_many_ranks_for_the_memory_are_refused_before_anything_starts(folder: Path) -> None:

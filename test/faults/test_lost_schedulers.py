@@ -21,6 +21,7 @@ import pytest
 from demo import tiny_model
 from sglang_reshard.patches.shared_segments import remove
 from sglang_reshard.testing import cpu_host
+from support import zygote
 from support.left_behind import Belongings, Watch
 from support.orchestra import Orchestra
 from support.player import Hang
@@ -128,12 +129,13 @@ def _family(pid: int) -> list[psutil.Process]:
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     forkserver.ensure_running()
-    before = Belongings.of_this_process()
-    serving = Serving(tmp_path_factory.mktemp("serving"))
-    try:
-        yield serving
-    finally:
-        serving.end()
+    with zygote.forks("cpu"):
+        before = Belongings.of_this_process()
+        serving = Serving(tmp_path_factory.mktemp("serving"))
+        try:
+            yield serving
+        finally:
+            serving.end()
     assert serving.watch.left_since(before) == []
 
 

@@ -6,19 +6,22 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 TEST = Path(__file__).parent.parent
 _ANSWERS = "TEST_SCRIPT_ANSWERS"  # the file that answers go to
 
 
-def run_script(script: Path, *arguments: str, timeout_s: float) -> list[str]:
+def run_script(
+    script: Path, *arguments: str, timeout_s: float, environment: Mapping[str, str] | None = None
+) -> list[str]:
     """The answers that a script gave, one after the other. Its errors fail the test."""
     path = os.pathsep.join([str(TEST), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.NamedTemporaryFile("r") as answers:
         run = subprocess.run(
             [sys.executable, str(script), *arguments],
-            env={**os.environ, "PYTHONPATH": path, _ANSWERS: answers.name},
+            env={**os.environ, "PYTHONPATH": path, _ANSWERS: answers.name, **(environment or {})},
             capture_output=True,
             text=True,
             timeout=timeout_s,

@@ -19,7 +19,6 @@ from typing import Any
 from demo import children
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.testing import cpu_host
-from support import zygote
 
 TEST = Path(__file__).parent.parent
 
@@ -41,8 +40,7 @@ def run_trainers(
                "-m", "support.trainers", function, json.dumps({"folder": str(folder), **job})]  # fmt: skip
     variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})}
     try:
-        with zygote.forks():
-            children.run(command, variables, folder / "log", time.monotonic() + deadline_s, lambda: None)
+        children.run(command, variables, folder / "log", time.monotonic() + deadline_s, lambda: None)
     except ReshardError as error:
         errors = "\n".join(f.read_text() for f in sorted(results.glob("*.error")))
         raise AssertionError(f"{errors}\n{error}") from error

@@ -1,11 +1,14 @@
 """A process that has imported SGLang once, and is forked wherever a test would start Python anew.
 
 Importing SGLang takes more than ten seconds of CPU time, and a test starts many processes that do: job scripts,
-trainer ranks under torchrun, servers, schedulers, detokenizers. Inside `with zygote("cpu").forks():` each
+trainer ranks under torchrun, servers, schedulers, detokenizers. Inside `with forks():` each
 `subprocess.Popen([sys.executable, ...])` and each multiprocessing child that would be spawned, of this process and of
 all that come of it, is a fork of a process with those imports instead. All else about them is as it would be: they
 are children of who starts them, with the environment, directory, descriptors and session that were asked for; they
 run the same module, or the same pickled function, from its beginning; and SGLang's plugins are loaded in each.
+
+There is a zygote for each kind of imports (KINDS), made when it is first needed: of the pinned SGLang or of the newest,
+as PYTHONPATH says, or what the variable SGLANG_RESHARD_ZYGOTE names. "none" is an ordinary start.
 
 How a fork becomes the child of another process: each process that is forked this way first forks a helper, which has
 one thread and no history. Asked for a child, the helper forks twice, and the process in the middle exits at once;
@@ -38,10 +41,12 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+
+from support import sglangs
 
 _TEST = Path(__file__).parent.parent
 _START_S = 300.0  # for the imports, on a machine that has much else to do
@@ -57,6 +62,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 # -- who asks
 
 
+Environment = Mapping[str, str]
+VARIABLE = "SGLANG_RESHARD_ZYGOTE"
+ORDINARY = {
+    VARIABLE: "none"
+}  # in the environment of a process: it is started the ordinary way, and so is all it starts
+
+
 class Forker:
     """The asking end of a helper's socket."""
 
@@ -65,7 +77,7 @@ class Forker:
         self._lock = threading.Lock()
 
     def start(
-        self, argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int], **options: Any
+        self, argv: Sequence[str], environment: Environment, descriptors: Mapping[int, int], **options: Any
     ) -> int:
         """Start `argv`; the process id of the child. Raises OSError where the helper has ended.
 
@@ -84,7 +96,7 @@ class Forker:
         self._connection.close()
 
 
-_forker: Forker | None = None
+_choose: Callable[[Environment], Forker | None] | None = None
 
 
 @contextlib.contextmanager
@@ -113,19 +125,25 @@ def _read(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def _as_fork(argv: Sequence[Any], environment: Mapping[str, str]) -> list[str] | None:
-    """What a fork has to run in place of this start; None where it has to be an ordinary one."""
+def _fork(argv: Sequence[Any], environment: Environment, descriptors: Mapping[int, int], **options: Any) -> int:
+    """The process id of a fork that does what this start would; 0 where the start has to be an ordinary one."""
     command = [os.fsdecode(a) for a in argv]
-    if _forker is None or command[0] != sys.executable:
-        return None
     arguments = list(itertools.dropwhile(_FLAGS.__contains__, command[1:]))
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")):
-        return None
+    if _choose is None or command[0] != sys.executable or not arguments:
+        return 0
+    if arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
+        return 0
     if "resource_tracker" in arguments[-1]:  # it imports nothing, and outlives who starts it
-        return None
+        return 0
     if any(environment.get(name) != _IMPORTED_WITH.get(name) for name in _READ_AT_IMPORT):
-        return None
-    return arguments
+        return 0
+    forker = _choose(environment)
+    if forker is None:
+        return 0
+    try:
+        return forker.start(arguments, environment, descriptors, **options)
+    except (OSError, EOFError):  # the helper was killed
+        return 0
 
 
 _FLAGS = ("-B", "-u")  # of Python, which a fork has from its zygote
@@ -142,15 +160,14 @@ def _execute_child(
     """In place of subprocess.Popen's own."""
     environment = os.environ if env is None else env
     plain = executable is None and preexec_fn is None and not shell and close_fds and not isinstance(args, str)
-    if plain and (arguments := _as_fork(args, environment)):
+    if plain:
         files = {0: p2cread, 1: c2pwrite, 2: errwrite}
         files = {number: number if ours == -1 else ours for number, ours in files.items()}
         options: dict[str, Any] = {"session": bool(rest[-2])}
         if cwd is not None:
             options["directory"] = os.fspath(cwd)
-        assert _forker is not None
-        with contextlib.suppress(OSError, EOFError):
-            self.pid = _forker.start(arguments, environment, files | {fd: fd for fd in pass_fds}, **options)
+        self.pid = _fork(args, environment, files | {fd: fd for fd in pass_fds}, **options)
+        if self.pid:
             self._child_created = True
             _close_the_childs_ends(self, (p2cread, p2cwrite), (c2pwrite, c2pread), (errwrite, errread))
             return
@@ -173,24 +190,20 @@ def _close_the_childs_ends(process: Any, *pipes: tuple[int, int]) -> None:
 
 def _spawn(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
     """In place of multiprocessing.util.spawnv_passfds."""
-    if arguments := _as_fork(args, os.environ):
-        assert _forker is not None
-        with contextlib.suppress(OSError, EOFError):
-            return _forker.start(arguments, os.environ, {fd: fd for fd in (0, 1, 2, *passfds)})
-    return _stock_spawn(path, args, passfds)
+    return _fork(args, os.environ, {fd: fd for fd in (0, 1, 2, *passfds)}) or _stock_spawn(path, args, passfds)
 
 
-def _ask_from_now_on(forker: Forker | None) -> None:
-    global _forker
-    _forker = forker
+def _ask_from_now_on(choose: Callable[[Environment], Forker | None] | None) -> None:
+    global _choose
+    _choose = choose
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
     multiprocessing.util.spawnv_passfds = _spawn
 
 
 def _forget() -> None:
     """In a child that somebody forked: the helper's socket is its parent's."""
-    global _forker
-    _forker = None
+    global _choose
+    _choose = None
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -269,7 +282,8 @@ def _become(order: _Order) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
-    _ask_from_now_on(_helper())
+    helper = _helper()
+    _ask_from_now_on(lambda environment: None if environment.get(VARIABLE) == "none" else helper)
 
 
 def _take(order: _Order) -> None:
@@ -398,20 +412,20 @@ class Zygote:
     """One for each kind; this process's child, and gone with it."""
 
     def __init__(self, kind: str) -> None:
-        from sglang_reshard.testing import cpu_host
-        from support import sglangs
-
         ours, theirs = socket.socketpair()
-        environment = {**sglangs.environment("newest" if kind == "newest" else "pinned")}
-        environment |= {
-            "PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], str(_TEST)]),
+        environment = {
+            **sglangs.environment("newest" if kind == "newest" else "pinned"),
+            **ORDINARY,
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",  # it starts its threads when it is imported
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        assert cpu_host.STAND_IN.is_dir()
+        path = [*environment["PYTHONPATH"].split(os.pathsep), str(_TEST), str(_TEST.parent)]
+        if kind != "newest":  # this process may have it on its own path, for the moment
+            path = [p for p in path if p != str(sglangs.NEWEST)]
+        environment["PYTHONPATH"] = os.pathsep.join(path)
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the zygote)
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"from support import zygote; zygote.begin({kind!r}, {theirs.fileno()})"],
@@ -432,20 +446,10 @@ class Zygote:
             self._log.seek(0)
             raise AssertionError(f"the zygote {kind!r} did not start:\n{self._log.read()[-6000:]}") from None
         ours.settimeout(None)
-        self._forker = Forker(ours)
-
-    @contextlib.contextmanager
-    def forks(self) -> Iterator[None]:
-        """What this process starts inside, and all that comes of it, is forked."""
-        before = _forker
-        _ask_from_now_on(self._forker)
-        try:
-            yield
-        finally:
-            _ask_from_now_on(before)
+        self.forker = Forker(ours)
 
     def end(self) -> None:
-        self._forker.close()
+        self.forker.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
         self._process.kill()
@@ -465,9 +469,27 @@ def zygote(kind: str) -> Zygote:
     return _zygotes[kind]
 
 
-def forks(kind: str = "cpu") -> contextlib.AbstractContextManager[None]:
-    """See Zygote.forks. `make test-all` starts all processes the ordinary way."""
-    return contextlib.nullcontext() if os.environ.get("SGLANG_RESHARD_SWEEP") else zygote(kind).forks()
+@contextlib.contextmanager
+def forks(*kinds: str) -> Iterator[None]:
+    """What this process starts inside is forked, and so is all that comes of it; not under `make test-all`.
+
+    kinds  of zygotes that are made at once, for those who look at what processes this one has
+    """
+    before = _choose
+    if not os.environ.get("SGLANG_RESHARD_SWEEP"):
+        for kind in kinds:
+            zygote(kind)
+        _ask_from_now_on(_of_session)
+    try:
+        yield
+    finally:
+        _ask_from_now_on(before)
+
+
+def _of_session(environment: Environment) -> Forker | None:
+    newest = str(sglangs.NEWEST) in environment.get("PYTHONPATH", "").split(os.pathsep)
+    kind = environment.get(VARIABLE) or ("newest" if newest else "cpu")
+    return None if kind == "none" else zygote(kind).forker
 
 
 def end_all() -> None:

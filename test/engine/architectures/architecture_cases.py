@@ -19,7 +19,7 @@ import torch
 
 from architectures import Architecture, text_generation
 from examination import Finding, examine, said
-from sglang_reshard.cli.plan.forked_jobs import in_forks
+from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from support.checkpoints import has_experts, write_checkpoint
 from support.scripts import answer
@@ -94,7 +94,7 @@ class Checkpoint(NamedTuple):
 
 
 def _forked(work: Callable[[Job], Any], jobs: Sequence[Job]) -> Iterator[tuple[Job, Any]]:
-    return in_forks(work, jobs, processes=2, deadline_seconds=_DEADLINE_SECONDS)
+    return run_in_forks(work, jobs, processes=2, deadline_seconds=_DEADLINE_SECONDS)
 
 
 def _usual(

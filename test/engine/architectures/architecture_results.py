@@ -1,6 +1,6 @@
-"""What became of each architecture, as JSON in benchmark/results and as the table in RESHARDING_GUIDE.md.
+"""Outcomes by architecture, as JSON in benchmark/results and as the table in docs/results/architectures.md.
 
-PYTHONPATH=test:. python test/engine/architectures/architecture_results.py    # the guide's table anew from the JSON
+PYTHONPATH=test:. python test/engine/architectures/architecture_results.py    # the table anew from the JSON
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmark import marked
 
 REPOSITORY = Path(__file__).parents[3]
 RESULTS = REPOSITORY / "benchmark" / "results" / "architectures.json"
-GUIDE = REPOSITORY / "RESHARDING_GUIDE.md"
+PAGE = REPOSITORY / "docs" / "results" / "architectures.md"
 NAME = "architectures"
 
 # The runs that decide what the table says of an architecture; the others have columns of their own.
@@ -132,11 +132,11 @@ def _short(reason: str) -> str:
 
 
 def write_table() -> None:
-    marked.write(GUIDE, NAME, table(saved()))
+    marked.write(PAGE, NAME, table(saved()))
 
 
-def table_in_guide() -> str:
-    return marked.read(GUIDE, NAME)
+def written_table() -> str:
+    return marked.read(PAGE, NAME)
 
 
 if __name__ == "__main__":

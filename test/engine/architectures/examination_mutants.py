@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import examination
-from sglang_reshard.cli.plan.forked_jobs import in_forks
+from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace import Program, trace
@@ -72,7 +72,7 @@ def main(folder: str) -> None:
         vars(examination)["trace"] = mutant
         return examination.examine(path, tp_size=2, tp_rank=0)
 
-    for mutant, found in in_forks(examined, MUTANTS, processes=2, deadline_seconds=300):
+    for mutant, found in run_in_forks(examined, MUTANTS, processes=2, deadline_seconds=300):
         answer(json.dumps([mutant.__name__, found.outcome, found.why]))
 
 

@@ -15,6 +15,7 @@ import pytest
 import architecture_results as results
 from architecture_cases import ARCHITECTURE, CASE, RUNS
 from examination import Replays
+from support import zygote
 from support.scripts import run_script
 
 # With all engine ranks of all runs, and saving what comes of it.
@@ -48,7 +49,8 @@ KINDS_OF_LAYOUT = [
 def examined(paths, folder):
     """What architecture_cases.py finds on one of the code paths."""
     script = Path(__file__).with_name("architecture_cases.py")
-    lines = run_script(script, paths, "sweep" if SWEEP else "fast", str(folder), timeout_s=SECONDS)
+    level, environment = "sweep" if SWEEP else "fast", {zygote.VARIABLE: paths}
+    lines = run_script(script, paths, level, str(folder), timeout_s=SECONDS, environment=environment)
     return results.collected(
         [json.loads(x.removeprefix(ARCHITECTURE)) for x in lines if x.startswith(ARCHITECTURE)],
         [json.loads(x.removeprefix(CASE)) for x in lines if x.startswith(CASE)],
@@ -130,8 +132,8 @@ def test_nothing_saved_failed():
     assert failures(results.saved()) == {}
 
 
-def test_the_guide_has_the_saved_table():
-    assert results.table_in_guide() == results.table(results.saved()), (
+def test_the_page_has_the_saved_table():
+    assert results.written_table() == results.table(results.saved()), (
         "PYTHONPATH=test:. python test/engine/architectures/architecture_results.py writes it anew"
     )
 

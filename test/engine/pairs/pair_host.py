@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from pairs import Pair
+from support import zygote
 
 ANSWER = "pair: "
 PAIR_S = 150.0  # for one pair on a busy machine
@@ -45,6 +46,7 @@ class PairHost:
                 **os.environ,
                 "PYTHONPATH": str(TEST),
                 "OMP_NUM_THREADS": "1",
+                zygote.VARIABLE: kind,
             },
             start_new_session=True,
         )

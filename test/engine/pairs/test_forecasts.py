@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pair_host import PairHost
 from pairs import Pair, Placing
-from sglang_reshard.cli.plan.command import ask
+from sglang_reshard.cli.plan.command import make_plan
 from sglang_reshard.cli.plan.figures import Forecast
 from sglang_reshard.cli.plan.models import prepare
 from sglang_reshard.cli.plan.request import PlanRequest, Source, Target
@@ -69,7 +69,7 @@ def test_an_update_is_as_it_was_forecast(
         transport=transport,
         bucket_bytes=bucket_bytes,
     )
-    forecast = ask(question, Console(stderr=True))
+    forecast = make_plan(question, Console(stderr=True))
     assert forecast.refused == ()
     assert forecast.transport == report["transport"]
     assert forecast.transport_reason == report["transport_reason"]
