@@ -18,7 +18,10 @@ import msgspec
 import torch
 
 from benchmark import deepseek_v3, results
-from sglang_reshard.digest import RegionSet, Selection, SourceChecksums, TargetChecksums
+from sglang_reshard.digest.regions import RegionSet
+from sglang_reshard.digest.selection import Selection
+from sglang_reshard.digest.source import SourceChecksums
+from sglang_reshard.digest.target import TargetChecksums
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
 from sglang_reshard.plan import TensorIndex
@@ -188,7 +191,7 @@ def prepare(case: str, layout: SourceLayout, copied: Sequence[Sequence[Copy]]) -
         auditor_seconds, auditor = _timed(lambda program=program: TargetChecksums(catalog, program))  # type: ignore[misc]
         claims.append(auditor.claims)
     shards = [
-        torch.empty(catalog.kind(i).holdings.extent(0) or (0,), dtype=dtypes[t.name], device="meta")
+        torch.empty(catalog.kind(i).shard_map.min_local_shape(0) or (0,), dtype=dtypes[t.name], device="meta")
         for i, t in enumerate(layout.tensors)
     ]
     voucher_seconds, _ = _timed(lambda: SourceChecksums(layout, shards, 0, claims))

@@ -19,6 +19,7 @@ import msgspec
 
 from benchmark import results
 from benchmark.deepseek_v3 import copies, fsdp_layout
+from sglang_reshard.layout.manifest import pack_blob
 from sglang_reshard.plan import (
     ClusterTopology,
     RankLocation,
@@ -29,7 +30,6 @@ from sglang_reshard.plan import (
     rank_demand,
 )
 from sglang_reshard.plan.p2p import send_request
-from sglang_reshard.protocol.manifest import pack_blob
 
 TRAINERS, ENGINES, BUCKET_BYTES = 64, 32, 64 << 20
 RANKS_A_HOST = 8

@@ -17,8 +17,8 @@ from benchmark.cases import Case, Effort
 from benchmark.interlude import ask_for_copies
 from benchmark.weights import Weights
 from oracle.digests import LOADER
-from sglang_reshard.api.launch import without_torchrun_variables
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.patches.launch import without_torchrun_variables
 from sglang_reshard.testing import cpu_host
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from sglang_reshard.api.launch import without_torchrun_variables
-from sglang_reshard.api.remote_engine import PauseMode
 from sglang_reshard.errors import EngineRefused, Unsupported
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.patches.launch import without_torchrun_variables
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, PauseMode
 from sglang_reshard.protocol.weights_info import WeightsInfo
 
 if TYPE_CHECKING:

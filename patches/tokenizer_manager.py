@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from sglang_reshard.api.remote_engine import WAITS
 from sglang_reshard.errors import DeadlineExceeded, Unsupported
 from sglang_reshard.patches import metrics, presence, torn, versions, weights_info
 from sglang_reshard.patches.fitness import unfit
 from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
 from sglang_reshard.patches.watch import watched
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Step
+from sglang_reshard.protocol.messages import WAITS, DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Step
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

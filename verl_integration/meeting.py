@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sglang_reshard.api.remote_engine import WAITS
 from sglang_reshard.control import Address, ControlClient, WaitTimedOut
 from sglang_reshard.errors import DeadlineExceeded
-from sglang_reshard.protocol.messages import Failure, decode, encode
+from sglang_reshard.protocol.messages import WAITS, Failure, decode, encode
 
 
 class _Outcome(msgspec.Struct, frozen=True):

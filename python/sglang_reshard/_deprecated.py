@@ -25,7 +25,7 @@ MODULES = {
     "cpu_host.verl_settings": "testing.cpu_host.verl_settings",
     "embedded": "patches.embedded_engine",
     "fleet": "api.multi_engine",
-    "launch": "api.launch",
+    "launch": "patches.launch",
     "logs": "observability.logs",
     "messages": "protocol.messages",
     "receiver": "engine.receiver",

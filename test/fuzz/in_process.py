@@ -86,7 +86,7 @@ class Rooms:
 
 
 class RoomGroups:
-    """Stands in for one engine rank's `Groups`; the ranks run in threads."""
+    """Stands in for one engine rank's `BroadcastCommunicators`; the ranks run in threads."""
 
     def __init__(self, rooms: Rooms, rank: int) -> None:
         self._rooms, self._rank = rooms, rank
@@ -109,7 +109,7 @@ class _RoomGroup:
                 self._rooms.queue(self.members, self._number, member).put((root, buffer.clone()))
         return self._number, root, buffer
 
-    def finish(self, work: tuple[int, int, torch.Tensor]) -> None:
+    def wait(self, work: tuple[int, int, torch.Tensor]) -> None:
         number, root, buffer = work
         sender, data = self._rooms.queue(self.members, number, self._rank).get(timeout=_DEADLINE_S)
         assert (sender, data.shape) == (root, buffer.shape), "members have other rounds"

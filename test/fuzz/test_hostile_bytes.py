@@ -8,12 +8,12 @@ import pytest
 
 from fuzz.arbitrary import changed, damaged, value_of
 from fuzz.settings import fuzzed
-from sglang_reshard.digest import RegionSet
+from sglang_reshard.digest.regions import RegionSet
 from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.layout.manifest import inflate, pack_blob, unpack_blob
 from sglang_reshard.plan import RankDemand
 from sglang_reshard.plan.p2p import SendRequest
 from sglang_reshard.protocol import messages
-from sglang_reshard.protocol.manifest import inflate, pack_blob, unpack_blob
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, decode, encode
 from sglang_reshard.protocol.validation import check_request
 from sglang_reshard.sources import SourceLayout

@@ -5,10 +5,11 @@ import numpy as np
 from fuzz.arbitrary import changed, value_of
 from fuzz.settings import fuzzed
 from fuzz.states import copies_of, layout_of, shards_of, whole_of
-from sglang_reshard.digest import RegionSet, Selection, SourceChecksums
-from sglang_reshard.digest.regions import RegionCount, RegionKind, groups_of
+from sglang_reshard.digest.regions import RegionCount, RegionKind, RegionSet, groups_of
+from sglang_reshard.digest.selection import Selection
+from sglang_reshard.digest.source import SourceChecksums
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.protocol.manifest import pack_blob, unpack_blob
+from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 
 LIVE = ("float32", "bfloat16")
 

@@ -10,8 +10,8 @@ from fuzz.arbitrary import changed, value_of
 from fuzz.exported import some_exported, strangers
 from fuzz.settings import fuzzed
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Region
-from sglang_reshard.protocol.manifest import pack_blob, unpack_blob
 from sglang_reshard.protocol.validation import check_handles, check_layout
 from sglang_reshard.sources import SourceLayout
 from sglang_reshard.transports.memory import Handles, PeerMemory, ShmStorage
@@ -46,8 +46,8 @@ def read_all(layout, handles, trainer_rank, storages):
     peer = PeerMemory(trainer_rank, handles)
     for number, tensor in enumerate(layout.tensors):
         dtype = getattr(torch, tensor.dtype)
-        for piece in layout.holdings(tensor).of_rank(trainer_rank):
-            at = piece.in_shard(Region.of(piece.box))
+        for piece in layout.shard_map(tensor).shards_of(trainer_rank):
+            at = piece.to_local(Region.of(piece.box))
             seen = peer.region(number, at, dtype)
             memory = seen.untyped_storage()
             reach = 1 + sum((n - 1) * s for n, s in zip(seen.shape, seen.stride(), strict=True))

@@ -8,9 +8,9 @@ from fuzz.arbitrary import changed, value_of
 from fuzz.settings import fuzzed
 from fuzz.states import layout_of
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads, rank_demand, unread_tensors
-from sglang_reshard.protocol.manifest import pack_blob, unpack_blob
 from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.sources import SourceLayout
 from sglang_reshard.trace import Copy
@@ -27,7 +27,7 @@ def plan(layout, trainer_ranks):
             end += tensor.spec.nbytes
     taken = plan_reads(catalog, copies, RankLocation(0, 1, "a", ("a",) * trainer_ranks))
     assert taken.least_bytes() == end
-    extents = [layout.extents(rank) for rank in range(trainer_ranks)]
+    extents = [layout.min_local_shapes(rank) for rank in range(trainer_ranks)]
     for row in range(len(taken.trainer)):
         _, part, tensor = taken.row(row)
         shape = extents[int(taken.trainer[row])][tensor]

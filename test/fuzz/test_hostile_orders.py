@@ -9,9 +9,9 @@ from fuzz.in_process import Mail
 from fuzz.settings import fuzzed
 from fuzz.states import copies_of, layout_of, shards_of, whole_of
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from sglang_reshard.plan.p2p import SendRequest, send_request
-from sglang_reshard.protocol.manifest import pack_blob, unpack_blob
 from sglang_reshard.protocol.messages import PrepareSend
 from sglang_reshard.protocol.validation import check_connect, check_order
 from sglang_reshard.transports.p2p import P2pSender

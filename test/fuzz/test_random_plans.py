@@ -8,15 +8,15 @@ import torch
 from fuzz.in_process import Guarded, Mail, RoomGroups, Rooms
 from fuzz.settings import fuzzed
 from fuzz.states import copies_of, layout_of, shards_of, whole_of
+from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.plan import ClusterTopology, RankLocation, TensorIndex, choose_strategy, plan_reads, rank_demand
 from sglang_reshard.plan.p2p import SendRequest, send_request
-from sglang_reshard.protocol.manifest import pack_blob, unpack_blob
 from sglang_reshard.protocol.validation import check_handles, check_layout, check_order
 from sglang_reshard.sources import SourceLayout
 from sglang_reshard.trace import Program
 from sglang_reshard.transports.base import TransportContext
-from sglang_reshard.transports.factory import build
+from sglang_reshard.transports.factory import create_transport
 from sglang_reshard.transports.memory import Handles, MemoryExporter, PeerMemory
 from sglang_reshard.transports.p2p import P2pSender
 
@@ -97,11 +97,11 @@ def test_every_element_lands_and_nothing_else_is_written(random):
             program=program,
             memory=memory,
             broadcast=choice.broadcast,
-            groups=RoomGroups(rooms, e),
-            shares=choice.trainer_ranks_sending(e),
-            peers=Mail(layout.trainer_ranks + e, boxes),
+            broadcast_groups=RoomGroups(rooms, e),
+            round_bytes=choice.trainer_ranks_sending(e),
+            p2p=Mail(layout.trainer_ranks + e, boxes),
         )
-        transports.append(build(choice, here))
+        transports.append(create_transport(choice, here))
     if choice.broadcast is not None and choice.broadcast.lanes:
         with ThreadPoolExecutor(engines) as threads:
             list(threads.map(lambda transport: transport.move(), transports))
@@ -128,7 +128,7 @@ def test_pieces_are_the_tensor(random):
     local = [shards_of(layout, whole, t, random) for t in range(layout.trainer_ranks)]
     for number, tensor in enumerate(layout.tensors):
         found = torch.zeros_like(whole[tensor.name])
-        for piece in layout.holdings(tensor).pieces:
+        for piece in layout.shard_map(tensor).pieces:
             for rank in piece.ranks:
-                found[piece.box.slices()] = local[rank][number][piece.in_shard(Region.of(piece.box)).slices()]
+                found[piece.box.slices()] = local[rank][number][piece.to_local(Region.of(piece.box)).slices()]
         assert torch.equal(found, whole[tensor.name])

@@ -18,10 +18,11 @@ import torch
 
 from sglang_reshard.engine.transfer import TransferCache
 from sglang_reshard.engine.update import UpdateExecutor
+from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import UpdateChannel
 from sglang_reshard.trace import Program
-from sglang_reshard.trainer import worker
 from sglang_reshard.trainer.publisher import ShardPublisher
+from sglang_reshard.trainer.worker import TrainerWorker
 from sglang_reshard.transports.copies import CopyList
 from sglang_reshard.transports.p2p import P2pSender
 
@@ -75,8 +76,8 @@ class Stations:
         else:
             self._before(ShardPublisher, "publish", "publish")
             self._before(UpdateChannel, "announce", "announce")
-            self._before(worker.TrainerWorker, "_prepared", "plan")
-            self._before(worker, "join_peers", "connect")
+            self._before(TrainerWorker, "_prepared", "plan")
+            self._before(Session, "connect_peers", "connect")
             self._before(P2pSender, "send", "send")
             self._before(UpdateChannel, "vouch", "verify")
         return self
@@ -133,10 +134,10 @@ class Stations:
 
 def _half(copies: CopyList) -> None:
     """Make half of the copies. All of them follow."""
-    half = len(copies._to) // 2
+    half = len(copies._destinations) // 2
     if half:
         with torch.inference_mode():
-            torch._foreach_copy_(copies._to[:half], copies._from[:half])
+            torch._foreach_copy_(copies._destinations[:half], copies._sources[:half])
 
 
 def _flip_a_bit(inbound: UpdateExecutor) -> None:

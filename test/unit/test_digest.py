@@ -11,8 +11,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.digest import Selection, SourceChecksums, TargetChecksums, bits, coefficients, selection, sums
+from sglang_reshard.digest import bits, coefficients, selection, sums
+from sglang_reshard.digest.selection import Selection
+from sglang_reshard.digest.source import SourceChecksums
 from sglang_reshard.digest.sums import Extent, RegionBatch
+from sglang_reshard.digest.target import TargetChecksums
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.trace.program import Program

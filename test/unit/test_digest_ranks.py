@@ -8,16 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_reshard.digest import (
-    GROUPS,
-    RegionCount,
-    RegionKind,
-    RegionSet,
-    Selection,
-    SourceChecksums,
-    TargetChecksums,
-    regions,
-)
+from sglang_reshard.digest import regions
+from sglang_reshard.digest.regions import GROUPS, RegionCount, RegionKind, RegionSet
+from sglang_reshard.digest.selection import Selection
+from sglang_reshard.digest.source import SourceChecksums
+from sglang_reshard.digest.target import TargetChecksums
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan import TensorIndex

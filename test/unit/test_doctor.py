@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from sglang_reshard import __version__
-from sglang_reshard.api.launch import TORCHRUN_VARIABLES
 from sglang_reshard.cli.doctor import Finding, gpus, host, installed, server
-from sglang_reshard.cli.doctor.shown import as_json, failed, show
+from sglang_reshard.cli.doctor.output import as_json, failed, show
+from sglang_reshard.patches.launch import TORCHRUN_VARIABLES
 
 KEY = "a key"
 MIB = 1 << 20

@@ -7,10 +7,10 @@ import textwrap
 
 import pytest
 
-from sglang_reshard.api.launch import TORCHRUN_VARIABLES, without_torchrun_variables
+from sglang_reshard.patches.launch import TORCHRUN_VARIABLES, without_torchrun_variables
 
 GUARDED = """
-    from sglang_reshard.api.launch import require_main_guard
+    from sglang_reshard.patches.launch import require_main_guard
 
     def main():
         require_main_guard()
@@ -40,7 +40,7 @@ def test_an_unguarded_script_is_told_so_with_its_line(tmp_path, start):
 
 
 def test_a_command_has_nothing_to_guard():
-    code = "from sglang_reshard.api.launch import require_main_guard; require_main_guard(); print('started')"
+    code = "from sglang_reshard.patches.launch import require_main_guard; require_main_guard(); print('started')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "started\n"
 
@@ -51,7 +51,7 @@ def test_a_child_that_imports_the_script_stops_at_once(tmp_path):
         textwrap.dedent(
             """
             import multiprocessing, os
-            from sglang_reshard.api.launch import require_main_guard
+            from sglang_reshard.patches.launch import require_main_guard
 
             if os.environ.get("IN_CHILD"):
                 require_main_guard()

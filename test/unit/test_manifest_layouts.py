@@ -7,10 +7,10 @@ import pytest
 from msgspec.structs import replace
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.shard_map import fault
 from sglang_reshard.layout.source_layout import EXPLICIT
-from sglang_reshard.protocol.manifest import pack_blob, unpack_blob
 from sglang_reshard.protocol.validation import check_layout, layouts
 from sglang_reshard.sources import ExplicitSharding, Mesh, Placement, Shard, ShardMap, SourceLayout, SourceTensor
 from support.plans import tensor_parallel

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.protocol.manifest import inflate, pack_blob, unpack_blob
+from sglang_reshard.layout.manifest import inflate, pack_blob, unpack_blob
 from sglang_reshard.protocol.messages import PrepareSend
 from sglang_reshard.protocol.validation import check_connect, check_handles, check_layout, check_request
 from sglang_reshard.sources import SourceLayout

@@ -5,9 +5,9 @@ import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.difference import first_difference
+from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.source_layout import EXPLICIT
-from sglang_reshard.protocol.manifest import pack_blob, unpack_blob
 from sglang_reshard.sources import (
     ExplicitSharding,
     Shard,
@@ -50,10 +50,10 @@ def test_the_pieces_of_all_ranks_are_the_checkpoint(tp, ranks):
     assert {t.name for t in layout.tensors} == set(whole)
     for number, tensor in enumerate(layout.tensors):
         found = torch.full(tensor.shape, NAN)
-        for piece in layout.holdings(tensor).pieces:
+        for piece in layout.shard_map(tensor).pieces:
             for rank in piece.ranks:
                 shard = states[rank].shards[number]
-                found[piece.box.slices()] = shard[piece.in_shard(Region.of(piece.box)).slices()]
+                found[piece.box.slices()] = shard[piece.to_local(Region.of(piece.box)).slices()]
         assert torch.equal(found, whole[tensor.name]), tensor.name
 
 
@@ -77,7 +77,7 @@ def test_the_layout_is_the_same_after_the_wire():
     assert read == layout
     q = next(t for t in read.tensors if t.name == "q.weight")
     assert q.mesh == EXPLICIT
-    assert [(p.box.start, p.ranks, p.at) for p in read.holdings(q).pieces] == [
+    assert [(p.box.start, p.ranks, p.at) for p in read.shard_map(q).pieces] == [
         ((0, 0), (0, 2), (0, 0)),
         ((24, 0), (1, 3), (0, 0)),
     ]
@@ -135,7 +135,7 @@ def test_blocks_are_flat_or_shaped_and_equal_ones_are_replicas():
     boxes = [Box((0, 0), (3, 2)), Box((0, 2), (3, 4)), Box((0, 2), (3, 4)), None]
     held = blocks(whole.shape, boxes)
     assert held.shape == (3, 4)
-    assert [(p.box, p.ranks, p.at) for p in held.holdings.pieces] == [
+    assert [(p.box, p.ranks, p.at) for p in held.shard_map.pieces] == [
         (boxes[0], (0,), (0, 0)),
         (boxes[1], (1, 2), (0, 0)),
     ]

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.shard_map import fault
 from sglang_reshard.layout.source_layout import EXPLICIT, shard_map
 from sglang_reshard.plan import TensorIndex
-from sglang_reshard.protocol.manifest import pack_blob, unpack_blob
 from sglang_reshard.sources import (
     ExplicitSharding,
     FusedSlice,
@@ -79,19 +79,19 @@ def test_every_ranks_view_is_what_its_pieces_say_and_all_of_them_are_the_part(jo
     for rank in range(len(mesh.ranks)):
         local = assembled(held, rank, whole)
         members = list(fused.members("w", named, shape, held, local, rank))
-        told.append([(m.name, m.shape, m.distribution) for m in members])
+        told.append([(m.name, m.shape, m.sharding) for m in members])
         for member, part in zip(members, parts, strict=True):
             expected = box_of(part, whole)
             assert member.shape == tuple(expected.shape)
-            own = member.distribution.of_rank(rank)
+            own = member.sharding.shards_of(rank)
             for piece in own:
-                inside = piece.in_shard(Region.of(piece.box)).slices()
+                inside = piece.to_local(Region.of(piece.box)).slices()
                 assert torch.equal(member.shard[inside], expected[piece.box.slices()])
-            assert tuple(member.shard.shape) == (member.distribution.extent(rank) if own else (0,))
+            assert tuple(member.shard.shape) == (member.sharding.min_local_shape(rank) if own else (0,))
             if own:
                 assert member.shard.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-            assert fault(ExplicitSharding(member.shape, member.distribution), len(mesh.ranks)) is None
-            assert member.distribution.elements() == expected.numel()
+            assert fault(ExplicitSharding(member.shape, member.sharding), len(mesh.ranks)) is None
+            assert member.sharding.elements() == expected.numel()
     assert all(of_rank == told[0] for of_rank in told), "the same on every trainer rank"
 
 
@@ -182,10 +182,10 @@ def test_experts_are_views_of_the_stacks_in_one_layout(way):
             parts = {"gate": gate_up[e, :INNER], "up": gate_up[e, INNER:], "down": down[e]}
             for name, expected in parts.items():
                 number = [t.name for t in layout.tensors].index(f"layers.{layer}.experts.{e}.{name}")
-                for piece in layout.holdings(layout.tensors[number]).pieces:
+                for piece in layout.shard_map(layout.tensors[number]).pieces:
                     for rank in piece.ranks:
                         shard = states[rank].shards[number]
-                        inside = piece.in_shard(Region.of(piece.box)).slices()
+                        inside = piece.to_local(Region.of(piece.box)).slices()
                         assert torch.equal(shard[inside], expected[piece.box.slices()])
 
 
@@ -239,7 +239,7 @@ def test_a_flat_shard_with_a_spec_of_its_own_is_a_stack_too():
         for e, shard in enumerate(state.shards):
             mine = box is not None and box.start[0] <= e < box.stop[0]
             assert torch.equal(shard, whole[e]) if mine else shard.numel() == 0
-        holders = [p.ranks for t in state.layout.tensors for p in state.layout.holdings(t).pieces]
+        holders = [p.ranks for t in state.layout.tensors for p in state.layout.shard_map(t).pieces]
         assert holders == [(0,)] * 2 + [(1,)] * 4
 
 

@@ -12,28 +12,26 @@ from __future__ import annotations
 import os
 import socket
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from sglang_reshard.errors import EngineRefused, Mismatch, TornWeights, Unauthorized, Unsupported
 from sglang_reshard.protocol.messages import (
     DEFAULT_TIMEOUT_S,
+    WAITS,
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
+    PauseMode,
     as_list,
 )
 from sglang_reshard.protocol.weights_info import WeightsInfo
-from sglang_reshard.trainer.collectives import on_first_rank
 from sglang_reshard.version import __version__
 
 if TYPE_CHECKING:
     import httpx
-    import torch.distributed as dist
 
 URL, API_KEY, ADMIN_API_KEY = "SGLANG_RESHARD_URL", "SGLANG_RESHARD_API_KEY", "SGLANG_RESHARD_ADMIN_API_KEY"
-WAITS = 8  # an update waits this often at most, each time for up to `timeout_s`
-PauseMode = Literal["abort", "retract", "in_place"]
 
 _CONNECT_S = 10.0
 _SAID = 300  # characters of an answer that an error repeats
@@ -65,23 +63,6 @@ class RemoteEngine:
         admin_key = os.environ.get(ADMIN_API_KEY, "") if admin_api_key is None else admin_api_key
         self._serving, self._control = headers(key, admin_key)
         self._client = client(WAITS * timeout_s)
-
-    @classmethod
-    def for_group(cls, group: dist.ProcessGroup, url: str | None, **options: Any) -> tuple[RemoteEngine | None, str]:
-        """The server that trainer ranks will update, on the group's first rank (None on others), once it is checked.
-
-        Also the address by which the server's host reaches the first rank's. Collective; raises on every rank what
-        `check` raises on the first.
-        """
-        remote: list[RemoteEngine] = []
-
-        def reach() -> str:
-            remote.append(cls(url, **options))
-            remote[0].check()
-            return remote[0].local_address()
-
-        address = on_first_rank(reach, group)
-        return (remote[0] if remote else None), address
 
     def check(self) -> WeightsInfo:
         """What the server says of its weights. Raises Mismatch unless it has this package in this version."""

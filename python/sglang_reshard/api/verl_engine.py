@@ -22,13 +22,13 @@ import msgspec
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from sglang_reshard.api.launch import require_main_guard
-from sglang_reshard.api.remote_engine import PauseMode, RemoteEngine
-from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.api.remote_engine import RemoteEngine
+from sglang_reshard.api.weight_sender import WeightSender, connect_server
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.patches.embedded_engine import EmbeddedEngine
-from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S
+from sglang_reshard.patches.launch import require_main_guard
+from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, PauseMode
 from sglang_reshard.protocol.session import LOOPBACK
 from sglang_reshard.protocol.weights_info import WeightsInfo
 from sglang_reshard.sources import NamedTensors
@@ -93,7 +93,7 @@ class VerlEngine:
         elif backend == "server":
             of_engine = {**server_args, "tp_size": tp_size, "nnodes": None if nnodes == 1 else nnodes}
             _check_nothing_given(of_engine, "backend='server'", "the server has what it was started with")
-            self._local, reached = RemoteEngine.for_group(
+            self._local, reached = connect_server(
                 self._group, url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=timeout_s
             )
             interface = interface or reached

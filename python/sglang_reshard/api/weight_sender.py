@@ -69,9 +69,7 @@ class WeightSender:
         """
         group = group or dist.group.WORLD
         assert group is not None, "init_process_group has not been called"
-        remote, reached = RemoteEngine.for_group(
-            group, url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=timeout_s
-        )
+        remote, reached = connect_server(group, url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=timeout_s)
         send = remote.update_weights_distributed if remote is not None else None
         self._begin(
             _opened(group, interface or reached, timeout_s), send, SenderConfig(transport, bucket_bytes, timeout_s)
@@ -262,6 +260,23 @@ class WeightSender:
         note = TrainerStatus(host_identity(), layout, handles, failure, self._outbound.standing(published))
         talk.announce(self._rank, note)
         return published, functools.partial(self._publisher.shards, named_tensors)
+
+
+def connect_server(group: dist.ProcessGroup, url: str | None, **options: Any) -> tuple[RemoteEngine | None, str]:
+    """Returns the checked server on the group's first rank (None on others), and the address that it can reach.
+
+    The address is that of the first rank's interface towards the server. Collective; `options` are those of
+    `RemoteEngine`. Raises on every rank what `RemoteEngine.check` raises on the first.
+    """
+    remote: list[RemoteEngine] = []
+
+    def connect() -> str:
+        remote.append(RemoteEngine(url, **options))
+        remote[0].check()
+        return remote[0].local_address()
+
+    address = on_first_rank(connect, group)
+    return (remote[0] if remote else None), address
 
 
 class _Place(NamedTuple):

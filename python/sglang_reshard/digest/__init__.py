@@ -47,19 +47,3 @@ whole      one number for a whole model, whatever its layouts
 auditor    the engine rank's side
 voucher    the trainer rank's side
 """
-
-from sglang_reshard.digest.regions import GROUPS, RegionCount, RegionKind, RegionSet
-from sglang_reshard.digest.selection import Selection
-from sglang_reshard.digest.source import PartialChecksums, SourceChecksums
-from sglang_reshard.digest.target import TargetChecksums
-
-__all__ = [
-    "GROUPS",
-    "PartialChecksums",
-    "RegionCount",
-    "RegionKind",
-    "RegionSet",
-    "Selection",
-    "SourceChecksums",
-    "TargetChecksums",
-]

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from sglang_reshard.digest import TargetChecksums
+from sglang_reshard.digest.target import TargetChecksums
 from sglang_reshard.engine.shadow_weights import ShadowWeights, check_room, staged_bytes
 from sglang_reshard.engine.target import TargetPlan
 from sglang_reshard.engine.unused_names import check_used, remark
@@ -28,10 +27,9 @@ from sglang_reshard.protocol.update_channel import UpdateChannel
 from sglang_reshard.protocol.validation import check_handles
 from sglang_reshard.trace import Program
 from sglang_reshard.transports.base import Transport, TransportContext
-from sglang_reshard.transports.broadcast_communicator import BroadcastCommunicators
-from sglang_reshard.transports.factory import build
+from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicator
+from sglang_reshard.transports.factory import create_transport
 from sglang_reshard.transports.memory import Handles, PeerMemory
-from sglang_reshard.transports.p2p_communicator import P2pCommunicator, join_peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,18 +187,19 @@ class TransferCache:
         request: DistributedUpdateWeightsReq,
         planned: TransferPlan,
         claims: tuple[str, ...],
-        store: dist.Store,
+        session: Session,
+        scope: str,
         target: TargetPlan,
     ) -> None:
         """Make groups, connections, buffers and views; together with all engine ranks, and trainer ranks that send."""
         # By the number of this update all ranks find each other, and none what a broken group left behind.
         if self._groups is None:
             self._groups = BroadcastCommunicators(self._rank, self._device, request.timeout_s, epoch=request.update)
-        self._groups.meet_over(store)
+        self._groups.use_store(session.store(request.timeout_s, scope))
         shares = planned.choice.trainer_ranks_sending(self._rank)
         if planned.connect is not None and shares:
             me = len(request.trainer_hosts) + self._rank
-            self._peers = join_peers(store, planned.connect, me, self._device)
+            self._peers = session.connect_peers(planned.connect, me, self._device, scope)
         here = TransportContext(
             engine_rank=self._rank,
             device=self._device,
@@ -209,11 +208,11 @@ class TransferCache:
             program=self._staging.program if self._staging is not None else target.program,
             memory=planned.memory,
             broadcast=planned.choice.broadcast,
-            groups=self._groups,
-            shares=shares,
-            peers=self._peers,
+            broadcast_groups=self._groups,
+            round_bytes=shares,
+            p2p=self._peers,
         )
-        self.route = PreparedTransfer(target, request, planned, self._staging, claims, build(planned.choice, here))
+        self.route = PreparedTransfer(target, request, planned, self._staging, claims, create_transport(planned.choice, here))
 
     def start(self, request: DistributedUpdateWeightsReq, talk: UpdateChannel) -> None:
         """Engine rank 0: let trainer ranks begin to send, and to vouch."""

@@ -134,8 +134,8 @@ class UpdateExecutor:
                 call = lambda: router.call_trainers(request, planned, talk)  # noqa: E731
                 _, error = attempt(call) if leads else (None, "")
                 course.agree("call", _Verdict(error))
-            claims, store = tuple(v.claims for v in verdicts), session.store(request.timeout_s, talk.scope)
-            connect = lambda: router.connect(request, planned, claims, store, target)  # noqa: E731
+            claims = tuple(v.claims for v in verdicts)
+            connect = lambda: router.connect(request, planned, claims, session, talk.scope, target)  # noqa: E731
             with self._opens(course, not request.staged):
                 course.agree("connect", _Verdict(course.together(connect)))
 

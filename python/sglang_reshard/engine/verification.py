@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglang_reshard.digest import Selection, TargetChecksums
+from sglang_reshard.digest.selection import Selection
+from sglang_reshard.digest.target import TargetChecksums
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.protocol.messages import Verify
 from sglang_reshard.protocol.update_channel import UpdateChannel

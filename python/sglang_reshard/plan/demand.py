@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.layout.manifest import inflate
 from sglang_reshard.plan.read_plan import ReadPlan
 from sglang_reshard.plan.tensor_index import TensorIndex
-from sglang_reshard.protocol.manifest import inflate
 
 
 class RankDemand(msgspec.Struct, frozen=True):

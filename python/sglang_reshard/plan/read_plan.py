@@ -10,14 +10,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.shard_map import Shard
 from sglang_reshard.plan.tensor_index import TensorIndex
-from sglang_reshard.trace.program import Copy
+
+if TYPE_CHECKING:  # a trainer rank plans without the tracer
+    from sglang_reshard.trace import Copy
 
 _PART_BITS, _COPY_BITS = 20, 26  # of a sort key, beside 17 for the trainer rank
 
@@ -198,13 +200,13 @@ class _Spread:
         if key not in self._cuts:
             of = self._catalog.kinds[kind]
             cuts = []
-            for number, piece in self._nearest(of.holdings.pieces):
+            for number, piece in self._nearest(of.shard_map.pieces):
                 common = region.intersect(piece.box)
                 if common is None:
                     continue
                 inside, skipped = common
                 holders = self._holders.setdefault(piece.ranks, len(self._holders))
-                cuts.append((number, piece.in_shard(inside), skipped, inside.numel * of.item_bytes, holders))
+                cuts.append((number, piece.to_local(inside), skipped, inside.numel * of.item_bytes, holders))
             self._cuts[key] = cuts
         return self._cuts[key]
 

@@ -8,7 +8,7 @@ import msgspec
 
 from sglang_reshard import errors
 from sglang_reshard.control import Address
-from sglang_reshard.digest import Selection
+from sglang_reshard.digest.selection import Selection
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.observability.report import RankReport, UpdateReport
 
@@ -16,7 +16,9 @@ T = TypeVar("T")
 
 DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 300.0
+WAITS = 8  # an update waits at most this many times, each time for up to `timeout_s`
 Verify = Literal["off", "sample", "full"]
+PauseMode = Literal["abort", "retract", "in_place"]  # of SGLang's pause_generation
 Step = Literal["update", "stage", "staged", "commit"]  # what an engine's processes do of an update: all, or a part
 
 

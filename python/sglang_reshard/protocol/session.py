@@ -12,12 +12,16 @@ import socket
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
 from sglang_reshard.control import Address, ControlClient, ControlServer, ControlStore, WaitTimedOut
-from sglang_reshard.digest import RegionSet
+from sglang_reshard.digest.regions import RegionSet
 from sglang_reshard.errors import Aborted, DeadlineExceeded
+from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.plan.p2p import SendRequest
-from sglang_reshard.protocol.manifest import pack_blob, unpack_blob
+from sglang_reshard.protocol.messages import PrepareSend
 from sglang_reshard.protocol.update_channel import UpdateChannel
+from sglang_reshard.transports.communicator import P2pCommunicator
 
 T = TypeVar("T")
 _TRAINERS = "trainers"  # the scope that they are in as long as they live
@@ -62,6 +66,30 @@ class Session:
     def store(self, timeout_s: float, scope: str) -> ControlStore:
         """For process groups to find each other by."""
         return ControlStore(self.line, timeout_s, scope)
+
+    def connect_peers(
+        self, prepare: PrepareSend, member: int, device: torch.device, scope: str
+    ) -> P2pCommunicator | None:
+        """Connects a rank to those that it sends to or receives from; None where it does neither.
+
+        Collective over `prepare.members()`.
+
+        member  trainer rank, or the number of trainer ranks plus the engine rank
+        scope   whose cancellation ends the waits
+        """
+        members = prepare.members()
+        if member not in members:
+            return None
+        return P2pCommunicator(
+            self.store(prepare.timeout_s, scope),
+            prepare.route,
+            global_rank=member,
+            members=members,
+            trainer_ranks=len(prepare.shares),
+            backend=prepare.backend,
+            device=device,
+            timeout_s=prepare.timeout_s,
+        )
 
     # -- what trainer ranks publish once, until it changes
 

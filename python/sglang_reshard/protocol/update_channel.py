@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 
 from sglang_reshard.control import ControlClient, WaitTimedOut
-from sglang_reshard.digest import PartialChecksums, whole_model
+from sglang_reshard.digest import whole_model
+from sglang_reshard.digest.source import PartialChecksums
 from sglang_reshard.errors import Aborted, DeadlineExceeded, ReshardError
 from sglang_reshard.protocol.messages import Command, TrainerStatus, UpdateResult, decode, encode
 from sglang_reshard.transports.abortable_group import PeerDisconnected
@@ -101,7 +102,7 @@ class UpdateChannel:
         self._line.set({self._ready(trainer_rank): b""})
 
     def vouch(self, trainer_rank: int, part: PartialChecksums) -> None:
-        """Answers `RequestChecksums`: this trainer rank's part of each engine rank's digests and of the whole model's."""
+        """Answers `RequestChecksums` with this trainer rank's part of each engine rank's digests and of the model's."""
         rows = part.digests.astype("<u8", copy=False)
         said = {self._vouched(e, trainer_rank): row.tobytes() for e, row in enumerate(rows)}
         self._line.set({**said, self._whole(trainer_rank): whole_model.packed(part.whole)})

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_reshard.digest import RegionSet, SourceChecksums
+from sglang_reshard.digest.regions import RegionSet
+from sglang_reshard.digest.source import SourceChecksums
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.plan.p2p import SendRequest
@@ -37,7 +38,7 @@ from sglang_reshard.protocol.update_channel import UpdateChannel
 from sglang_reshard.protocol.validation import check_connect, check_order
 from sglang_reshard.trainer.publisher import PublishedShards
 from sglang_reshard.transports.p2p import P2pSender
-from sglang_reshard.transports.p2p_communicator import P2pCommunicator, join_peers
+from sglang_reshard.transports.communicator import P2pCommunicator
 
 logger = get_logger(__name__)
 Shards = Callable[[], Sequence[torch.Tensor]]  # this rank's, in the layout's order
@@ -145,8 +146,7 @@ class TrainerWorker:
 
     def _go(self, talk: UpdateChannel, route: _Route, word: Command) -> None:
         if isinstance(word, ConnectPeers):
-            store = self._session.store(route.connect.timeout_s, talk.scope)
-            route.peers = join_peers(store, route.connect, self._rank, route.device)
+            route.peers = self._session.connect_peers(route.connect, self._rank, route.device, talk.scope)
             route.joined = True
             return
         assert isinstance(word, StartTransfer)

@@ -12,7 +12,7 @@ from demo import tiny_model
 from demo.trainer import Trainer
 from oracle.digests import LOADER, read_live_digests
 from sglang_reshard import WeightSender
-from sglang_reshard.api.launch import without_torchrun_variables
+from sglang_reshard.patches.launch import without_torchrun_variables
 from sglang_reshard.testing import cpu_host
 from support.refusals import refusal_of
 

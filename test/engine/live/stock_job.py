@@ -16,7 +16,7 @@ from demo import text
 from demo.reference import greedy_tokens
 from oracle.digests import LOADER, read_live_digests
 from reshard_job import PROMPTS, Job
-from sglang_reshard.api.launch import without_torchrun_variables
+from sglang_reshard.patches.launch import without_torchrun_variables
 from sglang_reshard.testing import cpu_host
 
 Digests = list[dict[str, str]]

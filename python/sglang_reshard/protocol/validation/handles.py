@@ -36,7 +36,7 @@ def check_handles(handles: Handles, layout: SourceLayout, trainer_rank: int) -> 
         raise Mismatch(f"trainer rank {trainer_rank} hands over {total:,} bytes of memory, more than can be mapped")
     sizes = [storage.nbytes for storage in handles.storages]
     reaches: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-    shapes = layout.extents(trainer_rank)
+    shapes = layout.min_local_shapes(trainer_rank)
     for tensor, view, shape in zip(layout.tensors, handles.shards, shapes, strict=True):
         if shape is None:
             if -1 <= view.storage < len(sizes):

@@ -43,7 +43,7 @@ def check_layout(layout: SourceLayout, trainer_ranks: int) -> None:
             if cuts > MAX_CUTS:
                 why = f"its trainer ranks cut it, and the tensors before it, into more than {MAX_CUTS:,} intervals"
         if not why:
-            held = layout.holdings(tensor)
+            held = layout.shard_map(tensor)
             pieces += len(names) * len(held.pieces)
             if pieces > MAX_PIECES:
                 why = f"it, and the tensors before it, have more than {MAX_PIECES:,} pieces"

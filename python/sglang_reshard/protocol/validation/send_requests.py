@@ -30,7 +30,7 @@ def check_order(order: SendRequest, layout: SourceLayout, trainer_rank: int, eng
     for column, size, of in ((tensors, len(layout.tensors), "tensors"), (elements, len(order.regions), "regions")):
         if column.min() < 0 or column.max() >= size:
             raise _wrong(who, f"it has numbers from {column.min()} to {column.max()} of {size} {of}")
-    shapes = layout.extents(trainer_rank)
+    shapes = layout.min_local_shapes(trainer_rank)
     numbers: dict[tuple[int, ...] | None, int] = {}
     kinds = np.array([numbers.setdefault(shape, len(numbers)) for shape in shapes], np.int64)
     alike, first, count = np.unique(

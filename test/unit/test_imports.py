@@ -1,0 +1,141 @@
+"""What imports what: packages depend downwards only, and a light client imports only what it uses."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Where each package's sources are; most are under python/.
+SOURCES = {
+    ROOT / "python" / "sglang_reshard": "sglang_reshard",
+    ROOT / "patches": "sglang_reshard.patches",
+    ROOT / "verl_integration": "sglang_reshard.verl",
+}
+# From the top down. A package may import from those in lower rows, and from those in its own row if there is no circle.
+LAYERS = (
+    ("verl", "cli"),
+    ("api",),
+    ("patches",),
+    ("trainer", "engine"),
+    ("protocol",),
+    ("transports", "digest"),
+    ("plan",),
+    ("sources", "trace"),
+    ("layout",),
+    ("control", "observability", "testing"),
+    ("_deprecated", "version"),
+    ("errors",),
+)
+# Packages that know less than their row allows.
+ONLY = {
+    "control": {"errors", "_deprecated"},
+    "observability": {"version"},
+    "engine": {"protocol", "transports", "digest", "plan", "trace", "layout", "observability", "errors", "version"},
+}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for folder, package in SOURCES.items():
+        for path in folder.rglob("*.py"):
+            parts = (package, *path.relative_to(folder).with_suffix("").parts)
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+def imported_at_top_level(tree: ast.AST) -> Iterator[ast.ImportFrom]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.ImportFrom):
+            yield node
+        yield from imported_at_top_level(node)
+
+
+def package_of(module: str) -> str:
+    """The first name below sglang_reshard; empty for the package itself."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def arrows() -> dict[tuple[str, str], list[str]]:
+    """(package, package that it imports) -> the imports, in words."""
+    known = modules()
+    found: dict[tuple[str, str], list[str]] = {}
+    for module, path in known.items():
+        for node in imported_at_top_level(ast.parse(path.read_text())):
+            if node.module is None or not node.module.startswith("sglang_reshard"):
+                continue
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                target = full if full in known else node.module
+                if package_of(module) != package_of(target):
+                    key = package_of(module), package_of(target)
+                    found.setdefault(key, []).append(f"{module} imports {target}")
+    return found
+
+
+def test_packages_import_downwards_only():
+    row = {package: i for i, packages in enumerate(LAYERS) for package in packages}
+    upwards = []
+    for (package, target), imports in arrows().items():
+        if package == "":  # the package itself imports public names on first use
+            assert target in ("_deprecated", "version"), imports
+        elif row[package] > row[target] or target not in ONLY.get(package, {target}):
+            upwards += imports
+    assert upwards == []
+
+
+def test_no_packages_import_each_other():
+    below: dict[str, set[str]] = {}
+    for package, target in arrows():
+        below.setdefault(package, set()).add(target)
+    finished: set[str] = set()
+
+    def visit(package: str, path: tuple[str, ...]) -> None:
+        assert package not in path, f"a circle: {' -> '.join((*path, package))}"
+        if package not in finished:
+            for target in below.get(package, ()):
+                visit(target, (*path, package))
+            finished.add(package)
+
+    for package in list(below):
+        visit(package, ())
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def within(loaded: set[str], *packages: str) -> list[str]:
+    return sorted(m for m in loaded if any(m == p or m.startswith(f"{p}.") for p in packages))
+
+
+def test_a_trainer_imports_neither_engine_nor_tracer():
+    loaded = loaded_by("import sglang_reshard\nfrom sglang_reshard import WeightSender")
+    assert "sglang_reshard.trainer.worker" in loaded
+    ours = (f"sglang_reshard.{package}" for package in ("trace", "engine", "patches", "cli", "testing"))
+    assert within(loaded, "sglang", "verl", "ray", *ours) == []
+
+
+def test_an_http_client_imports_no_process_groups():
+    loaded = loaded_by("from sglang_reshard import RemoteEngine")
+    assert "sglang_reshard.api.remote_engine" in loaded
+    ours = (f"sglang_reshard.{package}" for package in ("trainer", "transports", "trace", "engine", "plan", "sources"))
+    assert within(loaded, "sglang", "verl", "ray", "torch.distributed", *ours) == []
+    known = modules()
+    using = [m for m in loaded if m in known and "torch.distributed" in known[m].read_text()]
+    assert using == []
+
+
+@pytest.mark.parametrize("name", ["DistributedUpdateWeightsReq", "UpdateReport", "WeightsInfo"])
+def test_messages_import_no_torch(name):
+    assert within(loaded_by(f"from sglang_reshard import {name}"), "torch") == []
