@@ -11,5 +11,5 @@ from support import zygote
 
 @pytest.fixture(scope="module", autouse=True)
 def forks() -> Iterator[None]:
-    with zygote.forks():
+    with zygote.forks("cpu"):
         yield

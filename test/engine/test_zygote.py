@@ -20,13 +20,14 @@ pytestmark = [
     pytest.mark.skipif("SGLANG_RESHARD_SWEEP" in os.environ, reason="make test-all starts everything the ordinary way"),
 ]
 
-LOOK = """
+LOOK = r"""
 import json, multiprocessing, os, sys
 
 def look():
     return {
         "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0), "directory": os.getcwd(),
         "arguments": sys.argv[1:], "variables": dict(os.environ), "main": __name__, "path": sys.path,
+        "line": open("/proc/self/cmdline").read().rstrip("\0").split("\0"),
         "imported": "sglang.srt.managers.scheduler" in sys.modules,
         "descriptors": [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")],
     }
@@ -91,6 +92,8 @@ def test_it_has_what_it_was_given_and_nothing_else(both: tuple[dict[str, Any], d
     for same in ("directory", "arguments", "variables", "main"):
         assert fork[same] == ordinary[same], same
         assert fork["child"][same] == ordinary["child"][same], same
+    assert fork["line"] == ordinary["line"]
+    assert fork["child"]["line"][-1] == ordinary["child"]["line"][-1]
     assert fork["path"][:2] == ordinary["path"][:2]
     assert set(fork["path"]) >= set(ordinary["path"])  # imports add to it
     # A helper's socket is all that it has beside them.

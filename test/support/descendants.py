@@ -35,7 +35,7 @@ def run(command: list[str], environment: dict[str, str], folder: Path, log: Path
     afterwards, and so is the shared memory that they made.
     """
     end = time.monotonic() + timeout_s
-    with _adoption(), log.open("ab") as out:
+    with adoption(), log.open("ab") as out:
         family = _Family()
         process = subprocess.Popen(
             command,
@@ -96,7 +96,7 @@ class _Family:
 
 
 @contextlib.contextmanager
-def _adoption() -> Iterator[None]:
+def adoption() -> Iterator[None]:
     libc = ctypes.CDLL(None, use_errno=True)
 
     def adopt(yes: int) -> None:

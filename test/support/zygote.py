@@ -46,6 +46,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import setproctitle
+
 from support import sglangs
 
 _TEST = Path(__file__).parent.parent
@@ -54,6 +56,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _LENGTH = struct.Struct("!I")
 _PID = struct.Struct("!i")
 _MOST_DESCRIPTORS = 64
+_COMMAND_LINE = 1 << 15  # bytes that a fork has for its own
 # Read at import, of what the tests set. Whoever wants another value than the zygote has is started the ordinary way.
 _READ_AT_IMPORT = ("TRITON_INTERPRET",)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -64,9 +67,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 Environment = Mapping[str, str]
 VARIABLE = "SGLANG_RESHARD_ZYGOTE"
-ORDINARY = {
-    VARIABLE: "none"
-}  # in the environment of a process: it is started the ordinary way, and so is all it starts
+ORDINARY = {VARIABLE: "none"}  # environment of a process that is started the ordinary way, as is all that it starts
 
 
 class Forker:
@@ -283,6 +284,7 @@ def _become(order: _Order) -> None:
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     helper = _helper()
+    _show([sys.executable, *order.argv])
     _ask_from_now_on(lambda environment: None if environment.get(VARIABLE) == "none" else helper)
 
 
@@ -303,6 +305,13 @@ def _dup_above(fd: int, least: int) -> int:
     import fcntl
 
     return fcntl.fcntl(fd, fcntl.F_DUPFD, least)
+
+
+def _show(command: list[str]) -> None:
+    """Make this the command line that /proc has of this process."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    data = b"".join(os.fsencode(argument) + b"\0" for argument in command)[: end - start - 1]
+    ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
 
 
 def _set_path(before: str, after: str) -> None:
@@ -408,6 +417,9 @@ KINDS = {
 }
 
 
+_BEGIN = "from support import zygote; zygote.begin({!r}, {})"
+
+
 class Zygote:
     """One for each kind; this process's child, and gone with it."""
 
@@ -428,7 +440,7 @@ class Zygote:
         environment["PYTHONPATH"] = os.pathsep.join(path)
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the zygote)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from support import zygote; zygote.begin({kind!r}, {theirs.fileno()})"],
+            [sys.executable, "-c", _BEGIN.format(kind, theirs.fileno()), "." * _COMMAND_LINE],
             env=environment,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -504,6 +516,7 @@ def _import(kind: str) -> None:
         choose_code_paths(4, gpu=True)
     for module in KINDS[kind].modules:
         importlib.import_module(module)
+    setproctitle.getproctitle()  # it looks for where titles go, which it could not after `_show`
     gc.collect()
     gc.freeze()  # so that collections in the forks do not write to shared pages
 
@@ -518,6 +531,7 @@ def begin(kind: str, descriptor: int) -> None:
     assert threads == 1, f"{threads} threads in the zygote: {threading.enumerate()}"
     sys.stdout.flush()
     sys.stderr.flush()
+    _show([sys.executable, "-c", _BEGIN.format(kind, descriptor)])
     connection.sendall(b".")
     try:
         order = _serve(connection)

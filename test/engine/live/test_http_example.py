@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sglang_reshard.api.remote_engine import API_KEY, URL, RemoteEngine
 from sglang_reshard.errors import Unauthorized
+from support import zygote
 from support.servers import serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -28,9 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[str]:
-    """By `sglang serve`, with the one key that guards everything."""
+    """By `sglang serve`, with the one key that guards everything; started the ordinary way, as the trainer is."""
     command = [sys.executable, str(EXAMPLE / "serve_on_cpu.py"), str(folder), "--api-key", KEY]
-    with serving([*command, "--skip-server-warmup"], {}, folder / "log") as url:
+    with serving([*command, "--skip-server-warmup"], zygote.ORDINARY, folder / "log") as url:
         yield url
 
 
@@ -39,7 +40,7 @@ def said(server: str, folder: Path) -> list[str]:
     """By the trainer, whose server had its first weights from nobody."""
     assert RemoteEngine(server, api_key=KEY).weights_info().layout is None
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, URL: server, API_KEY: KEY, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, URL: server, API_KEY: KEY, "OMP_NUM_THREADS": "1", **zygote.ORDINARY}
     ran = subprocess.run(
         [*command, str(EXAMPLE / "train.py"), str(folder / "model")],
         env=environment,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from oracle.stock import stock_digests
+from support import zygote
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -119,11 +120,12 @@ def test_a_smaller_engine_is_bit_exact_and_says_what_transformers_says(
 
 
 def test_an_engine_without_the_plugin_is_noticed_at_its_start(tmp_path: Path) -> None:
+    """Its processes, and the trainer's, are started the ordinary way."""
     ranks = run_trainers(
         2,
         "reshard_job:start_only",
         tmp_path,
-        environment={"SGLANG_PLUGINS": "somebody-elses"},
+        environment={"SGLANG_PLUGINS": "somebody-elses", **zygote.ORDINARY},
         source_tp=2,
         target_tp=1,
         dtype="float32",

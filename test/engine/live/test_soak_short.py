@@ -21,6 +21,8 @@ from benchmark.soak.footprint import Footprint, footprint
 from benchmark.soak.seen import Updated, Verified
 from demo import tiny_model
 from sglang_reshard.patches.shared_segments import segments_of
+from support.descendants import adoption
+from support.left_behind import settled
 
 UPDATES, EVERY = 30, 10
 MIB = 2**20
@@ -33,13 +35,13 @@ PARAMETERS = 3 + 8 * tiny_model.LAYERS
 def test_thirty_updates_of_a_server_that_is_asked_all_the_time(tmp_path: Path) -> None:
     out, log = tmp_path / "soak.json", tmp_path / "log"
     arguments = ["--updates", str(UPDATES), "--every", str(EVERY), "--out", str(out)]
-    before = orphans()
+    before, strangers = orphans(), descendants()
     # A short name: SGLang puts sockets there, whose paths may not be long.
-    with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="soak-") as temporary, adoption():
         status = soak(arguments, {"TMPDIR": temporary}, log)
         assert status == 0, log.read_text()[-8000:]
         assert os.listdir(temporary) == []
-        assert processes_of(temporary) == []
+        assert settled(lambda: alive(descendants() - strangers)) == []
     assert orphans() - before == set()
     head, (summary, *rows) = results.load(out)
     assert head["command"] == " ".join(["python -m benchmark.soak", *arguments])
@@ -74,14 +76,16 @@ def soak(arguments: list[str], variables: dict[str, str], log: Path) -> int:
             process.wait(timeout=60)
 
 
-def processes_of(temporary: str) -> list[str]:
-    """Those that inherited a folder for temporary files below `temporary`."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("TMPDIR", "").startswith(temporary):
-                found.append(" ".join(process.cmdline()))
-    return found
+def descendants() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def alive(processes: set[psutil.Process]) -> list[str]:
+    """Those that have not ended; this process has to wait for those that it has adopted."""
+    for process in processes:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process.pid, os.WNOHANG)
+    return [str(process) for process in processes if process.is_running()]
 
 
 def orphans() -> set[Path]:
