@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sglang_reshard.observability import spans
-from sglang_reshard.observability.logs import about, get_logger
-from sglang_reshard.observability.report import line, received_bytes
+from sglang_reshard.observability.logs import get_logger, log_context
+from sglang_reshard.observability.report import received_bytes, summary
 from sglang_reshard.patches import metrics
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 
@@ -30,7 +30,7 @@ def watched(update: Update) -> Update:
         started = time.perf_counter()
         named = request.named()
         output = _LEFT
-        with about(**named), spans.span("reshard.serve", parent=request.traceparent, **named) as span:
+        with log_context(**named), spans.span("reshard.serve", parent=request.traceparent, **named) as span:
             try:
                 parent = spans.traceparent() or request.traceparent  # of the schedulers' spans
                 output = await update(manager, msgspec.structs.replace(request, traceparent=parent))
@@ -39,10 +39,10 @@ def watched(update: Update) -> Update:
                 metrics.observe(manager, output, seconds)
                 _log(request, output, seconds)
             if output.success:
-                spans.tell(span, transport=output.transport, received_bytes=received_bytes(output.ranks))
+                spans.set_attributes(span, transport=output.transport, received_bytes=received_bytes(output.ranks))
             else:
-                spans.tell(span, phase=output.phase or metrics.REQUEST)
-                spans.fail(span, output.message)
+                spans.set_attributes(span, phase=output.phase or metrics.REQUEST)
+                spans.set_error(span, output.message)
         return output
 
     return run
@@ -55,7 +55,7 @@ _LEFT = DistributedUpdateWeightsOutput(
 
 def _log(request: DistributedUpdateWeightsReq, output: DistributedUpdateWeightsOutput, seconds: float) -> None:
     if output.success:
-        told = line(output.ranks, output.transport, request.weight_version, seconds)
+        told = summary(output.ranks, output.transport, request.weight_version, seconds)
         logger.info("%s: %s", request.whose(), told)
     else:
         phase = output.phase or metrics.REQUEST

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.trace import Copy
+from sglang_reshard.trace.program import Copy
 
 GUARD_BYTES = 256
 _CANARY = 0xA5

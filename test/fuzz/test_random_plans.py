@@ -14,7 +14,7 @@ from sglang_reshard.plan import ClusterTopology, RankLocation, TensorIndex, choo
 from sglang_reshard.plan.p2p import SendRequest, send_request
 from sglang_reshard.protocol.validation import check_handles, check_layout, check_order
 from sglang_reshard.sources import SourceLayout
-from sglang_reshard.trace import Program
+from sglang_reshard.trace.program import Program
 from sglang_reshard.transports.base import TransportContext
 from sglang_reshard.transports.factory import create_transport
 from sglang_reshard.transports.memory import Handles, MemoryExporter, PeerMemory
@@ -32,7 +32,7 @@ def sent(message, kind):
 def expected_of(copies, dtypes, whole):
     found = Guarded(copies, dtypes)
     for copy in copies:
-        copy.landing(found.targets[copy.target]).copy_(whole[copy.source][copy.region.slices()])
+        copy.destination(found.targets[copy.target]).copy_(whole[copy.source][copy.region.slices()])
     return found
 
 
@@ -88,7 +88,7 @@ def test_every_element_lands_and_nothing_else_is_written(random):
     dtypes = [{name: random.choice(LIVE) for name in ("a", "b")} for _ in range(engines)]
     for e, own in enumerate(copies):
         live.append(Guarded(own, dtypes[e]))
-        program = Program((), tuple(own), live[e].targets, (), 0.0)
+        program = Program(tuple(own), live[e].targets)
         here = TransportContext(
             engine_rank=e,
             device=CPU,
@@ -128,7 +128,7 @@ def test_pieces_are_the_tensor(random):
     local = [shards_of(layout, whole, t, random) for t in range(layout.trainer_ranks)]
     for number, tensor in enumerate(layout.tensors):
         found = torch.zeros_like(whole[tensor.name])
-        for piece in layout.shard_map(tensor).pieces:
+        for piece in layout.shard_map(tensor).shards:
             for rank in piece.ranks:
                 found[piece.box.slices()] = local[rank][number][piece.to_local(Region.of(piece.box)).slices()]
         assert torch.equal(found, whole[tensor.name])

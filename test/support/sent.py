@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.trace import Program
+from sglang_reshard.trace.program import Program
 from sglang_reshard.transports.base import TransportContext
 
 CPU = torch.device("cpu")
 
 
-def here_of(
+def context_of(
     rank: int, catalog: Any, taken: Any, targets: Any, own_shares: dict[int, int], peers: Any
 ) -> TransportContext:
-    program = Program((), tuple(taken.copies), targets, (), 0.0)
+    program = Program(tuple(taken.copies), targets)
     return TransportContext(rank, CPU, catalog, taken, program, {}, None, None, own_shares, peers)
 
 

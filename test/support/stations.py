@@ -20,7 +20,7 @@ from sglang_reshard.engine.transfer import TransferCache
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import UpdateChannel
-from sglang_reshard.trace import Program
+from sglang_reshard.trace.program import Program
 from sglang_reshard.trainer.publisher import ShardPublisher
 from sglang_reshard.trainer.worker import TrainerWorker
 from sglang_reshard.transports.copies import CopyList

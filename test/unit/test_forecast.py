@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from sglang_reshard.cli.main import app
 from sglang_reshard.cli.plan import models
-from sglang_reshard.cli.plan.loads import engine_load
+from sglang_reshard.cli.plan.loads import buckets_bytes, engine_load
 from sglang_reshard.cli.plan.models import presets, with_layers
 from sglang_reshard.cli.plan.rank_model import Outline
 from sglang_reshard.cli.plan.request import Source, Target
@@ -22,11 +22,11 @@ from sglang_reshard.plan import ClusterTopology, choose_strategy, rank_demand
 from sglang_reshard.plan.p2p import send_request
 from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.sources import Placement
-from sglang_reshard.trace import trace
-from sglang_reshard.transports.p2p import P2pSender, P2pTransport, buckets_bytes
+from sglang_reshard.trace.tracer import trace
+from sglang_reshard.transports.p2p import P2pSender, P2pTransport
 from support.plans import HOST, copies_of, empty_targets, intakes, meshed_layouts, values
 from support.plans import shards as cut_shards
-from support.sent import CPU, here_of
+from support.sent import CPU, context_of
 from support.toy import ToyRank, checkpoint
 
 QUESTION = ["--source", "tp=4", "--target", "tp=8"]
@@ -185,8 +185,8 @@ def test_loads_are_those_of_the_transports(data, bucket):
     whole, loads = values(layout), []
     for e, t in enumerate(taken):
         targets = empty_targets(copies[e])
-        loads.append(engine_load(catalog, choice, e, outline_of(needs[e], t, targets).seated()))
-        transport = P2pTransport(here_of(e, catalog, t, targets, choice.trainer_ranks_sending(e), None))
+        loads.append(engine_load(catalog, choice, e, outline_of(needs[e], t, targets).rank_model()))
+        transport = P2pTransport(context_of(e, catalog, t, targets, choice.trainer_ranks_sending(e), None))
         assert (loads[e].received, loads[e].extra) == (transport.received_bytes, transport.extra_bytes)
         assert {t: sent.payload_bytes for t, (sent, _) in loads[e].sent.items()} == transport.read_bytes
     for trainer_rank in range(layout.trainer_ranks):
@@ -204,13 +204,13 @@ def test_nothing_is_sent_where_memory_is_read():
     catalog, taken = intakes(layout, copies)
     needs = [rank_demand(catalog, t, HOST) for t in taken]
     choice = choose_strategy("ipc", catalog, needs, ClusterTopology.of(needs, (HOST, HOST), "cuda"), 1 << 20)
-    load = engine_load(catalog, choice, 1, outline_of(needs[1], taken[1], empty_targets(copies[1])).seated())
+    load = engine_load(catalog, choice, 1, outline_of(needs[1], taken[1], empty_targets(copies[1])).rank_model())
     assert (load.read, load.sent, load.received, load.extra) == ({1: 64}, {}, 64, 0)
 
 
 def _halves():
     from sglang_reshard.layout.regions import Region
-    from sglang_reshard.trace import Copy
+    from sglang_reshard.trace.program import Copy
 
     return [Copy("a.weight", Region((start, 0), (4, 8), (1, 1)), "a", 0, (8, 1)) for start in (0, 4)]
 

@@ -15,7 +15,7 @@ import torch
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused
-from sglang_reshard.observability.logs import FIELDS, JsonFormatter, about, configure, get_logger
+from sglang_reshard.observability.logs import FIELDS, JsonFormatter, configure, get_logger, log_context
 from support.toy import ToyRank
 from support.toy_trainers import State
 from support.world import run_world
@@ -81,8 +81,8 @@ def test_lines_outside_an_update_have_the_fields_too() -> None:
     kept = Kept()
     try:
         get_logger("sglang_reshard.somewhere").info("idle")
-        with about(update=3):
-            with about(rank="engine rank 1"):
+        with log_context(update=3):
+            with log_context(rank="engine rank 1"):
                 get_logger("sglang_reshard.somewhere").info("busy")
             get_logger("sglang_reshard.somewhere").info("later")
     finally:
@@ -108,9 +108,9 @@ def test_a_json_line_has_what_is_known() -> None:
 
 def test_the_environment_switches_json_on() -> None:
     code = (
-        "from sglang_reshard.observability.logs import about, configure, get_logger\n"
+        "from sglang_reshard.observability.logs import configure, get_logger, log_context\n"
         "configure(); configure()\n"
-        "with about(update=7, version='42'): get_logger('sglang_reshard.x').info('slow')"
+        "with log_context(update=7, version='42'): get_logger('sglang_reshard.x').info('slow')"
     )
     environment = {**os.environ, "SGLANG_RESHARD_LOG": "json"}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, check=True, timeout=60)

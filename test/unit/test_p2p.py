@@ -13,7 +13,7 @@ from sglang_reshard.plan.p2p import send_request, shares
 from sglang_reshard.transports.p2p import P2pSender, P2pTransport
 from support.plans import copies_of, empty_targets, intakes, loaded, meshed_layouts, values
 from support.plans import shards as cut_shards
-from support.sent import CPU, here_of
+from support.sent import CPU, context_of
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import PAIRS, State
 from support.world import run_world
@@ -25,19 +25,19 @@ MIB = 1 << 20
 
 
 class Mail:
-    """Stands in for `Peers`: what is sent is kept until it is received."""
+    """Stands in for `P2pCommunicator`: what is sent is kept until it is received."""
 
     def __init__(self, me, boxes):
         self._me, self._boxes = me, boxes
 
-    def send(self, parcels):
-        for peer, buffer in parcels:
+    def send(self, buffers):
+        for peer, buffer in buffers:
             self._boxes.setdefault((self._me, peer), deque()).append(buffer.clone())
         return self
 
-    def receive(self, parcels):
+    def receive(self, buffers):
         return Arriving(
-            [(buffer, self._boxes[(peer, self._me)].popleft()) for peer, buffer in parcels],
+            [(buffer, self._boxes[(peer, self._me)].popleft()) for peer, buffer in buffers],
         )
 
     def wait(self):
@@ -73,14 +73,14 @@ def test_any_layout_and_any_copies(data, bucket):
         receivers = {e: int(s) for e, s in enumerate(share[trainer_rank]) if s}
         orders = {layout.trainer_ranks + e: send_request(taken[e], trainer_rank) for e in receivers}
         own = {layout.trainer_ranks + e: s for e, s in receivers.items()}
-        outlet = P2pSender(layout, cut_shards(layout, whole, trainer_rank), orders, own, CPU)
-        assert outlet.extra_bytes <= room
-        outlet.send(Mail(trainer_rank, boxes))
-        assert outlet.sent_bytes <= links[trainer_rank].sum()
+        p2p_sender = P2pSender(layout, cut_shards(layout, whole, trainer_rank), orders, own, CPU)
+        assert p2p_sender.extra_bytes <= room
+        p2p_sender.send(Mail(trainer_rank, boxes))
+        assert p2p_sender.sent_bytes <= links[trainer_rank].sum()
     for e, t in enumerate(taken):
         targets = empty_targets(copies[e])
         own = {r: int(s) for r, s in enumerate(share[:, e]) if s}
-        transport = P2pTransport(here_of(e, catalog, t, targets, own, Mail(layout.trainer_ranks + e, boxes)))
+        transport = P2pTransport(context_of(e, catalog, t, targets, own, Mail(layout.trainer_ranks + e, boxes)))
         transport.move()
         assert transport.received_bytes == sum(transport.read_bytes.values()) == t.least_bytes()
         assert transport.extra_bytes <= room

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from sglang_reshard.observability.report import RankReport, TrainerRankReport, UpdateReport
-from sglang_reshard.observability.report_table import size
+from sglang_reshard.observability.report import RankReport, TrainerRankReport, UpdateReport, format_bytes
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,12 @@ def test_few_ranks_are_shown_one_by_one() -> None:
     assert rows(text, "bytes of 2 trainer ranks") == [["0", "5.00 GB", "7 B"], ["1", "5.00 GB", "7 B"]]
 
 
-def test_of_many_ranks_least_median_and_most_are_shown() -> None:
+def test_of_many_ranks_minimum_median_and_maximum_are_shown() -> None:
     text = str(report(Many(64, 9)))
     assert [row[:2] for row in rows(text, "bytes of 9 engine ranks")] == [
-        ["least", "1.00 MB"],
+        ["min", "1.00 MB"],
         ["median", "5.00 MB"],
-        ["most", "9.00 MB"],
+        ["max", "9.00 MB"],
     ]
     assert len(rows(text, "bytes of 64 trainer ranks")) == 3
 
@@ -67,8 +66,8 @@ def test_of_many_ranks_least_median_and_most_are_shown() -> None:
 def test_phases_come_in_their_order_with_the_slowest_rank() -> None:
     assert rows(str(report(Many(1, 9))), "seconds") == [
         ["publish", "", "", "0.1250", "trainer rank 0"],
-        ["trace", "0.2500", "0.2500", "0.2500", "8"],
-        ["move", "1.0000", "5.0000", "9.0000", "8"],
+        ["trace", "0.2500", "0.2500", "0.2500", "engine rank 8"],
+        ["move", "1.0000", "5.0000", "9.0000", "engine rank 8"],
         ["total", "", "", "20.0000", "trainer rank 0"],
     ]
 
@@ -115,4 +114,4 @@ def test_rich_shows_the_same_table() -> None:
     ("nbytes", "said"), [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (1.25e9, "1.25 GB"), (3.2e15, "3200.00 TB")]
 )
 def test_sizes(nbytes: float, said: str) -> None:
-    assert size(nbytes) == said
+    assert format_bytes(nbytes) == said

@@ -125,7 +125,7 @@ def watch() -> None:
     assert (serve["trace"], serve["parent"]) == (trainers["trace"], trainers["span"])
     assert serve["failed"]
     assert serve["attributes"]["sglang_reshard.phase"] == "move"
-    assert serve["attributes"]["sglang_reshard.protocol.session"] == "a session"
+    assert serve["attributes"]["sglang_reshard.session"] == "a session"
     (traceparent,) = handed_on
     assert traceparent.split("-")[1:3] == [f"{serve['trace']:032x}", f"{serve['span']:016x}"]
     # A parent that is none is no error: the span begins a trace.
@@ -135,11 +135,11 @@ def watch() -> None:
 
 WITHOUT = """
 import sys
-from sglang_reshard import spans
+from sglang_reshard.observability import spans
 import sglang_reshard.api.weight_sender
 with spans.span("reshard.update", update=1) as span:
-    spans.tell(span, transport="ipc")
-    spans.fail(span, "no")
+    spans.set_attributes(span, transport="ipc")
+    spans.set_error(span, "no")
     assert spans.traceparent() == ""
 assert not any(name.startswith("opentelemetry") for name in sys.modules)
 """

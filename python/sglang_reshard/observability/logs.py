@@ -1,11 +1,11 @@
-"""Log lines that say which update they are of.
+"""Adds the session, update, version and rank to the log records of an update.
 
     logger = get_logger(__name__)
-    with about(session="ab12", update=7, version="42", rank="engine rank 3"):
+    with log_context(session="ab12", update=7, version="42", rank="engine rank 3"):
         logger.warning("slow")          # the record has session, update, version and rank as attributes
 
-`SGLANG_RESHARD_LOG=json` in the environment, on either side, writes this package's lines to standard error as JSON, a
-line each, and to nobody else. Without it they go where the application's, or SGLang's, other lines go.
+With `SGLANG_RESHARD_LOG=json` in the environment, on either side, this package's records are written to standard error
+only, one JSON object per line. Without it they are handled by the application's, or SGLang's, own handlers.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ FIELDS = ("session", "update", "version", "rank")
 VARIABLE = "SGLANG_RESHARD_LOG"
 _PACKAGE = "sglang_reshard"
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-_about: ContextVar[Mapping[str, Any]] = ContextVar("sglang_reshard_about", default=_NOTHING)
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
+_context: ContextVar[Mapping[str, Any]] = ContextVar("sglang_reshard_log_context", default=_EMPTY)
 
 
 @contextmanager
-def about(**fields: Any) -> Iterator[None]:
-    """Records of the block's lines, in this thread or task, have these attributes too; they are of `FIELDS`."""
-    before = _about.set({**_about.get(), **fields})
+def log_context(**fields: Any) -> Iterator[None]:
+    """Adds attributes, out of `FIELDS`, to the records logged inside the block by this thread or task."""
+    token = _context.set({**_context.get(), **fields})
     try:
         yield
     finally:
-        _about.reset(before)
+        _context.reset(token)
 
 
 class _Logger(logging.LoggerAdapter):
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        kwargs["extra"] = {**dict.fromkeys(FIELDS, ""), **_about.get(), **(kwargs.get("extra") or {})}
+        kwargs["extra"] = {**dict.fromkeys(FIELDS, ""), **_context.get(), **(kwargs.get("extra") or {})}
         return msg, kwargs
 
 
 def get_logger(name: str) -> logging.LoggerAdapter[logging.Logger]:
-    """The logger `name`, whose records have all of `FIELDS`: those of the update under way, or empty."""
+    """Returns the logger `name`, whose records have all of `FIELDS`; empty outside of an update."""
     return _Logger(logging.getLogger(name), {})
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC), level, logger, message, what is known of `FIELDS`, exception."""
+    """Formats a record as one JSON object: time (UTC), level, logger, message, non-empty `FIELDS`, exception."""
 
     converter = staticmethod(time.gmtime)
     default_time_format = "%Y-%m-%dT%H:%M:%S"
@@ -69,21 +69,21 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def wanted_format() -> str:
-    """What the environment's SGLANG_RESHARD_LOG says: "json" or "". Raises ValueError for another format."""
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted not in ("", "json"):
-        raise ValueError(f"{VARIABLE}={wanted!r}: 'json' is the only format beside the application's own")
-    return wanted
+def log_format() -> str:
+    """Returns the format that SGLANG_RESHARD_LOG selects: "json" or "". Raises ValueError for any other."""
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "json"):
+        raise ValueError(f"{VARIABLE}={value!r} is not supported; set it to 'json', or leave it unset")
+    return value
 
 
 def configure() -> None:
-    """Do as `wanted_format` says, and raise what it raises."""
-    wanted = wanted_format()
-    own = logging.getLogger(_PACKAGE)
-    if wanted and not any(isinstance(handler.formatter, JsonFormatter) for handler in own.handlers):
+    """Applies `log_format`. Raises as it does."""
+    json_format = log_format()
+    package_logger = logging.getLogger(_PACKAGE)
+    if json_format and not any(isinstance(handler.formatter, JsonFormatter) for handler in package_logger.handlers):
         handler = logging.StreamHandler()
         handler.setFormatter(JsonFormatter())
-        own.addHandler(handler)
-        own.propagate = False
-        own.setLevel(logging.INFO)
+        package_logger.addHandler(handler)
+        package_logger.propagate = False
+        package_logger.setLevel(logging.INFO)

@@ -1,8 +1,10 @@
-"""What an update did, as every trainer rank is told: bytes, seconds, memory, per phase and rank."""
+"""Reports what an update moved and how long it took: bytes, seconds and memory, by phase and rank."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -10,17 +12,21 @@ import msgspec
 if TYPE_CHECKING:
     from rich.table import Table
 
+_MAX_ROWS = 8  # ranks of one side that are shown one by one
+_WIDTH = 100
+_TRAINER_PHASES = ("publish", "total")  # measured by trainer rank 0
+
 
 class RankReport(msgspec.Struct, frozen=True):
     """One engine rank's part.
 
-    received_bytes    bytes that reached it: over its groups, or read from a trainer rank's memory
-    least_bytes       bytes it lacked, in the trainer's dtypes: no transport can receive less
-    peak_extra_bytes  the most memory that the update took beyond the engine's own: on CPU the rise of
-                      resident memory without mapped pages, on GPU the allocator's peak; at least the
-                      buffers, whether they are new, kept from the last update or in freed memory
+    received_bytes    bytes that it received by broadcast or p2p, or read from trainer memory
+    least_bytes       bytes that it lacked, in the trainer's dtypes: no transport can receive less
+    peak_extra_bytes  the most memory that the update took beyond the engine's own: on CPU the rise of resident memory
+                      without mapped pages, on GPU the allocator's peak; at least the buffers, whether they are new,
+                      kept from the last update or in freed memory
     seconds           phase -> seconds
-    staged_bytes      of the extra memory, what new weights were kept in beside the old ones
+    staged_bytes      bytes of the extra memory that hold new weights beside the old ones
     """
 
     rank: int
@@ -32,32 +38,32 @@ class RankReport(msgspec.Struct, frozen=True):
 
 
 def received_bytes(ranks: Iterable[RankReport]) -> int:
-    """Of all engine ranks together."""
+    """Returns the bytes that all engine ranks received together."""
     return sum(rank.received_bytes for rank in ranks)
 
 
 def peak_extra_bytes(ranks: Iterable[RankReport]) -> int:
-    """Of the engine rank that took the most."""
+    """Returns the maximum over all engine ranks."""
     return max((rank.peak_extra_bytes for rank in ranks), default=0)
 
 
 def slowest_seconds(ranks: Iterable[RankReport]) -> dict[str, float]:
-    """phase -> seconds of the engine rank that took longest."""
-    found: dict[str, float] = {}
+    """Returns phase -> seconds of the slowest engine rank."""
+    slowest: dict[str, float] = {}
     for rank in ranks:
         for phase, seconds in rank.seconds.items():
-            found[phase] = max(seconds, found.get(phase, 0.0))
-    return found
+            slowest[phase] = max(seconds, slowest.get(phase, 0.0))
+    return slowest
 
 
 def bytes_per_second(ranks: Iterable[RankReport], slowest: Mapping[str, float]) -> float:
-    """What all engine ranks received over the slowest one's `move`; 0 where that is not known."""
+    """Returns what all engine ranks received over the slowest rank's `move`; 0 if that was not measured."""
     move = slowest.get("move", 0.0)
     return received_bytes(ranks) / move if move > 0 else 0.0
 
 
-def line(ranks: Sequence[RankReport], transport: str, weight_version: str | None, seconds: float) -> str:
-    """A successful update in a line, for a log."""
+def summary(ranks: Sequence[RankReport], transport: str, weight_version: str | None, seconds: float) -> str:
+    """Returns a successful update as one line for a log."""
     version = f"version {weight_version}, " if weight_version is not None else ""
     return (
         f"{version}{received_bytes(ranks) / 1e9:.3f} GB to {len(ranks)} engine ranks by {transport} in {seconds:.3f} s"
@@ -65,7 +71,7 @@ def line(ranks: Sequence[RankReport], transport: str, weight_version: str | None
 
 
 class TrainerRankReport(msgspec.Struct, frozen=True):
-    """One trainer rank's part: bytes of its shards, and how many of them engine ranks read from its memory."""
+    """One trainer rank's part: bytes of its shards, and bytes that engine ranks were sent or read from its memory."""
 
     rank: int
     shard_bytes: int
@@ -73,15 +79,14 @@ class TrainerRankReport(msgspec.Struct, frozen=True):
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
-    """One update, the same on every trainer rank. `print(report)` shows it as a table, also where there are many ranks.
+    """One update, the same on every trainer rank. `print(report)` shows it as a table, however many ranks there are.
 
-    verified           how what has arrived was compared with what was sent: "off", "sample" or "full"
-    digest             of all weights, the same for any layout and size of either side (`digest.whole`), where
-                       verified == "full"
-    message            what the trainer should know, such as names that the engine has no use for
-    predicted_seconds  what the cost model expected the `move` to take
-    seconds            phase -> seconds: `publish` and `total` as trainer rank 0 saw them, the others of the slowest
-                       engine rank
+    verified           how the received weights were compared with the trainer's: "off", "sample" or "full"
+    digest             of all weights, the same for any layout and size of either side (`digest.whole_model`); empty
+                       unless verified == "full"
+    message            a note to the trainer, such as names that the engine does not use
+    predicted_seconds  the cost model's prediction of `move`
+    seconds            phase -> seconds: `publish` and `total` on trainer rank 0, the others on the slowest engine rank
     """
 
     success: bool
@@ -116,19 +121,94 @@ class UpdateReport(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self).decode()
 
     def line(self) -> str:
-        """In a line, for a log."""
-        return line(self.engine_ranks, self.transport, self.weight_version, self.seconds.get("total", 0.0))
+        """Returns the update as one line for a log."""
+        return summary(self.engine_ranks, self.transport, self.weight_version, self.seconds.get("total", 0.0))
 
     def table(self) -> Table:
-        """For rich: phases, then bytes of engine and trainer ranks; least, median and most where there are many."""
-        from sglang_reshard.observability.report_table import table_of
+        """Returns a rich table of the update, its phases and the bytes by rank; for many ranks min, median and max."""
+        from rich.table import Table
 
-        return table_of(self)
+        whole = Table.grid()
+        whole.add_row(_overview(self))
+        whole.add_row(_phases(self))
+        engine = [(r.rank, (r.received_bytes, r.least_bytes, r.peak_extra_bytes)) for r in self.engine_ranks]
+        whole.add_row(_ranks("engine", ("received", "least possible", "peak extra"), engine))
+        trainer = [(r.rank, (r.shard_bytes, r.sent_bytes)) for r in self.trainer_ranks]
+        whole.add_row(_ranks("trainer", ("holds", "sent"), trainer))
+        return whole
 
     def __rich__(self) -> Table:
         return self.table()
 
     def __str__(self) -> str:
-        from sglang_reshard.observability.report_table import text_of
+        """Returns the table without colours, at most 100 characters wide."""
+        from rich.console import Console
 
-        return text_of(self)
+        out = io.StringIO()
+        Console(file=out, width=_WIDTH, color_system=None, force_terminal=False).print(self.table())
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def format_bytes(nbytes: float) -> str:
+    """Returns `nbytes` in the unit that leaves one to three digits before the point; powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"
+
+
+def _overview(report: UpdateReport) -> Table:
+    from rich.table import Table
+    from rich.text import Text  # elsewhere rich takes the brackets in tensor names for markup
+
+    rows = [
+        ("version", report.weight_version if report.weight_version is not None else "(unchanged)"),
+        ("transport", f"{report.transport}: {report.transport_reason}"),
+        ("verified", f"{report.verified}, digest {report.digest}" if report.digest else report.verified),
+        ("received", f"{format_bytes(report.received_bytes)} by {len(report.engine_ranks)} engine ranks together"),
+        ("rate", f"{format_bytes(report.bytes_per_second)}/s during the slowest rank's move"),
+        ("bucket", format_bytes(report.bucket_bytes)),
+    ]
+    if report.message:
+        rows.append(("note", report.message))
+    overview = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        overview.add_row(name, Text(value))
+    return overview
+
+
+def _phases(report: UpdateReport) -> Table:
+    from rich.table import Table
+
+    table = Table(title="seconds", title_justify="left")
+    table.add_column("phase")
+    for column in ("min", "median", "max", "slowest rank"):
+        table.add_column(column, justify="right")
+    for phase in sorted(report.seconds, key=lambda phase: (phase == "total") - (phase == "publish")):
+        by_rank = [(rank.seconds[phase], rank.rank) for rank in report.engine_ranks if phase in rank.seconds]
+        if phase in _TRAINER_PHASES or not by_rank:
+            table.add_row(phase, "", "", f"{report.seconds[phase]:.4f}", "trainer rank 0")
+            continue
+        seconds = [s for s, _ in by_rank]
+        slowest = f"engine rank {max(by_rank)[1]}"
+        table.add_row(phase, *(f"{s:.4f}" for s in (min(seconds), median(seconds), max(seconds))), slowest)
+    return table
+
+
+def _ranks(side: str, columns: Sequence[str], ranks: Sequence[tuple[int, tuple[int, ...]]]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"bytes of {len(ranks)} {side} ranks", title_justify="left")
+    table.add_column(f"{side} rank")
+    for column in columns:
+        table.add_column(column, justify="right")
+    rows: list[tuple[str, Iterable[float]]]
+    if len(ranks) <= _MAX_ROWS:
+        rows = [(str(rank), values) for rank, values in ranks]
+    else:
+        by_column = list(zip(*(values for _, values in ranks), strict=True))
+        rows = [(name, map(pick, by_column)) for name, pick in (("min", min), ("median", median), ("max", max))]
+    for name, values in rows:
+        table.add_row(name, *map(format_bytes, values))
+    return table

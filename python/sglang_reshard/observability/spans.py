@@ -1,13 +1,13 @@
-"""OpenTelemetry spans of updates, where the application has a provider for them (extra `otel`).
+"""Emits OpenTelemetry spans of updates if the application has a tracer provider (extra `otel`).
 
     reshard.update                  trainer rank 0, `WeightSender.update`
-        reshard.publish             what this rank makes known
-        reshard.request             the engine is asked, until it answers
-            reshard.serve           the engine's tokenizer manager; waits for running requests included
+        reshard.publish             publishing this rank's layout and handles
+        reshard.request             the request to the engine, until its answer
+            reshard.serve           the engine's tokenizer manager, including the wait for running requests
                 reshard.PHASE       on each engine rank: trace, plan, connect, move, verify, commit
 
-What crosses from the trainer to the engine is the request's `traceparent`, as W3C has it. Nothing here imports
-OpenTelemetry: an application that has made a provider has imported it, and in any other a span costs a look-up.
+The request carries a W3C `traceparent` from the trainer to the engine. Nothing here imports OpenTelemetry: an
+application that has a provider has imported it, and in any other a span costs one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from typing import Any
 from sglang_reshard.version import __version__
 
 _PREFIX = "sglang_reshard."  # of attributes
+_API = "opentelemetry.trace"
 
 
 @contextmanager
 def span(name: str, *, parent: str = "", **attributes: str | int | float | bool) -> Iterator[Any]:
-    """A span around the block, None where nobody collects them. An exception that leaves the block is recorded.
+    """Opens a span around the block, and records an exception that leaves it. Yields None if nobody collects spans.
 
-    parent      a `traceparent`; empty for the span that is current here
+    parent      a `traceparent`; empty for the current span
     attributes  get the prefix "sglang_reshard."
     """
-    trace = sys.modules.get("opentelemetry.trace")
+    trace = sys.modules.get(_API)
     if trace is None:
         yield None
         return
@@ -39,21 +40,22 @@ def span(name: str, *, parent: str = "", **attributes: str | int | float | bool)
         yield opened
 
 
-def tell(opened: Any, **attributes: str | int | float | bool) -> None:
-    """What is known at a span's end only."""
+def set_attributes(opened: Any, **attributes: str | int | float | bool) -> None:
+    """Adds attributes to a span that `span` yielded."""
     if opened is not None:
         opened.set_attributes(_prefixed(attributes))
 
 
-def fail(opened: Any, message: str) -> None:
-    """Mark a span as failed where no exception says so."""
+def set_error(opened: Any, message: str) -> None:
+    """Marks a span as failed although no exception leaves its block."""
     if opened is not None:
-        opened.set_status(sys.modules["opentelemetry.trace"].Status(_error_code(), message))
+        trace = sys.modules[_API]
+        opened.set_status(trace.Status(trace.StatusCode.ERROR, message))
 
 
 def traceparent() -> str:
-    """The current span, as another process can have it for a parent; empty where there is none."""
-    if "opentelemetry.trace" not in sys.modules:
+    """Returns the current span as a parent for another process; empty if there is none."""
+    if _API not in sys.modules:
         return ""
     carrier: dict[str, str] = {}
     _propagator().inject(carrier)
@@ -64,10 +66,6 @@ def _propagator() -> Any:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     return TraceContextTextMapPropagator()
-
-
-def _error_code() -> Any:
-    return sys.modules["opentelemetry.trace"].StatusCode.ERROR
 
 
 def _prefixed(attributes: dict[str, Any]) -> dict[str, Any]:

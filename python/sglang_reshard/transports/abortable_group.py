@@ -1,4 +1,4 @@
-"""A process group's connections, as a transport has them: every wait for them can be ended from another thread."""
+"""Process groups outside of torch.distributed's default world, whose waits another thread can abort."""
 
 from __future__ import annotations
 
@@ -9,85 +9,90 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sglang_reshard.errors import ReshardError
 
-CONNECT_S = 20.0  # for gloo to connect processes that are all there
-_AT_ONCE = timedelta(milliseconds=1)
-_NEVER_SENT = 0x5EA3  # the tag of a message that nobody sends
+_CONNECT_S = 20.0  # for gloo to connect processes that are all running
+_EXPIRED = timedelta(milliseconds=1)
+_UNUSED_TAG = 0x5EA3  # no message is sent with it
 
 
 class PeerDisconnected(ReshardError):
-    """To another rank. Most often that rank has failed, and tells why."""
+    """The connection to another rank broke. Most often that rank has failed, and reports the cause."""
 
 
 class AbortableGroup:
-    """Of one rank in a group that torch.distributed knows not of. `pg` is None once they are broken."""
+    """One rank's end of a process group. `pg` is None once it has been closed."""
 
     def __init__(self, pg: Any, backend: str, rank: int, size: int) -> None:
-        """`rank` is this process's in the group, of `size`; `backend` is "gloo" or "nccl"."""
+        """`rank` is this process's rank within the group of `size`; `backend` is "gloo" or "nccl"."""
         self.pg: Any = pg
         self.backend, self._rank, self._size = backend, rank, size
-        self._changed, self._closed = threading.Condition(), False
+        self._changed, self._aborted = threading.Condition(), False
 
-    def wait(self, step: Callable[[], object]) -> None:
-        """Do a step that waits for messages. Raises what it raises, and RuntimeError once the connections are broken.
+    def run_abortable(self, wait: Callable[[], object]) -> None:
+        """Runs `wait`, which blocks on messages. Raises what it raises, and RuntimeError once the group is aborted.
 
-        On gloo another thread does it. When a connection breaks, gloo (torch 2.11) ends the waits for messages that
-        have not begun to travel, and forgets those that are halfway: these last until their own deadline, and nothing
-        that Python can reach ends them sooner. So that thread is left behind, with the message's memory, which nobody
-        writes any more, until then.
+        On gloo it runs in a thread of its own. When a connection breaks, gloo (torch 2.11) ends the waits for messages
+        that have not begun to arrive, and forgets those that are halfway: these last until their own timeout, and
+        nothing that Python can reach ends them sooner. That thread is then left behind until the timeout, with the
+        message's buffer, to which nothing is written any more.
         """
         if self.backend == "nccl":
-            step()
+            wait()
             return
         ended, failed = threading.Event(), list[BaseException]()
 
-        def take() -> None:
+        def run() -> None:
             try:
-                step()
+                wait()
             except BaseException as error:
                 failed.append(error)
             with self._changed:
                 ended.set()
                 self._changed.notify_all()
 
-        threading.Thread(target=take, name="sglang-reshard wait", daemon=True).start()
+        threading.Thread(target=run, name="sglang-reshard wait", daemon=True).start()
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or ended.is_set())
+            self._changed.wait_for(lambda: self._aborted or ended.is_set())
         if failed:
-            raise failed.pop()  # nothing here keeps it: its traceback holds the messages
+            raise failed.pop()  # nothing here keeps it: its traceback refers to the buffers
         if not ended.is_set():
-            raise RuntimeError("they were closed while it waited")
+            raise RuntimeError("the process group was aborted")
 
-    def drop(self) -> None:
-        """Close all connections, of which none has a message under way: gloo would keep it until that has arrived."""
-        self._take()
+    def abort(self) -> None:
+        """Closes all connections and ends this rank's waits. May be called from any thread.
 
-    def break_off(self) -> None:
-        """From any thread: close all connections, and end this rank's waits.
-
-        Gloo's own `abort` ends nothing. But a wait for a message that runs out closes all connections of its rank. One
-        for a message of a rank that has died fails before it runs out, and closes nothing: so every rank is waited for.
+        Gloo's own `abort` ends nothing. But a receive that times out closes all connections of its rank. A receive from
+        a rank that has died fails before it times out, and closes nothing; so one is posted for every other rank.
         """
-        if (pg := self._take()) is None:
+        if (pg := self._detach()) is None:
             return
         for other in (r for r in range(self._size) if r != self._rank):
-            with contextlib.suppress(RuntimeError):  # which is what it is for; or this connection is broken already
-                pg.recv([torch.empty(1)], other, _NEVER_SENT).wait(_AT_ONCE)
+            with contextlib.suppress(RuntimeError):  # the timeout, or this connection is broken already
+                pg.recv([torch.empty(1)], other, _UNUSED_TAG).wait(_EXPIRED)
         with self._changed:
-            self._closed = True  # by now nobody writes into a message any more
+            self._aborted = True  # from here on nothing is written to the buffers
             self._changed.notify_all()
-        # The end of a group joins its threads, of which one may be in a broadcast until its deadline.
+        # Destroying a gloo group joins its threads, one of which may be in a broadcast until its timeout.
         last = [pg]
         del pg
-        threading.Thread(target=last.clear, name="sglang-reshard group's end", daemon=True).start()
+        threading.Thread(target=last.clear, name="sglang-reshard group destruction", daemon=True).start()
 
-    def _take(self) -> Any:
-        """The group, for who ends it on gloo; None if somebody has, and on NCCL, where its own abort does all."""
+    def close_idle(self) -> None:
+        """Closes all connections. No message may be pending: gloo would keep its connection until it has arrived."""
+        self._detach()
+
+    def _detach(self) -> Any:
+        """Returns the gloo group that is to be closed. None if it has been, and on NCCL, whose own abort suffices."""
         with self._changed:
             pg, self.pg = self.pg, None
         if pg is not None and self.backend == "nccl":
             pg.abort()
             return None
         return pg
+
+
+def connect_gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=min(timeout_s, _CONNECT_S)))

@@ -1,27 +1,29 @@
-"""What a transport is: built once from a plan, run once an update."""
+"""Defines what a transport is given and what it offers: built once from a plan, run once per update."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from sglang_reshard.plan import BroadcastPlan, ReadPlan, TensorIndex
-from sglang_reshard.trace.program import Program
-from sglang_reshard.transports.broadcast_communicator import BroadcastCommunicators
+from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicator
 from sglang_reshard.transports.memory import PeerMemory
-from sglang_reshard.transports.p2p_communicator import P2pCommunicator
+
+if TYPE_CHECKING:  # a trainer rank sends without the tracer
+    from sglang_reshard.trace.program import Program
 
 
 @dataclass(frozen=True, slots=True)
 class TransportContext:
     """One engine rank's side of a plan.
 
-    memory     trainer rank -> its mapped memory, for the trainer ranks whose memory this rank reads
-    broadcast  the plan of the groups, and the groups, where there are any
-    shares     trainer rank -> bytes that it sends this rank in one round, for those that send
-    peers      the connection to them
+    memory            trainer rank -> its mapped memory, for the trainer ranks whose memory this rank reads
+    broadcast         the broadcast plan, None unless the strategy is broadcast
+    broadcast_groups  this rank's communicators for it
+    round_bytes       trainer rank -> bytes that it sends to this rank per round, for the trainer ranks that send
+    p2p               the communicator that connects this rank to them
     """
 
     engine_rank: int
@@ -31,17 +33,17 @@ class TransportContext:
     program: Program
     memory: dict[int, PeerMemory]
     broadcast: BroadcastPlan | None
-    groups: BroadcastCommunicators | None
-    shares: dict[int, int]
-    peers: P2pCommunicator | None
+    broadcast_groups: BroadcastCommunicators | None
+    round_bytes: dict[int, int]
+    p2p: P2pCommunicator | None
 
 
 class Transport(Protocol):
-    """Moves what an engine rank lacks into its live parameters, every time `move` is called.
+    """Moves what an engine rank lacks into its live parameters each time `move` is called.
 
     received_bytes  bytes that reach this rank in one update
-    read_bytes      trainer rank -> bytes that this rank gets out of its memory in one update
-    extra_bytes     bytes of the buffers that it holds on to
+    read_bytes      trainer rank -> bytes of its memory that this rank reads or is sent in one update
+    extra_bytes     bytes of the buffers held between updates
     """
 
     received_bytes: int

@@ -1,102 +1,118 @@
-"""Broadcast and slice: a leader reads a trainer rank's shards, its group gets them bucket by bucket.
+"""Broadcasts whole shards, bucket by bucket, to groups of engine ranks, each of which slices out what it lacks.
 
-All views (of shards, buckets and parameters) are made when the plan is; an update is one
-`_foreach_copy_` to pack a bucket, a broadcast, and one `_foreach_copy_` to land it. Two buckets
-take turns: while one travels, the next is packed and the one before is landed.
+A group's leader reads a trainer rank's shards and packs them into a bucket. All views (of shards, buckets and
+parameters) are made at construction; an update is one `_foreach_copy_` to pack a bucket, a broadcast, and one
+`_foreach_copy_` to unpack it. Two buffers alternate: while one is broadcast, the next bucket is packed into the other
+after the previous one has been unpacked from it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from sglang_reshard.layout.regions import Region
+from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan import BroadcastGroup, Bucket
 from sglang_reshard.transports.base import TransportContext
-from sglang_reshard.transports.broadcast_communicator import BroadcastCommunicator, BroadcastCommunicators, Work
-from sglang_reshard.transports.copies import CopyList, DestinationViews
-from sglang_reshard.transports.direct_read import DirectRead
+from sglang_reshard.transports.communicator import BroadcastCommunicator, BroadcastCommunicators
+from sglang_reshard.transports.copies import CopyList
+from sglang_reshard.transports.ipc import IpcTransport
+
+if TYPE_CHECKING:
+    from sglang_reshard.trace.program import Copy
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """This rank's part in one round. `pack` is None unless it leads."""
+class _BucketOps(NamedTuple):
+    """What this rank does with one bucket. `pack` is None unless this rank is the group's leader."""
 
-    group: BroadcastCommunicator
+    communicator: BroadcastCommunicator
     root: int
-    bucket: torch.Tensor
+    buffer: torch.Tensor
     pack: CopyList | None
-    land: CopyList
+    unpack: CopyList
 
 
 class BroadcastTransport:
-    """See the module's text. Groups are made here, in the plan's order, by all their members together."""
+    """One engine rank's side. Construction is collective: members connect their groups in the plan's order."""
 
-    def __init__(self, here: TransportContext) -> None:
-        plan, groups, rank = here.broadcast, here.groups, here.engine_rank
+    def __init__(self, context: TransportContext) -> None:
+        plan, groups, engine_rank = context.broadcast, context.broadcast_groups, context.engine_rank
         assert plan is not None
         assert groups is not None
-        mine = [r for r in plan.rounds if rank in plan.lanes[r.lane].members]
-        largest = max((r.nbytes for r in mine), default=0)
-        buckets = [torch.empty(largest, dtype=torch.uint8, device=here.device) for _ in mine[:2]]
-        self.extra_bytes = sum(b.numel() for b in buckets)
-        by_itself = plan.alone[rank][here.intake.pieces(here.catalog)]
-        self._pull = DirectRead(here, np.flatnonzero(by_itself).tolist())
-        self.read_bytes = dict(self._pull.read_bytes)
-        self.received_bytes = sum(self.read_bytes.values())
-        for lane in plan.lanes:
-            if rank in lane.members:
-                groups.get(lane.members)
-        landings = DestinationViews(here.catalog, here.program)
-        self._turns = [
-            self._turn(here, groups, landings, plan.lanes[r.lane], r, buckets[i % 2]) for i, r in enumerate(mine)
+        own = [bucket for bucket in plan.rounds if engine_rank in plan.lanes[bucket.lane].members]
+        largest = max((bucket.nbytes for bucket in own), default=0)
+        buffers = [torch.empty(largest, dtype=torch.uint8, device=context.device) for _ in own[:2]]
+        self.extra_bytes = sum(b.numel() for b in buffers)
+        direct = plan.alone[engine_rank][context.intake.pieces(context.catalog)]
+        self._direct = IpcTransport(context, np.flatnonzero(direct).tolist())  # shards that no other rank needs
+        self.read_bytes = dict(self._direct.read_bytes)
+        self.received_bytes = self._direct.received_bytes
+        for group in plan.lanes:
+            if engine_rank in group.members:
+                groups.get(group.members)
+        copies_of: dict[str, list[Copy]] = {}
+        for copy in context.program.copies:
+            copies_of.setdefault(copy.source, []).append(copy)
+        self._ops = [
+            self._bucket_ops(context, groups, copies_of, plan.lanes[bucket.lane], bucket, buffers[i % 2])
+            for i, bucket in enumerate(own)
         ]
 
     def move(self) -> None:
-        self._pull.run()
-        travelling: tuple[_Turn, Work] | None = None
-        for turn in self._turns:
-            if turn.pack is not None:
-                turn.pack.run()
-            work = turn.group.broadcast(turn.bucket, turn.root)
-            if travelling:
-                self._land(*travelling)
-            travelling = (turn, work)
-        if travelling:
-            self._land(*travelling)
+        self._direct.move()
+        pending: tuple[_BucketOps, dist.Work] | None = None
+        for ops in self._ops:
+            if ops.pack is not None:
+                ops.pack.run()
+            work = ops.communicator.broadcast(ops.buffer, ops.root)
+            if pending:
+                self._unpack(*pending)
+            pending = (ops, work)
+        if pending:
+            self._unpack(*pending)
 
     @staticmethod
-    def _land(turn: _Turn, work: Work) -> None:
-        turn.group.finish(work)
-        turn.land.run()
+    def _unpack(ops: _BucketOps, work: dist.Work) -> None:
+        ops.communicator.wait(work)
+        ops.unpack.run()
 
-    def _turn(
+    def _bucket_ops(
         self,
-        here: TransportContext,
+        context: TransportContext,
         groups: BroadcastCommunicators,
-        landings: DestinationViews,
-        lane: BroadcastGroup,
-        r: Bucket,
-        bucket: torch.Tensor,
-    ) -> _Turn:
-        assert here.broadcast is not None
-        leads = lane.leader == here.engine_rank
-        pack, land = CopyList(), CopyList()
-        payload = 0
-        for segment in here.broadcast.boxes(here.catalog, r):
-            number = int(here.catalog.tensor_of(segment.piece))
-            kind = here.catalog.kind(number)
+        copies_of: dict[str, list[Copy]],
+        group: BroadcastGroup,
+        bucket: Bucket,
+        buffer: torch.Tensor,
+    ) -> _BucketOps:
+        assert context.broadcast is not None
+        catalog, leads = context.catalog, group.leader == context.engine_rank
+        pack, unpack = CopyList(), CopyList()
+        payload_bytes = 0
+        for segment in context.broadcast.boxes(catalog, bucket):
+            tensor = int(catalog.tensor_of(segment.piece))
+            kind = catalog.kind(tensor)
             dtype = getattr(torch, kind.dtype)
             nbytes = segment.box.numel * kind.item_bytes
-            boxed = bucket[segment.offset : segment.offset + nbytes].view(dtype).view(segment.box.shape)
+            data = buffer[segment.offset : segment.offset + nbytes].view(dtype).view(segment.box.shape)
             if leads:
-                at = here.catalog.piece(segment.piece).in_shard(Region.of(segment.box))
-                pack.add(boxed, here.memory[lane.trainer_rank].region(number, at, dtype))
-            landings.add(land, number, segment.box, boxed)
-            payload += nbytes
-        self.received_bytes += payload
+                region = catalog.piece(segment.piece).to_local(Region.of(segment.box))
+                pack.add(data, context.memory[group.trainer_rank].region(tensor, region, dtype))
+            for copy in copies_of.get(catalog.layout.tensors[tensor].name, ()):
+                _unpack_box(unpack, context, copy, segment.box, data)
+            payload_bytes += nbytes
+        self.received_bytes += payload_bytes
         if leads:
-            self.read_bytes[lane.trainer_rank] = self.read_bytes.get(lane.trainer_rank, 0) + payload
-        return _Turn(groups.get(lane.members), lane.leader, bucket[: r.nbytes], pack if leads else None, land)
+            self.read_bytes[group.trainer_rank] = self.read_bytes.get(group.trainer_rank, 0) + payload_bytes
+        communicator = groups.get(group.members)
+        return _BucketOps(communicator, group.leader, buffer[: bucket.nbytes], pack if leads else None, unpack)
+
+
+def _unpack_box(unpack: CopyList, context: TransportContext, copy: Copy, box: Box, data: torch.Tensor) -> None:
+    """Adds the part of `copy` that lies in `box` of its tensor; `data` holds that box."""
+    part = copy.within(box)
+    if part is not None:
+        unpack.add(part.destination(context.program.targets[part.target]), data[part.region.slices(box.start)])

@@ -1,24 +1,56 @@
-"""On one host: every engine rank reads exactly the boxes that it lacks out of trainer memory, mapped by handle.
+"""Reads exactly the elements that an engine rank lacks out of trainer memory on the same host, mapped by handle.
 
-One copy, from the trainer's shard to the live parameter; no buffer, no collective, no group.
+One copy, from the trainer's shard to the live parameter; no buffer, no collective, no process group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
+
 from sglang_reshard.transports.base import TransportContext
-from sglang_reshard.transports.direct_read import DirectRead
+from sglang_reshard.transports.copies import CopyList, StridedCopy, merge_strided
 
 
 class IpcTransport:
-    """See the module's text. Takes all rows whose trainer rank sends nothing."""
+    """Copies rows of this rank's read plan in one `_foreach_copy_`, with a cast where dtypes differ."""
 
     extra_bytes = 0
 
-    def __init__(self, here: TransportContext) -> None:
-        rows = (row for t in here.intake.links() if t not in here.shares for row in here.intake.rows(t))
-        self._pull = DirectRead(here, rows)
-        self.read_bytes = self._pull.read_bytes
+    def __init__(self, context: TransportContext, rows: Iterable[int] | None = None) -> None:
+        """`rows` defaults to all rows whose trainer rank sends nothing."""
+        if rows is None:
+            read = (t for t in context.intake.links() if t not in context.round_bytes)
+            rows = (row for trainer_rank in read for row in context.intake.rows(trainer_rank))
+        self.read_bytes: dict[int, int] = {}
+        copies = []
+        for row in rows:
+            copy, part, tensor = context.intake.row(row)
+            trainer_rank = int(context.intake.trainer[row])
+            kind = context.catalog.kind(tensor)
+            mapping, offset, strides = context.memory[trainer_rank].locate(tensor, part.shard, kind.item_bytes)
+            copies.append(
+                StridedCopy(
+                    target=copy.target,
+                    target_offset=copy.offset + part.offset,
+                    target_strides=copy.strides,
+                    source=(trainer_rank, mapping),
+                    source_offset=offset,
+                    source_strides=strides,
+                    size=part.shard.count,
+                    dtype=kind.dtype,
+                )
+            )
+            self.read_bytes[trainer_rank] = self.read_bytes.get(trainer_rank, 0) + part.nbytes
         self.received_bytes = sum(self.read_bytes.values())
+        self._copies = CopyList()
+        for c in merge_strided(copies):
+            destination = context.program.targets[c.target].as_strided(c.size, c.target_strides, c.target_offset)
+            trainer_rank, mapping = c.source
+            dtype = getattr(torch, c.dtype)
+            memory = context.memory[trainer_rank]
+            self._copies.add(destination, memory.view(mapping, c.source_offset, c.source_strides, c.size, dtype))
 
     def move(self) -> None:
-        self._pull.run()
+        self._copies.run()

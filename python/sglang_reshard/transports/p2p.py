@@ -1,141 +1,148 @@
-"""Point to point: trainer ranks send exactly the boxes that engine ranks lack.
+"""Sends exactly the elements that engine ranks lack, point to point.
 
-    outlet = P2pSender(layout, shards, orders, shares, device)    # a trainer rank; peers as in `P2pCommunicator`
-    outlet.send(peers)
+    sender = P2pSender(layout, shards, requests, round_bytes, device)    # a trainer rank
+    sender.send(communicator)
 
-    transport = P2pTransport(here)                                # an engine rank
+    transport = P2pTransport(context)                                    # an engine rank
     transport.move()
 
-Both ends cut each link's stream into the same messages (`plan.streams`), one a round. All views and
-buffers are made at construction; an update is one `_foreach_copy_` a round on either side. Two buckets
-take turns: while one travels, the other is packed or landed. A message that is one contiguous box on a
-side needs no bucket there: it is sent from the shard, or received into the live parameter, in place.
+Both ends cut each link's stream into the same messages (`plan.p2p`), one per round. All views and buffers are made at
+construction; an update is one `_foreach_copy_` per round on either side. Two buckets alternate: while one is in
+transit, the other is packed or unpacked. A message that is one contiguous box on a side needs no bucket there: it is
+sent from the shard, or received into the live parameter, in place.
 
-No deadlock can arise. All ranks go through the rounds in ascending order, and within a round nothing
-waits. A trainer rank starts the sends of round k when those of round k - 2 are done, an engine rank posts
-the receives of round k when it has landed round k - 2. So of all messages that have not arrived, those
-of the lowest round are under way on both sides, or will be without waiting for any message that has not
-arrived.
+No deadlock can arise. All ranks go through the rounds in ascending order, and within a round nothing blocks. A trainer
+rank starts the sends of round k when those of round k - 2 are done, an engine rank posts the receives of round k when
+it has unpacked round k - 2. So of all messages that have not arrived, those of the lowest round are in transit on both
+sides, or will be without waiting for any message that has not arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_reshard.layout.source_layout import SourceLayout
+from sglang_reshard.plan import ReadPlan
 from sglang_reshard.plan.broadcast import ALIGN_BYTES
 from sglang_reshard.plan.p2p import BufferSlice, Message, SendRequest, messages, send_request, sent_rows
 from sglang_reshard.transports.base import TransportContext
-from sglang_reshard.transports.copies import CopyList, destination_view
-from sglang_reshard.transports.p2p_communicator import P2pCommunicator, PeerBuffer, PendingOps
+from sglang_reshard.transports.communicator import P2pCommunicator, PeerBuffer, PendingOps
+from sglang_reshard.transports.copies import CopyList
+from sglang_reshard.transports.ipc import IpcTransport
 
-_BUCKETS = 2
+if TYPE_CHECKING:
+    from sglang_reshard.trace.program import Program
+
+BUCKETS = 2
+_Round = tuple[list[PeerBuffer], CopyList]  # the messages of all links, and the copies into or out of the bucket
 
 
 class P2pSender:
-    """A trainer rank's side: what it sends to which engine ranks.
+    """A trainer rank's side: sends shards to engine ranks.
 
     sent_bytes   in one update, in the shards' dtypes
-    extra_bytes  of its buffers, which it holds on to as long as it exists; it keeps the shards alive, too
+    extra_bytes  of its buckets, held as long as the sender exists; it keeps the shards alive, too
     """
 
     def __init__(
         self,
         layout: SourceLayout,
         shards: Sequence[torch.Tensor],
-        orders: Mapping[int, SendRequest],
-        shares: Mapping[int, int],
+        requests: Mapping[int, SendRequest],
+        round_bytes: Mapping[int, int],
         device: torch.device,
     ) -> None:
-        """`shards` are this rank's, in the layout's order; orders and shares (bytes a round) go by peer.
+        """Both `requests` and `round_bytes` (the size of a message) are by the receiver's global rank.
 
-        device  where buckets are: where the peers' backend wants its messages
+        shards  this rank's, in the layout's order
+        device  of the buckets: that which the communicator's backend sends from
         """
         links = {}
-        for peer, share in shares.items():
-            views = [(shards[tensor][region.slices()],) for tensor, region in orders[peer].rows()]
-            links[peer] = _Link.cut(layout, orders[peer], share, views)
-        self._turns, self.extra_bytes = _turns(links, device, pack=True)
+        for peer, nbytes in round_bytes.items():
+            views = [(shards[tensor][region.slices()],) for tensor, region in requests[peer].rows()]
+            links[peer] = P2pLink.cut(layout, requests[peer], nbytes, views)
+        self._rounds, self.extra_bytes = _build_rounds(links, device, pack=True)
         self.sent_bytes = sum(link.payload_bytes for link in links.values())
 
-    def send(self, peers: P2pCommunicator) -> None:
-        """Send all rounds. Returns when the last has left; raises as `PendingOps.wait` does."""
-        travelling: list[PendingOps] = []
-        for turn in self._turns:
-            if len(travelling) == 2:
-                travelling.pop(0).wait()
-            turn.copies.run()
-            travelling.append(peers.send(turn.parcels))
-        for travel in travelling:
-            travel.wait()
+    def send(self, communicator: P2pCommunicator) -> None:
+        """Sends all rounds. Returns when the last has been sent; raises as `PendingOps.wait` does."""
+        pending: list[PendingOps] = []
+        for buffers, copies in self._rounds:
+            if len(pending) == BUCKETS:
+                pending.pop(0).wait()
+            copies.run()
+            pending.append(communicator.send(buffers))
+        for ops in pending:
+            ops.wait()
 
 
 class P2pTransport:
-    """An engine rank's side, a `Transport`: receives from the trainer ranks in `here.shares`.
+    """An engine rank's side: receives from the trainer ranks that send, and meanwhile reads the memory of the others.
 
-    A failure closes the peers, so that whoever waits for this rank hears of it.
+    On failure it closes the communicator, so that ranks that wait for this one fail as well.
     """
 
-    def __init__(self, here: TransportContext) -> None:
-        taken, layout = here.intake, here.catalog.layout
-        again: dict[int, list[int]] = {}
-        for row, first in taken.repeats.items():
-            again.setdefault(first, []).append(row)
+    def __init__(self, context: TransportContext) -> None:
+        plan = context.intake
         links = {}
-        for trainer_rank, share in here.shares.items():
-            rows = sent_rows(taken, trainer_rank).tolist()
-            views = [tuple(destination_view(here, r) for r in (row, *again.get(row, ()))) for row in rows]
-            links[trainer_rank] = _Link.cut(layout, send_request(taken, trainer_rank), share, views)
-        self._turns, self.extra_bytes = _turns(links, here.device, pack=False)
-        self.read_bytes = {trainer_rank: link.payload_bytes for trainer_rank, link in links.items()}
+        for trainer_rank, nbytes in context.round_bytes.items():
+            request = send_request(plan, trainer_rank)
+            views = [
+                tuple(destination_view(context.program, plan, row) for row in rows)
+                for rows in destination_rows(plan, trainer_rank)
+            ]
+            links[trainer_rank] = P2pLink.cut(context.catalog.layout, request, nbytes, views)
+        self._rounds, self.extra_bytes = _build_rounds(links, context.device, pack=False)
+        self._direct = IpcTransport(context)
+        self.read_bytes = self._direct.read_bytes | {t: link.payload_bytes for t, link in links.items()}
         self.received_bytes = sum(self.read_bytes.values())
-        self._peers = here.peers
-        self._travelling: list[PendingOps] = []
+        self._communicator = context.p2p
 
     def move(self) -> None:
-        self.start()
-        self.finish()
-
-    def start(self) -> None:
-        """Post the receives of the first rounds. `finish` must follow."""
-        self._travelling = []
-        self._guarded(lambda: self._receive(self._turns[:2]))
-
-    def finish(self) -> None:
-        """Land all rounds. Raises as `PendingOps.wait` does."""
-        self._guarded(self._land)
-
-    def _land(self) -> None:
-        for number, turn in enumerate(self._turns):
-            self._travelling.pop(0).wait()
-            turn.copies.run()
-            self._receive(self._turns[number + 2 : number + 3])  # into the bucket that was just landed
-
-    def _receive(self, turns: Sequence[_Round]) -> None:
-        for turn in turns:
-            assert self._peers is not None  # who has turns has peers
-            self._travelling.append(self._peers.receive(turn.parcels))
-
-    def _guarded(self, step: Callable[[], object]) -> None:
+        """Raises as `PendingOps.wait` does."""
         try:
-            step()
+            pending = [self._receive(buffers) for buffers, _ in self._rounds[:BUCKETS]]
+            if self._direct.received_bytes:
+                self._direct.move()
+            for number, (_, copies) in enumerate(self._rounds):
+                pending.pop(0).wait()
+                copies.run()
+                for buffers, _ in self._rounds[number + BUCKETS : number + BUCKETS + 1]:
+                    pending.append(self._receive(buffers))  # into the bucket that was just unpacked
         except BaseException:
-            self._travelling = []
-            if self._peers is not None:
-                self._peers.close()
+            if self._communicator is not None:
+                self._communicator.close()
             raise
+
+    def _receive(self, buffers: list[PeerBuffer]) -> PendingOps:
+        assert self._communicator is not None  # ranks with rounds have one
+        return self._communicator.receive(buffers)
+
+
+def destination_rows(plan: ReadPlan, trainer_rank: int) -> list[tuple[int, ...]]:
+    """Returns, for each item that a trainer rank sends, the rows of the read plan that it is copied to."""
+    repeats: dict[int, list[int]] = {}
+    for row, first in plan.repeats.items():
+        repeats.setdefault(first, []).append(row)
+    return [(row, *repeats.get(row, ())) for row in sent_rows(plan, trainer_rank).tolist()]
+
+
+def destination_view(program: Program, plan: ReadPlan, row: int) -> torch.Tensor:
+    """Returns the view of live memory that a row of the read plan is copied to."""
+    copy, part, _ = plan.row(row)
+    return program.targets[copy.target].as_strided(part.shard.count, copy.strides, copy.offset + part.offset)
 
 
 @dataclass(frozen=True, slots=True)
-class _Link:
-    """One link as one side has it.
+class P2pLink:
+    """One trainer rank's stream to one engine rank, as one side has it.
 
-    dtypes  of each item, as it travels
-    views   of each item in this side's own memory; several where it lands several times
+    dtypes  of each item, as it is sent
+    views   of each item in this side's own memory; several if it is copied to several destinations
     """
 
     messages: list[Message]
@@ -145,94 +152,59 @@ class _Link:
 
     @classmethod
     def cut(
-        cls, layout: SourceLayout, order: SendRequest, share_bytes: int, views: Sequence[tuple[torch.Tensor, ...]]
-    ) -> _Link:
-        items = order.items(layout)
-        dtypes = [getattr(torch, layout.tensors[tensor].dtype) for tensor, _ in order.rows()]
-        return cls(messages(items, share_bytes), dtypes, views, sum(item.nbytes for item in items))
+        cls, layout: SourceLayout, request: SendRequest, round_bytes: int, views: Sequence[tuple[torch.Tensor, ...]]
+    ) -> P2pLink:
+        """Cuts the link's stream into messages of at most `round_bytes`."""
+        items = request.items(layout)
+        dtypes = [getattr(torch, layout.tensors[tensor].dtype) for tensor, _ in request.rows()]
+        return cls(messages(items, round_bytes), dtypes, views, sum(item.nbytes for item in items))
 
-    def own(self, slot: BufferSlice) -> list[torch.Tensor]:
-        """This side's memory of a slot."""
-        views = self.views[slot.item]
-        return list(views) if slot.box is None else [view[slot.box.slices()] for view in views]
+    def own_views(self, part: BufferSlice) -> list[torch.Tensor]:
+        """Returns this side's memory of a slice of a message."""
+        views = self.views[part.item]
+        return list(views) if part.box is None else [view[part.box.slices()] for view in views]
 
     def in_place(self, message: Message, device: torch.device) -> torch.Tensor | None:
-        """The bytes of a message, where this side has them in one piece; else None."""
+        """Returns the bytes of a message if this side has them contiguously in its own memory, else None."""
         if len(message.slots) > 1:
             return None
-        own, *others = self.own(message.slots[0])
+        own, *others = self.own_views(message.slots[0])
         alike = own.dtype == self.dtypes[message.slots[0].item] and own.device.type == device.type
         if others or not alike or not own.is_contiguous():
             return None
         return own.as_strided((own.numel(),), (1,)).view(torch.uint8)
 
-    def staged_bytes(self, in_place: Sequence[torch.Tensor | None]) -> int:
-        """Of a bucket, what this link takes for the messages that this side has not in place."""
+    def bucket_bytes(self, in_place: Sequence[torch.Tensor | None]) -> int:
+        """Returns this link's part of a bucket, which carries the messages that are not sent or received in place."""
         staged = (m.nbytes for m, own in zip(self.messages, in_place, strict=True) if own is None)
         return -(-max(staged, default=0) // ALIGN_BYTES) * ALIGN_BYTES
 
 
-class LinkLoad(NamedTuple):
-    """What one link asks of one side in an update. staged_bytes: of each bucket."""
-
-    messages: int
-    payload_bytes: int
-    staged_bytes: int
-
-
-def load_of(
-    layout: SourceLayout,
-    order: SendRequest,
-    share_bytes: int,
-    views: Sequence[tuple[torch.Tensor, ...]],
-    device: torch.device,
-) -> LinkLoad:
-    """The load that a link would be, told without making a bucket. For `views` see `_Link`; meta tensors will do."""
-    link = _Link.cut(layout, order, share_bytes, views)
-    staged = link.staged_bytes([link.in_place(message, device) for message in link.messages])
-    return LinkLoad(len(link.messages), link.payload_bytes, staged)
-
-
-def buckets_bytes(loads: Iterable[LinkLoad]) -> int:
-    """Bytes of the buckets of a side whose links are these."""
-    of_links = list(loads)
-    rounds = max((load.messages for load in of_links), default=0)
-    return min(_BUCKETS, rounds) * sum(load.staged_bytes for load in of_links)
-
-
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """One round of all links: the messages, and the copies between this side's memory and the bucket."""
-
-    parcels: list[PeerBuffer]
-    copies: CopyList
-
-
-def _turns(links: Mapping[int, _Link], device: torch.device, *, pack: bool) -> tuple[list[_Round], int]:
-    """The rounds, and the bytes of their buckets. `pack`: copies go into the bucket, not out of it."""
+def _build_rounds(links: Mapping[int, P2pLink], device: torch.device, *, pack: bool) -> tuple[list[_Round], int]:
+    """Returns the rounds, and the bytes of their buckets. `pack`: copies go into the bucket, not out of it."""
     in_place = {peer: [link.in_place(m, device) for m in link.messages] for peer, link in links.items()}
-    begin, end = {}, 0  # each link's region of a bucket
+    begin, end = {}, 0  # of each link's part of a bucket
     for peer, link in links.items():
         begin[peer] = end
-        end += link.staged_bytes(in_place[peer])
-    rounds = max((len(link.messages) for link in links.values()), default=0)
-    buckets = [torch.empty(end, dtype=torch.uint8, device=device) for _ in range(min(_BUCKETS, rounds))]
-    turns = []
-    for number in range(rounds):
-        bucket = buckets[number % 2]
-        turn = _Round([], CopyList())
-        for peer in sorted(links):
-            link = links[peer]
+        end += link.bucket_bytes(in_place[peer])
+    count = max((len(link.messages) for link in links.values()), default=0)
+    buckets = [torch.empty(end, dtype=torch.uint8, device=device) for _ in range(min(BUCKETS, count))]
+    rounds = []
+    for number in range(count):
+        bucket = buckets[number % BUCKETS]
+        buffers: list[PeerBuffer] = []
+        copies = CopyList()
+        for peer, link in sorted(links.items(), key=lambda item: item[0]):
             if number >= len(link.messages):
                 continue
             message, own = link.messages[number], in_place[peer][number]
             buffer = bucket[begin[peer] : begin[peer] + message.nbytes] if own is None else own
-            turn.parcels.append((peer, buffer))
-            for slot in message.slots if own is None else ():
-                for view in link.own(slot):
-                    dtype = link.dtypes[slot.item]
-                    stop = slot.offset + view.numel() * dtype.itemsize
-                    boxed = buffer[slot.offset : stop].view(dtype).view(view.shape)
-                    turn.copies.add(*((boxed, view) if pack else (view, boxed)))
-        turns.append(turn)
-    return turns, sum(bucket.numel() for bucket in buckets)
+            buffers.append((peer, buffer))
+            for part in message.slots if own is None else ():
+                for view in link.own_views(part):
+                    dtype = link.dtypes[part.item]
+                    stop = part.offset + view.numel() * dtype.itemsize
+                    packed = buffer[part.offset : stop].view(dtype).view(view.shape)
+                    copies.add(*((packed, view) if pack else (view, packed)))
+        rounds.append((buffers, copies))
+    return rounds, sum(bucket.numel() for bucket in buckets)

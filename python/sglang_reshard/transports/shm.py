@@ -1,48 +1,134 @@
-"""Opening the memory that another process announced: that very file, and nothing that it could stand for.
+"""Shared memory of other processes: opening exactly the file that was announced, mapping many as one tensor, limits.
 
-A descriptor's number is of whatever its process has there by now. So what is found under it is looked at
-before it is opened for reading, and what was looked at is what is mapped.
+Files are mapped one after the other into one range of addresses. One tensor covers them all, so that boxes of many of
+them can be one strided view: tens of thousands of small copies become a few large ones (`copies.merge_strided`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import resource
 import stat
+import weakref
+from collections.abc import Callable, Sequence
 
-from sglang_reshard.errors import Mismatch
+import torch
+
+from sglang_reshard.errors import Mismatch, Unsupported
 
 _TMPFS_MAGIC = 0x01021994  # of /dev/shm and of memfd_create
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # on Linux, on all architectures that torch has wheels for
+_PROT_NONE = 0
+_SPARE_DESCRIPTORS = 64  # left for the rest of the process
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 def open_shared(pid: int, fd: int, inode: int, nbytes: int) -> int:
-    """A descriptor, for reading, of the nameless file in memory that process `pid` has open as `fd`. To be closed.
+    """Returns a read-only descriptor of the unlinked shared-memory file that process `pid` has open as `fd`.
 
-    Raises OSError where it cannot be opened, and Mismatch where it is not the file announced: a regular file in
-    memory, without a name, of this inode and exactly so many bytes.
+    The descriptor's number refers to whatever its process has open there by now. So the file is checked before it is
+    opened for reading, and the file that was checked is the one that is opened. The caller closes it.
+
+    Raises OSError if it cannot be opened, and Mismatch if it is not a regular file in memory, without a name, of this
+    inode and exactly so many bytes.
     """
-    # Only looked up: to open a device, or a pipe, may do something, and may wait for ever.
-    found = os.open(f"/proc/{pid}/fd/{fd}", os.O_PATH | os.O_CLOEXEC)
+    # O_PATH only looks it up: opening a device or a pipe may have side effects, and may block forever.
+    path = os.open(f"/proc/{pid}/fd/{fd}", os.O_PATH | os.O_CLOEXEC)
     try:
-        status = os.fstat(found)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink or _kind_of_file_system(found) != _TMPFS_MAGIC:
-            raise Mismatch(f"descriptor {fd} of process {pid} is no shared memory without a name")
+        status = os.fstat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink or _file_system_type(path) != _TMPFS_MAGIC:
+            raise Mismatch(f"descriptor {fd} of process {pid} is not unlinked shared memory")
         if (status.st_ino, status.st_size) != (inode, nbytes):
             raise Mismatch(
-                f"descriptor {fd} of process {pid} has inode {status.st_ino} and {status.st_size:,} bytes, not "
+                f"descriptor {fd} of process {pid} has inode {status.st_ino} and {status.st_size:,} bytes, expected "
                 f"inode {inode} and {nbytes:,} bytes"
             )
-        # Without waiting for whoever holds a lease on it.
-        return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        # O_NONBLOCK: does not wait for a process that holds a lease on it.
+        return os.open(f"/proc/self/fd/{path}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     finally:
-        os.close(found)
+        os.close(path)
 
 
-def _kind_of_file_system(descriptor: int) -> int:
-    about = (ctypes.c_long * 32)()  # a struct statfs, which begins with its type, is smaller
-    if _libc.fstatfs(descriptor, about):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return int(about[0])
+def map_files(sizes: Sequence[int], open_file: Callable[[int], int]) -> tuple[torch.Tensor, list[int]]:
+    """Returns files of the given sizes (bytes) as one tensor of bytes, and the page-aligned offset of each in it.
+
+    open_file  returns a read-only descriptor of file number i; it is closed here
+
+    The tensor must only be read: writing to it ends the process, and so does reading from a file that its owner has
+    truncated since. The files are unmapped when the last view of the tensor is freed. No descriptor stays open.
+
+    Raises what `open_file` does, OSError for a file that cannot be mapped, and Mismatch for one that is too small.
+    """
+    begins, total = [], 0
+    for nbytes in sizes:
+        begins.append(total)
+        total += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    if not total:
+        return torch.empty(0, dtype=torch.uint8), begins
+    base = _mmap(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    memory = (ctypes.c_ubyte * total).from_address(base)
+    weakref.finalize(memory, _libc.munmap, base, total).atexit = False  # the end of the process unmaps it anyway
+    for number, (nbytes, begin) in enumerate(zip(sizes, begins, strict=True)):
+        descriptor = open_file(number)
+        try:
+            if os.fstat(descriptor).st_size < nbytes:  # pages beyond a file's end cannot be read
+                raise Mismatch(f"file number {number} has fewer than {nbytes:,} bytes")
+            _mmap(base + begin, nbytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
+        finally:
+            os.close(descriptor)
+    return torch.frombuffer(memory, dtype=torch.uint8), begins
+
+
+def check_free_shm(nbytes: int, who: str) -> None:
+    """Raises Unsupported, stating how much is needed, if /dev/shm has fewer than `nbytes` free."""
+    status = os.statvfs("/dev/shm")
+    free = status.f_bavail * status.f_frsize
+    if free < nbytes:
+        raise Unsupported(
+            f"{who} has to move {nbytes:,} bytes of shards into shared memory, but /dev/shm has {free:,} bytes free; "
+            "enlarge it (docker: --shm-size, or mount -o remount,size=)"
+        )
+
+
+def raise_descriptor_limit(count: int, who: str) -> None:
+    """Raises the process's soft limit if necessary so that `count` more descriptors can be open.
+
+    Raises Unsupported, stating how many are needed, if the hard limit is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + count + _SPARE_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise Unsupported(
+            f"{who} has to keep {count:,} more file descriptors open, one per storage of its shards, but its limit is "
+            f"{hard:,}; raise it to {needed:,} (ulimit -n, or docker: --ulimit nofile=)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _mmap(address: int | None, nbytes: int, protection: int, flags: int, descriptor: int) -> int:
+    mapped = _libc.mmap(address, nbytes, protection, flags, descriptor, 0)
+    if mapped == ctypes.c_void_p(-1).value:
+        _raise_errno()
+    return int(mapped)
+
+
+def _file_system_type(descriptor: int) -> int:
+    statfs = (ctypes.c_long * 32)()  # larger than a struct statfs, whose first field is the type
+    if _libc.fstatfs(descriptor, statfs):
+        _raise_errno()
+    return int(statfs[0])
+
+
+def _raise_errno() -> None:
+    number = ctypes.get_errno()
+    raise OSError(number, os.strerror(number))

@@ -39,9 +39,9 @@ def install() -> None:
     def run(self: Any) -> None:
         hold = Path(folder, f"hold-{ranks[0]}") if ranks else None
         if hold is not None and hold.exists():
-            half = len(self._to) // 2
+            half = len(self._destinations) // 2
             with torch.inference_mode():
-                torch._foreach_copy_(self._to[:half], self._from[:half])
+                torch._foreach_copy_(self._destinations[:half], self._sources[:half])
             written = hold.with_name(f"at-{ranks[0]}.part")
             written.write_text(str(os.getpid()))
             written.rename(hold.with_name(f"at-{ranks[0]}"))

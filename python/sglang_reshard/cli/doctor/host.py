@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from sglang_reshard.cli.doctor.finding import Check, Finding, fail, ok, warning
-from sglang_reshard.observability.logs import wanted_format
+from sglang_reshard.observability.logs import log_format
 from sglang_reshard.patches.launch import TORCHRUN_VARIABLES
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -75,7 +75,7 @@ def check_torchrun_variables() -> list[Finding]:
 
 def check_log_format() -> list[Finding]:
     try:
-        wanted_format()
+        log_format()
     except ValueError as error:
         return fail("log format", str(error), "set it to json, or unset it")
     return []

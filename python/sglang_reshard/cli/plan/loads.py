@@ -9,19 +9,31 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 import torch
 
 from sglang_reshard.cli.plan.rank_model import RankModel
 from sglang_reshard.plan import BroadcastPlan, Strategy, TensorIndex
-from sglang_reshard.plan.p2p import send_request, sent_rows
-from sglang_reshard.transports.base import TransportContext
-from sglang_reshard.transports.copies import destination_view
-from sglang_reshard.transports.p2p import LinkLoad, buckets_bytes, load_of
+from sglang_reshard.plan.p2p import send_request
+from sglang_reshard.transports.p2p import BUCKETS, P2pLink, destination_rows, destination_view
 
 _META = torch.device("meta")
+
+
+class LinkLoad(NamedTuple):
+    """What one link adds to the load of one side in an update. `bucket_bytes` is its part of each bucket."""
+
+    messages: int
+    payload_bytes: int
+    bucket_bytes: int
+
+
+def buckets_bytes(loads: Sequence[LinkLoad]) -> int:
+    """Returns the bytes of the buckets on a side that has these links."""
+    rounds = max((load.messages for load in loads), default=0)
+    return min(BUCKETS, rounds) * sum(load.bucket_bytes for load in loads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,7 @@ def engine_load(catalog: TensorIndex, choice: Strategy, engine_rank: int, rank: 
         return _grouped(catalog, choice.broadcast, engine_rank, rank, scratch)
     sending = choice.trainer_ranks_sending(engine_rank)
     read = {t: nbytes for t, (nbytes, _) in rank.intake.links().items() if t not in sending}
-    sent = {t: _link(catalog, rank, engine_rank, t, share) for t, share in sending.items()}
+    sent = {t: _link(catalog, rank, t, share) for t, share in sending.items()}
     mine = [load for load, _ in sent.values()]
     return EngineLoad(
         sent,
@@ -60,36 +72,29 @@ def engine_load(catalog: TensorIndex, choice: Strategy, engine_rank: int, rank: 
     )
 
 
-def _link(
-    catalog: TensorIndex, rank: RankModel, engine_rank: int, trainer_rank: int, share: int
-) -> tuple[LinkLoad, LinkLoad]:
+def _link(catalog: TensorIndex, rank: RankModel, trainer_rank: int, share: int) -> tuple[LinkLoad, LinkLoad]:
     """Returns the load of a link on its engine rank and on its trainer rank; assumes contiguous local tensors."""
-    taken, layout = rank.intake, catalog.layout
-    order = send_request(taken, trainer_rank)
-    here = TransportContext(engine_rank, _META, catalog, taken, rank.program, {}, None, None, {}, None)
-    rows = sent_rows(taken, trainer_rank).tolist()
-    again: dict[int, list[int]] = {}
-    for row, first in taken.repeats.items():
-        again.setdefault(first, []).append(row)
+    request = send_request(rank.intake, trainer_rank)
+    rows, items = destination_rows(rank.intake, trainer_rank), list(request.rows())
 
-    def lands(item: int) -> tuple[torch.Tensor, ...]:
-        return tuple(destination_view(here, row) for row in (rows[item], *again.get(rows[item], ())))
-
-    ordered = list(order.rows())
+    def destinations(item: int) -> tuple[torch.Tensor, ...]:
+        return tuple(destination_view(rank.program, rank.intake, row) for row in rows[item])
 
     @functools.cache
     def shard_of(kind: int) -> torch.Tensor:
         of = catalog.kinds[kind]
-        return torch.empty(of.holdings.extent(trainer_rank) or (0,), dtype=getattr(torch, of.dtype), device=_META)
+        return torch.empty(of.shard_map.min_local_shape(trainer_rank) or (0,), dtype=getattr(torch, of.dtype), device=_META)
 
-    def leaves(item: int) -> tuple[torch.Tensor, ...]:
-        tensor, region = ordered[item]
+    def source(item: int) -> tuple[torch.Tensor, ...]:
+        tensor, region = items[item]
         return (shard_of(int(catalog.kind_of[tensor]))[region.slices()],)
 
-    at_engine, at_trainer = (
-        load_of(layout, order, share, _Views(len(rows), of_item), _META) for of_item in (lands, leaves)
-    )
-    return at_engine, at_trainer
+    def load(view_of: Callable[[int], tuple[torch.Tensor, ...]]) -> LinkLoad:
+        link = P2pLink.cut(catalog.layout, request, share, _Views(len(rows), view_of))
+        in_place = [link.in_place(message, _META) for message in link.messages]
+        return LinkLoad(len(link.messages), link.payload_bytes, link.bucket_bytes(in_place))
+
+    return load(destinations), load(source)
 
 
 class _Views(Sequence[tuple[torch.Tensor, ...]]):

@@ -22,16 +22,15 @@ from sglang_reshard.cli.plan import worker_process
 from sglang_reshard.cli.plan.checkpoint import specs_of
 from sglang_reshard.cli.plan.figures import EngineRank, Forecast, Gather, TrainerRank, Way
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
-from sglang_reshard.cli.plan.loads import EngineLoad, engine_load, largest_tensor_bytes
+from sglang_reshard.cli.plan.loads import EngineLoad, buckets_bytes, engine_load, largest_tensor_bytes
 from sglang_reshard.cli.plan.rank_model import Outline, Refusal, model_rank
 from sglang_reshard.cli.plan.request import PlanRequest
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from sglang_reshard.cli.plan.sources import layout_of
 from sglang_reshard.engine.context import refusal
-from sglang_reshard.engine.unused_names import check_used, remark
+from sglang_reshard.engine.transfer import check_unread, unread_remark
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
 from sglang_reshard.plan import ClusterTopology, RankDemand, Strategy, TensorIndex, choose_strategy, unread_tensors
-from sglang_reshard.transports.p2p import buckets_bytes
 
 STEPS = ("import SGLang", "build, trace and take in", "choose", "cut messages")
 

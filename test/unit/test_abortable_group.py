@@ -1,4 +1,4 @@
-"""Whoever gives up is not kept waiting, and keeps nobody: not by ranks that have died, nor by half a message."""
+"""An aborted group ends all waits: of ranks that have died, and for messages that have arrived half."""
 
 import multiprocessing
 import os
@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.transports.broadcast_communicator import BroadcastCommunicators
-from sglang_reshard.transports.p2p_communicator import P2pCommunicator
+from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicator
 from support.sent import CPU
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -26,35 +25,35 @@ def store_at(port, hosts=False):
 
 
 def die_at_once(port):
-    P2pCommunicator(store_at(port), "r", me=1, **THREE)
+    P2pCommunicator(store_at(port), "r", global_rank=1, **THREE)
     os._exit(1)
 
 
 def wait_in_vain(port, told):
     """Sends what trainer rank 0 never receives; says how long that took."""
-    peers = P2pCommunicator(store_at(port), "r", me=2, **THREE)
+    communicator = P2pCommunicator(store_at(port), "r", global_rank=2, **THREE)
     begun = time.monotonic()
     try:
-        peers.send([(0, torch.ones(2**20, dtype=torch.uint8))]).wait()
+        communicator.send([(0, torch.ones(2**20, dtype=torch.uint8))]).wait()
     except ReshardError as error:
         told.send((time.monotonic() - begun, str(error)))
     told.recv()
 
 
-def test_who_gives_up_ends_all_waits_though_its_neighbour_has_died():
+def test_abort_ends_all_waits_though_another_rank_has_died():
     store, (ours, theirs) = store_at(0, hosts=True), CONTEXT.Pipe()
     dying = CONTEXT.Process(target=die_at_once, args=(store.port,), daemon=True)
     waiting = CONTEXT.Process(target=wait_in_vain, args=(store.port, theirs), daemon=True)
     for process in (dying, waiting):
         process.start()
-    peers = P2pCommunicator(store, "r", me=0, **THREE)
+    communicator = P2pCommunicator(store, "r", global_rank=0, **THREE)
     dying.join(5)
     assert dying.exitcode == 1
-    travel = peers.send([(2, torch.ones(2**20, dtype=torch.uint8))])  # nor is this one ever received
-    peers.close()
+    pending = communicator.send([(2, torch.ones(2**20, dtype=torch.uint8))])  # nor is this one ever received
+    communicator.close()
     begun = time.monotonic()
-    with pytest.raises(ReshardError, match=r"trainer rank 0 (could not send|gave up)"):
-        travel.wait()
+    with pytest.raises(ReshardError, match=r"trainer rank 0 (could not send|stopped waiting)"):
+        pending.wait()
     assert time.monotonic() - begun < SOON_S
     assert ours.poll(10)
     seconds, error = ours.recv()
@@ -68,51 +67,51 @@ def test_who_gives_up_ends_all_waits_though_its_neighbour_has_died():
 def begin_and_stay(port, verb):
     """Sends, or receives as long as it runs: it stops before the first byte."""
     store = store_at(port)
-    peers = P2pCommunicator(store, "r", me=0, **TWO)
+    communicator = P2pCommunicator(store, "r", global_rank=0, **TWO)
     data = [(1, torch.ones(HALFWAY_BYTES, dtype=torch.uint8))]
-    travel = peers.send(data) if verb == "send" else peers.receive(data)
+    pending = communicator.send(data) if verb == "send" else communicator.receive(data)
     store.set("begun", "")
     if verb == "receive":
         os.kill(os.getpid(), signal.SIGSTOP)
-    travel.wait()
+    pending.wait()
 
 
 @pytest.mark.parametrize("verb", ["send", "receive"])
-def test_who_gives_up_ends_its_wait_for_half_a_message(verb):
+def test_abort_ends_the_wait_for_half_a_message(verb):
     store = store_at(0, hosts=True)
     dying = CONTEXT.Process(target=begin_and_stay, args=(store.port, verb), daemon=True)
     dying.start()
-    peers = P2pCommunicator(store, "r", me=1, **TWO)
+    communicator = P2pCommunicator(store, "r", global_rank=1, **TWO)
     data = torch.zeros(HALFWAY_BYTES, dtype=torch.uint8)
     store.wait(["begun"])
     time.sleep(0.2)  # a stop takes a moment, and so does the news that somebody receives
-    travel = peers.receive([(0, data)]) if verb == "send" else peers.send([(0, data)])
+    pending = communicator.receive([(0, data)]) if verb == "send" else communicator.send([(0, data)])
     while verb == "send" and not data[0]:
         pass
     dying.kill()
     dying.join(10)
     assert dying.exitcode == -signal.SIGKILL
     assert not data[-1]
-    threading.Timer(0.5, peers.close).start()
+    threading.Timer(0.5, communicator.close).start()
     begun = time.monotonic()
-    with pytest.raises(ReshardError, match="engine rank 0 gave up its connections to the other side"):
-        travel.wait()
+    with pytest.raises(ReshardError, match="engine rank 0 stopped waiting for P2P messages"):
+        pending.wait()
     assert time.monotonic() - begun < SOON_S
 
 
 def groups_at(store, rank):
     groups = BroadcastCommunicators(rank, CPU, timeout_s=60, epoch=1)
-    groups.meet_over(store)
+    groups.use_store(store)
     return groups
 
 
 def begin_to_broadcast(port):
     store = store_at(port)
     group = groups_at(store, 0).get((0, 1))
-    group.finish(group.broadcast(torch.ones(HALFWAY_BYTES, dtype=torch.uint8), 0))
+    group.wait(group.broadcast(torch.ones(HALFWAY_BYTES, dtype=torch.uint8), 0))
 
 
-def test_who_gives_up_ends_its_wait_for_half_a_broadcast():
+def test_abort_ends_the_wait_for_half_a_broadcast():
     store = store_at(0, hosts=True)
     dying = CONTEXT.Process(target=begin_to_broadcast, args=(store.port,), daemon=True)
     dying.start()
@@ -127,6 +126,6 @@ def test_who_gives_up_ends_its_wait_for_half_a_broadcast():
     threading.Timer(0.5, groups.abort).start()
     begun = time.monotonic()
     with pytest.raises(ReshardError, match=r"engine rank 1 lost its connection to engine ranks \[0\] in a broadcast"):
-        group.finish(work)
+        group.wait(work)
     del groups, group, work  # gloo's own end of a group waits for its threads
     assert time.monotonic() - begun < SOON_S

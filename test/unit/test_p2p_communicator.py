@@ -1,4 +1,4 @@
-"""Connections between trainer ranks and engine ranks: they end without a trace, and who is missed is named."""
+"""P2P communicators close without a leak, and errors name the rank that is missing."""
 
 import multiprocessing
 import os
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
-from sglang_reshard.transports.p2p_communicator import P2pCommunicator
+from sglang_reshard.transports.communicator import P2pCommunicator
 from support.sent import CPU, open_here
 from support.world import run_world
 
@@ -20,10 +20,10 @@ def join_and_leave(trainer, times):
     store = trainer.group and torch.distributed.distributed_c10d._get_default_store()
     counts = []
     for i in range(times):
-        peers = P2pCommunicator(
+        communicator = P2pCommunicator(
             store,
             f"r{i}",
-            me=trainer.rank,
+            global_rank=trainer.rank,
             members=range(trainer.size),
             trainer_ranks=1,
             backend="gloo",
@@ -33,12 +33,12 @@ def join_and_leave(trainer, times):
         data = torch.full((100_000,), trainer.rank, dtype=torch.uint8)
         others = [r for r in range(trainer.size) if r != trainer.rank]
         arrived = [(r, torch.empty(100_000, dtype=torch.uint8)) for r in others]
-        travels = [peers.receive(arrived), peers.send([(r, data) for r in others])]
-        for travel in travels:
-            travel.wait()
+        pending = [communicator.receive(arrived), communicator.send([(r, data) for r in others])]
+        for ops in pending:
+            ops.wait()
         assert all((buffer == r).all() for r, buffer in arrived)
-        peers.close()
-        del peers, travels
+        communicator.close()
+        del communicator, pending
         torch.distributed.barrier()
         time.sleep(0.02)
         counts.append(open_here())
@@ -62,11 +62,11 @@ def come_late(trainer):
         return ""
     options = {"members": [0, 1, 2], "trainer_ranks": 2, "backend": "gloo", "device": CPU, "timeout_s": 1}
     with pytest.raises(DeadlineExceeded) as late:
-        P2pCommunicator(store, "r", me=2 if trainer.rank == 2 else 0, **options)
+        P2pCommunicator(store, "r", global_rank=2 if trainer.rank == 2 else 0, **options)
     return str(late.value)
 
 
-def test_who_does_not_come_is_named():
+def test_a_rank_that_does_not_connect_is_named():
     told, _ = run_world(3, 1, come_late, no_engine)
     assert told[0] == "trainer rank 0 waited 1 s for trainer rank 1 to connect; look at their logs"
     assert told[2] == "engine rank 0 waited 1 s for trainer rank 1 to connect; look at their logs"
@@ -75,11 +75,11 @@ def test_who_does_not_come_is_named():
 def stay_silent(trainer):
     store = torch.distributed.distributed_c10d._get_default_store()
     options = {"members": [0, 1], "trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 1}
-    peers = P2pCommunicator(store, "r", me=trainer.rank, **options)
+    communicator = P2pCommunicator(store, "r", global_rank=trainer.rank, **options)
     told = ""
     if trainer.rank == 1:
         with pytest.raises(DeadlineExceeded) as silent:
-            peers.receive([(0, torch.empty(8, dtype=torch.uint8))]).wait()
+            communicator.receive([(0, torch.empty(8, dtype=torch.uint8))]).wait()
         told = str(silent.value)
     torch.distributed.barrier()
     return told
@@ -93,8 +93,8 @@ def test_a_silent_peer_is_named_at_the_deadline():
 def die_after_one_message(port):
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     options = {"members": [0, 1], "trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 20}
-    peers = P2pCommunicator(store, "r", me=0, **options)
-    peers.send([(1, torch.ones(8, dtype=torch.uint8))]).wait()
+    communicator = P2pCommunicator(store, "r", global_rank=0, **options)
+    communicator.send([(1, torch.ones(8, dtype=torch.uint8))]).wait()
     time.sleep(0.3)
     os._exit(1)
 
@@ -104,9 +104,9 @@ def test_a_trainer_rank_that_dies_is_noticed_at_once():
     dying = CONTEXT.Process(target=die_after_one_message, args=(store.port,), daemon=True)
     dying.start()
     options = {"members": [0, 1], "trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 20}
-    peers = P2pCommunicator(store, "r", me=1, **options)
+    communicator = P2pCommunicator(store, "r", global_rank=1, **options)
     buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
-    first, second = (peers.receive([(0, buffer)]) for buffer in buffers)
+    first, second = (communicator.receive([(0, buffer)]) for buffer in buffers)
     first.wait()
     assert buffers[0].tolist() == [1] * 8
     begun = time.monotonic()
