@@ -7,9 +7,10 @@ paths      ours; `stock` SGLang's own     timing     updates in step, and what e
 exactness  digests against a stock load   memory     what a process takes beyond what it had
 copying    the machine's limit            interlude  copies between paths
 rows       from what was seen to rows     results    the JSON files
-tables     for the terminal and README.md plots      as pictures
+tables     for the terminal and Markdown  plots      as pictures
+pages      into README.md, docs/results   marked     between two comments of a document
 scaling    against tensors, bytes, ranks  stand_ins  its trainer and engine ranks
 
-What stands by itself: `planning`, `verl`, and of trust `digest` (what verification costs), `fuzz`, `soak`, and `trust`,
-which tells their results in RESHARDING_GUIDE.md.
+Independent of these: `planning`, `verl`, `digest` (the cost of verification), `fuzz` and `soak`. `pages` writes the
+results of all of them into docs/results.
 """

@@ -10,7 +10,7 @@ from types import FrameType
 import msgspec
 from rich.console import Console
 
-from benchmark import launcher, plots, results, scaling, tables
+from benchmark import launcher, pages, plots, results, scaling, tables
 from benchmark.cases import CASES, QUICK_CASES, QUICK_EFFORT, Effort
 
 
@@ -58,7 +58,7 @@ def _cases(quick: bool, only: str | None, command: str, console: Console) -> boo
     tables.print_rows(console, rows, head["notes"])
     if rows and not quick:
         plots.plot_paths(rows, path.with_suffix(".png"))
-        tables.write_readme()
+        pages.write("costs", "benchmark")
     return bool(rows) and all(row["bit_exact"] for row in rows)
 
 

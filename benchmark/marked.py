@@ -1,4 +1,4 @@
-"""Text that a file of results makes, between two comments of a Markdown file that people write."""
+"""Writes and reads generated text between two comments of a Markdown file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write(path: Path, name: str, text: str) -> None:
-    """Put `text` between `<!-- name: begin -->` and `<!-- name: end -->`."""
+    """Puts `text` between `<!-- name: begin -->` and `<!-- name: end -->`."""
     before, rest = path.read_text().split(_begin(name))
     after = rest.split(_end(name))[1]
     path.write_text(f"{before}{_begin(name)}\n{text}\n{_end(name)}{after}")

@@ -1,7 +1,4 @@
-"""The rows for people: on the terminal, and as the table in README.md.
-
-python -m benchmark.tables    # README.md's table anew from benchmark/results/bench.json
-"""
+"""Prints the rows of bench.json on the terminal, and renders them for README.md and docs/results (see `pages`)."""
 
 from __future__ import annotations
 
@@ -10,11 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmark import marked, results
+from benchmark import results
 from benchmark.cases import STOCK
-
-README = results.REPOSITORY / "README.md"
-NAME = "benchmark"
 
 _COLUMNS = (
     "path",
@@ -31,7 +25,7 @@ _COLUMNS = (
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """One for each of the columns; the table in README.md has the same, in the same words."""
+    """One for each of the columns, on the terminal and in docs/results/benchmark.md."""
     faster, control = row["times_faster_than_stock"], row["control_seconds"]
     return [
         "SGLang's own" if row["path"] == STOCK else row["path"],
@@ -77,14 +71,8 @@ def print_rows(console: Console, rows: results.Rows, notes: list[str]) -> None:
 
 
 def markdown(head: dict[str, Any], rows: results.Rows) -> str:
-    """The marked part of README.md: a table for each case, and what they were made on."""
-    host, versions = head["host"], head["versions"]
-    commit = head["commit"].replace("+", " with changes on top")
-    gpus = f"GPUs {', '.join(host['gpus'])}" if host["gpus"] else "no GPU"
-    lines = [
-        f"By `{head['command']}` on {host['cores']} cores ({host['cpu']}), {host['memory_gib']} GiB, {gpus}, "
-        f"sglang {versions['sglang']}, torch {versions['torch']}, at commit {commit}:",
-    ]
+    """Returns the tables of docs/results/benchmark.md: one for each case, and what they were measured on."""
+    lines = [_measured_on(head)]
     for case, of_case in by_case(rows).items():
         lines += ["", f"**{title(case, of_case)}**", ""]
         lines += ["| " + " | ".join(_COLUMNS) + " |", "|---" + "|---:" * (len(_COLUMNS) - 1) + "|"]
@@ -93,17 +81,38 @@ def markdown(head: dict[str, Any], rows: results.Rows) -> str:
     return "\n".join(lines).rstrip()
 
 
-def write_readme() -> None:
-    marked.write(README, NAME, markdown(*results.load(results.BENCH)))
+def costs(head: dict[str, Any], rows: results.Rows) -> str:
+    """Returns the table of README.md: `auto` beside SGLang's own path, a row for each case that has both."""
+    lines = [
+        _measured_on(head),
+        "",
+        "| case | MB | tensors | this package, s | SGLang's own, s | times faster | plain copy of what ranks lack, s "
+        "| bytes received, of those needed | peak extra memory, MB |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for case, of_case in by_case(rows).items():
+        by_path = {row["path"]: row for row in of_case}
+        if "auto" not in by_path or STOCK not in by_path:
+            continue
+        ours, stock = by_path["auto"], by_path[STOCK]
+        row = [case, f"{ours['bytes'] / 1e6:,.0f}", f"{ours['tensors']:,}"]
+        row += [_three_digits(r["seconds_median"]) for r in (ours, stock)]
+        row += [f"{ours['times_faster_than_stock']:.0f}", _three_digits(ours["limit_seconds"])]
+        row.append(" / ".join(f"{r['bytes_received_ratio']:.2f}" for r in (ours, stock)))
+        row.append(" / ".join(f"{r['peak_extra_bytes'] / 1e6:,.1f}" for r in (ours, stock)))
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
 
 
-def table_in_readme() -> str:
-    return marked.read(README, NAME)
+def _measured_on(head: dict[str, Any]) -> str:
+    host, versions = head["host"], head["versions"]
+    commit = head["commit"].replace("+", " with changes on top")
+    gpus = f"GPUs {', '.join(host['gpus'])}" if host["gpus"] else "no GPU"
+    return (
+        f"Measured by `{head['command']}` on {host['cores']} cores ({host['cpu']}), {host['memory_gib']} GiB, {gpus}, "
+        f"sglang {versions['sglang']}, torch {versions['torch']}, at commit {commit}:"
+    )
 
 
 def _three_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:#.3g}"
-
-
-if __name__ == "__main__":
-    write_readme()

@@ -2,8 +2,8 @@
 
     PYTHONPATH=test:test/verl python -m benchmark.verl [--only TEXT]     # make bench-verl for all
 
-Real verl, Ray and SGLang, as the tests start them (`test/support`). Writes results/verl.json, and from it the table in
-RESHARDING_GUIDE.md.
+Real verl, Ray and SGLang, as the tests start them (`test/support`). Writes results/verl.json, and from it
+docs/results/verl.md.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any
 
 import typer
 
-from benchmark import marked, results
+from benchmark import pages, results
 from benchmark.cases import DENSE, MOE
 from benchmark.models import Qwen3
-from benchmark.verl import tables
 from support.verl_host import run_job, verl_folder
 
 MODELS = {"dense": DENSE, "MoE": MOE}
@@ -27,15 +26,16 @@ _DEADLINE_S = 900.0
 
 def main(only: str = "") -> None:
     """only: cases whose name has it in it; the rows of the others stay."""
-    rows = results.load(tables.PATH)[1] if tables.PATH.exists() else []
+    path = pages.TABLES["verl"].source
+    rows = results.load(path)[1] if path.exists() else []
     for kind, model in MODELS.items():
         for mode in ("colocated", "disaggregated"):
             case = f"{kind}, {mode}, FSDP2 {RANKS} -> TP {TP_SIZE}"
             if only in case:
                 rows = [row for row in rows if row["case"] != case] + _measured(case, mode, model)
-                results.save(tables.PATH, results.header("make bench-verl", []), rows)
-    tables.write_guide()
-    print(marked.read(tables.GUIDE, tables.NAME))
+                results.save(path, results.header("make bench-verl", []), rows)
+    pages.write("verl")
+    print(pages.written("verl"))
 
 
 def _measured(case: str, mode: str, model: Qwen3) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What the documents say: their headings, links, commands, code and tables."""
+"""Reads the documents: their headings, links, commands, code blocks and tables."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ DOCUMENTS = (
     "README.md",
     "RESHARDING_GUIDE.md",
     "CONTRIBUTING.md",
+    "CHANGELOG.md",
     "benchmark/README.md",
     "examples/README.md",
     "examples/http/README.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 )
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -30,12 +32,12 @@ def text(document: str) -> str:
 
 
 def blocks(document: str, language: str) -> list[str]:
-    """Fenced blocks of a language; "" for those of none."""
+    """Returns the fenced blocks of a language; "" for those without one."""
     return [body for tag, body in _FENCE.findall(text(document)) if tag == language]
 
 
 def commands(document: str) -> Iterator[str]:
-    """Every command that a document gives, in blocks and within lines, without comments."""
+    """Yields every command of a document, in blocks and within lines, without comments."""
     for body in blocks(document, "") + blocks(document, "bash"):
         for line in body.replace("\\\n", " ").splitlines():
             line = re.sub(r"\s+#.*$", "", line).strip()
@@ -57,13 +59,13 @@ def links(document: str) -> list[str]:
 
 
 def anchors(document: str) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Returns the anchors of its headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", text(document)), re.M)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
 def table(document: str, heading: str) -> list[list[str]]:
-    """The rows of the first table under a heading, without its head."""
+    """Returns the rows of the first table under a heading, without its head."""
     _, under = text(document).split(f"\n{heading}\n", 1)
     rows: list[list[str]] = []
     for line in under.splitlines():
@@ -75,8 +77,8 @@ def table(document: str, heading: str) -> list[list[str]]:
 
 
 @cache
-def words_of_the_code() -> tuple[str, ...]:
-    """Every string of this package's code, adjacent ones joined; a hole of an f-string is a line break."""
+def strings_of_the_code() -> tuple[str, ...]:
+    """Returns every string of the code, adjacent ones joined; a replacement field of an f-string is a line break."""
     found = []
     for folder in ("python", "patches", "verl_integration"):
         for path in sorted((ROOT / folder).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""The benchmark's figures follow from what was seen; its comparison can fail; README.md's table is what rows give."""
+"""The benchmark's figures follow from what was seen; its comparison can fail; documents have the tables that rows give."""
 
 import collections
 import dataclasses
@@ -10,14 +10,13 @@ import msgspec
 import pytest
 import torch
 
-from benchmark import deepseek_v3, marked, results, rows, tables, trust
+from benchmark import deepseek_v3, pages, results, rows, tables
 from benchmark.cases import CASES, DENSE, MOE, PATHS, QUICK_CASES, STOCK, Case, Effort
 from benchmark.exactness import bit_exact, differing
 from benchmark.models import Qwen3
 from benchmark.scaling import CURVES
 from benchmark.timing import Timed
 from benchmark.trainer import Seen
-from benchmark.verl import tables as verl_tables
 from benchmark.weights import FINAL_VERSION, version_of
 from oracle.digests import digests
 from sglang_reshard.errors import ReshardError
@@ -172,22 +171,9 @@ def test_the_table_says_what_is_not_bit_exact():
     assert "- a note" in tables.markdown(head, [right])
 
 
-def test_readme_has_the_saved_table():
-    assert tables.table_in_readme() == tables.markdown(*results.load(results.BENCH)), (
-        "python -m benchmark.tables writes it anew"
-    )
-
-
-def test_the_guide_has_the_saved_table_of_verl():
-    told = marked.read(verl_tables.GUIDE, verl_tables.NAME)
-    assert told == verl_tables.markdown(*results.load(verl_tables.PATH)), (
-        "python -m benchmark.verl.tables writes it anew"
-    )
-
-
-@pytest.mark.parametrize("name", trust.TOLD)
-def test_the_guide_tells_of_trust_what_was_saved(name):
-    assert marked.read(trust.GUIDE, name) == trust.text(name), "python -m benchmark.trust writes it anew"
+@pytest.mark.parametrize("name", pages.TABLES)
+def test_a_document_has_the_table_that_its_results_make(name):
+    assert pages.written(name) == pages.TABLES[name].text(), f"python -m benchmark.pages {name} writes it anew"
 
 
 def test_the_shapes_of_deepseek_v3_fill_each_engine_ranks_memory_without_a_gap():

@@ -1,6 +1,7 @@
-"""The documents tell the truth: links lead somewhere, code is Python, commands exist, messages are the code's own."""
+"""The documents agree with the code: links, Python blocks, commands, files, messages, metrics and options."""
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -8,12 +9,12 @@ import subprocess
 
 import pytest
 
-from sglang_reshard import WeightSender
+from sglang_reshard import WeightSender, _deprecated
 from sglang_reshard.patches.metrics import METRICS
-from support.documents import DOCUMENTS, ROOT, anchors, blocks, commands, links, table, text, words_of_the_code
+from support.documents import DOCUMENTS, ROOT, anchors, blocks, commands, links, strings_of_the_code, table, text
 
-FOLDERS = ("test", "benchmark", "examples", "patches", "python", "verl_integration", "release")
-GUIDE = "RESHARDING_GUIDE.md"
+OBSERVABILITY, OPTIONS, TROUBLESHOOTING = "docs/observability.md", "docs/usage/options.md", "docs/troubleshooting.md"
+FOLDERS = "test|benchmark|demo|docs|examples|observability|oracle|patches|pictures|python|verl_integration|release"
 TARGETS = sorted({m for d in DOCUMENTS for c in commands(d) for m in re.findall(r"\bmake ([a-z][\w-]*)", c)})
 MODULES = sorted({m for d in DOCUMENTS for c in commands(d) for m in re.findall(r"python -m ([\w.]+)", c)})
 
@@ -52,33 +53,67 @@ def test_the_module_is_there(module):
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_that_are_named_exist(document):
-    for name in re.findall(
-        r"`((?:test|benchmark|examples|patches|python|verl_integration|release)/[\w/.-]+)`", text(document)
-    ):
+    for name in re.findall(rf"`((?:{FOLDERS})/[\w/.-]+)`", text(document)):
         assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_modules_that_are_named_exist(document):
+    """Also those that a document names within the package, such as `plan/cost.py`; NAME stands for any."""
+    for name in re.findall(r"`((?!sglang/)[\w.-]+/[\w/.-]+\.py)\b", text(document)):
+        found = (ROOT / name, ROOT / "python" / "sglang_reshard" / name)
+        assert "NAME" in name or any(path.exists() for path in found), name
+
+
+@pytest.mark.parametrize(("document", "lines"), [("README.md", 150), ("RESHARDING_GUIDE.md", 300)])
+def test_the_first_documents_stay_short(document, lines):
+    assert len(text(document).splitlines()) < lines
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_document_can_be_reached_from_the_readme(document):
+    assert document in reachable()
+
+
+@functools.cache
+def reachable():
+    found, new = set(), {"README.md"}
+    while new:
+        found |= new
+        linked = {(ROOT / d).parent / link.partition("#")[0] for d in new for link in links(d) if "://" not in link}
+        inside = {str(path.resolve().relative_to(ROOT)) for path in linked if path.suffix == ".md"}
+        new = inside - found
+    return found
+
+
+def test_every_page_of_results_has_a_generated_table():
+    pages = {path for path in (ROOT / "docs" / "results").glob("*.md") if path.name != "README.md"}
+    assert {path for path in pages if f"<!-- {path.stem}: begin -->" in path.read_text()} == pages
 
 
 def messages():
     """The fragments in the first column of the table of messages."""
-    return [fragment for row in table(GUIDE, "## Troubleshooting") for fragment in re.findall(r"`([^`]+)`", row[0])]
+    return [
+        fragment for row in table(TROUBLESHOOTING, "## Error messages") for fragment in re.findall(r"`([^`]+)`", row[0])
+    ]
 
 
 @pytest.mark.parametrize("fragment", messages())
 def test_a_message_of_the_table_is_the_codes_own(fragment):
-    assert any(fragment in words for words in words_of_the_code())
+    assert any(fragment in words for words in strings_of_the_code())
 
 
 def test_the_table_of_metrics_is_the_metrics():
-    told = [[cell.strip("`") for cell in row] for row in table(GUIDE, "### Metrics of a server")]
+    told = [[cell.strip("`") for cell in row] for row in table(OBSERVABILITY, "## Metrics of a server")]
     assert told == [[m.name, m.kind.replace("version", "gauge"), ", ".join(m.labels), m.help] for m in METRICS]
 
 
 @pytest.mark.parametrize(
     ("heading", "function"),
-    [("### `WeightSender(...)`", WeightSender.__init__), ("### `WeightSender.update(...)`", WeightSender.update)],
+    [("## `WeightSender(...)`", WeightSender.__init__), ("## `WeightSender.update(...)`", WeightSender.update)],
 )
 def test_the_tables_of_options_have_all_of_them_and_their_defaults(heading, function):
-    told = {row[0].strip("`"): row[1].strip("`") for row in table(GUIDE, heading)}
+    told = {row[0].strip("`"): row[1].strip("`") for row in table(OPTIONS, heading)}
     there = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
     assert list(told) == [p.name for p in there]
     for option in there:
@@ -86,18 +121,27 @@ def test_the_tables_of_options_have_all_of_them_and_their_defaults(heading, func
             assert told[option.name] == str(option.default).removesuffix(".0")
 
 
+def test_the_changelog_lists_what_is_deprecated():
+    told = {old.strip("`"): new.strip("`") for old, new in table("CHANGELOG.md", "#### Modules")}
+    assert told == {old: f"sglang_reshard.{new}" for old, new in _deprecated.MODULES.items()}
+    told = {old.strip("`"): new.strip("`") for old, new in table("CHANGELOG.md", "#### Names")}
+    names = [(old, f"sglang_reshard.{m}.{n}") for new in _deprecated.NAMES.values() for old, (m, n) in new.items()]
+    assert told == dict(names)
+    assert len(dict(names)) == len(set(names)), "a name of 0.1 stands for two"
+
+
 # Commands as the documents give them, as patterns, and what runs them, or the code behind them on something smaller.
 RUN_BY = {
     r"make (setup|lint|test|setup-newest)": ".ci/run",
     r"make test PYTEST_ARGS=test/unit": ".ci/run",
-    r"(.* )?make demo( .*)?|\.venv/bin/sglang-reshard demo --help": "test/engine/test_demo_run.py",
+    r"(.* )?make demo( .*)?|(\.venv/bin/)?sglang-reshard demo( --help)?": "test/engine/test_demo_run.py",
     r"make test-verl|\.venv/bin/python -m pytest test/verl/.*": "test/verl/test_megatron.py",
     r"make test-all": "test/engine/architectures/test_architectures.py",
     r"make test-faults": "test/faults/test_storm.py",
     r"make test-newest": "test/engine/live/test_newest.py",
     r"make fuzz|python -m benchmark\.fuzz .*": "test/fuzz/test_frames.py",
     r"make soak|python -m benchmark\.soak .*": "test/engine/live/test_soak_short.py",
-    r"make bench.*|python -m benchmark( .*|\.\w+)?": "test/unit/test_benchmark.py",
+    r"make bench.*|python -m benchmark(\.\w+)?( .*)?": "test/unit/test_benchmark.py",
     r"make lock|pip (install|uninstall) .*|make (wheel|fork|test-fork)( .*)?": "test/engine/release/test_fork.py",
     r"sglang-reshard plan( .*)?": "test/engine/forecast/test_presets.py",
     r"sglang-reshard doctor( .*)?": "test/engine/live/test_metrics_live.py",

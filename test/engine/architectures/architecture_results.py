@@ -31,7 +31,7 @@ def collected(architectures: Iterable[list[str]], cases: Iterable[tuple[list[Any
     found: dict[str, Any] = {}
     for name, writer, own, usual, why in architectures:
         found[name] = {"checkpoint": writer, "own": own, "config": usual, "why": why}
-        found[name] |= {"has": [], "scalars": False, "runs": {}}
+        found[name] |= {"has": [], "runs": {}}
     ranks: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
     for (name, run, rank), finding in cases:
         ranks[name, run][rank] = finding
@@ -45,7 +45,6 @@ def collected(architectures: Iterable[list[str]], cases: Iterable[tuple[list[Any
         if worst["why"]:
             entry["runs"][run]["why"] = worst["why"]
         entry["has"] = sorted({*entry["has"], *(h for f in by_rank.values() for h in f["has"])})
-        entry["scalars"] = entry["scalars"] or any(f["scalars"] for f in by_rank.values())
     return found
 
 
@@ -57,7 +56,6 @@ def merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
             known = whole.setdefault(name, {**entry, "runs": {}})
             known["runs"] |= entry["runs"]
             known["has"] = sorted({*known["has"], *entry["has"]})
-            known["scalars"] = known["scalars"] or entry["scalars"]
     return dict(sorted(whole.items()))
 
 

@@ -1,0 +1,206 @@
+"""Writes the tables of README.md and docs/results from the JSON files in benchmark/results.
+
+python -m benchmark.pages [NAME ...]    # all of them, or those named
+
+Each table stands between two comments of its document, so that people can write around it (`marked`). The table of
+architectures is written by `test/engine/architectures/architecture_results.py`, which knows its runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmark import marked, results, tables
+
+Head = dict[str, Any]
+
+
+class Table(NamedTuple):
+    """A table of a document: where it stands, and the Markdown that a file of results makes."""
+
+    document: str
+    source: Path
+    markdown: Callable[[Path], str]
+
+    def text(self) -> str:
+        return self.markdown(self.source)
+
+
+def digest(path: Path) -> str:
+    head, rows = results.load(path)
+    lines = [
+        f"{_measured_by(head, path)}. `x copy` is the time relative to a plain copy of the same bytes in the same run.",
+        "",
+        "| weights | side | reads | bytes read, MB | seconds | ns per element | x copy |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {r['case']} | {r['side']} | {r['selection']} | {r['bytes'] / 1e6:,.0f} | {r['seconds']:.4f} | "
+        f"{r['ns_per_element']:.2f} | {r['times_copy']:.2f} |"
+        for r in rows
+        if "times_copy" in r
+    ]
+    return "\n".join(lines)
+
+
+def faults(path: Path) -> str:
+    head, rows = results.load(path)
+    lines = [
+        f"{_measured_by(head, path)}: {len(rows)} rows, summed by fault.",
+        "",
+        "| fault | tried | in or at | state of the engine afterwards | noticed within, s |",
+        "|---|---:|---|---|---:|",
+    ]
+    for fault in dict.fromkeys(map(_fault, rows)):
+        of = [row for row in rows if _fault(row) == fault]
+        seconds = [row["detect_s"] for row in of if row["detect_s"] is not None]
+        lines.append(
+            f"| {fault} | {len(of)} | {'any' if of[0]['group'] else _distinct(of, 'phase')} | "
+            f"{_distinct(of, 'outcome')} | {f'{max(seconds):.2f}' if seconds else ''} |"
+        )
+    return "\n".join(lines)
+
+
+def fuzz(path: Path) -> str:
+    head, rows = results.load(path)
+    cases, seconds = sum(row["cases"] for row in rows), sum(row["seconds"] for row in rows)
+    failed = [row["test"] for row in rows if row["outcome"] != "passed"]
+    outcome = f"{len(failed)} tests failed: {', '.join(failed)}" if failed else "no test failed"
+    lines = [
+        f"{_measured_by(head, path)}: {cases:,} cases in {len(rows)} tests, {seconds:,.0f} s of cases; {outcome}.",
+        "",
+        "| test | cases | seconds | outcome |",
+        "|---|---:|---:|---|",
+    ]
+    lines += [f"| `{r['test']}` | {r['cases']:,} | {r['seconds']:,.0f} | {r['outcome']} |" for r in rows]
+    return "\n".join(lines)
+
+
+def soak(path: Path) -> str:
+    head, rows = results.load(path)
+    summary = next(row for row in rows if row["row"] == "summary")
+    lines = [
+        f"{_measured_by(head, path)}: {summary['updates']:,} updates of a TP=2 server in {summary['seconds']:,.0f} s "
+        f"(median {summary['update_seconds_median']:.3f} s, including the wait for running requests), while clients "
+        f"sent {summary['requests']:,} requests.",
+        "",
+        f"- {summary['failures']} requests failed; {summary['wrong_version']} answers came from a version that was not "
+        "live.",
+        f"- {summary['versions_verified']} versions were verified: by `verify`, by a stock load, and by transformers' "
+        "tokens.",
+        "",
+        "Memory held in the last tenth of the updates, relative to the second tenth:",
+        "",
+        "| process | ratio |",
+        "|---|---:|",
+    ]
+    lines += [f"| {row['process']} | {row['held_ratio']:.4f} |" for row in rows if row["row"] == "process"]
+    return "\n".join(lines)
+
+
+def verl(path: Path) -> str:
+    head, rows = results.load(path)
+    lines = [
+        f"{_measured_by(head, path)}. Seconds are the median of a whole `CheckpointEngineManager.update_weights`.",
+        "",
+        "| case | tensors | MB | verl's own, s | reshard, s | times faster |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        own, ours = (next(r for r in rows if r["case"] == case and r["path"] == path) for path in ("verl", "reshard"))
+        lines.append(
+            f"| {case} | {own['tensors']:,} | {own['bytes'] / 1e6:,.0f} | {own['seconds_median']:.2f} | "
+            f"{ours['seconds_median']:.3f} | {ours['times_faster']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def planning(path: Path) -> str:
+    head, rows = results.load(path)
+    lines = [
+        f"{_measured_by(head, path)}.",
+        "",
+        "| case | tensors | shards | boxes copied | bytes of the model, GB | seconds | peak memory, GB | strategy |",
+        "|---|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    lines += [
+        f"| {r['case']} | {r['tensors']:,} | {r['pieces']:,} | {r['boxes']:,} | {r['bytes'] / 1e9:,.1f} | "
+        f"{r['seconds']:.2f} | {r['peak_bytes'] / 1e9:.2f} | `{r['transport']}` |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def demo(path: Path) -> str:
+    """A row for each of the demo's updates; the most of all engine ranks."""
+    found = json.loads(path.read_text())
+    lines = [
+        f"Measured by `make demo | tail -n 1 > benchmark/results/{path.name}` on {_machine(found['host'])}: "
+        f"{found['source_tp']} trainer ranks with float32 shards, {found['target_tp']} engine ranks.",
+        "",
+        "| engine dtype | update | total, s | trace | plan | connect | move | received by an engine rank, MB | least "
+        "possible, MB | held by its trainer rank, MB | peak extra memory, MB | tokens equal | bit-exact |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|---|",
+    ]
+    for update in found["updates"]:
+        ranks, seconds = update["engine_ranks"], update["seconds"]
+        most = [max(r[n] for r in ranks) / 1e6 for n in ("received_bytes", "least_bytes", "peak_extra_bytes")]
+        held = max(r["shard_bytes"] for r in update["trainer_ranks"]) / 1e6
+        cells = [update["dtype"], update["weight_version"], f"{seconds['total']:.3f}"]
+        cells += [f"{seconds[p]:.3f}" if p in seconds else "" for p in ("trace", "plan", "connect", "move")]
+        cells += [f"{most[0]:.1f}", f"{most[1]:.1f}", f"{held:.1f}", f"{most[2]:.2f}"]
+        cells += ["yes" if update[proof] else "NO" for proof in ("tokens_equal", "bit_exact")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Table] = {
+    "costs": Table("README.md", results.BENCH, lambda path: tables.costs(*results.load(path))),
+    "benchmark": Table("docs/results/benchmark.md", results.BENCH, lambda path: tables.markdown(*results.load(path))),
+    "demo": Table("docs/results/demo.md", results.FOLDER / "demo.json", demo),
+    "planning": Table("docs/results/planning.md", results.PLANNING, planning),
+    "digest": Table("docs/results/digest.md", results.FOLDER / "digest.json", digest),
+    "verl": Table("docs/results/verl.md", results.FOLDER / "verl.json", verl),
+    "faults": Table("docs/results/faults.md", results.FOLDER / "faults.json", faults),
+    "fuzz": Table("docs/results/fuzz.md", results.FOLDER / "fuzz.json", fuzz),
+    "soak": Table("docs/results/soak.md", results.FOLDER / "soak.json", soak),
+}
+
+
+def write(*names: str) -> None:
+    """Writes the tables of these names, or all of them, into their documents."""
+    for name in names or TABLES:
+        table = TABLES[name]
+        marked.write(results.REPOSITORY / table.document, name, table.text())
+
+
+def written(name: str) -> str:
+    """Returns the table as its document has it."""
+    return marked.read(results.REPOSITORY / TABLES[name].document, name)
+
+
+def _measured_by(head: Head, path: Path) -> str:
+    link = f"[{path.name}](../../benchmark/results/{path.name})"
+    return f"Measured by `{head['command']}` ({link}) on {_machine(head['host'])}, {head['date']}"
+
+
+def _machine(host: dict[str, Any]) -> str:
+    gpus = f"GPUs {', '.join(host['gpus'])}" if host.get("gpus") else "no GPU"
+    cores = f"{host['cores']} core{'s' if host['cores'] > 1 else ''}"
+    return f"{cores} ({host['cpu']}), {host['memory_gib']} GiB, {gpus}"
+
+
+def _fault(row: dict[str, Any]) -> str:
+    return str(row["group"] or row["fault"])
+
+
+def _distinct(rows: results.Rows, column: str) -> str:
+    return ", ".join(dict.fromkeys(row[column] for row in rows if row[column]))
+
+
+if __name__ == "__main__":
+    write(*sys.argv[1:])
