@@ -19,8 +19,8 @@ from typing import Any
 
 import typer
 
-# Differ from run to run, or are prose.
-_LEFT_OUT = {"seconds", "detect_s", "peak_extra_bytes", "smallest_logit_lead", "transport_reason", "why"}
+# Differ from run to run, are prose, or are no longer recorded (scalars: false in every row).
+_LEFT_OUT = {"seconds", "detect_s", "peak_extra_bytes", "smallest_logit_lead", "transport_reason", "why", "scalars"}
 _RANDOM = "random faults"
 
 Outcomes = Mapping[str, Any]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
-from sglang_reshard.trace import Copy
+from sglang_reshard.trace.program import Copy
 
 HIDDEN, VOCAB, LAYERS, DENSE_LAYERS = 7168, 129280, 61, 3
 INTER, EXPERT_INTER, EXPERTS = 18432, 2048, 256

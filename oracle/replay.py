@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 import torch
 
-from sglang_reshard.trace import Program
+from sglang_reshard.trace.program import Program
 
 
 def replay(program: Program, weights: Mapping[str, torch.Tensor]) -> None:
     """Makes every copy of `program` from full checkpoint tensors, then runs its steps."""
     with torch.no_grad():
         for copy in program.copies:
-            landing = copy.landing(program.targets[copy.target])
+            landing = copy.destination(program.targets[copy.target])
             landing.copy_(weights[copy.source][copy.region.slices()])
-    program.finish()
+    program.run_steps()

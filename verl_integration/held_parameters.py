@@ -15,9 +15,9 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.sources import ExplicitSharding
+from sglang_reshard.trace.function_trace import TracedResult, trace_function
 from sglang_reshard.trace.geometry import Geometry
-from sglang_reshard.trace.local_view import local_view
-from sglang_reshard.trace.rearrangement import Rearranged, rearranged
+from sglang_reshard.trace.strided_view import strided_view
 from sglang_reshard.verl.contributions import Contribution, Share, put_together
 from sglang_reshard.verl.exchange import Exchange
 
@@ -99,18 +99,18 @@ class HeldParameters:
             raise Unsupported(f"it is a {type(data).__name__} with strides {data.stride()}, not a contiguous tensor")
         shape = tuple(data.shape)
         found = {}
-        for name, result in rearranged(conversion.convert, shape, data.dtype).items():
+        for name, result in trace_function(conversion.convert, shape, data.dtype).items():
             found[name], view = _share(result, shape, data.dtype)
             if found[name].boxes:
                 self._local[name] = _Local(conversion.parameter, view)
         return found
 
 
-def _share(result: Rearranged, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Share, Geometry | None]:
+def _share(result: TracedResult, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Share, Geometry | None]:
     """What a rank holds by one result of a conversion, and the view of its shard that has it."""
     name = str(dtype).removeprefix("torch.")
     if not result.boxes:
         return Share(result.shape, name, ()), None
-    view, places = local_view(result.boxes, shape)
+    view, places = strided_view(result.boxes, shape)
     boxes = (Box(b.start, tuple(a + n for a, n in zip(b.start, b.size, strict=True))) for b in result.boxes)
     return Share(result.shape, name, tuple(zip(boxes, places, strict=True))), view

@@ -13,7 +13,7 @@ from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads, rank_demand, unread_tensors
 from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.sources import SourceLayout
-from sglang_reshard.trace import Copy
+from sglang_reshard.trace.program import Copy
 
 
 def plan(layout, trainer_ranks):
@@ -28,10 +28,10 @@ def plan(layout, trainer_ranks):
     taken = plan_reads(catalog, copies, RankLocation(0, 1, "a", ("a",) * trainer_ranks))
     assert taken.least_bytes() == end
     extents = [layout.min_local_shapes(rank) for rank in range(trainer_ranks)]
-    for row in range(len(taken.trainer)):
-        _, part, tensor = taken.row(row)
-        shape = extents[int(taken.trainer[row])][tensor]
-        bounds = zip(part.shard.start, part.shard.count, part.shard.step, shape, strict=True)
+    for row in range(len(taken.trainer_ranks)):
+        _, part, tensor = taken.read(row)
+        shape = extents[int(taken.trainer_ranks[row])][tensor]
+        bounds = zip(part.local_region.start, part.local_region.count, part.local_region.step, shape, strict=True)
         assert all(a >= 0 and n >= 1 and s >= 1 and a + (n - 1) * s < length for a, n, s, length in bounds)
     assert unread_tensors(catalog, [rank_demand(catalog, taken, "a")]) == ()
     assert len(layout.local_bytes()) == trainer_ranks

@@ -186,7 +186,7 @@ def test_loads_are_those_of_the_transports(data, bucket):
     for e, t in enumerate(taken):
         targets = empty_targets(copies[e])
         loads.append(engine_load(catalog, choice, e, outline_of(needs[e], t, targets).rank_model()))
-        transport = P2pTransport(context_of(e, catalog, t, targets, choice.trainer_ranks_sending(e), None))
+        transport = P2pTransport(context_of(e, catalog, t, targets, choice.senders(e), None))
         assert (loads[e].received, loads[e].extra) == (transport.received_bytes, transport.extra_bytes)
         assert {t: sent.payload_bytes for t, (sent, _) in loads[e].sent.items()} == transport.read_bytes
     for trainer_rank in range(layout.trainer_ranks):
@@ -226,7 +226,7 @@ def test_a_model_on_the_meta_device_is_traced_as_one_in_memory(rank):
         model = ToyRank(rank, 4)
     found = trace(model, specs)
     assert found.copies == real.copies
-    assert [(s.target, s.what) for s in found.steps] == [(s.target, s.what) for s in real.steps]
+    assert [(s.target, s.description) for s in found.steps] == [(s.target, s.description) for s in real.steps]
     assert {n: (t.shape, t.dtype) for n, t in found.targets.items()} == {
         n: (t.shape, t.dtype) for n, t in real.targets.items()
     }

@@ -8,26 +8,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.trace.geometry import Geometry, IndexMap, Loop, TooFragmented, common_box, grid, onto, row_major
+from sglang_reshard.trace.geometry import Geometry, IndexMap, Loop, TooFragmented, grid_shape, intersection, to_boxes
 
 
 def geometry_of(tensor):
     return Geometry(tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
-def pairs(walk):
+def pairs(index_map):
     """Every (element read, element written), by brute force."""
     return sorted(
         (
-            walk.read + sum(i * loop.read for i, loop in zip(index, walk.loops, strict=True)),
-            walk.write + sum(i * loop.write for i, loop in zip(index, walk.loops, strict=True)),
+            index_map.read + sum(i * loop.read for i, loop in zip(index, index_map.loops, strict=True)),
+            index_map.write + sum(i * loop.write for i, loop in zip(index, index_map.loops, strict=True)),
         )
-        for index in itertools.product(*(range(loop.times) for loop in walk.loops))
+        for index in itertools.product(*(range(loop.size) for loop in index_map.loops))
     )
 
 
-def pairs_of(landings, shape):
-    return sorted(pair for landing in landings for pair in pairs(landing.walk(shape)))
+def pairs_of(boxes, shape):
+    return sorted(pair for box in boxes for pair in pairs(box.index_map(shape)))
 
 
 @st.composite
@@ -71,13 +71,13 @@ def test_boxes_of_a_view_are_its_elements(drawn, random, unit_steps):
     order = list(range(view.dim()))
     random.shuffle(order)
     into = torch.empty([view.size(d) for d in order]).permute([order.index(d) for d in range(view.dim())])
-    walk = IndexMap.between(geometry_of(view), geometry_of(into))
-    landings = onto(walk, tuple(tensor.shape), unit_steps=unit_steps)
-    assert pairs_of(landings, tensor.shape) == pairs(walk)
-    assert not unit_steps or all(set(x.step) == {1} for x in landings)
+    index_map = IndexMap.between(geometry_of(view), geometry_of(into))
+    boxes = to_boxes(index_map, tuple(tensor.shape), unit_steps=unit_steps)
+    assert pairs_of(boxes, tensor.shape) == pairs(index_map)
+    assert not unit_steps or all(set(x.step) == {1} for x in boxes)
     # What a Copy does with them.
     got = torch.full((max(1, into.numel()),), -1)
-    for x in landings:
+    for x in boxes:
         index = tuple(slice(a, a + (n - 1) * s + 1, s) for a, n, s in zip(x.start, x.size, x.step, strict=True))
         got.as_strided(x.size, x.stride, x.write).copy_(tensor[index])
     assert torch.equal(got.as_strided(into.shape, into.stride(), 0), view)
@@ -89,28 +89,28 @@ def test_common_boxes_on_a_grid_are_the_common_elements(one, other):
     """Two views of one storage, however they are strided, compared as boxes of one grid."""
     a, b = geometry_of(one[1]), geometry_of(other[1])
     numel = max(one[0].numel(), other[0].numel())
-    shape = grid(numel, (*a.stride, *b.stride))
-    mine, theirs = (onto(IndexMap.over(g), shape, unit_steps=True) for g in (a, b))
+    shape = grid_shape(numel, (*a.stride, *b.stride))
+    mine, theirs = (to_boxes(IndexMap.flattening(g), shape, unit_steps=True) for g in (a, b))
     elements = {
         read
         for x, y in itertools.product(mine, theirs)
-        if (common := common_box(x, y))
-        for read, _ in pairs(x.cut(*common).walk(shape))
+        if (common := intersection(x, y))
+        for read, _ in pairs(x.narrow(*common).index_map(shape))
     }
-    assert elements == {r for r, _ in pairs(IndexMap.over(a))} & {r for r, _ in pairs(IndexMap.over(b))}
+    assert elements == {r for r, _ in pairs(IndexMap.flattening(a))} & {r for r, _ in pairs(IndexMap.flattening(b))}
 
 
 @settings(max_examples=200)
 @given(st.data())
 def test_what_is_left_of_a_box(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
-    box = onto(IndexMap.over(Geometry(0, shape, row_major(shape))), shape)
+    box = to_boxes(IndexMap.flattening(Geometry.contiguous(shape)), shape)
     if not box:
         return
-    (box,) = onto(IndexMap.over(Geometry(0, shape, row_major(shape))), shape, unit_steps=True)
+    (box,) = to_boxes(IndexMap.flattening(Geometry.contiguous(shape)), shape, unit_steps=True)
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     size = tuple(data.draw(st.integers(1, n - a)) for a, n in zip(start, shape, strict=True))
-    parts = [*box.without(start, size), box.cut(start, size)]
+    parts = [*box.subtract(start, size), box.narrow(start, size)]
     assert pairs_of(parts, shape) == pairs_of([box], shape)
 
 
@@ -118,17 +118,17 @@ def test_interleaved_heads_are_one_box_a_head():
     """view(heads, 3, d)[:, 0] of a fused QKV weight: the outer of two loops along one dimension is unrolled."""
     fused = torch.empty(4 * 3 * 8, 16)
     query = fused.view(4, 3, 8, 16)[:, 0]
-    landings = onto(IndexMap.over(geometry_of(query)), tuple(fused.shape))
-    assert [x.start for x in landings] == [(0, 0), (24, 0), (48, 0), (72, 0)]
-    assert {x.size for x in landings} == {(8, 16)}
+    boxes = to_boxes(IndexMap.flattening(geometry_of(query)), tuple(fused.shape))
+    assert [x.start for x in boxes] == [(0, 0), (24, 0), (48, 0), (72, 0)]
+    assert {x.size for x in boxes} == {(8, 16)}
 
 
 def test_every_other_row_stays_one_box():
-    landings = onto(IndexMap.over(geometry_of(torch.empty(2, 8, 4)[:, 1::2])), (2, 8, 4))
-    assert [(x.start, x.size, x.step) for x in landings] == [((0, 1, 0), (2, 4, 4), (1, 2, 1))]
+    boxes = to_boxes(IndexMap.flattening(geometry_of(torch.empty(2, 8, 4)[:, 1::2])), (2, 8, 4))
+    assert [(x.start, x.size, x.step) for x in boxes] == [((0, 1, 0), (2, 4, 4), (1, 2, 1))]
 
 
-def test_a_walk_in_too_many_pieces_is_refused():
-    walk = IndexMap(0, 0, (Loop(70_000, 3, 1), Loop(2, 1, 100_000)))
+def test_a_map_of_too_many_boxes_is_refused():
+    index_map = IndexMap(0, 0, (Loop(70_000, 3, 1), Loop(2, 1, 100_000)))
     with pytest.raises(TooFragmented):
-        onto(walk, (210_001,))
+        to_boxes(index_map, (210_001,))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_reshard.trace import LiveSignature, live_signature, signature
+from sglang_reshard.trace.live_signature import LiveSignature, live_signature
 
 
 def test_the_signature_follows_tensors():
@@ -189,7 +189,7 @@ def test_where_nothing_changed_no_module_is_walked(monkeypatch, change):
     remembered = LiveSignature(model)
     before = remembered.current()
     change(model)
-    monkeypatch.setattr(signature, "live_tensors", None)  # a call would fail
+    monkeypatch.setattr("sglang_reshard.trace.live_signature.live_tensors", None)  # a call would fail
     assert remembered.current() == before
 
 
@@ -199,7 +199,7 @@ def test_a_change_that_does_not_count_is_looked_at_once(monkeypatch):
     before = remembered.current()
     model.later = model.first.weight.data
     assert remembered.current() == before
-    monkeypatch.setattr(signature, "live_tensors", None)
+    monkeypatch.setattr("sglang_reshard.trace.live_signature.live_tensors", None)
     assert remembered.current() == before
 
 

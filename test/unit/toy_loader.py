@@ -4,8 +4,9 @@ import torch
 
 from oracle.replay import replay
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace import live_signature, trace
 from sglang_reshard.trace.live import live_tensors
+from sglang_reshard.trace.live_signature import live_signature
+from sglang_reshard.trace.tracer import trace
 from support.live_memory import fill_with_garbage
 
 
@@ -35,12 +36,12 @@ def as_bytes(tensor):
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
-def check(make, weights, scalars=None):
+def check(make, weights):
     """Trace, replay, and compare with what the loader does itself; twice, as updates repeat. The program."""
     traced, stock = make(), make()
     fill_with_garbage(traced)
     before, signature = contents(traced), live_signature(traced)
-    program = trace(traced, specs_of(weights), scalars)
+    program = trace(traced, specs_of(weights))
     assert contents(traced) == before, "the trace wrote to the model"
     assert live_signature(traced) == signature, "the trace moved something"
     for _ in range(2):

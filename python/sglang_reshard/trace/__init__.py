@@ -1,8 +1,12 @@
-"""The engine's own loader as the target layout: which checkpoint element goes where in the live parameters."""
+"""Traces an engine's own `load_weights`: which checkpoint element ends up where in one engine rank's live memory.
 
-from sglang_reshard.trace.live import live_signature
-from sglang_reshard.trace.program import Copy, Program, Step
-from sglang_reshard.trace.signature import LiveSignature
-from sglang_reshard.trace.tracer import trace
+In:  a model, and names, shapes and dtypes of the checkpoint tensors. No weights.
+Out: a `program.Program`: strided copies into live storages (what a plan moves), then steps local to the rank.
 
-__all__ = ["Copy", "LiveSignature", "Program", "Step", "live_signature", "trace"]
+lazy tensor     stands for a checkpoint tensor while the loader runs; has a shape and a dtype, but no memory
+live tensor     a parameter, a buffer or a tensor attribute of a module, in the engine's memory
+record          one write to a live storage that the loader would have made
+index map       pairs of elements (read here, written there), as nested strided loops
+
+Imports nothing: `tracer.trace` is the entry point, `program` has the result's classes.
+"""

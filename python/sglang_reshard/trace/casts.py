@@ -1,4 +1,4 @@
-"""Which casts a copy makes by itself."""
+"""Decides which dtype casts a copy may make, and when several casts equal one."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from sglang_reshard.layout.regions import ITEM_BYTES, TensorSpec
 
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
+    """Returns the dtype of a checkpoint tensor. Raises Unsupported for one that cannot be transferred."""
     dtype = getattr(torch, spec.dtype, None) if spec.dtype in ITEM_BYTES else None
     if not isinstance(dtype, torch.dtype):
         raise Unsupported(
-            f"{spec.name} has the dtype {spec.dtype}, which cannot be carried. Send it in one of: "
+            f"{spec.name} has the dtype {spec.dtype}, which cannot be transferred. Send it as one of: "
             f"{', '.join(sorted(ITEM_BYTES))}."
         )
     return dtype
 
 
 @cache
-def holds_exactly(narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Whether every value of `narrow` is a value of `wide`."""
+def is_lossless(narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Returns True if every value of `narrow` is a value of `wide`."""
     if narrow == wide:
         return True
     if narrow.is_floating_point and wide.is_floating_point:
         a, b = torch.finfo(narrow), torch.finfo(wide)
-        # float8_e8m0fnu is powers of two only: nothing else fits into it.
+        # float8_e8m0fnu has powers of two only: no other dtype fits into it.
         if wide == getattr(torch, "float8_e8m0fnu", None):
             return False
         return b.eps <= a.eps and b.max >= a.max and b.tiny * b.eps <= a.tiny * a.eps
@@ -38,20 +39,20 @@ def holds_exactly(narrow: torch.dtype, wide: torch.dtype) -> bool:
     return j.min <= i.min and i.max <= j.max
 
 
-def one_cast_does(dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether casting through all of these is the same as casting from the first to the last."""
+def equals_one_cast(dtypes: Sequence[torch.dtype]) -> bool:
+    """Returns True if casting through all of these dtypes equals casting from the first to the last."""
     steps = [d for i, d in enumerate(dtypes) if i == 0 or d != dtypes[i - 1]]
-    return all(holds_exactly(steps[0], d) for d in steps[1:-1])
+    return all(is_lossless(steps[0], d) for d in steps[1:-1])
 
 
 def check_cast(source: str, have: torch.dtype, target: str, want: torch.dtype) -> None:
-    """Refuse a copy that torch would make, but whose values mean nothing."""
+    """Raises Unsupported for a cast that torch makes but that does not preserve what the values mean."""
     if have == want:
         return
     if have.is_floating_point != want.is_floating_point:
         raise Unsupported(
-            f"{source} is {have} and the engine's {target} is {want}: a copy would not keep the values. "
-            "Send the tensor in the form in which the engine keeps it."
+            f"{source} is {have} and the engine's {target} is {want}: a cast would not preserve the values. "
+            "Send the tensor in the engine's format."
         )
     if want.is_floating_point and want.itemsize == 1:
         raise Unsupported(

@@ -1,34 +1,41 @@
-"""The gate: every element of every parameter is written exactly once, and nothing is read too early.
+"""Checks that a trace writes every element of every parameter exactly once and reads nothing too early.
 
-A loader that forgets a tensor, loads one twice or ignores a config key shows up here. Storages can be
-huge, so the writes are compared as boxes on a grid whose cells are cut only where a write begins or ends.
+This detects a loader that misses a tensor, loads one twice or ignores a config key. Storages can be huge, so writes
+are compared as boxes on a grid, whose cells end only where a write begins or ends.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace.buffers import Reference, Source, Storage, describe, leaves
-from sglang_reshard.trace.geometry import BoxMapping, Geometry, IndexMap, TooFragmented, common_box, grid, onto
+from sglang_reshard.trace.geometry import (
+    BoxMapping,
+    Geometry,
+    IndexMap,
+    TooFragmented,
+    grid_shape,
+    intersection,
+    to_boxes,
+)
+from sglang_reshard.trace.lazy_storage import CheckpointTensor, LiveStorage, VersionedView, leaves, names_of
 from sglang_reshard.trace.live import storage_key
-from sglang_reshard.trace.memory import Record
+from sglang_reshard.trace.memory import Record, geometry_of
 
 _MAX_CELLS = 50_000_000
 
 
-def check_coverage(model: torch.nn.Module, storages: dict[int, Storage], records: Sequence[Record]) -> None:
-    """Raise Unsupported unless every parameter is written exactly once."""
-    written: dict[Storage, list[Record]] = defaultdict(list)
+def check_coverage(model: torch.nn.Module, storages: dict[int, LiveStorage], records: Sequence[Record]) -> None:
+    """Raises Unsupported unless every parameter is written exactly once."""
+    written: dict[LiveStorage, list[Record]] = defaultdict(list)
     for record in records:
         if not _updates_in_place(record):
             written[record.storage].append(record)
-    parameters: dict[Storage, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    parameters: dict[LiveStorage, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         key = storage_key(parameter)
         if parameter.numel() and (key in storages or parameter.device.type != "meta"):
@@ -38,24 +45,19 @@ def check_coverage(model: torch.nn.Module, storages: dict[int, Storage], records
 
 
 def _updates_in_place(record: Record) -> bool:
-    """Whether it writes the very elements it reads, as `p.mul_(2)` does."""
-    if not isinstance(record.content, Reference):
+    """Returns True if the record writes the very elements that it reads, as `p.mul_(2)` does."""
+    if not isinstance(record.content, VersionedView):
         return False
-    target = IndexMap.over(record.walk.writes).simplified().reads
+    target = IndexMap.flattening(record.index_map.written_view).simplified().read_view
     return any(
-        leaf.buffer.base is record.storage
+        leaf.storage.base is record.storage
         and leaf.dtype == record.dtype
-        and IndexMap.over(leaf.geometry).simplified().reads == target
+        and IndexMap.flattening(leaf.geometry).simplified().read_view == target
         for leaf in leaves(record.content)
     )
 
 
-class _Placed(NamedTuple):
-    label: str
-    boxes: list[BoxMapping]
-
-
-def _check_storage(storage: Storage, parameters: list[tuple[str, torch.Tensor]], records: list[Record]) -> None:
+def _check_storage(storage: LiveStorage, parameters: list[tuple[str, torch.Tensor]], records: list[Record]) -> None:
     if not records:
         missing = [name for name, _ in parameters if "scale" not in name]
         if missing:
@@ -66,62 +68,67 @@ def _check_storage(storage: Storage, parameters: list[tuple[str, torch.Tensor]],
         return
     # In elements, or in units of the smallest dtype that the storage is written as.
     unit = min(storage.tensor.dtype.itemsize, *(r.dtype.itemsize for r in records))
-    wanted = [(name, _geometry(p, unit)) for name, p in parameters]
-    writes = [(_label(r), _scaled(r.walk.writes, r.dtype.itemsize // unit)) for r in records]
-    walks = [(label, IndexMap.over(g).simplified()) for label, g in (*wanted, *writes)]
-    shape = grid(
-        storage.tensor.untyped_storage().nbytes() // unit,
-        {loop.read for _, walk in walks for loop in walk.loops},
-    )
+    wanted = [(name, _scaled(geometry_of(p), p.element_size() // unit)) for name, p in parameters]
+    writes = [(_label(r), _scaled(r.index_map.written_view, r.dtype.itemsize // unit)) for r in records]
+    maps = [IndexMap.flattening(g).simplified() for _, g in (*wanted, *writes)]
+    strides = {loop.read for index_map in maps for loop in index_map.loops}
+    grid = grid_shape(storage.tensor.untyped_storage().nbytes() // unit, strides)
     try:
-        placed = [_Placed(label, _boxes(walk, shape)) for label, walk in walks]
+        boxes = [_boxes(index_map, grid) for index_map in maps]
     except TooFragmented:
-        raise Unsupported(f"{storage.name} is written in pieces too fine to be checked.") from None
-    cells = _Cells(shape, [box for p in placed for box in p.boxes])
+        raise _too_fragmented(storage) from None
+    cells = _Cells(storage, grid, [box for found in boxes for box in found])
     counts = cells.zeros()
-    for p in placed[len(wanted) :]:
-        for box in p.boxes:
+    of_parameters, of_writes = boxes[: len(wanted)], boxes[len(wanted) :]
+    for written in of_writes:
+        for box in written:
             counts[cells.slices(box)] += 1
-    for p, (_, tensor) in zip(placed[: len(wanted)], parameters, strict=True):
-        empty = sum(cells.volume(counts[s] == 0, s) for s in map(cells.slices, p.boxes))
+    for covered, (name, tensor) in zip(of_parameters, parameters, strict=True):
+        empty = sum(cells.volume(counts[s] == 0, s) for s in map(cells.slices, covered))
         if empty:
             scale = tensor.element_size() // unit
             raise Unsupported(
-                f"{p.label} is not written completely: {empty // scale} of its {tensor.numel()} elements come from no "
+                f"{name} is not written completely: {empty // scale} of its {tensor.numel()} elements come from no "
                 f"checkpoint tensor; written by {_some(label for label, _ in writes)}. A tensor is missing among "
-                "those sent, or the loader does not know this model."
+                "those sent, or the loader does not support this model."
             )
     if (counts > 1).any():
         cell = tuple(int(x) for x in np.argwhere(counts > 1)[0])
-        guilty = [p.label for p in placed[len(wanted) :] if any(cells.has(box, cell) for box in p.boxes)]
+        names = (
+            label
+            for (label, _), written in zip(writes, of_writes, strict=True)
+            if any(cells.has(box, cell) for box in written)
+        )
         raise Unsupported(
-            f"{storage.name} has elements that are written more than once while loading, by {_some(guilty)}. Send "
+            f"{storage.name} has elements that are written more than once while loading, by {_some(names)}. Send "
             "each weight once, under one name."
         )
 
 
-def _boxes(walk: IndexMap, shape: tuple[int, ...]) -> list[BoxMapping]:
-    if len(shape) == 1 and len(walk.loops) == 1:
-        # A run of elements, as nearly all of them are; the same as below, only faster.
-        return [BoxMapping((walk.read,), (walk.loops[0].times,), (1,), 0, (1,))]
-    return onto(walk, shape, unit_steps=True)
+def _boxes(index_map: IndexMap, grid: tuple[int, ...]) -> list[BoxMapping]:
+    if len(grid) == 1 and len(index_map.loops) == 1:
+        # A run of elements, as nearly all of them are; to_boxes gives the same, more slowly.
+        return [BoxMapping((index_map.read,), (index_map.loops[0].size,), (1,), 0, (1,))]
+    return to_boxes(index_map, grid, unit_steps=True)
 
 
 def _label(record: Record) -> str:
     content = record.content
-    if isinstance(content, Source):
+    if isinstance(content, CheckpointTensor):
         return content.spec.name
-    return describe(content) if isinstance(content, Reference) else f"a fill with {content}"
+    return names_of(content) if isinstance(content, VersionedView) else f"a fill with {content}"
 
 
-def _some(labels: object) -> str:
-    names = list(dict.fromkeys(labels))  # type: ignore[call-overload]
+def _some(labels: Iterable[str]) -> str:
+    names = list(dict.fromkeys(labels))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _geometry(tensor: torch.Tensor, unit: int) -> Geometry:
-    geometry = Geometry(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
-    return _scaled(geometry, tensor.element_size() // unit)
+def _too_fragmented(storage: LiveStorage) -> Unsupported:
+    return Unsupported(
+        f"{storage.name} is written in too many pieces to check that every element is written once. Send its weights "
+        "in a layout closer to the engine's."
+    )
 
 
 def _scaled(geometry: Geometry, factor: int) -> Geometry:
@@ -132,10 +139,10 @@ def _scaled(geometry: Geometry, factor: int) -> Geometry:
 
 
 class _Cells:
-    """A grid cut along each axis where any box begins or ends."""
+    """The cells of a grid that is cut along each dimension where any box begins or ends."""
 
-    def __init__(self, shape: tuple[int, ...], boxes: list[BoxMapping]) -> None:
-        edges: list[set[int]] = [{0, n} for n in shape]
+    def __init__(self, storage: LiveStorage, grid: tuple[int, ...], boxes: list[BoxMapping]) -> None:
+        edges: list[set[int]] = [{0, n} for n in grid]
         for box in boxes:
             for d, (a, n) in enumerate(zip(box.start, box.size, strict=True)):
                 edges[d].update((a, a + n))
@@ -143,7 +150,7 @@ class _Cells:
         self._index = [{x: i for i, x in enumerate(e)} for e in ordered]
         self._lengths = [np.diff(np.array(e, dtype=np.int64)) for e in ordered]
         if np.prod([len(n) for n in self._lengths], dtype=np.float64) > _MAX_CELLS:
-            raise Unsupported("A storage is written in pieces too fine to be checked.")
+            raise _too_fragmented(storage)
 
     def zeros(self) -> np.ndarray:
         return np.zeros([len(n) for n in self._lengths], dtype=np.int32)
@@ -157,7 +164,7 @@ class _Cells:
         return all(s.start <= c < s.stop for s, c in zip(self.slices(box), cell, strict=True))
 
     def volume(self, chosen: np.ndarray, at: tuple[slice, ...]) -> int:
-        """Elements in the chosen cells of a part of the grid."""
+        """Returns the number of elements in the chosen cells of a part of the grid."""
         if not chosen.any():
             return 0
         volumes = np.ones((), dtype=np.int64)
@@ -167,39 +174,40 @@ class _Cells:
 
 
 def check_order(records: Sequence[Record]) -> None:
-    """Refuse a step that reads what a copy fills only later, or a step changes in between.
+    """Raises Unsupported if a step reads what a later copy writes, or what a step in between changes.
 
-    Copies all land before the first step, whatever the loader's order was.
+    All copies of an update come before its first step, whatever the loader's order.
     """
-    of_storage: dict[Storage, list[int]] = defaultdict(list)
+    by_storage: dict[LiveStorage, list[int]] = defaultdict(list)
     for i, record in enumerate(records):
-        of_storage[record.storage].append(i)
+        by_storage[record.storage].append(i)
     for i, record in enumerate(records):
-        if not isinstance(record.content, Reference):
+        if not isinstance(record.content, VersionedView):
             continue
         for leaf in leaves(record.content):
-            storage = leaf.buffer.base
-            if not isinstance(storage, Storage):
+            storage = leaf.storage.base
+            if not isinstance(storage, LiveStorage):
                 continue
-            for j in of_storage[storage]:
+            for j in by_storage[storage]:
                 other = records[j]
-                late = j >= leaf.version and (isinstance(other.content, Source) or j < i)
-                if late and j != i and _overlap(leaf, other, storage):
+                later = j >= leaf.version and (isinstance(other.content, CheckpointTensor) or j < i)
+                if later and j != i and _overlap(leaf, other, storage):
                     raise Unsupported(
                         f"The loader computes {record.storage.name} from {storage.name} before it has loaded "
-                        f"{_label(other)} there; such an order cannot be kept."
+                        f"{_label(other)} there. An update copies all weights first and cannot keep this order; use "
+                        "SGLang's own update_weights_from_tensor."
                     )
 
 
-def _overlap(leaf: Reference, record: Record, storage: Storage) -> bool:
+def _overlap(leaf: VersionedView, record: Record, storage: LiveStorage) -> bool:
     unit = min(leaf.dtype.itemsize, record.dtype.itemsize)
     a = _scaled(leaf.geometry, leaf.dtype.itemsize // unit)
-    b = _scaled(record.walk.writes, record.dtype.itemsize // unit)
+    b = _scaled(record.index_map.written_view, record.dtype.itemsize // unit)
     if a.span[1] <= b.span[0] or b.span[1] <= a.span[0]:
         return False
-    shape = grid(storage.tensor.untyped_storage().nbytes() // unit, (*a.stride, *b.stride))
+    grid = grid_shape(storage.tensor.untyped_storage().nbytes() // unit, (*a.stride, *b.stride))
     try:
-        mine, theirs = (onto(IndexMap.over(g), shape, unit_steps=True) for g in (a, b))
+        ours, theirs = (to_boxes(IndexMap.flattening(g), grid, unit_steps=True) for g in (a, b))
     except TooFragmented:
         return True
-    return any(common_box(x, y) is not None for x in mine for y in theirs)
+    return any(intersection(x, y) is not None for x in ours for y in theirs)

@@ -1,4 +1,4 @@
-"""Turns a recorded reference into a function that computes it from real tensors."""
+"""Compiles a view of lazy storages to a function that computes its value from real tensors."""
 
 from __future__ import annotations
 
@@ -7,121 +7,116 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.trace.buffers import Buffer, Computed, Constant, Reference, Source, Storage
+from sglang_reshard.trace.aten_ops import map_leaves
 from sglang_reshard.trace.geometry import Geometry
-from sglang_reshard.trace.live import flat
-from sglang_reshard.trace.operators import mapped
+from sglang_reshard.trace.lazy_storage import (
+    CheckpointTensor,
+    LazyStorage,
+    LiveStorage,
+    OpOutput,
+    VersionedView,
+    operands,
+    unwritten_view,
+)
+from sglang_reshard.trace.live import flat_view
 
-# Values of the buffers that one run has computed so far, by buffer and number of writes.
+# Values of the storages that one run has computed so far, by storage and number of writes.
 Values = dict[tuple[int, int], torch.Tensor]
 Expression = Callable[[Values], torch.Tensor]
 
 
 class Compiler:
-    """Compiles references. `operand` gives the tensor in which a view of a checkpoint tensor will lie."""
+    """Compiles views. `operand` returns the tensor that a view of a checkpoint tensor will be copied to."""
 
     def __init__(
         self,
-        operand: Callable[[Source, Geometry, torch.dtype, torch.dtype], torch.Tensor],
+        operand: Callable[[CheckpointTensor, Geometry, torch.dtype, torch.dtype], torch.Tensor],
         device: torch.device,
     ) -> None:
         self._operand = operand
         self._device = device
 
-    def compile(self, reference: Reference) -> Expression:
-        buffer, geometry, dtype = reference.buffer, reference.geometry, reference.dtype
-        base = buffer.base
-        if not reference.own_writes:
-            # Storage that is there already: the view is made once, not at each update.
-            if isinstance(base, Source):
-                return _always(self._operand(base, geometry, buffer.dtype, dtype))
-            if isinstance(base, Storage):
-                return _always(_at(flat(base.tensor, dtype), geometry))
-        contents = self._contents(buffer, reference.version)
+    def compile(self, view: VersionedView) -> Expression:
+        storage, geometry, dtype = view.storage, view.geometry, view.dtype
+        base = storage.base
+        if not view.writes:
+            # The memory exists already: the view is made once, not at each update.
+            if isinstance(base, CheckpointTensor):
+                return _constant(self._operand(base, geometry, storage.dtype, dtype))
+            if isinstance(base, LiveStorage):
+                return _constant(_strided(flat_view(base.tensor, dtype), geometry))
+        contents = self._contents(view)
 
-        def view(values: Values) -> torch.Tensor:
+        def value(values: Values) -> torch.Tensor:
             tensor = contents(values)
-            if dtype != buffer.dtype:
-                tensor = flat(tensor, dtype)
-            elif geometry == buffer.layout:
+            if dtype != storage.dtype:
+                tensor = flat_view(tensor, dtype)
+            elif geometry == storage.layout:
                 return tensor
-            return _at(tensor, geometry)
+            return _strided(tensor, geometry)
 
-        return view
+        return value
 
-    def _contents(self, buffer: Buffer, version: int) -> Expression:
-        """The buffer's own tensor, laid out as `buffer.layout` says, after `version` writes."""
-        layout, base = buffer.layout, buffer.base
-        written = [] if isinstance(base, Storage) else buffer.writes[:version]
-        start = self._base(buffer)
+    def _contents(self, view: VersionedView) -> Expression:
+        """Returns the whole storage of a view, laid out as `storage.layout` says."""
+        storage, layout = view.storage, view.storage.layout
+        start = self._base(storage)
         writes: list[tuple[Geometry, Any]] = [
-            (w.geometry, self.compile(w.content) if isinstance(w.content, Reference) else w.content) for w in written
+            (w.geometry, self.compile(w.content) if isinstance(w.content, VersionedView) else w.content)
+            for w in view.writes
         ]
-        key = (id(buffer), version)
+        key = (id(storage), view.version)
 
         def contents(values: Values) -> torch.Tensor:
             if key in values:
                 return values[key]
             tensor = start(values) if start is not None else None
-            if tensor is None or writes or not _lies(tensor, layout):
-                fresh = torch.empty(layout.span[1], dtype=buffer.dtype, device=self._device)
-                whole = _at(fresh, layout)
+            if tensor is None or writes or not _is_laid_out(tensor, layout):
+                whole = _strided(torch.empty(layout.span[1], dtype=storage.dtype, device=self._device), layout)
                 if tensor is not None:
                     whole.copy_(tensor)
                 tensor = whole
-            for place, content in writes:
+            for geometry, content in writes:
                 if callable(content):
-                    _at(tensor, place).copy_(content(values))
+                    _strided(tensor, geometry).copy_(content(values))
                 else:
-                    _at(tensor, place).fill_(content)
+                    _strided(tensor, geometry).fill_(content)
             values[key] = tensor
             return tensor
 
         return contents
 
-    def _base(self, buffer: Buffer) -> Expression | None:
-        base = buffer.base
+    def _base(self, storage: LazyStorage) -> Expression | None:
+        base = storage.base
         if base is None:
             return None
-        if isinstance(base, Constant):
-            return _always(base.tensor)
-        if isinstance(base, (Source, Storage)):
-            return self.compile(Reference(buffer, 0, buffer.layout, buffer.dtype))
-        return self._call(base)
+        if isinstance(base, torch.Tensor):
+            return _constant(base)
+        if isinstance(base, OpOutput):
+            return self._call(base)
+        return self.compile(unwritten_view(storage))
 
-    def _call(self, call: Computed) -> Expression:
-        def prepared(value: Any) -> Any:
-            return _Operand(self.compile(value)) if isinstance(value, Reference) else value
-
-        args, kwargs = mapped(prepared, call.args), mapped(prepared, call.kwargs)
+    def _call(self, call: OpOutput) -> Expression:
+        compiled = {operand: self.compile(operand) for operand in operands(call)}
 
         def run(values: Values) -> torch.Tensor:
             def real(value: Any) -> Any:
-                return value.expression(values) if isinstance(value, _Operand) else value
+                return compiled[value](values) if isinstance(value, VersionedView) else value
 
-            out = call.func(*mapped(real, args), **mapped(real, kwargs))
+            out = call.func(*map_leaves(real, call.args), **map_leaves(real, call.kwargs))
             return out if call.index is None else out[call.index]
 
         return run
 
 
-class _Operand:
-    """Tells a compiled operand from a plain argument."""
-
-    __slots__ = ("expression",)
-
-    def __init__(self, expression: Expression) -> None:
-        self.expression = expression
-
-
-def _always(tensor: torch.Tensor) -> Expression:
+def _constant(tensor: torch.Tensor) -> Expression:
     return lambda values: tensor
 
 
-def _at(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+def _strided(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     return tensor.as_strided(geometry.size, geometry.stride, geometry.offset)
 
 
-def _lies(tensor: torch.Tensor, layout: Geometry) -> bool:
-    """A kernel may choose other strides than its meta twin did, and views go by the latter."""
+def _is_laid_out(tensor: torch.Tensor, layout: Geometry) -> bool:
+    """Returns False if a kernel has chosen other strides than on the meta device, which views are based on."""
     return (tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) == layout

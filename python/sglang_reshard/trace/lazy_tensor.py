@@ -1,67 +1,61 @@
-"""Tensors without bytes that remember where they come from, and the mode that watches live tensors.
+"""Tensors without memory, and the dispatch mode under which the engine's loader runs over them.
 
-`LazyTensor` is handed to the loader in place of a checkpoint tensor: every torch operation on one, in any
-thread, arrives at the recorder. `LiveWriteMode` sees the operations that involve no stand-in: fills of live
-parameters and reads of what was just "loaded".
+A loader gets a `LazyTensor` in place of each checkpoint tensor; its `__torch_dispatch__` passes every operator called
+on one, in any thread, to the recorder. `LiveWriteMode` adds the operators that involve live tensors only: fills of
+parameters, and reads of what the loader has just written.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace.buffers import Buffer
+from sglang_reshard.trace.lazy_storage import LazyStorage
 
-
-class Handler(Protocol):
-    """What the recorder is to this module."""
-
-    device: torch.device
-
-    def handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-    def guard(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-    def item(self, standin: LazyTensor) -> float: ...
+if TYPE_CHECKING:
+    from sglang_reshard.trace.recorder import Recorder
 
 
 class LazyTensor(torch.Tensor):
-    """A view of a buffer. `meta` is the same view of a meta tensor: torch itself computes the geometry."""
+    """A view of a `LazyStorage`. `meta` is the same view of a meta tensor, so that torch computes the geometry."""
 
     meta: torch.Tensor
-    buffer: Buffer
-    handler: Handler
+    lazy_storage: LazyStorage
+    recorder: Recorder
 
     @staticmethod
-    def __new__(cls, meta: torch.Tensor, buffer: Buffer, handler: Handler) -> LazyTensor:
+    def __new__(cls, meta: torch.Tensor, storage: LazyStorage, recorder: Recorder) -> LazyTensor:
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.size(),
             strides=meta.stride(),
             storage_offset=meta.storage_offset(),
             dtype=meta.dtype,
-            device=handler.device,
+            device=recorder.device,
             requires_grad=False,
         )
-        self.meta, self.buffer, self.handler = meta, buffer, handler
+        self.meta, self.lazy_storage, self.recorder = meta, storage, recorder
         return self
 
     def __init__(self, *_: Any) -> None:
-        """Everything is done in __new__; torch's own __init__ takes no arguments."""
+        """Does nothing: torch's own __init__ takes no arguments."""
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"StandIn({tuple(self.meta.shape)}, {self.meta.dtype})"
+        return f"LazyTensor({tuple(self.meta.shape)}, {self.meta.dtype})"
 
     def item(self) -> float:
-        # Past torch's own item(), which would turn a TracedScalar into a plain float.
-        return self.handler.item(self)
+        # torch's own item() would turn a TracedScalar into a plain float.
+        return self.recorder.item(self)
 
     def data_ptr(self) -> int:
-        # torch would say 0, and a kernel would go there.
-        raise Unsupported("The loader takes the address of a checkpoint tensor; the trace has no bytes.")
+        # torch would return 0, and a kernel would dereference it.
+        raise Unsupported(
+            "The loader takes the address of a checkpoint tensor, which has no memory while it is traced. Update this "
+            "model with SGLang's own update_weights_from_tensor."
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -70,18 +64,18 @@ class LazyTensor(torch.Tensor):
         kwargs = kwargs or {}
         for a in tensors_in(args, kwargs):
             if type(a) is LazyTensor:
-                return a.handler.handle(func, args, kwargs)
+                return a.recorder.record(func, args, kwargs)
         return func(*args, **kwargs)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class LiveWriteMode(TorchDispatchMode):
-    """Shows the recorder every operation of this thread."""
+    """Passes every operator that this thread calls to the recorder."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self.handler = handler
+        self.recorder = recorder
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -89,12 +83,12 @@ class LiveWriteMode(TorchDispatchMode):
         kwargs = kwargs or {}
         for a in args:
             if type(a) is LazyTensor:
-                return self.handler.handle(func, args, kwargs)
-        return self.handler.guard(func, args, kwargs)
+                return self.recorder.record(func, args, kwargs)
+        return self.recorder.record_or_run(func, args, kwargs)
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments of an operator, which nests them one list deep at most."""
+    """Returns the tensors among the arguments of an operator, which nests them one list deep at most."""
     found: list[torch.Tensor] = []
     for a in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(a, torch.Tensor):

@@ -1,7 +1,6 @@
-"""What an engine rank's loader does with a checkpoint, as data.
+"""The result of a trace: what an engine rank's loader does with a checkpoint, as data.
 
-A Program says where every element of every live tensor of one engine rank comes from. It is
-made once by `trace()`; the copies are what a plan moves, the rest is local to the rank.
+A plan moves the copies; the steps are local to the rank.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from sglang_reshard.layout.regions import Box, Region, TensorSpec
+from sglang_reshard.layout.regions import Box, Region
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Elements `region` of checkpoint tensor `source` land in the storage `target`.
+    """Elements `region` of checkpoint tensor `source` are copied to the storage `target`, cast to its dtype.
 
-    The element at multi-index i (counted in steps of the region) lands at element
-    `offset + sum(i[d] * strides[d])` of the target's storage, cast to its dtype.
+    The element at multi-index i, counted in steps of the region, is copied to element
+    `offset + sum(i[d] * strides[d])` of the storage.
     """
 
     source: str
@@ -29,7 +28,7 @@ class Copy:
     strides: tuple[int, ...]
 
     def within(self, box: Box) -> Copy | None:
-        """The part of it whose elements lie in `box` of the checkpoint tensor; None if there are none."""
+        """Returns the part whose elements are in `box` of the checkpoint tensor; None if there are none."""
         common = self.region.intersect(box)
         if common is None:
             return None
@@ -37,17 +36,20 @@ class Copy:
         offset = self.offset + sum(n * s for n, s in zip(skipped, self.strides, strict=True))
         return replace(self, region=region, offset=offset)
 
-    def landing(self, flat: torch.Tensor) -> torch.Tensor:
-        """The view of the target's flat storage tensor that the region lands in."""
+    def destination(self, flat: torch.Tensor) -> torch.Tensor:
+        """Returns the view of the target's flat storage tensor that the region is copied to."""
         return flat.as_strided(self.region.count, self.strides, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Local work after all copies have landed: a fill, or an expression over live and scratch tensors."""
+    """Local work after all copies: a fill, an expression over live and scratch tensors, or a post_load_weights call.
+
+    description  "fill VALUE", "from NAMES" (of the tensors that an expression depends on) or "post_load_weights"
+    """
 
     target: str
-    what: str
+    description: str
     run: Callable[[], None] = field(compare=False, repr=False)
 
 
@@ -55,28 +57,24 @@ class Step:
 class Program:
     """One engine rank's loader.
 
-    sources  the checkpoint tensors it was traced with, in order
     copies   checkpoint elements -> storages, each element of a parameter exactly once
     targets  storage name -> flat 1-D tensor over the whole live storage (or scratch, named "scratch/N")
-    steps    fills, expressions and held-back post_load_weights calls, in the loader's order
-    seconds  how long the trace took
-    unused   checkpoint tensors of which this rank needs nothing: other ranks' experts, a tied lm_head
+    steps    fills, expressions and deferred post_load_weights calls, in the loader's order
+    seconds  that the trace took
     """
 
-    sources: tuple[TensorSpec, ...]
     copies: tuple[Copy, ...]
     targets: dict[str, torch.Tensor]
-    steps: tuple[Step, ...]
-    seconds: float
-    unused: tuple[str, ...] = ()
+    steps: tuple[Step, ...] = ()
+    seconds: float = 0.0
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the tensors that exist only to hold operands of expressions."""
+        """Bytes of the tensors that only hold operands of expressions."""
         return sum(t.numel() * t.element_size() for n, t in self.targets.items() if n.startswith("scratch/"))
 
-    def finish(self) -> None:
-        """Run the local steps. To be called once all copies of an update have landed."""
+    def run_steps(self) -> None:
+        """Runs the local steps. Must be called after all copies of an update."""
         with torch.no_grad():
             for step in self.steps:
                 step.run()

@@ -1,7 +1,7 @@
-"""Follows a loader through torch: what views, what copies, what computes, what writes.
+"""Interprets the torch operators that a loader calls: views, copies, fills, and everything else.
 
-Every operation on a stand-in, and every one of the loader's thread on a live tensor, comes here.
-Views and copies are followed exactly; what else is computed is kept as a call to be made later.
+Every operator on a lazy tensor, and every one of the loader's thread on a live tensor, arrives here. Views and copies
+are followed element by element. Any other operator is kept as an `OpOutput`, to be called when an update runs.
 """
 
 from __future__ import annotations
@@ -13,170 +13,167 @@ from typing import Any
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace import operators as op
-from sglang_reshard.trace.buffers import Buffer, Computed, Write
+from sglang_reshard.trace import aten_ops
+from sglang_reshard.trace.aten_ops import map_leaves
+from sglang_reshard.trace.lazy_storage import LazyStorage, OpOutput, Write
 from sglang_reshard.trace.lazy_tensor import LazyTensor, tensors_in
-from sglang_reshard.trace.memory import TraceMemory, buffer_like, geometry_of
-from sglang_reshard.trace.scalars import Scalars, TracedScalar
+from sglang_reshard.trace.memory import TraceMemory, geometry_of, storage_like
+from sglang_reshard.trace.scalars import TracedScalar
 
 
 class Recorder(TraceMemory):
-    """One trace. `failure` is the first error in an operation, which the loader may have swallowed."""
+    """Records one trace. `failure` is the first error in an operator, which the loader may have caught."""
 
-    def __init__(self, model: torch.nn.Module, scalars: dict[str, float]) -> None:
-        super().__init__(model, Scalars(scalars))
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
         self.failure: Exception | None = None
         self._lock = threading.RLock()
         self._thread = threading.get_ident()
 
-    def standin(self, meta: torch.Tensor, buffer: Buffer) -> LazyTensor:
-        return LazyTensor(meta, buffer, self)
+    def lazy(self, meta: torch.Tensor, storage: LazyStorage) -> LazyTensor:
+        return LazyTensor(meta, storage, self)
 
-    # ---- entry points
-
-    def handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation that involves a stand-in."""
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Interprets an operator called on a lazy tensor."""
         with self._lock:
             try:
                 if threading.get_ident() != self._thread:
                     raise Unsupported(
-                        "The loader uses threads of its own, whose order the trace cannot follow. Load this model "
-                        "in one thread (a ThreadPoolExecutor is fine)."
+                        "The loader uses threads of its own, whose order cannot be traced. Load this model in one "
+                        "thread (a ThreadPoolExecutor is fine)."
                     )
                 return self._dispatch(func, args, kwargs)
             except Exception as error:
-                # A loader may swallow it; a trace with a hole in it must not pass for a whole one.
+                # The loader may catch it, but a trace with an operator missing must fail.
                 self.failure = self.failure or error
                 raise
 
-    def guard(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation of the loader's thread on tensors that are real, unless they are in a list."""
+    def record_or_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Interprets an operator without a lazy tensor among its direct arguments if it has to do with the trace.
+
+        That is, if one is in a list, or if it writes live memory or reads stale memory. Any other operator runs.
+        """
         tensors = tensors_in(args, kwargs)
         if any(type(t) is LazyTensor for t in tensors):
-            return self.handle(func, args, kwargs)
-        if op.is_view(func):
+            return self.record(func, args, kwargs)
+        if aten_ops.is_view(func):
             return func(*args, **kwargs)
-        for target in op.written(func, args, kwargs):
+        for target in aten_ops.written_arguments(func, args, kwargs):
             for tensor in target if isinstance(target, (list, tuple)) else (target,):
-                if isinstance(tensor, torch.Tensor) and self.is_kept(tensor):
-                    return self.handle(func, args, kwargs)
-        if not self.nothing_traced and any(map(self.is_traced, tensors)):
-            return self.handle(func, args, kwargs)
-        self.scalars.refuse_arithmetic(func, args, kwargs)
+                if isinstance(tensor, torch.Tensor) and self.intercepts(tensor):
+                    return self.record(func, args, kwargs)
+        if self.any_stale and any(map(self.is_stale, tensors)):
+            return self.record(func, args, kwargs)
+        self.scalars.check_unused(func, args, kwargs)
         out = func(*args, **kwargs)
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor):
-                self.born(tensor)
+                self.add_allocated(tensor)
         return out
 
-    # ---- operators
+    def item(self, tensor: LazyTensor) -> TracedScalar:
+        return self.scalars.take(self.view_of(tensor))
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is op.COPY:
-            self.write(args[0], self.lifted(args[1]))
+        if func is aten_ops.COPY or func is aten_ops.FILL_TENSOR:
+            self.write(args[0], self.as_lazy(args[1]))
             return args[0]
-        if op.is_view(func):
+        if aten_ops.is_view(func):
             return self._view(func, args, kwargs)
-        if func in op.ITEMS:
-            return float(self.item(self.lifted(args[0])))
-        if func in op.FILLS:
+        if func in aten_ops.ITEMS:
+            return float(self.item(self.as_lazy(args[0])))
+        if func in aten_ops.FILLS:
             self.write(args[0], args[1] if len(args) > 1 else 0)
             return args[0]
-        if func is op.FILL_TENSOR:
-            self.write(args[0], self.lifted(args[1]))
-            return args[0]
-        self.scalars.refuse_arithmetic(func, args, kwargs)
-        if op.written(func, args, kwargs):
+        self.scalars.check_unused(func, args, kwargs)
+        if aten_ops.written_arguments(func, args, kwargs):
             return self._in_place(func, args, kwargs)
-        args, kwargs = op.mapped(self.lifted, args), op.mapped(self.lifted, kwargs)
-        if func is op.CAST:
-            # To another device as well: all stand-ins are on the engine's.
-            wanted = kwargs.get("dtype") or args[0].dtype
-            return self._moved(op.CAST(args[0].meta, dtype=wanted), [(None, args[0])])
-        if func is op.CLONE:
-            return self._moved(func(args[0].meta, **kwargs), [(None, args[0])])
-        if func is op.CAT or func is op.STACK:
+        args, kwargs = map_leaves(self.as_lazy, args), map_leaves(self.as_lazy, kwargs)
+        if func is aten_ops.CAST:
+            # Casts to another device, too: all lazy tensors are on the engine's.
+            dtype = kwargs.get("dtype") or args[0].dtype
+            return self._copied(aten_ops.CAST(args[0].meta, dtype=dtype), [(None, args[0])])
+        if func is aten_ops.CLONE:
+            return self._copied(func(args[0].meta, **kwargs), [(None, args[0])])
+        if func is aten_ops.CAT or func is aten_ops.STACK:
             return self._joined(func, args)
-        if func is op.PAD:
+        if func is aten_ops.PAD and all(p >= 0 for p in args[1]):
             return self._padded(func, args)
-        if func in op.FRESH:
-            return self._fresh(func, args, kwargs)
+        if func in aten_ops.FACTORIES:
+            out = func(*map_leaves(_meta, args), **{**kwargs, "device": "meta"})
+            value = aten_ops.FACTORIES[func]
+            return self._copied(out, [] if value is None else [(None, value)])
         return self._computed(func, args, kwargs)
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base = next(a for a in tensors_in(args, kwargs) if type(a) is LazyTensor)
-        out = func(*op.mapped(_meta, args), **op.mapped(_meta, kwargs))
+        out = func(*map_leaves(_meta, args), **map_leaves(_meta, kwargs))
         if isinstance(out, torch.Tensor):
-            return self.standin(out, base.buffer)
-        return type(out)(self.standin(o, base.buffer) for o in out)
+            return self.lazy(out, base.lazy_storage)
+        return type(out)(self.lazy(o, base.lazy_storage) for o in out)
 
     def _in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.name == "aten::_foreach_copy_":
             for to, source in zip(args[0], args[1], strict=True):
-                self.write(to, self.lifted(source))
+                self.write(to, self.as_lazy(source))
             return None
-        compute = op.functional(func)
+        compute = aten_ops.out_of_place(func)
         if compute is None:
-            raise Unsupported(f"The loader calls {func}, which writes in a way that the trace cannot follow.")
-        operands = (self.lifted(args[0], always=True), *op.mapped(self.lifted, args[1:]))
-        self.write(args[0], self._computed(compute, operands, op.mapped(self.lifted, kwargs)))
+            raise Unsupported(
+                f"The loader calls {func}, whose writes cannot be traced. Update this model with SGLang's own "
+                "update_weights_from_tensor."
+            )
+        operands = (self.as_lazy(args[0], always=True), *map_leaves(self.as_lazy, args[1:]))
+        self.write(args[0], self._computed(compute, operands, map_leaves(self.as_lazy, kwargs)))
         return args[0]
 
     def _joined(self, func: Any, args: tuple[Any, ...]) -> LazyTensor:
-        parts = [self.lifted(t, always=True) for t in args[0]]
+        parts = [self.as_lazy(t, always=True) for t in args[0]]
         dim = args[1] if len(args) > 1 else 0
-        # cat ignores empty vectors of any dtype and shape
-        if func is op.CAT and len(parts) > 1:
+        # cat ignores empty vectors, whatever their dtype.
+        if func is aten_ops.CAT and len(parts) > 1:
             parts = [p for p in parts if p.shape != (0,)] or parts[:1]
         out = func([p.meta for p in parts], dim)
         writes: list[tuple[torch.Tensor | None, Any]] = []
         start = 0
         for i, part in enumerate(parts):
-            size = part.meta.size(dim) if func is op.CAT else 1
-            at = out.narrow(dim, start, size) if func is op.CAT else out.select(dim, i)
-            writes.append((at, part))
+            size = part.meta.size(dim) if func is aten_ops.CAT else 1
+            writes.append((out.narrow(dim, start, size) if func is aten_ops.CAT else out.select(dim, i), part))
             start += size
-        return self._moved(out, writes)
+        return self._copied(out, writes)
 
     def _padded(self, func: Any, args: tuple[Any, ...]) -> LazyTensor:
         inner, pad = args[0], args[1]
-        if any(p < 0 for p in pad):
-            return self._computed(func, args, {})
         out = func(inner.meta, pad)
         at = out
         for i in range(len(pad) // 2):
             dim = out.dim() - 1 - i
             at = at.narrow(dim, pad[2 * i], out.size(dim) - pad[2 * i] - pad[2 * i + 1])
-        return self._moved(out, [(None, args[2] if len(args) > 2 else 0), (at, inner)])
+        return self._copied(out, [(None, args[2] if len(args) > 2 else 0), (at, inner)])
 
-    def _fresh(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyTensor:
-        out = func(*op.mapped(_meta, args), **{**kwargs, "device": "meta"})
-        value = op.FRESH[func]
-        return self._moved(out, [] if value is None else [(None, value)])
-
-    def _moved(self, out: torch.Tensor, writes: Sequence[tuple[torch.Tensor | None, Any]]) -> LazyTensor:
-        """A new buffer, laid out like `out`, to which each content is written at a view of `out`."""
-        buffer = buffer_like(out, None)
+    def _copied(self, out: torch.Tensor, writes: Sequence[tuple[torch.Tensor | None, Any]]) -> LazyTensor:
+        """Returns a new tensor laid out like `out`, with each content written to a view of `out` (None for all)."""
+        storage = storage_like(out, None)
         for at, content in writes:
-            place = geometry_of(out if at is None else at)
-            buffer.writes.append(Write(place, self.now(content) if type(content) is LazyTensor else content))
-        return self.standin(out, buffer)
+            value = self.view_of(content) if type(content) is LazyTensor else content
+            storage.writes.append(Write(geometry_of(out if at is None else at), value))
+        return self.lazy(out, storage)
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Keep a call, with its operands as they are now, to be made when the update runs."""
+        """Returns the results of a call that is made, on its operands as they are now, when an update runs."""
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.device}
         on_meta = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
-        out = func(*op.mapped(_meta, args), **op.mapped(_meta, on_meta))
-        kept = op.mapped(self.kept, args), op.mapped(self.kept, kwargs)
+        out = func(*map_leaves(_meta, args), **map_leaves(_meta, on_meta))
+        call = func, map_leaves(self.as_operand, args), map_leaves(self.as_operand, kwargs)
         if isinstance(out, torch.Tensor):
-            return self.standin(out, buffer_like(out, Computed(func, *kept, None)))
+            return self.lazy(out, storage_like(out, OpOutput(*call, None)))
         if isinstance(out, (tuple, list)) and all(isinstance(o, torch.Tensor) for o in out):
-            return type(out)(self.standin(o, buffer_like(o, Computed(func, *kept, i))) for i, o in enumerate(out))
-        raise Unsupported(f"The loader calls {func} on weights and goes by its result, {type(out).__name__}.")
-
-    def item(self, standin: LazyTensor) -> TracedScalar:
-        return self.scalars.give(self.now(standin))
+            return type(out)(self.lazy(o, storage_like(o, OpOutput(*call, i))) for i, o in enumerate(out))
+        raise Unsupported(
+            f"The loader calls {func} on weights and uses its result, {type(out).__name__}, which is not known while "
+            "the loader is traced. Update this model with SGLang's own update_weights_from_tensor."
+        )
 
 
 def _meta(value: Any) -> Any:

@@ -1,129 +1,105 @@
-"""Values that a loader takes out of a checkpoint tensor with `item()`, and puts into a parameter with a fill."""
+"""Follows values that a loader takes out of a checkpoint tensor with `item()` and fills into a parameter."""
 
 from __future__ import annotations
 
-import math
-import operator
-import struct
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace.buffers import NotMovement, Reference, Source, Uninitialised, describe, movement
-from sglang_reshard.trace.casts import one_cast_does
+from sglang_reshard.trace.casts import equals_one_cast
 from sglang_reshard.trace.geometry import IndexMap, TooFragmented
+from sglang_reshard.trace.lazy_storage import (
+    CheckpointTensor,
+    NotPlainCopy,
+    UninitializedRead,
+    VersionedView,
+    names_of,
+    origins,
+)
+
+_USE_OWN = "Update this model with SGLang's own update_weights_from_tensor."
 
 
 class TracedScalar(float):
-    """What `item()` of a checkpoint tensor gives: a float whose bits tell which tensor it came from.
+    """What `item()` of a checkpoint tensor returns: a float that stands for the tensor's value, which is not known.
 
-    A fill recognises the bits. When the value is known (`exact`), Python sees that value; when it is
-    not, anything that looks at it is refused, because the record would freeze a meaningless result.
+    A fill recognizes the float. Anything else that Python does with it raises Unsupported: the program would keep
+    a meaningless result.
     """
 
-    exact: float | None
     name: str
 
-    def __new__(cls, bits: float, exact: float | None, name: str) -> TracedScalar:
-        self = super().__new__(cls, bits)
-        self.exact, self.name = exact, name
+    def __new__(cls, number: float, name: str) -> TracedScalar:
+        self = super().__new__(cls, number)
+        self.name = name
         return self
 
-    def known(self) -> float:
-        if self.exact is None:
-            raise Unsupported(
-                f"The loader looks at the value of the checkpoint tensor {self.name}, which the trace does not "
-                f"have. Give it: scalars={{'{self.name}': value}}."
-            )
-        return self.exact
-
-    def __hash__(self) -> int:
-        return hash(self.known())
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise Unsupported(
+            f"The loader computes in Python with the value of the checkpoint tensor {self.name}, or branches on it; "
+            f"values are not known while the loader is traced. {_USE_OWN}"
+        )
 
     def __repr__(self) -> str:
-        return f"TracedScalar({self.name}, {self.exact})"
+        return f"TracedScalar({self.name})"
 
     __str__ = __repr__
 
 
-def _looks(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: TracedScalar, *others: Any) -> Any:
-        return operation(self.known(), *(o.known() if isinstance(o, TracedScalar) else o for o in others))
-
-    return method
-
-
-def _looks_reflected(operation: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    return _looks(lambda a, b: operation(b, a))
-
-
-for _name in ("lt", "le", "eq", "ne", "gt", "ge", "neg", "pos", "abs"):
-    setattr(TracedScalar, f"__{_name}__", _looks(getattr(operator, _name)))
+for _name in ("lt", "le", "eq", "ne", "gt", "ge", "hash", "bool", "int", "round", "trunc", "neg", "pos", "abs"):
+    setattr(TracedScalar, f"__{_name}__", TracedScalar._refuse)
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(TracedScalar, f"__{_name}__", _looks(getattr(operator, _name)))
-    setattr(TracedScalar, f"__r{_name}__", _looks_reflected(getattr(operator, _name)))
-for _name, _operation in (("bool", bool), ("int", int), ("round", round), ("trunc", int)):
-    setattr(TracedScalar, f"__{_name}__", _looks(_operation))
+    setattr(TracedScalar, f"__{_name}__", TracedScalar._refuse)
+    setattr(TracedScalar, f"__r{_name}__", TracedScalar._refuse)
 
 
 class Scalars:
-    """The scalars that were given out, known again by the bits of the number."""
+    """The scalars that a loader has taken, recognized by their bits."""
 
-    def __init__(self, values: dict[str, float]) -> None:
-        self._values = values
-        self._origins: dict[float, Reference] = {}
+    def __init__(self) -> None:
+        self._origins: dict[float, VersionedView] = {}
 
-    def give(self, reference: Reference) -> TracedScalar:
-        """The scalar for a reference to one element of the checkpoint."""
-        origin = _one_source_element(reference)
-        if origin is None:
+    def take(self, view: VersionedView) -> TracedScalar:
+        """Returns the scalar for a view of one element of a checkpoint tensor. Raises Unsupported for any other."""
+        tensor = _one_element_tensor(view)
+        if tensor is None:
             raise Unsupported(
-                "The loader goes by the value of a tensor that it derived from checkpoint tensors "
-                f"({describe(reference)}); the trace has no bytes. Only one-element floating-point tensors of the "
-                "checkpoint can be read with item()."
+                f"The loader takes the value of a tensor derived from {names_of(view)} with item(); values are not "
+                "known while the loader is traced. Only checkpoint tensors with one floating-point element can be "
+                f"read with item(), to fill a parameter. {_USE_OWN}"
             )
-        number = len(self._origins) + 1
-        exact = self._values.get(origin.spec.name)
-        if exact is None or exact == 0 or not math.isfinite(exact):
-            # No real weight is as small as this.
-            bits = -(2.0**-900) * number
-        else:
-            # The same number but for the last bits of the double, which no narrower dtype sees.
-            (pattern,) = struct.unpack("<q", struct.pack("<d", float(exact)))
-            (bits,) = struct.unpack("<d", struct.pack("<q", pattern & ~0xFFFFF | number))
-        self._origins[bits] = reference
-        return TracedScalar(bits, exact, origin.spec.name)
+        number = -(2.0**-900) * (len(self._origins) + 1)  # no weight is as small
+        self._origins[number] = view
+        return TracedScalar(number, tensor.spec.name)
 
-    def origin(self, value: Any) -> Reference | None:
-        """What a number was taken from, as a reference without dimensions; None for a plain number."""
-        reference = self._origins.get(value) if self._origins and isinstance(value, float) else None
-        if reference is None:
+    def origin(self, value: Any) -> VersionedView | None:
+        """Returns the 0-dimensional view that a number was taken from; None for a plain number."""
+        view = self._origins.get(value) if self._origins and isinstance(value, float) else None
+        if view is None:
             return None
-        geometry = reference.geometry._replace(size=(), stride=())
-        return Reference(reference.buffer, reference.version, geometry, reference.dtype)
+        return VersionedView(view.storage, view.version, view.geometry._replace(size=(), stride=()), view.dtype)
 
-    def refuse_arithmetic(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Only a fill can use a scalar: what else is computed with it would be frozen in the record."""
+    def check_unused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises Unsupported if an operator that is no fill has a taken scalar among its arguments."""
         if not self._origins:
             return
         for value in (*args, *kwargs.values()):
-            reference = self.origin(value)
-            if reference is not None:
+            view = self.origin(value)
+            if view is not None:
                 raise Unsupported(
-                    f"The loader computes {func} with the value of {describe(reference)}; the trace can only carry "
-                    "such a value to a fill."
+                    f"The loader calls {func} with the value of {names_of(view)}; a value that was read with item() "
+                    f"can only be filled into a parameter. {_USE_OWN}"
                 )
 
 
-def _one_source_element(reference: Reference) -> Source | None:
-    if reference.geometry.numel != 1 or not reference.dtype.is_floating_point:
+def _one_element_tensor(view: VersionedView) -> CheckpointTensor | None:
+    if view.geometry.numel != 1 or not view.dtype.is_floating_point:
         return None
     try:
-        (piece,) = movement(reference, IndexMap.over(reference.geometry))
-    except (NotMovement, TooFragmented, Uninitialised):
+        (origin,) = origins(view, IndexMap.flattening(view.geometry))
+    except (NotPlainCopy, TooFragmented, UninitializedRead):
         return None
-    origin = piece.origin
-    if not isinstance(origin, Reference) or not isinstance(origin.buffer.base, Source):
+    content = origin.content
+    if not isinstance(content, VersionedView) or not isinstance(content.storage.base, CheckpointTensor):
         return None
-    source = origin.buffer.base
-    return source if source.spec.numel == 1 and one_cast_does((origin.dtype, *piece.casts)) else None
+    tensor = content.storage.base
+    return tensor if tensor.spec.numel == 1 and equals_one_cast((content.dtype, *origin.casts)) else None

@@ -16,8 +16,10 @@ from oracle.replay import replay
 from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace import Copy, Program, live_signature, trace
 from sglang_reshard.trace.live import live_tensors, storage_key
+from sglang_reshard.trace.live_signature import live_signature
+from sglang_reshard.trace.program import Copy, Program
+from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights
 from support.live_memory import differing, fill_with_garbage
 
@@ -35,14 +37,12 @@ class Finding:
 
     has      kinds of layout that it covers
     copies   of the traced program
-    scalars  whether the loader looks at values of one-element tensors, which the trace has to be told
     """
 
     outcome: str
     why: str = ""
     has: tuple[str, ...] = ()
     copies: int = 0
-    scalars: bool = False
 
 
 def examine(folder: str, *, weights_dtype: str | None = None, gpu: bool = True, **build: Any) -> Finding:
@@ -81,7 +81,7 @@ def _no_gpu() -> None:
 def _examined(model: torch.nn.Module, weights: Weights, config: dict[str, Any], folder: str) -> Finding:
     fill_with_garbage(model)
     before, signature = digests(model), live_signature(model)
-    program, scalars, refusal = _traced(model, weights)
+    program, refusal = _traced(model, weights)
     wrote = differing(before, digests(model))
     complaints = [f"the trace wrote to {', '.join(wrote[:4])}"] if wrote else []
     replays = None if program is None else Replays.of(model, program, weights)
@@ -96,7 +96,7 @@ def _examined(model: torch.nn.Module, weights: Weights, config: dict[str, Any], 
     if program is None:
         return Finding("refused", refusal)
     has = tuple(sorted(_features(config, weights, program)))
-    return Finding("passed", has=has, copies=len(program.copies), scalars=scalars)
+    return Finding("passed", has=has, copies=len(program.copies))
 
 
 def _unjustified(refusal: str, garbage: dict[str, str], stock: dict[str, str]) -> list[str]:
@@ -107,18 +107,13 @@ def _unjustified(refusal: str, garbage: dict[str, str], stock: dict[str, str]) -
     return []
 
 
-def _traced(
-    model: torch.nn.Module, weights: Weights, scalars: dict[str, float] | None = None
-) -> tuple[Program | None, bool, str]:
-    """The program, whether it took scalars, and why the trace refused."""
+def _traced(model: torch.nn.Module, weights: Weights) -> tuple[Program | None, str]:
+    """The program, and why the trace refused."""
     specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
     try:
-        return trace(model, specs, scalars), scalars is not None, ""
+        return trace(model, specs), ""
     except ReshardError as error:
-        if scalars is not None or "scalars=" not in str(error):
-            return None, False, str(error)
-    known = {n: float(t) for n, t in weights.items() if t.numel() == 1 and t.is_floating_point()}
-    return _traced(model, weights, known)
+        return None, str(error)
 
 
 def _stock(model: torch.nn.Module, weights: Weights) -> dict[str, str] | Exception:
@@ -187,8 +182,8 @@ def _features(config: dict[str, Any], weights: Weights, program: Program) -> set
         "experts stacked on disk": any("experts" in n and t.dim() == 3 for n, t in weights.items()),
         "QKV fused on disk": named(r"(qkv|c_attn|query_key_value)[\w.]*weight"),
         "gate and up fused on disk": named(r"mlp\.gate_up_proj\.weight"),
-        "values computed while loading": any(s.what.startswith("from ") for s in program.steps),
-        "work after loading": any(s.what == "post_load_weights" for s in program.steps),
+        "values computed while loading": any(s.description.startswith("from ") for s in program.steps),
+        "work after loading": any(s.description == "post_load_weights" for s in program.steps),
         "state space or linear attention": named(r"A_log"),
         "convolutions": named(r"\bconv"),
         "attention sinks": named(r"sinks"),

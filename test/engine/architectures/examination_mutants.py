@@ -19,7 +19,8 @@ import examination
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace import Program, trace
+from sglang_reshard.trace.program import Program
+from sglang_reshard.trace.tracer import trace
 from support.checkpoints import write_checkpoint
 from support.scripts import answer
 

@@ -17,7 +17,7 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace import live_signature
+from sglang_reshard.trace.live_signature import live_signature
 from support.live_memory import differing, fill_with_garbage
 from support.world import Requests, Trainer
 

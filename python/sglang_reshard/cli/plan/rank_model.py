@@ -15,7 +15,8 @@ from sglang_reshard.cli.plan.request import PlanRequest
 from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.plan import RankDemand, RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
-from sglang_reshard.trace import Program, trace
+from sglang_reshard.trace.program import Program
+from sglang_reshard.trace.tracer import trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Outline:
             name: torch.empty(numel, dtype=getattr(torch, dtype), device="meta")
             for name, (numel, dtype) in self.targets.items()
         }
-        program = Program((), tuple(self.intake.copies), targets, (), self.seconds)
+        program = Program(tuple(self.intake.copies), targets, (), self.seconds)
         return RankModel(self.needs, self.intake, program)
 
 
@@ -109,7 +110,7 @@ def _build(request: PlanRequest, engine_rank: int, **server_args: Any) -> torch.
 def _unsupported() -> str:
     from sglang.srt.server_args import get_global_server_args
 
-    from sglang_reshard.patches.fitness import unfit
+    from sglang_reshard.patches.supported_engine import unfit
 
     return unfit(get_global_server_args())
 

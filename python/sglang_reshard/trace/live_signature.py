@@ -1,9 +1,9 @@
-"""Whether a model's live tensors changed, asked at every update: of a large model, without a walk over its modules.
+"""Detects, at every update, changes of a model's live tensors, after which its loader must be traced again.
 
-`live_signature` walks in Python, tens of milliseconds for thousands of modules. `LiveSignature` remembers
-what such a walk came by, and looks through that in whole columns (the names of all attributes, the types of
-all values, all addresses), which `map` and `chain` read without Python code for each. Any difference, also
-one that the signature may turn out not to care for, leads to a new walk.
+`live_signature` walks all modules in Python, which takes tens of milliseconds for thousands of them. `LiveSignature`
+keeps what such a walk has found and compares it column by column (the names of all attributes, the types of all values,
+all addresses), with `map` and `chain` instead of Python code per module. Any difference, even one that
+does not change the signature, leads to a new walk.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.sources.tensor_fingerprint import TensorFingerprint
-from sglang_reshard.trace.live import OWN_ATTRIBUTES, live_tensors, signature_of
+from sglang_reshard.sources.change_detector import TensorFingerprint
+from sglang_reshard.trace.live import OWN_ATTRIBUTES, live_tensors
 
 _alive = weakref.ref.__call__
 _flatten = chain.from_iterable
@@ -25,29 +25,46 @@ _REGISTERS = tuple(map(operator.itemgetter, ("_parameters", "_buffers", "_module
 _values: Callable[[Any], Iterable[Any]] = operator.methodcaller("values")
 
 
+def live_signature(model: torch.nn.Module) -> int:
+    """Returns a number that changes when a live tensor is moved, reshaped, added or removed.
+
+    Comparable within one process only. Independent of the tensors' values, and of further paths to a tensor: MLA adds
+    one to a parameter in its first forward pass.
+    """
+    return _signature(live_tensors(model))
+
+
+def _signature(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    first_path: dict[tuple[object, ...], str] = {}
+    for path, t in tensors:
+        if t.layout is torch.strided:
+            first_path.setdefault((t.data_ptr(), tuple(t.shape), t.stride(), t.dtype), path)
+    return hash(tuple(first_path.items()))  # of a tuple, so that the order counts
+
+
 class LiveSignature:
-    """`live_signature(model)`, for a model that seldom changes."""
+    """`live_signature(model)`, computed anew only when something has changed."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._found: _Found | None = None
+        self._attributes: _ModelAttributes | None = None
         self._signature = 0
 
     def current(self) -> int:
-        if self._found is None or not self._found.unchanged():
+        if self._attributes is None or not self._attributes.unchanged():
             tensors = list(live_tensors(self._model))
-            self._signature = signature_of(tensors)
-            # A tensor that is not strided has no address to know it by.
+            self._signature = _signature(tensors)
+            # A tensor that is not strided has no address to be recognized by.
             strided = all(tensor.layout is torch.strided for _, tensor in tensors)
-            self._found = _Found(list(self._model.modules())) if strided else None
+            self._attributes = _ModelAttributes(list(self._model.modules())) if strided else None
         return self._signature
 
 
-class _Found:
-    """What a walk came by. Keeps no module and no tensor alive.
+class _ModelAttributes:
+    """What a walk over the modules has found. Keeps no module and no tensor alive.
 
-    While all names and types stay what they are, tensors are where they were among the values, under the same
-    paths. Whether they are the same objects does not matter then, if they are in the same places in memory.
+    While all names and types are unchanged, tensors are at the same positions among the values and under the same
+    paths. They need not be the same objects then, only at the same addresses.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -63,9 +80,9 @@ class _Found:
         self._tensors = _indices(self._types, torch.Tensor)
         self._sequences = _indices(self._types, (list, tuple))
         self._mappings = _indices(self._types, dict)
-        self._held, items = self._contents(values)
+        self._contents, items = self._contents_of(values)
         self._tensor_items = _indices(map(type, items), torch.Tensor)
-        self._places = TensorFingerprint(self._all_tensors(values, items))
+        self._fingerprint = TensorFingerprint(self._all_tensors(values, items))
 
     def unchanged(self) -> bool:
         modules: list[Any] = list(map(_alive, self._modules))
@@ -77,19 +94,19 @@ class _Found:
         values = self._values_in(attributes, registers)
         if list(map(type, values)) != self._types:
             return False
-        # All modules are alive: the id of one of them is nobody else's.
+        # All modules are alive, so that no other object can have the id of one of them.
         if list(map(id, _pick(values, self._children))) != self._child_ids:
             return False
-        held, items = self._contents(values)
-        return held == self._held and self._places.same(self._all_tensors(values, items))
+        contents, items = self._contents_of(values)
+        return contents == self._contents and self._fingerprint.matches(self._all_tensors(values, items))
 
     def _values_in(self, attributes: Sequence[Mapping[str, Any]], registers: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """All attributes that could be live tensors or hold some, parameters, buffers and children."""
+        """Returns all attributes but torch's own, then all parameters, buffers and children."""
         of_attributes = map(operator.getitem, _flatten(map(repeat, attributes, self._counts)), self._wanted)
         return [*of_attributes, *_flatten(map(_values, filter(None, registers)))]
 
-    def _contents(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
-        """The lengths, keys and types of what lists, tuples and dicts hold, and what they hold."""
+    def _contents_of(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
+        """Returns the lengths, keys and types of the items of all lists, tuples and dicts, and the items."""
         sequences, mappings = _pick(values, self._sequences), _pick(values, self._mappings)
         items = [*_flatten(sequences), *_flatten(map(_values, mappings))]
         return (list(map(len, sequences)), _names(mappings), list(map(type, items))), items
@@ -99,7 +116,7 @@ class _Found:
 
 
 def _dicts(modules: Sequence[torch.nn.Module]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """All modules' attributes; all their parameters, buffers and children."""
+    """Returns all modules' attributes, and all modules' registers of parameters, buffers and children."""
     attributes = list(map(vars, modules))
     return attributes, list(_flatten(map(register, attributes) for register in _REGISTERS))
 

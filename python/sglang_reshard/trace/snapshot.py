@@ -1,0 +1,114 @@
+"""Takes a snapshot of a model's attributes before its loader runs, and restores what the loader has rebound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_reshard.trace.lazy_tensor import LazyTensor
+from sglang_reshard.trace.live import storage_key
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+ABSENT = object()  # as the value of an attribute that did not exist
+
+
+class Change(NamedTuple):
+    """An attribute that was rebound to or from a tensor; `before` has been restored."""
+
+    path: str
+    before: Any
+    after: Any
+
+
+class AttributeSnapshot:
+    """The attributes of all modules and parameters of a model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._tables: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[str, Any, list[Any]]] = []
+        self._data: list[tuple[str, torch.nn.Parameter, torch.Tensor]] = []
+        for path, module in model.named_modules():
+            attributes = vars(module)
+            self._add(path, attributes)
+            for table in _TABLES:
+                self._tables.append((path, attributes[table], dict(attributes[table])))
+        for path, parameter in model.named_parameters():
+            self._data.append((path, parameter, parameter.data))
+            self._add(path, vars(parameter))
+
+    def _add(self, path: str, attributes: dict[str, Any]) -> None:
+        self._tables.append((path, attributes, dict(attributes)))
+        for key, value in attributes.items():
+            # torch's own containers (of hooks and the like) start with an underscore.
+            if type(value) in (list, dict, set) and not key.startswith("_"):
+                self._containers.append((f"{path}.{key}" if path else key, value, _items(value)))
+
+    def restore(self) -> list[Change]:
+        """Restores all attributes. Returns those that were rebound to or from a tensor."""
+        changes: list[Change] = []
+        for path, table, before in self._tables:
+            changes += _restore_table(path, table, before)
+        for path, container, items in self._containers:
+            changes += _restore_container(path, container, items)
+        for path, parameter, data in self._data:
+            now = parameter.data
+            if _location(now) != _location(data):
+                parameter.data = data
+                changes.append(Change(f"{path}.data", data, now))
+        return [c for c in changes if _is_rebound_tensor(c)]
+
+
+def _restore_table(path: str, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
+    changed = [k for k in table if k not in old or table[k] is not old[k]]
+    changed += [k for k in old if k not in table]
+    for key in changed:
+        before, after = old.get(key, ABSENT), table.get(key, ABSENT)
+        if before is ABSENT:
+            del table[key]
+        else:
+            table[key] = before
+        yield Change(f"{path}.{key}" if path else key, before, after)
+
+
+def _restore_container(path: str, container: Any, old: list[Any]) -> Iterator[Change]:
+    """Restores a list, set or dictionary. Yields the lazy tensors that it had."""
+    items = _items(container)
+    # By identity, not equality: the items may be tensors.
+    if len(items) == len(old) and all(map(_same, old, items)):
+        return
+    if isinstance(container, list):
+        container[:] = old
+    else:
+        container.clear()
+        container.update(old)
+    for item in items:
+        after = item[1] if isinstance(container, dict) else item
+        if isinstance(after, LazyTensor):
+            yield Change(path, ABSENT, after)
+
+
+def _items(container: Any) -> list[Any]:
+    return list(container.items()) if isinstance(container, dict) else list(container)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        return all(x is y for x, y in zip(a, b, strict=True))
+    return a is b
+
+
+def _is_rebound_tensor(change: Change) -> bool:
+    before, after = change.before, change.after
+    if isinstance(after, LazyTensor):
+        return True
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        # From None to a tensor of the loader's own, a flag, a counter: no weights are in it.
+        return False
+    return _location(before) != _location(after)
+
+
+def _location(tensor: torch.Tensor) -> tuple[Any, ...]:
+    begin = tensor.data_ptr() if tensor.device.type != "meta" else (storage_key(tensor), tensor.storage_offset())
+    return begin, tuple(tensor.shape), tensor.stride(), tensor.dtype
