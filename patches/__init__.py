@@ -1,25 +1,24 @@
-"""What this package adds to a stock SGLang, one file per SGLang module it extends.
+"""Extends a stock SGLang, one file per SGLang module. SGLang calls `install` in every process it starts.
 
-SGLang calls `install` in every process it starts, through its entry-point group `sglang.srt.plugins`.
-On its way a request passes:
+A request of an update passes:
 
     engine.py, http_server.py   Engine.update_weights_distributed, POST /update_weights_distributed, GET /weights_info
-    watch.py, metrics.py        a log line, metrics and a span of it
-    torn.py                     while an update that broke off is not made good: no request is served
-    outlive.py                  a process of the engine that dies fails calls, and not the trainer (VerlEngine only)
+    update_observer.py          log line, metrics (metrics.py) and span
+    torn_weights.py             refuses all requests from a failed write until the next successful update
+    process_watch.py            fails calls, and not the trainer, if a process of an embedded engine dies
     tokenizer_manager.py        pause and writer locks, weight_version
-    weights_info.py             which weights are live, as far as that is known
-    scheduler.py                what the scheduler's state forbids; cache flush; never lets an error out
-    tp_worker.py                hands on to the model runner
+    weights_info.py             records which weights are live
+    scheduler.py                checks the scheduler's state; flushes the cache; catches all exceptions
+    tp_worker.py                forwards to the model runner
     model_runner.py             the live parameters: `sglang_reshard.engine.receiver.WeightReceiver`
 
-Beside them: what differs between SGLang's versions (versions.py), which engines cannot be updated (fitness.py), and
-whether all of this is in place in every process (presence.py).
+sglang_versions.py handles the differences between SGLang's versions, supported_engine.py recognises engines that cannot
+be updated, hook_check.py checks that every process has these patches.
 
-Nothing that SGLang defines is replaced. One list is appended to (the tokenizer manager's communicators)
-and some methods have ours before, after or around them, through SGLang's own hook registry: all but those in
-torn.py and weights_info.py follow. All else is new methods and routes, and a middleware of the server's that does
-nothing while weights are sound.
+Nothing that SGLang defines is replaced. One list is appended to (the tokenizer manager's communicators), and some
+methods get hooks before, after or around them through SGLang's own hook registry (entry-point group
+`sglang.srt.plugins`): all but those in torn_weights.py and weights_info.py run after. Everything else is new methods
+and routes, and a middleware of the server that passes everything through while the weights are sound.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from functools import cache
 
 @cache  # a hook that is registered twice runs twice
 def install() -> None:
-    """Entry point. Idempotent; SGLang logs what it raises, and `Engine` then lacks our methods."""
+    """Entry point. Idempotent. SGLang logs what it raises, and `Engine` then lacks the methods of this package."""
     from sglang_reshard.observability.logs import configure
     from sglang_reshard.patches import (
         engine,
@@ -37,14 +36,14 @@ def install() -> None:
         metrics,
         model_runner,
         scheduler,
+        sglang_versions,
         tokenizer_manager,
-        torn,
+        torn_weights,
         tp_worker,
-        versions,
         weights_info,
     )
 
-    versions.check()
+    sglang_versions.check()
     configure()
 
     for module in (
@@ -52,7 +51,7 @@ def install() -> None:
         tp_worker,
         scheduler,
         tokenizer_manager,
-        torn,
+        torn_weights,
         metrics,
         weights_info,
         http_server,

@@ -1,4 +1,4 @@
-"""An engine in this process, with the methods that `RemoteEngine` has for one that is not."""
+"""Wraps an SGLang engine in this process, with the methods that `RemoteEngine` has for a server."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ if TYPE_CHECKING:
 
 
 class EmbeddedEngine:
-    """SGLang's own `engine`, whose processes may die without this one."""
+    """SGLang's `engine`, whose processes may die without ending this one."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     @classmethod
     def start(cls, arguments: dict[str, Any]) -> EmbeddedEngine:
-        """On every node of the engine, with its `node_rank` among the arguments, which are SGLang's ServerArgs."""
+        """Starts the engine's processes of this node.
+
+        arguments  SGLang's ServerArgs, with this node's `node_rank`
+        """
         from sglang.srt.entrypoints.engine import Engine
 
-        from sglang_reshard.patches.engine import outlive
+        from sglang_reshard.patches.process_watch import watch_processes
 
-        # Else an engine on a node other than the first never returns from its constructor.
+        # Otherwise an engine's constructor never returns on a node other than the first.
         os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
         with without_torchrun_variables():
             engine = Engine(**arguments)
-        outlive(engine)
+        watch_processes(engine)
         return cls(engine)
 
     @classmethod
     def start_checked(cls, arguments: dict[str, Any]) -> EmbeddedEngine:
-        """On the first node: raises Unsupported, and ends the engine again, if it cannot be updated."""
+        """As `start`, on the first node. Ends the engine again and raises Unsupported if it cannot be updated."""
         from sglang_reshard.patches.engine import check_installed
 
         started = cls.start(arguments)
@@ -53,7 +56,7 @@ class EmbeddedEngine:
     def weights_info(self) -> WeightsInfo:
         from sglang_reshard.patches import weights_info
 
-        return weights_info.of(self.engine.tokenizer_manager)
+        return weights_info.current(self.engine.tokenizer_manager)
 
     def generate(self, **arguments: Any) -> Any:
         return self.engine.generate(**arguments)
@@ -77,12 +80,13 @@ class EmbeddedEngine:
         self.engine.loop.run_until_complete(manager.continue_generation(ContinueGenerationReqInput()))
 
     def flush_cache(self) -> None:
+        """Raises EngineRefused while requests run."""
         flushed = self.engine.flush_cache()
         if not flushed.success:
             raise EngineRefused(f"the cache was not flushed: {flushed.message or 'requests are running'}")
 
     def close(self) -> None:
-        """End the engine's processes, and no others."""
+        """Ends the engine's processes, and no others."""
         from sglang_reshard.patches.engine import end
 
         end(self.engine)

@@ -1,4 +1,4 @@
-"""sglang.srt.entrypoints.engine: `Engine.update_weights_distributed`, and a check that it will work."""
+"""sglang.srt.entrypoints.engine: adds `Engine.update_weights_distributed`, and ends an engine without a trace."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import psutil
 
 from sglang_reshard.errors import EngineDied, Unsupported
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.patches import presence
-from sglang_reshard.patches.fitness import unfit, warn_if_unfit
-from sglang_reshard.patches.outlive import Children, ended, outlive
-from sglang_reshard.patches.shared_segments import forget, is_an_engines, remove, segments_of
+from sglang_reshard.patches import hook_check
+from sglang_reshard.patches.process_watch import EngineProcesses, unwatch
+from sglang_reshard.patches.shared_segments import is_engine_only, remove, segments_of, unregister
+from sglang_reshard.patches.supported_engine import unsupported_reason, warn_if_unsupported
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
-
-__all__ = ["apply", "check_installed", "end", "outlive", "update_weights_distributed"]
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -26,7 +24,7 @@ logger = get_logger(__name__)
 
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _ANSWER_S = 60.0
-_END_S = 60.0  # a killed process may need a while to give back a GPU's memory
+_END_S = 60.0  # a killed process may need a while to free a GPU's memory
 
 
 def apply() -> None:
@@ -34,22 +32,22 @@ def apply() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     Engine.update_weights_distributed = update_weights_distributed
-    # Every start comes by one of them: Ray's by the second only, the Rust server's by the first only.
+    # Every start calls one of them: Ray's only the second, the Rust server's only the first.
     for start in ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"):
-        HookRegistry.register(f"{_ENGINE}.{start}", _look_at_arguments, HookType.BEFORE)
+        HookRegistry.register(f"{_ENGINE}.{start}", _check_arguments, HookType.BEFORE)
 
 
-def _look_at_arguments(_engine: type[Engine], *arguments: Any, **named: Any) -> None:
+def _check_arguments(_engine: type[Engine], *arguments: Any, **named: Any) -> None:
     try:
-        warn_if_unfit(named["server_args"] if "server_args" in named else arguments[0])
-    except Exception:  # a newer SGLang that names things otherwise must start all the same
-        logger.warning("Whether this engine can be updated will be known at its first update", exc_info=True)
+        warn_if_unsupported(named["server_args"] if "server_args" in named else arguments[0])
+    except Exception:  # a newer SGLang with other names must start all the same
+        logger.warning("Whether this engine can be updated will only be known at its first update", exc_info=True)
 
 
 def update_weights_distributed(self: Engine, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
-    """Reshards a trainer's weights into the live parameters; `WeightSender` is the other side."""
+    """Updates the live parameters to a trainer's weights. Called by `WeightSender`."""
     if self.loop.is_running():
-        message = "another thread is using this Engine; give it one call at a time"
+        message = "another thread is using this Engine; make one call at a time"
         return DistributedUpdateWeightsOutput(success=False, message=message)
     try:
         return self.loop.run_until_complete(self.tokenizer_manager.update_weights_distributed(request))
@@ -58,42 +56,42 @@ def update_weights_distributed(self: Engine, request: DistributedUpdateWeightsRe
 
 
 def end(engine: Engine) -> None:
-    """End an engine's processes and what they leave in shared memory, also where some have died before.
+    """Ends an engine's processes and removes their shared memory, even if some of them have died.
 
-    SGLang's own `Engine.shutdown` kills every child of this process, a trainer's data loaders and Python's
-    resource tracker among them, and leaves the shared memory.
+    SGLang's own `Engine.shutdown` kills every child of this process, including a trainer's data loaders and Python's
+    resource tracker, and leaves the shared memory.
     """
     manager = engine.tokenizer_manager
     if manager is not None and manager._subprocess_watchdog is not None:
-        manager._subprocess_watchdog.stop()  # it would take their end for a crash
-    children = Children.of(engine)
-    family = []
-    for child in children.members:
+        manager._subprocess_watchdog.stop()  # it would report their end as a crash
+    watched = EngineProcesses.of(engine)
+    processes = []
+    for member in watched.members:
         with contextlib.suppress(psutil.NoSuchProcess):
-            family += [child.process, *child.process.children(recursive=True)]
-    segments = children.segments | segments_of(p.pid for p in family)
-    segments -= {segment for segment in segments_of([os.getpid()]) if not is_an_engines(segment)}
-    for process in family:
+            processes += [member.process, *member.process.children(recursive=True)]
+    segments = watched.segments | segments_of(p.pid for p in processes)
+    segments -= {segment for segment in segments_of([os.getpid()]) if not is_engine_only(segment)}
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(family, timeout=_END_S)
+    psutil.wait_procs(processes, timeout=_END_S)
     present = [segment for segment in segments if segment.exists()]
     remove(present)
-    forget(present)
+    unregister(present)
     atexit.unregister(engine.shutdown)
-    ended(engine)
+    unwatch(engine)
 
 
 def check_installed(engine: Engine) -> None:
-    """Raise Unsupported unless this engine can be updated, and carries these patches in this version throughout.
+    """Raises Unsupported unless this engine can be updated and all its processes have this version of the patches.
 
-    Raises DeadlineExceeded where its schedulers do not answer.
+    Raises DeadlineExceeded if its schedulers do not answer.
     """
     if not hasattr(engine, "update_weights_distributed"):
         raise Unsupported(
-            "SGLang did not load the sglang-reshard plugin: look for 'Failed to load plugin reshard' in its log, "
-            "and see that SGLANG_PLUGINS, if it is set, names 'reshard'"
+            "SGLang did not load the sglang-reshard plugin: search its log for 'Failed to load plugin reshard', "
+            "and check that SGLANG_PLUGINS, if set, includes 'reshard'"
         )
-    if reason := unfit(engine.server_args):
+    if reason := unsupported_reason(engine.server_args):
         raise Unsupported(reason)
-    engine.loop.run_until_complete(presence.check(engine.tokenizer_manager, _ANSWER_S))
+    engine.loop.run_until_complete(hook_check.check(engine.tokenizer_manager, _ANSWER_S))

@@ -1,10 +1,10 @@
-"""sglang.srt.entrypoints.http_server: what this package adds to a server.
+"""sglang.srt.entrypoints.http_server: adds two endpoints to a server, and a middleware for torn weights.
 
-    POST /update_weights_distributed    an update; the trainer's side of it is `sglang_reshard.api.remote_engine`
+    POST /update_weights_distributed    an update; its client is `sglang_reshard.api.remote_engine`
     GET  /weights_info                  which weights are live
-    503                                 in place of any answer that torn weights would have a part in
+    503                                 in place of any answer that depends on torn weights
 
-Both ask for the admin key, or the API key where there is no admin key, as SGLang's own control endpoints do.
+Both require the admin key, or the API key if there is no admin key, as SGLang's own control endpoints do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_reshard.patches import torn, weights_info
+from sglang_reshard.patches import torn_weights, weights_info
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ _HEALTH = ("/health", "/health_generate")
 def apply() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # The server's module is imported only where there is a server. Naming it here would import it,
-    # and FastAPI with it, in every scheduler; a tokenizer manager exists where a server may.
+    # A hook on the server's module would import it, and FastAPI with it, in every scheduler. A process that may be a
+    # server has a tokenizer manager.
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",
         _extend,
@@ -47,9 +47,9 @@ def _extend(_result: Any, manager: TokenizerManager, *_: Any, **__: Any) -> None
         return
     _add_routes(server.app, manager)
     if server.app.middleware_stack is None:
-        server.app.add_middleware(TornAnswers, manager=manager)
+        server.app.add_middleware(TornWeightsMiddleware, manager=manager)
     else:
-        logger.warning("The server runs already: it will say 500 and not 503 while its weights are torn")
+        logger.warning("The server is already running: it will answer 500 instead of 503 while its weights are torn")
 
 
 def _add_routes(app: Any, manager: TokenizerManager) -> None:
@@ -68,20 +68,20 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
         return Response(msgspec.json.encode(output), status_code=status, media_type="application/json")
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def tell(_request: Any) -> Response:
-        return Response(msgspec.json.encode(weights_info.of(manager)), media_type="application/json")
+    async def get_weights_info(_request: Any) -> Response:
+        return Response(msgspec.json.encode(weights_info.current(manager)), media_type="application/json")
 
     app.add_route(_PATH, update_weights_distributed, methods=["POST"])
-    app.add_route(_INFO, tell, methods=["GET"])
+    app.add_route(_INFO, get_weights_info, methods=["GET"])
 
 
-class TornAnswers:
-    """Middleware: HTTP 503 with the reason in place of what an endpoint made of a refusal for torn weights.
+class TornWeightsMiddleware:
+    """Answers HTTP 503 with the reason in place of what an endpoint makes of TornWeights.
 
     {"error": {"message": reason, "type": "TornWeights", "code": 503}}
 
-    The status line waits for the first byte that follows it. A stream's endpoint sends it before it has asked
-    for a token, and whether there will be one may be known only after a wait.
+    The status line is held back until the first byte of the body. A streaming endpoint sends it before it has requested
+    a token, and the request may be refused only after a wait.
     """
 
     def __init__(self, app: ASGIApp, manager: TokenizerManager) -> None:
@@ -91,39 +91,39 @@ class TornAnswers:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
-        elif (reason := torn.reason(self._manager)) and _path(scope) in _HEALTH:
-            await _refuse(reason, send)  # theirs is a request that they forget the outcome of
+        elif (reason := torn_weights.reason(self._manager)) and _path(scope) in _HEALTH:
+            await _refuse(reason, send)  # they ignore the outcome of the request they make
         else:
             await self._watch(scope, receive, send)
 
     async def _watch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = torn.Exchange()
-        torn.exchange.set(asked)
-        held: Message | None = None
-        begun = refused = False
+        request = torn_weights.HttpRequest()
+        torn_weights.http_request.set(request)
+        start: Message | None = None
+        started = refused = False
 
         async def send_unless_torn(message: Message) -> None:
-            nonlocal held, begun, refused
+            nonlocal start, started, refused
             if refused:
                 return
-            if asked.torn and not begun:
+            if request.torn_reason and not started:
                 refused = True
-                await _refuse(asked.torn, send)
+                await _refuse(request.torn_reason, send)
             elif message["type"] == "http.response.start":
-                held = message
+                start = message
             else:
-                if held is not None:
-                    first, held, begun = held, None, True
-                    await send(first)
+                if start is not None:
+                    held_back, start, started = start, None, True
+                    await send(held_back)
                 await send(message)
 
         try:
             await self.app(scope, receive, send_unless_torn)
         except Exception:
-            if begun or not asked.torn:
+            if started or not request.torn_reason:
                 raise
             if not refused:
-                await _refuse(asked.torn, send)
+                await _refuse(request.torn_reason, send)
 
 
 def _path(scope: Scope) -> str:

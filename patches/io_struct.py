@@ -1,14 +1,14 @@
-"""sglang.srt.managers.io_struct: envelopes that carry our messages between SGLang's processes.
+"""sglang.srt.managers.io_struct: envelopes that carry this package's messages between SGLang's processes.
 
-SGLang's processes exchange subclasses of its `BaseReq`. The messages themselves are msgspec structs,
-encoded, so that they are typed and checked at both ends whatever SGLang does to an envelope.
+SGLang's processes exchange subclasses of its `BaseReq`. The messages inside are encoded msgspec structs, so that they
+are typed and validated at both ends, whatever SGLang does to an envelope.
 """
 
 from __future__ import annotations
 
 from sglang.srt.managers.io_struct import BaseReq
 
-from sglang_reshard.patches.versions import envelope
+from sglang_reshard.patches.sglang_versions import ipc_message
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
@@ -18,7 +18,7 @@ from sglang_reshard.protocol.messages import (
 )
 
 
-@envelope
+@ipc_message
 class UpdateWeightsDistributedReqInput(BaseReq):
     payload: bytes = b""
     step: Step = "update"
@@ -31,7 +31,7 @@ class UpdateWeightsDistributedReqInput(BaseReq):
         return decode(self.payload, DistributedUpdateWeightsReq)
 
 
-@envelope
+@ipc_message
 class UpdateWeightsDistributedReqOutput(BaseReq):
     payload: bytes = b""
 

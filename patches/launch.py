@@ -1,4 +1,4 @@
-"""Starting an engine's processes from inside a torchrun worker."""
+"""Starts an engine's processes from inside a torchrun worker: its environment, and the script's main guard."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from types import FrameType
 
 from sglang_reshard.errors import ReshardError
 
-# What torchrun tells its workers. An engine rank that inherits them takes itself for a trainer rank and
-# waits, without a word, for a rendezvous that never comes.
+# Set by torchrun for its workers. An engine rank that inherits them takes itself for a trainer rank, and silently waits
+# for a rendezvous that never happens.
 TORCHRUN_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
@@ -24,7 +24,7 @@ TORCHRUN_VARIABLES = (
 
 @contextmanager
 def without_torchrun_variables() -> Iterator[None]:
-    """Children started inside do not see torchrun's variables; this process has them back afterwards."""
+    """Hides torchrun's variables from processes started inside the block, and restores them afterwards."""
     saved = {name: os.environ.pop(name) for name in TORCHRUN_VARIABLES if name in os.environ}
     try:
         yield
@@ -33,13 +33,13 @@ def without_torchrun_variables() -> Iterator[None]:
 
 
 def require_main_guard() -> None:
-    """Raise when the script's engine start is not under `if __name__ == "__main__":`.
+    """Raises ReshardError if the script does not start the engine under `if __name__ == "__main__":`.
 
-    The engine spawns its processes, each of which imports the script again: unguarded, every one would
-    start trainers and engines of its own, which looks like a hang.
+    The engine spawns its processes, each of which imports the script again: without the guard every one would start
+    trainers and engines of its own, which looks like a hang.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ReshardError(_ADVICE)  # we are such a child, importing the script
+        raise ReshardError(_MESSAGE)  # this is such a child, importing the script
     frame = _main_module_frame()
     if frame is None:
         return
@@ -48,22 +48,22 @@ def require_main_guard() -> None:
         with open(path) as f:
             tree = ast.parse(f.read())
     except (OSError, SyntaxError):
-        return  # python -c, a notebook: nothing that a child would import again
+        return  # python -c, a notebook: a child imports nothing again
     for statement in tree.body:
         if statement.lineno <= frame.f_lineno <= (statement.end_lineno or statement.lineno):
             if not _is_main_guard(statement):
-                raise ReshardError(f"{path}, line {frame.f_lineno}: {_ADVICE}")
+                raise ReshardError(f"{path}, line {frame.f_lineno}: {_MESSAGE}")
             return
 
 
-_ADVICE = (
+_MESSAGE = (
     "the engine is started at the script's top level. Its processes import the script again and would start "
-    'it over; put the script\'s work into a function and call it under `if __name__ == "__main__":`'
+    'another engine; put the script\'s code into a function and call it under `if __name__ == "__main__":`'
 )
 
 
 def _main_module_frame() -> FrameType | None:
-    """The frame of the main script's top level, if that is where we are called from."""
+    """Returns the frame of the main script's top level if the caller was called from there, else None."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":

@@ -1,29 +1,30 @@
-"""Metrics on SGLang's own /metrics, where the server was started with --enable-metrics.
+"""Exports metrics of updates on SGLang's own /metrics if the server was started with --enable-metrics.
 
-`METRICS` says all there are. They are set in the tokenizer manager's process, which every update passes.
+`METRICS` lists them. They are set in the tokenizer manager's process, which every update passes.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from sglang_reshard.engine.context import PHASES
+from sglang_reshard.engine.context import Phase
 from sglang_reshard.observability.report import bytes_per_second, peak_extra_bytes, received_bytes, slowest_seconds
-from sglang_reshard.patches import versions
-from sglang_reshard.patches.version_series import show_only
+from sglang_reshard.patches import sglang_versions
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-# Where an update fails outside the engine ranks' own phases.
+# Values of the label `phase` for updates that fail outside of the engine ranks' own phases.
 REQUEST = "request"  # before the schedulers were asked
 ENGINE = "engine"  # in a scheduler, outside of these phases, or the schedulers did not answer
-LEFT = "left"  # whoever asked for it did not wait for the end
-_FAILURE_PHASES = (REQUEST, *PHASES, "aborted", ENGINE, LEFT)
+LEFT = "left"  # the client disconnected before the end
+_FAILURE_PHASES = (REQUEST, *(phase.value for phase in Phase), "aborted", ENGINE, LEFT)
 
 _VERSION_SETTER = "_update_weight_version_if_provided"
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -31,9 +32,9 @@ _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One of what /metrics shows.
+    """One metric.
 
-    name  as it is there; a histogram's has _bucket, _sum and _count behind it
+    name  as on /metrics; a histogram's samples have the suffixes _bucket, _sum and _count
     """
 
     name: str
@@ -42,38 +43,38 @@ class Metric:
     labels: tuple[str, ...] = ()
 
 
-UPDATES = Metric("sglang_reshard_updates_total", "counter", "Updates that were asked for, however they ended.")
+UPDATES = Metric("sglang_reshard_updates_total", "counter", "Number of updates requested, whatever their outcome.")
 FAILURES = Metric(
-    "sglang_reshard_failures_total", "counter", "Updates that failed, by the phase in which they did.", ("phase",)
+    "sglang_reshard_failures_total", "counter", "Number of failed updates, by the phase that failed.", ("phase",)
 )
 UPDATE_SECONDS = Metric(
     "sglang_reshard_update_seconds",
     "histogram",
-    "Seconds of a successful update as the server saw it; the wait for running requests is among them.",
+    "Duration of successful updates on the server in seconds, including the wait for running requests.",
 )
 PHASE_SECONDS = Metric(
     "sglang_reshard_phase_seconds",
     "histogram",
-    "Seconds of a phase of a successful update, on the slowest engine rank.",
+    "Duration of each phase of successful updates in seconds, on the slowest engine rank.",
     ("phase",),
 )
 RECEIVED = Metric(
-    "sglang_reshard_received_bytes_total", "counter", "Bytes that all engine ranks received.", ("transport",)
+    "sglang_reshard_received_bytes_total", "counter", "Bytes received by all engine ranks.", ("transport",)
 )
 RATE = Metric(
     "sglang_reshard_bytes_per_second",
     "gauge",
-    "Bytes of all engine ranks over the seconds of the slowest rank's move, in the last successful update.",
+    "Bytes received by all engine ranks per second of the slowest rank's move, in the last successful update.",
 )
 PEAK = Metric(
     "sglang_reshard_peak_extra_bytes",
     "gauge",
-    "The most memory that an engine rank took beyond its own, in the last successful update.",
+    "Peak memory in bytes that an engine rank used beyond its own, in the last successful update.",
 )
 SUCCEEDED = Metric(
-    "sglang_reshard_last_success_timestamp_seconds", "gauge", "When the last successful update ended, as Unix time."
+    "sglang_reshard_last_success_timestamp_seconds", "gauge", "Unix time at which the last successful update ended."
 )
-VERSION = Metric("sglang_reshard_weights_info", "version", "1, with the version of the live weights.", ("version",))
+VERSION = Metric("sglang_reshard_weights_info", "version", "1, labelled with the live weights' version.", ("version",))
 TORN = Metric("sglang_reshard_torn", "gauge", "1 while the weights are torn and requests are refused, else 0.")
 
 METRICS = (
@@ -95,80 +96,108 @@ def apply() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     mixin = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
-    # With the communicators, because what SGLang needs for its metrics has been set up by then.
+    # After the communicators, because SGLang has set up its own metrics by then.
     HookRegistry.register(
-        f"{mixin}.init_communicators", lambda _result, manager, *_, **__: begin(manager), HookType.AFTER
+        f"{mixin}.init_communicators", lambda _result, manager, *_, **__: initialize(manager), HookType.AFTER
     )
-    # Stock updates come by it too.
+    # SGLang's own updates call it too.
     if hasattr(TokenizerControlMixin, _VERSION_SETTER):
         HookRegistry.register(
-            f"{mixin}.{_VERSION_SETTER}", lambda _result, manager, *_, **__: show_version(manager), HookType.AFTER
+            f"{mixin}.{_VERSION_SETTER}", lambda _result, manager, *_, **__: set_version(manager), HookType.AFTER
         )
 
 
-def begin(manager: TokenizerManager) -> None:
-    """All that can be shown before the first update: who looks for a rise must have seen a zero."""
-    if not _shown(manager):
+def initialize(manager: TokenizerManager) -> None:
+    """Exports zeros before the first update, without which a first increase would not be detected."""
+    if not _enabled(manager):
         return
-    made = _made()
+    collectors = _collectors()
     for phase in _FAILURE_PHASES:
-        made[FAILURES.name].labels(phase)
-    show_torn(manager, False)
-    show_version(manager)
+        collectors[FAILURES.name].labels(phase)
+    set_torn(manager, False)
+    set_version(manager)
 
 
-def show_torn(manager: TokenizerManager, torn: bool) -> None:
-    if _shown(manager):
-        _made()[TORN.name].set(1 if torn else 0)
+def set_torn(manager: TokenizerManager, torn: bool) -> None:
+    if _enabled(manager):
+        _collectors()[TORN.name].set(1 if torn else 0)
 
 
-def show_version(manager: TokenizerManager) -> None:
-    if _shown(manager):
-        show_only(_made()[VERSION.name], VERSION.help, {"version": str(versions.weight_version(manager) or "")})
+def set_version(manager: TokenizerManager) -> None:
+    if _enabled(manager):
+        version = str(sglang_versions.weight_version(manager) or "")
+        _set_single_series(_collectors()[VERSION.name], VERSION.help, {"version": version})
 
 
 def observe(manager: TokenizerManager, output: DistributedUpdateWeightsOutput, seconds: float) -> None:
-    """An update has ended. `seconds` as the tokenizer manager saw it."""
-    if not _shown(manager):
+    """Records the outcome of an update that took `seconds` in the tokenizer manager."""
+    if not _enabled(manager):
         return
-    made = _made()
-    made[UPDATES.name].inc()
+    collectors = _collectors()
+    collectors[UPDATES.name].inc()
     if not output.success:
-        made[FAILURES.name].labels(output.phase or REQUEST).inc()
+        collectors[FAILURES.name].labels(output.phase or REQUEST).inc()
         return
-    made[UPDATE_SECONDS.name].observe(seconds)
+    collectors[UPDATE_SECONDS.name].observe(seconds)
     slowest = slowest_seconds(output.ranks)
-    for phase, s in slowest.items():
-        made[PHASE_SECONDS.name].labels(phase).observe(s)
-    made[RECEIVED.name].labels(output.transport).inc(received_bytes(output.ranks))
+    for phase, phase_seconds in slowest.items():
+        collectors[PHASE_SECONDS.name].labels(phase).observe(phase_seconds)
+    collectors[RECEIVED.name].labels(output.transport).inc(received_bytes(output.ranks))
     if rate := bytes_per_second(output.ranks, slowest):
-        made[RATE.name].set(rate)
-    made[PEAK.name].set(peak_extra_bytes(output.ranks))
-    made[SUCCEEDED.name].set(time.time())
-    show_version(manager)
+        collectors[RATE.name].set(rate)
+    collectors[PEAK.name].set(peak_extra_bytes(output.ranks))
+    collectors[SUCCEEDED.name].set(time.time())
+    set_version(manager)
 
 
-def _shown(manager: TokenizerManager) -> bool:
-    return bool(manager.enable_metrics) and bool(_made())
+def _enabled(manager: TokenizerManager) -> bool:
+    return bool(manager.enable_metrics) and bool(_collectors())
 
 
 @functools.cache
-def _made() -> dict[str, Any]:
-    """By name; empty without prometheus_client.
+def _collectors() -> dict[str, Any]:
+    """Returns prometheus_client's collectors by name; empty if it is not installed.
 
-    At the first use: it looks at SGLang's folder for several processes when it is imported.
+    Created on first use: prometheus_client reads the folder that SGLang's processes share when it is imported.
     """
     try:
         from prometheus_client import Counter, Gauge, Histogram
     except ImportError:
         return {}
-    made: dict[str, Any] = {}
+    collectors: dict[str, Any] = {}
     for metric in METRICS:
         arguments = metric.name, metric.help, metric.labels
         if metric.kind == "counter":
-            made[metric.name] = Counter(*arguments)
+            collectors[metric.name] = Counter(*arguments)
         elif metric.kind == "histogram":
-            made[metric.name] = Histogram(*arguments, buckets=_SECONDS)
+            collectors[metric.name] = Histogram(*arguments, buckets=_SECONDS)
         else:
-            made[metric.name] = Gauge(*arguments, multiprocess_mode="mostrecent")
-    return made
+            collectors[metric.name] = Gauge(*arguments, multiprocess_mode="mostrecent")
+    return collectors
+
+
+def _set_single_series(gauge: Any, help: str, labels: dict[str, str]) -> None:
+    """Sets the gauge to 1 with these labels, and removes its other series.
+
+    prometheus_client removes no series where several processes share a folder, as SGLang's do, and a series for each
+    version of a long run would accumulate. But the collector reads every file of the folder: this series has a file of
+    its own, which is replaced as a whole.
+
+    help  the gauge's, which it does not expose
+    """
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    if folder is None:
+        gauge.clear()
+        gauge.labels(**labels).set(1)
+        return
+    from prometheus_client.mmap_dict import MmapedDict, mmap_key
+
+    # The collector takes kind, mode and process from the name.
+    file = Path(folder, f"gauge_mostrecent_reshard{os.getpid()}.db")
+    new = file.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    (family,) = gauge.describe()
+    series = MmapedDict(str(new))
+    series.write_value(mmap_key(family.name, family.name, list(labels), list(labels.values()), help), 1.0, time.time())
+    series.close()
+    new.replace(file)

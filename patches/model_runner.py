@@ -1,4 +1,4 @@
-"""sglang.srt.model_executor.model_runner: where the live parameters are."""
+"""sglang.srt.model_executor.model_runner: executes an update on the live parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, Dis
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-UNDER_WAY = DistributedUpdateWeightsOutput(success=True, message="", under_way=True)
+_IN_PROGRESS = DistributedUpdateWeightsOutput(success=True, message="", under_way=True)
 _RECEIVER = "_reshard_receiver"
 
 
@@ -24,7 +24,7 @@ def apply() -> None:
 def update_weights_distributed(
     self: ModelRunner, request: DistributedUpdateWeightsReq, step: Step, refusal: str
 ) -> DistributedUpdateWeightsOutput:
-    """A step of bringing this engine rank's parameters to the trainer's; `refusal` is why this rank must not."""
+    """Executes a step of an update on this engine rank. `refusal` is why this rank must not be updated, or empty."""
     from sglang.srt.distributed import get_tp_group
 
     from sglang_reshard.engine.receiver import WeightReceiver
@@ -33,25 +33,25 @@ def update_weights_distributed(
     kept: tuple[WeightReceiver, str] | None = getattr(self, _RECEIVER, None)
     if kept is None:
         tp = get_tp_group()
-        # Repacking is a matter of how the engine was started: one look at the modules is enough.
-        kept = WeightReceiver(self.model, tp.rank_in_group, tp.world_size, device), repacked(self.model)
+        # Repacking depends on how the engine was started, so the modules need to be checked only once.
+        kept = WeightReceiver(self.model, tp.rank_in_group, tp.world_size, device), repacked_reason(self.model)
         setattr(self, _RECEIVER, kept)
-    receiver, cannot = kept
+    receiver, repacked = kept
     if step == "stage":
-        return receiver.stage(request, refusal or cannot)
+        return receiver.stage(request, refusal or repacked)
     if step == "staged":
-        return receiver.staged() or UNDER_WAY
+        return receiver.staged() or _IN_PROGRESS
     if device.type == "cuda":
         self.forward_stream.synchronize()  # a forward pass in flight still reads the old weights
     run = receiver.commit if step == "commit" else receiver.update
-    return run(request, refusal or cannot)
+    return run(request, refusal or repacked)
 
 
-def repacked(model: torch.nn.Module) -> str:
-    """Why the live weights are not laid out as the loader writes them; empty if they are, as far as can be told.
+def repacked_reason(model: torch.nn.Module) -> str:
+    """Returns why the live weights do not have the loader's layout; empty if they do, as far as is known.
 
-    Most repacking changes shapes, which the trace refuses by itself. These kinds keep the shape and
-    reorder what is in it, so that weights written in the loader's layout would be wrong in silence.
+    Most repacking changes shapes, which the trace rejects. These kinds keep the shape and reorder the elements, so that
+    weights written in the loader's layout would be silently wrong.
     """
     for name, module in model.named_modules():
         if getattr(module, "use_intel_amx_backend", False):

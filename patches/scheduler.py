@@ -1,4 +1,4 @@
-"""sglang.srt.managers.scheduler: the request's handler, which every TP rank enters in the same turn of its loop."""
+"""sglang.srt.managers.scheduler: handles an update's request, on every TP rank in the same iteration of its loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.patches import metrics, presence, versions
+from sglang_reshard.patches import hook_check, metrics, sglang_versions
 from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.version import VERSION_KEY
@@ -24,7 +24,7 @@ def apply() -> None:
 
     Scheduler.update_weights_distributed = update_weights_distributed
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher", _dispatch, HookType.AFTER)
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _tell_version, HookType.AFTER)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _report_version, HookType.AFTER)
 
 
 def _dispatch(_result: Any, scheduler: Scheduler, *_: Any, **__: Any) -> None:
@@ -35,22 +35,22 @@ def _dispatch(_result: Any, scheduler: Scheduler, *_: Any, **__: Any) -> None:
     )
 
 
-def _tell_version(output: Any, *_: Any, **__: Any) -> None:
-    """Among what a scheduler says of itself: in `get_server_info` and GET /server_info, too."""
-    output.internal_state[VERSION_KEY] = presence.told()
+def _report_version(output: Any, *_: Any, **__: Any) -> None:
+    """Adds this package's version to the scheduler's internal state, which GET /server_info returns too."""
+    output.internal_state[VERSION_KEY] = hook_check.installed_version()
 
 
 def update_weights_distributed(
     self: Scheduler, envelope: UpdateWeightsDistributedReqInput
 ) -> UpdateWeightsDistributedReqOutput:
-    """Update, then flush the cache. An exception here would end the server, so none gets out."""
+    """Updates, then flushes the cache. Raises nothing: an exception here would end the server."""
     try:
         request = envelope.open()
         writes = envelope.step in ("update", "commit")
         refusal = _refusal(self, request, writes) if envelope.step != "staged" else ""
         output = self.tp_worker.update_weights_distributed(request, envelope.step, refusal)
         if writes and output.success:
-            versions.record_weight_version(self, request.weight_version)
+            sglang_versions.record_weight_version(self, request.weight_version)
             if request.flush_cache:
                 _flush_cache(self)
     except Exception as error:
@@ -63,50 +63,47 @@ def update_weights_distributed(
 
 
 def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq, writes: bool) -> str:
-    """Why the scheduler's state forbids the update now; empty if it does not. `writes`: into live weights."""
-    if "weights" in versions.offload_tags(scheduler):
+    """Returns why the scheduler's state does not allow the update; empty if it does. `writes`: to live weights."""
+    if "weights" in sglang_versions.offload_tags(scheduler):
         return (
             "the weights are offloaded by release_memory_occupation; "
             "call resume_memory_occupation(['weights']) before the update"
         )
-    if versions.session_is_open(scheduler):
-        return (
-            "a weight-update session of SGLang's own is open; call end_weight_update before the update, which needs no "
-            "session"
-        )
+    if sglang_versions.weight_update_session_open(scheduler):
+        return "a weight-update session of SGLang is open; call end_weight_update first, the update needs no session"
     if scheduler.draft_worker is not None and not scheduler.spec_algorithm.is_ngram():  # n-grams have no weights
-        return "a draft model is loaded, which is not carried yet; start the engine without speculative decoding"
+        return "a draft model is loaded, whose weights cannot be updated; start the engine without speculative decoding"
     _drop_finished_requests(scheduler)
     with _without_waiting_requests(scheduler):
         idle = scheduler.is_fully_idle()
     if writes and request.flush_cache and not idle:
         return (
-            f"the cache cannot be flushed: {_running(scheduler)} requests are running; pause with "
-            "mode='abort' or mode='retract', pass abort_all_requests=True, or pass flush_cache=False to go on with "
+            f"the cache cannot be flushed: {_running_requests(scheduler)} requests are running; pause with "
+            "mode='abort' or mode='retract', pass abort_all_requests=True, or pass flush_cache=False to keep "
             "what was computed from the old weights"
         )
     return ""
 
 
 def _drop_finished_requests(scheduler: Scheduler) -> None:
-    """As the scheduler's next turn would.
+    """Drops them as the scheduler's next iteration would.
 
-    An update may arrive before it: the last tokens have been sent, the readers' locks are free, and the batch still
-    holds the requests.
+    An update may arrive before it: the last tokens have been sent, the readers' locks are released, and the batch still
+    contains the requests.
     """
-    if not _running(scheduler):
-        for batch in versions.batches(scheduler):
+    if not _running_requests(scheduler):
+        for batch in sglang_versions.batches(scheduler):
             batch.filter_batch()
 
 
-def _running(scheduler: Scheduler) -> int:
-    """How many requests are in any batch that have not all their tokens."""
-    requests = (request for batch in versions.batches(scheduler) for request in batch.reqs)
+def _running_requests(scheduler: Scheduler) -> int:
+    """Returns the number of unfinished requests in all batches."""
+    requests = (request for batch in sglang_versions.batches(scheduler) for request in batch.reqs)
     return len({request.rid for request in requests if not request.finished()})
 
 
 def _flush_cache(scheduler: Scheduler) -> None:
-    """SGLang flushes only while no request waits. One that waits owns nothing of the cache: it may."""
+    """Flushes the cache although requests wait, which SGLang does not: waiting requests hold no cache."""
     with _without_waiting_requests(scheduler):
         if not scheduler.flush_cache():
             raise RuntimeError("the cache was not flushed after the update, so tokens may come from the old weights")
@@ -114,9 +111,9 @@ def _flush_cache(scheduler: Scheduler) -> None:
 
 @contextmanager
 def _without_waiting_requests(scheduler: Scheduler) -> Iterator[None]:
-    """While requests that have no part of the cache are taken out of the queue, as after a retracting pause."""
+    """Removes requests that hold no KV cache from the queue inside the block; a retracting pause leaves such."""
     waiting = scheduler.waiting_queue
-    scheduler.waiting_queue = [request for request in waiting if versions.owns_cache(request)]
+    scheduler.waiting_queue = [request for request in waiting if sglang_versions.holds_kv_cache(request)]
     try:
         yield
     finally:

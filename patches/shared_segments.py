@@ -1,8 +1,8 @@
-"""Named shared memory that processes leave behind when they are killed, as SGLang ends its own.
+"""Removes named shared memory that processes leave behind when they are killed, which is how SGLang ends its own.
 
-Python's SharedMemory and its locks are files in /dev/shm, removed by their creator or by its resource
-tracker. SGLang kills both: every engine start would leave a segment of 25 MB and some semaphores. From 0.5.13 SGLang
-adds a file of its own, of 16 KB, in which the schedulers say how loaded they are.
+Python's SharedMemory and its locks are files in /dev/shm, removed by their creator or by its resource tracker. SGLang
+kills both: every engine start would leave a segment of 25 MB and some semaphores. From 0.5.13 SGLang adds a file of its
+own, of 16 KB, in which the schedulers publish their load.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from collections.abc import Iterable
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-_ENGINES = "sglang_loads_"
-_NAMED = re.compile(rf"(/dev/shm/(?:psm_|sem\.mp-|{_ENGINES})\S+)$", re.MULTILINE)
+_LOAD_FILES = "sglang_loads_"
+_NAMED = re.compile(rf"(/dev/shm/(?:psm_|sem\.mp-|{_LOAD_FILES})\S+)$", re.MULTILINE)
 
 
 def segments_of(pids: Iterable[int]) -> set[Path]:
-    """What these processes have mapped of the kinds that Python and SGLang make. To be asked while they live."""
+    """Returns the named segments of Python and SGLang that these processes have mapped. Call it while they run."""
     found: set[Path] = set()
     for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or is not ours to look at
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             found.update(map(Path, _NAMED.findall(Path(f"/proc/{pid}/maps").read_text())))
     return found
 
 
-def is_an_engines(segment: Path) -> bool:
-    """Whether it is of no use to anybody else, also where the process that embeds the engine has mapped it."""
-    return segment.name.startswith(_ENGINES)
+def is_engine_only(segment: Path) -> bool:
+    """Returns True if only the engine uses it, even if the process that embeds the engine has mapped it too."""
+    return segment.name.startswith(_LOAD_FILES)
 
 
 def remove(segments: Iterable[Path]) -> None:
-    """Remove segments whose processes have ended; those that are gone already are no error."""
+    """Unlinks segments whose processes have ended; ignores those that do not exist."""
     for segment in segments:
         segment.unlink(missing_ok=True)
 
 
-def forget(segments: Iterable[Path]) -> None:
-    """Take segments that this process's children made off its own resource tracker's list."""
+def unregister(segments: Iterable[Path]) -> None:
+    """Unregisters segments that this process's children created from its own resource tracker."""
     for segment in segments:
         if segment.name.startswith("psm_"):
             resource_tracker.unregister(f"/{segment.name}", "shared_memory")

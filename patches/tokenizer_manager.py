@@ -1,4 +1,4 @@
-"""sglang.srt.managers.tokenizer_control_mixin: one more control request, under SGLang's own locks."""
+"""sglang.srt.managers.tokenizer_control_mixin: adds the update as a control request, under SGLang's own locks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from sglang_reshard.errors import DeadlineExceeded, Unsupported
-from sglang_reshard.patches import metrics, presence, torn, versions, weights_info
-from sglang_reshard.patches.fitness import unfit
+from sglang_reshard.patches import hook_check, metrics, sglang_versions, torn_weights, weights_info
 from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
-from sglang_reshard.patches.watch import watched
+from sglang_reshard.patches.supported_engine import unsupported_reason
+from sglang_reshard.patches.update_observer import observed
 from sglang_reshard.protocol.messages import WAITS, DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Step
 
 if TYPE_CHECKING:
@@ -24,24 +24,23 @@ def apply() -> None:
 
     if all(spec[0] != _NAME for spec in mixin._COMMUNICATOR_SPECS):
         mixin._COMMUNICATOR_SPECS.append((_NAME, UpdateWeightsDistributedReqOutput))
-    mixin.TokenizerControlMixin.update_weights_distributed = watched(update_weights_distributed)
+    mixin.TokenizerControlMixin.update_weights_distributed = observed(update_weights_distributed)
 
 
 async def update_weights_distributed(
     self: TokenizerManager, request: DistributedUpdateWeightsReq
 ) -> DistributedUpdateWeightsOutput:
-    """Send the request to the schedulers while no other request is being served.
+    """Sends the request to the schedulers while no generation request runs.
 
-    A paused engine is updated at once; otherwise the running requests finish first, as in SGLang's
-    own weight updates.
+    A paused engine is updated at once; otherwise running requests finish first, as in SGLang's own weight updates.
     """
     self.auto_create_handle_loop()
     if refusal := _refusal(self, request) or getattr(self, weights_info.RUNNING, ""):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
-    running = f"{request.whose()} is running; repeat this one when it has ended"
+    running = f"{request.name()} is running; repeat this one when it has ended"
     setattr(self, weights_info.RUNNING, running)
     try:
-        if refusal := await _absence(self, request.timeout_s):
+        if refusal := await _missing_patches(self, request.timeout_s):
             return DistributedUpdateWeightsOutput(success=False, message=refusal)
         return await _update(self, request)
     finally:
@@ -50,7 +49,7 @@ async def update_weights_distributed(
 
 async def _update(self: TokenizerManager, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
     step: Step = "update"
-    if request.staged:  # the old weights go on serving until the new ones are here
+    if request.staged:  # requests are served with the old weights until the new ones have arrived
         output = await _ask(self, request, "stage")
         while output.success and (output := await _ask(self, request, "staged")).under_way:
             await asyncio.sleep(_POLL_S)
@@ -59,7 +58,7 @@ async def _update(self: TokenizerManager, request: DistributedUpdateWeightsReq) 
         step = "commit"
     if request.abort_all_requests:
         self.abort_request(abort_all=True)
-    async with self.is_pause_cond:  # held while updating, so that nobody unpauses meanwhile
+    async with self.is_pause_cond:  # held during the update, so that the pause cannot be lifted
         paused = self.is_pause
         if paused:
             output = await _write(self, request, step)
@@ -72,57 +71,58 @@ async def _update(self: TokenizerManager, request: DistributedUpdateWeightsReq) 
 async def _write(
     self: TokenizerManager, request: DistributedUpdateWeightsReq, step: Step
 ) -> DistributedUpdateWeightsOutput:
-    """Have the schedulers write the weights, and let nobody compute with them if that breaks off half-way."""
+    """Lets the schedulers write the weights. Marks them torn if that fails halfway."""
     try:
         output = await _ask(self, request, step)
-    except BaseException:  # whoever waits for this has gone: it will not be known how it ends
-        torn.mark(self, f"update {request.update} was left before it ended")
+    except BaseException:  # cancelled, as the client disconnected: the outcome will not be known
+        torn_weights.mark(self, f"the client of update {request.update} disconnected before it ended")
         raise
     if output.success:
-        torn.heal(self)
+        torn_weights.heal(self)
         weights_info.record(self, request, output)
         self._update_weight_version_if_provided(request.weight_version)
     elif output.torn:
-        torn.mark(self, output.message)
+        torn_weights.mark(self, output.message)
     return output
 
 
 async def _ask(
     self: TokenizerManager, request: DistributedUpdateWeightsReq, step: Step
 ) -> DistributedUpdateWeightsOutput:
-    """What the schedulers answer; the first that fails speaks for all."""
+    """Returns the schedulers' answer: the first failure, if any."""
     envelope = UpdateWeightsDistributedReqInput.of(request, step)
     within = WAITS * request.timeout_s
-    # An answer that comes later belongs to this question: SGLang would take it for the next one's.
+    # Not cancelled: a late answer belongs to this request, and SGLang would take it for the next one's.
     answer = asyncio.ensure_future(self.update_weights_distributed_communicator(envelope))
     done, _ = await asyncio.wait([answer], timeout=within)
     if not done:
         return DistributedUpdateWeightsOutput(
             success=False,
             torn=step in ("update", "commit"),
-            message=f"the engine's schedulers did not answer within {within:.0f} s; look at their log, and start the "
-            "engine anew",
+            message=f"the engine's schedulers did not answer within {within:.0f} s; look at their log, and restart "
+            "the engine",
             phase=metrics.ENGINE,
         )
     outputs = [reply.open() for reply in answer.result()]
     return next((o for o in outputs if not o.success), outputs[0])
 
 
-async def _absence(self: TokenizerManager, timeout_s: float) -> str:
-    """Which of the engine's processes lack these patches; empty if none does."""
+async def _missing_patches(self: TokenizerManager, timeout_s: float) -> str:
+    """Returns which of the engine's processes lack these patches; empty if none does."""
     try:
-        await presence.check(self, timeout_s)
+        await hook_check.check(self, timeout_s)
     except (DeadlineExceeded, Unsupported) as error:
         return str(error)
     return ""
 
 
 def _refusal(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> str:
-    if reason := unfit(manager.server_args):
+    """Returns why the update is refused before the schedulers are asked; empty if it is not."""
+    if reason := unsupported_reason(manager.server_args):
         return reason
-    if request.weight_version is not None and request.weight_version == versions.weight_version(manager):
+    if request.weight_version is not None and request.weight_version == sglang_versions.weight_version(manager):
         return (
             f"the engine's weights are already version {request.weight_version!r}; "
-            "give every update another weight_version, or none"
+            "pass a different weight_version to every update, or none"
         )
     return ""

@@ -1,4 +1,4 @@
-"""sglang.srt.managers.tp_worker: from the scheduler to the model runner."""
+"""sglang.srt.managers.tp_worker: forwards an update from the scheduler to the model runner."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What the tokenizer manager knows of the live weights, for `GET /weights_info`.
+"""Records which weights are live in the tokenizer manager, for `GET /weights_info`.
 
-    weights_info.record(manager, request, output)    # an update has succeeded; inside its lock
-    weights_info.of(manager)
+    weights_info.record(manager, request, output)    # after a successful update, inside its lock
+    weights_info.current(manager)
 
-What it knows is forgotten when anything else writes weights, or takes them away.
+The record is cleared when anything else writes or releases weights.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_reshard.patches import torn, versions
+from sglang_reshard.patches import sglang_versions, torn_weights
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.weights_info import LayoutInfo, WeightsInfo
 from sglang_reshard.version import __version__
@@ -19,11 +19,11 @@ from sglang_reshard.version import __version__
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-RUNNING = "_reshard_running"  # on the manager: the update that is under way, in words
-_LIVE = "_reshard_live"  # on the manager: how the live weights came
+RUNNING = "_reshard_running"  # on the manager: describes the update in progress
+_LIVE = "_reshard_live"  # on the manager: request and output of the update that wrote the live weights
 _MANAGER = "sglang.srt.managers.tokenizer_manager"
-# All by which SGLang itself changes weights. Not all of its versions have all of them.
-_OTHERS = (
+# The methods by which SGLang itself changes weights. Not all of its versions have all of them.
+_STOCK_UPDATES = (
     "update_weights_from_disk",
     "update_weights_from_distributed",
     "update_weights_from_tensor",
@@ -36,33 +36,33 @@ def apply() -> None:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for method in _OTHERS:
+    for method in _STOCK_UPDATES:
         if hasattr(TokenizerManager, method):
-            HookRegistry.register(f"{_MANAGER}.TokenizerManager.{method}", _overwrite, HookType.AROUND)
-    HookRegistry.register(f"{_MANAGER}.TokenizerManager.release_memory_occupation", _release, HookType.AROUND)
+            HookRegistry.register(f"{_MANAGER}.TokenizerManager.{method}", _around_write, HookType.AROUND)
+    HookRegistry.register(f"{_MANAGER}.TokenizerManager.release_memory_occupation", _around_release, HookType.AROUND)
 
 
 def record(
     manager: TokenizerManager, request: DistributedUpdateWeightsReq, output: DistributedUpdateWeightsOutput
 ) -> None:
-    """Keep what an update that has succeeded says of the weights."""
+    """Records a successful update as the origin of the live weights."""
     setattr(manager, _LIVE, (request, output))
 
 
-def forget(manager: TokenizerManager) -> None:
+def clear(manager: TokenizerManager) -> None:
     setattr(manager, _LIVE, None)
 
 
-def of(manager: TokenizerManager) -> WeightsInfo:
-    why_torn = torn.reason(manager)
+def current(manager: TokenizerManager) -> WeightsInfo:
+    torn_reason = torn_weights.reason(manager)
     now = WeightsInfo(
-        version=str(versions.weight_version(manager) or ""),
+        version=str(sglang_versions.weight_version(manager) or ""),
         package_version=__version__,
-        torn=why_torn,
+        torn=torn_reason,
         under_way=bool(getattr(manager, RUNNING, "")),
     )
     live: tuple[DistributedUpdateWeightsReq, DistributedUpdateWeightsOutput] | None = getattr(manager, _LIVE, None)
-    return now if live is None or why_torn else _with(now, *live)
+    return now if live is None or torn_reason else _with(now, *live)
 
 
 def _with(
@@ -85,16 +85,18 @@ def _with(
 Stock = Callable[..., Awaitable[Any]]
 
 
-async def _overwrite(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
-    """Before, because weights change while it runs; after, because an update of ours may have ended meanwhile."""
-    forget(manager)
+async def _around_write(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
+    """Clears the record before, as weights change while it runs, and after, as an update may have ended meanwhile."""
+    clear(manager)
     try:
         return await stock(manager, *args, **kwargs)
     finally:
-        forget(manager)
+        clear(manager)
 
 
-async def _release(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
+async def _around_release(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
     tags = (args[0] if args else kwargs["obj"]).tags
-    takes_weights = not tags or "weights" in tags  # no tags are all of them
-    return await (_overwrite(stock, manager, *args, **kwargs) if takes_weights else stock(manager, *args, **kwargs))
+    releases_weights = not tags or "weights" in tags  # no tags mean all
+    if releases_weights:
+        return await _around_write(stock, manager, *args, **kwargs)
+    return await stock(manager, *args, **kwargs)

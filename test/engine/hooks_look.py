@@ -36,21 +36,21 @@ def look() -> dict[str, Any]:
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_reshard.patches import presence
+    from sglang_reshard.patches import hook_check
 
     extended = (Engine, TokenizerControlMixin, Scheduler, BaseTpWorker, ModelRunner)
     seen = {
         "version": metadata.version("sglang"),
-        "absent": presence.absent_hooks(),
-        "told": presence.told(),
+        "missing": hook_check.missing_hooks(),
+        "told": hook_check.installed_version(),
         "hooks": sorted(HookRegistry._hooks),
         "methods": [hasattr(c, "update_weights_distributed") for c in extended],
         "received": sent_and_received(),
-        "unfit": refusals(ServerArgs),
+        "unsupported": refusals(ServerArgs),
     }
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.no_such_method", presence.told)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.no_such_method", hook_check.installed_version)
     HookRegistry.apply_hooks()
-    return {**seen, "told of a renamed one": presence.told()}
+    return {**seen, "told of a renamed one": hook_check.installed_version()}
 
 
 def sent_and_received() -> list[str]:
@@ -67,12 +67,12 @@ def sent_and_received() -> list[str]:
 
 def refusals(server_args: type) -> dict[str, str]:
     """What becomes of each mode whose options this version has, all others being as it has them by default."""
-    from sglang_reshard.patches.fitness import unfit
+    from sglang_reshard.patches.supported_engine import unsupported_reason
 
     fields = msgspec.structs.fields if issubclass(server_args, msgspec.Struct) else dataclasses.fields
     plain = {field.name: field.default for field in fields(server_args)}
     return {
-        mode: unfit(SimpleNamespace(**plain | options)) for mode, options in MODES.items() if set(options) <= set(plain)
+        mode: unsupported_reason(SimpleNamespace(**plain | options)) for mode, options in MODES.items() if set(options) <= set(plain)
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from sglang_reshard.patches.versions import NEWEST, OLDEST
+from sglang_reshard.patches.sglang_versions import NEWEST, OLDEST
 from sglang_reshard.version import __version__
 from support.sglangs import ENDS, environment
 
@@ -39,7 +39,7 @@ def test_these_are_the_ends_of_the_range(seen: dict[str, Any]) -> None:
 
 
 def test_every_hook_has_found_its_target(seen: dict[str, Any]) -> None:
-    assert seen["absent"] == []
+    assert seen["missing"] == []
     assert seen["told"] == __version__
     assert len(seen["hooks"]) > 10
     assert all(seen["methods"])
@@ -67,9 +67,9 @@ MODES = {
 
 
 def test_modes_that_cannot_work_are_refused_by_the_name_of_the_option(seen: dict[str, Any]) -> None:
-    unfit = dict(seen["unfit"])
-    assert unfit.pop("none") == ""
+    reasons = dict(seen["unsupported"])
+    assert reasons.pop("none") == ""
     newer = {"cache"} if seen["end"] == "pinned" else set()
-    assert set(unfit) == set(MODES) - newer
-    for mode, reason in unfit.items():
+    assert set(reasons) == set(MODES) - newer
+    for mode, reason in reasons.items():
         assert reason.startswith(MODES[mode]), reason

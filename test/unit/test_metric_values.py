@@ -16,10 +16,10 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from sglang_reshard.control import Address
-from sglang_reshard.engine.context import PHASES
+from sglang_reshard.engine.context import Phase
 from sglang_reshard.observability.report import RankReport
 from sglang_reshard.patches import metrics
-from sglang_reshard.patches.watch import watched
+from sglang_reshard.patches.update_observer import observed
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 
 SUCCESS = DistributedUpdateWeightsOutput(
@@ -53,7 +53,7 @@ def request(version: str | None = None) -> DistributedUpdateWeightsReq:
 def play(outcomes: list[Any], enabled: bool = True) -> None:
     """Updates of these outcomes, one after the other; an exception is one that was left."""
     manager = Manager(enabled)
-    metrics.begin(manager)
+    metrics.initialize(manager)
     left = iter(outcomes)
 
     async def update(manager: Any, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
@@ -63,14 +63,14 @@ def play(outcomes: list[Any], enabled: bool = True) -> None:
         if outcome.success:
             manager.server_args.weight_version = request.weight_version
         if outcome.torn:
-            metrics.show_torn(manager, True)
+            metrics.set_torn(manager, True)
         return outcome
 
     async def all_of_them() -> None:
         for number, outcome in enumerate(outcomes):
             expected = contextlib.suppress(asyncio.CancelledError if isinstance(outcome, BaseException) else ())
             with expected:
-                await watched(update)(manager, request(f"version {number}"))
+                await observed(update)(manager, request(f"version {number}"))
 
     asyncio.run(all_of_them())
 
@@ -120,7 +120,7 @@ def test_every_outcome_is_counted_and_the_old_version_goes_away(found: dict[str,
         "sglang_reshard_failures_total{phase=move}": 1,
         "sglang_reshard_failures_total{phase=request}": 1,
     }
-    assert {f"sglang_reshard_failures_total{{phase={phase}}}" for phase in PHASES} <= found.keys(), "zeros, too"
+    assert {f"sglang_reshard_failures_total{{phase={phase}}}" for phase in Phase} <= found.keys(), "zeros, too"
     assert found["sglang_reshard_received_bytes_total{transport=ipc}"] == 800
     assert found["sglang_reshard_bytes_per_second"] == pytest.approx(400 / 0.004)
     assert found["sglang_reshard_peak_extra_bytes"] == 70

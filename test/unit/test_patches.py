@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from sglang_reshard.errors import TornWeights
-from sglang_reshard.patches import torn
-from sglang_reshard.patches.http_server import TornAnswers
-from sglang_reshard.patches.model_runner import repacked
-from sglang_reshard.patches.outlive import Child, Children, EngineDied, _WatchedLoop
+from sglang_reshard.patches import torn_weights
+from sglang_reshard.patches.http_server import TornWeightsMiddleware
+from sglang_reshard.patches.model_runner import repacked_reason
+from sglang_reshard.patches.process_watch import EngineDied, EngineProcess, EngineProcesses, _WatchedLoop
 
 
 def model_with(**attributes):
@@ -25,8 +25,8 @@ def model_with(**attributes):
 
 
 def test_a_plain_model_is_not_repacked():
-    assert repacked(model_with()) == ""
-    assert repacked(model_with(use_intel_amx_backend=False, quant_method=SimpleNamespace())) == ""
+    assert repacked_reason(model_with()) == ""
+    assert repacked_reason(model_with(use_intel_amx_backend=False, quant_method=SimpleNamespace())) == ""
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_plain_model_is_not_repacked():
     ],
 )
 def test_repacked_weights_are_refused_by_name(attributes, says):
-    reason = repacked(model_with(**attributes))
+    reason = repacked_reason(model_with(**attributes))
     assert reason.startswith("1 was")
     assert says in reason
 
@@ -48,7 +48,7 @@ def test_repacked_weights_are_refused_by_name(attributes, says):
 def manager(reason=""):
     it = SimpleNamespace(enable_metrics=False, is_pause=False)
     if reason:
-        torn.mark(it, reason)
+        torn_weights.mark(it, reason)
     return it
 
 
@@ -60,7 +60,7 @@ async def answered(app, of, path="/generate"):
         sent.append(message)
 
     try:
-        await TornAnswers(app, of)({"type": "http", "path": path, "root_path": ""}, None, send)
+        await TornWeightsMiddleware(app, of)({"type": "http", "path": path, "root_path": ""}, None, send)
         error = None
     except Exception as raised:
         error = raised
@@ -104,7 +104,7 @@ def test_a_refusal_becomes_503_whatever_the_endpoint_makes_of_it():
     of = manager("half of update 7")
 
     async def raises(scope, receive, send):
-        torn._refuse(of)
+        torn_weights._refuse(of)
 
     async def in_a_stream(scope, receive, send):
         await send(start())
@@ -112,7 +112,7 @@ def test_a_refusal_becomes_503_whatever_the_endpoint_makes_of_it():
 
     async def says_500(scope, receive, send):
         with pytest.raises(TornWeights):
-            torn._refuse(of)
+            torn_weights._refuse(of)
         await send(start(500))
         await send(body(b"something"))
 
@@ -127,8 +127,8 @@ def test_a_stream_that_has_begun_is_broken_off():
     async def endpoint(scope, receive, send):
         await send(start())
         await send(body(b"tokens", more=True))
-        torn.mark(of, "half of update 7")
-        torn._refuse(of)
+        torn_weights.mark(of, "half of update 7")
+        torn_weights._refuse(of)
 
     statuses, data, error = asked(endpoint, of)
     assert (statuses, data) == ([200], b"tokens")
@@ -161,8 +161,8 @@ def child():
 
 
 def watched(process, handle=True):
-    member = Child("scheduler_TP1", psutil.Process(process.pid), process if handle else None)
-    return _WatchedLoop(asyncio.new_event_loop(), Children((member,), frozenset()))
+    member = EngineProcess("scheduler_TP1", psutil.Process(process.pid), process if handle else None)
+    return _WatchedLoop(asyncio.new_event_loop(), EngineProcesses((member,), frozenset()))
 
 
 @pytest.mark.parametrize(("handle", "code"), [(True, "-9"), (False, "unknown")])

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sglang_reshard.patches.shared_segments import forget, is_an_engines, remove, segments_of
+from sglang_reshard.patches.shared_segments import is_engine_only, remove, segments_of, unregister
 
 HOLDER = """
 from multiprocessing import resource_tracker, shared_memory
@@ -48,10 +48,10 @@ def test_so_does_one_that_had_sglangs_file_of_loads():
     mapper.kill()
     mapper.communicate()
     assert found == {file}
-    assert is_an_engines(file)
+    assert is_engine_only(file)
     remove(found)
     assert not file.exists()
-    forget(found)  # Python's tracker never knew of it
+    unregister(found)  # Python's tracker never knew of it
 
 
 def test_a_process_that_has_ended_has_none():

@@ -20,7 +20,7 @@ from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.observability import spans
-from sglang_reshard.patches.watch import watched
+from sglang_reshard.patches.update_observer import observed
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from support.toy import ToyRank
 from support.toy_trainers import State
@@ -119,7 +119,7 @@ def watch() -> None:
 
     with spans.span("the trainer's"):
         parent = spans.traceparent()
-    asyncio.run(watched(update)(manager, msgspec.structs.replace(asked, traceparent=parent)))
+    asyncio.run(observed(update)(manager, msgspec.structs.replace(asked, traceparent=parent)))
     trainers, serve = collected.told()
     assert serve["name"] == "reshard.serve"
     assert (serve["trace"], serve["parent"]) == (trainers["trace"], trainers["span"])
@@ -129,7 +129,7 @@ def watch() -> None:
     (traceparent,) = handed_on
     assert traceparent.split("-")[1:3] == [f"{serve['trace']:032x}", f"{serve['span']:016x}"]
     # A parent that is none is no error: the span begins a trace.
-    asyncio.run(watched(update)(manager, msgspec.structs.replace(asked, traceparent="nonsense")))
+    asyncio.run(observed(update)(manager, msgspec.structs.replace(asked, traceparent="nonsense")))
     assert collected.told()[-1]["parent"] is None
 
 

@@ -8,7 +8,7 @@ import pytest
 from sglang_reshard import __version__
 from sglang_reshard.control import Address
 from sglang_reshard.observability.report import RankReport
-from sglang_reshard.patches import torn, weights_info
+from sglang_reshard.patches import torn_weights, weights_info
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.weights_info import LayoutInfo, WeightsInfo
 
@@ -48,7 +48,7 @@ def manager():
 
 
 async def succeeds(manager, *_):
-    return weights_info.of(manager)
+    return weights_info.current(manager)
 
 
 async def fails(manager, *_):
@@ -57,49 +57,51 @@ async def fails(manager, *_):
 
 def test_before_any_update_only_the_version_is_known():
     fresh = SimpleNamespace(server_args=SimpleNamespace(weight_version="default"))
-    assert weights_info.of(fresh) == WeightsInfo(version="default", package_version=__version__)
+    assert weights_info.current(fresh) == WeightsInfo(version="default", package_version=__version__)
 
 
 def test_an_update_is_described_without_the_key(manager):
-    assert weights_info.of(manager) == ALL
-    assert REQUEST.address.key not in str(weights_info.of(manager))
+    assert weights_info.current(manager) == ALL
+    assert REQUEST.address.key not in str(weights_info.current(manager))
 
 
 def test_torn_weights_are_no_update_s(manager):
-    torn.mark(manager, "half of update 8")
-    assert weights_info.of(manager) == WeightsInfo(version="42", package_version=__version__, torn="half of update 8")
+    torn_weights.mark(manager, "half of update 8")
+    assert weights_info.current(manager) == WeightsInfo(
+        version="42", package_version=__version__, torn="half of update 8"
+    )
 
 
 def test_an_update_under_way_is_told(manager):
     setattr(manager, weights_info.RUNNING, "update 8 is running")
-    assert weights_info.of(manager).under_way
-    assert weights_info.of(manager).digest == "d1"
+    assert weights_info.current(manager).under_way
+    assert weights_info.current(manager).digest == "d1"
     setattr(manager, weights_info.RUNNING, "")
-    assert weights_info.of(manager) == ALL
+    assert weights_info.current(manager) == ALL
 
 
 def test_an_update_by_others_is_forgotten_at_once_and_for_good(manager):
-    meanwhile = asyncio.run(weights_info._overwrite(succeeds, manager, "obj"))
-    assert meanwhile == weights_info.of(manager) == NOTHING
+    meanwhile = asyncio.run(weights_info._around_write(succeeds, manager, "obj"))
+    assert meanwhile == weights_info.current(manager) == NOTHING
 
 
 def test_an_update_by_others_that_failed_may_have_written(manager):
     with pytest.raises(RuntimeError):
-        asyncio.run(weights_info._overwrite(fails, manager, "obj"))
-    assert weights_info.of(manager) == NOTHING
+        asyncio.run(weights_info._around_write(fails, manager, "obj"))
+    assert weights_info.current(manager) == NOTHING
 
 
 def test_one_of_ours_that_ends_before_theirs_is_forgotten_too(manager):
     async def overlaps(manager, *_):
         weights_info.record(manager, REQUEST, OUTPUT)
 
-    asyncio.run(weights_info._overwrite(overlaps, manager, "obj"))
-    assert weights_info.of(manager) == NOTHING
+    asyncio.run(weights_info._around_write(overlaps, manager, "obj"))
+    assert weights_info.current(manager) == NOTHING
 
 
 @pytest.mark.parametrize(
     ("tags", "left"), [(None, NOTHING), (["weights"], NOTHING), ([], NOTHING), (["kv_cache"], ALL)]
 )
 def test_weights_that_are_released_are_nobody_s(manager, tags, left):
-    asyncio.run(weights_info._release(succeeds, manager, SimpleNamespace(tags=tags)))
-    assert weights_info.of(manager) == left
+    asyncio.run(weights_info._around_release(succeeds, manager, SimpleNamespace(tags=tags)))
+    assert weights_info.current(manager) == left

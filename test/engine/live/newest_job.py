@@ -54,6 +54,6 @@ def said_version(run: Job) -> str:
 
 
 def tear(engine: Any) -> None:
-    from sglang_reshard.patches import torn
+    from sglang_reshard.patches import torn_weights
 
-    torn.mark(engine.tokenizer_manager, REASON)
+    torn_weights.mark(engine.tokenizer_manager, REASON)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_reshard.patches.versions import NEWEST
+from sglang_reshard.patches.sglang_versions import NEWEST
 from support.sglangs import chosen
 from support.trainers import run_trainers
 

@@ -10,7 +10,7 @@ import pytest
 
 from demo import tiny_model
 from sglang_reshard import __version__
-from sglang_reshard.patches.versions import NEWEST
+from sglang_reshard.patches.sglang_versions import NEWEST
 from sglang_reshard.testing import cpu_host
 from support.servers import launch, serving
 from support.sglangs import chosen

@@ -18,7 +18,7 @@ from demo import tiny_model
 from sglang_reshard import DistributedUpdateWeightsReq, VerlEngine
 from sglang_reshard.control import Address
 from sglang_reshard.errors import EngineRefused
-from sglang_reshard.patches import torn
+from sglang_reshard.patches import torn_weights
 from sglang_reshard.testing import cpu_host
 from support.refusals import refusal_of
 
@@ -94,9 +94,9 @@ class Torn:
         }
 
     def refused(self) -> dict[str, list[str]]:
-        torn.mark(self.manager, REASON)
+        torn_weights.mark(self.manager, REASON)
         refused = {name: refusal_of(way) for name, way in self.ways().items()}
-        torn.heal(self.manager)
+        torn_weights.heal(self.manager)
         return refused
 
     def waited_for_a_pause(self) -> list[str]:
@@ -105,7 +105,7 @@ class Torn:
             waiting = asyncio.ensure_future(self.generate())
             await asyncio.sleep(WAIT_S)
             assert not waiting.done()
-            torn.mark(self.manager, REASON)
+            torn_weights.mark(self.manager, REASON)
             await self.go_on()
             await waiting
 
@@ -118,7 +118,7 @@ class Torn:
                 waiting = asyncio.ensure_future(self.generate())
                 await asyncio.sleep(WAIT_S)
                 assert not waiting.done()
-                torn.mark(self.manager, REASON)
+                torn_weights.mark(self.manager, REASON)
             await waiting
 
         return self.outcome(go)
@@ -131,7 +131,7 @@ class Torn:
 
             async def slowly(asked: Any) -> Any:
                 await self.pause("retract")
-                torn.mark(self.manager, REASON)
+                torn_weights.mark(self.manager, REASON)
                 await self.go_on()
                 return await stock(asked)
 
@@ -145,7 +145,7 @@ class Torn:
 
     def outcome(self, go: Callable[[], Awaitable[None]]) -> list[str]:
         refusal = refusal_of(lambda: self.run(asyncio.wait_for(go(), 30)))
-        torn.heal(self.manager)
+        torn_weights.heal(self.manager)
         return refusal
 
     def flight(self, mode: str, before: str) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Torn:
 
         async def next_update() -> None:
             async with self.manager.is_pause_cond:
-                torn.mark(self.manager, REASON)
+                torn_weights.mark(self.manager, REASON)
 
         async def go() -> int:
             flying = asyncio.ensure_future(fly())
@@ -182,7 +182,7 @@ class Torn:
                     lifting = asyncio.ensure_future(self.go_on())
                     await asyncio.sleep(WAIT_S)
                     if before == "under way":
-                        torn.mark(self.manager, REASON)
+                        torn_weights.mark(self.manager, REASON)
                     else:
                         tearing = asyncio.ensure_future(next_update())
                         await asyncio.sleep(WAIT_S)
@@ -190,15 +190,15 @@ class Torn:
                 if before == "next":
                     await tearing
             else:
-                torn.mark(self.manager, REASON)
+                torn_weights.mark(self.manager, REASON)
                 if before == "healed":
-                    torn.heal(self.manager)
+                    torn_weights.heal(self.manager)
                 await self.go_on()
             await flying
             return had
 
         had = self.run(asyncio.wait_for(go(), 60))
-        torn.heal(self.manager)
+        torn_weights.heal(self.manager)
         return {"had": had, "tokens": counts[-1], "reason": reason["type"]}
 
 
@@ -267,7 +267,7 @@ def update(engine: VerlEngine) -> None:
 def lose_processes(engine: VerlEngine, folder: Path) -> dict[str, Any]:
     """Two engines one after the other in this process, each of which loses processes of its own."""
     before = tokens(engine)
-    segments = first(engine)._reshard_children.segments
+    segments = first(engine)._reshard_processes.segments
     other = process(engine, "scheduler_TP0")
     seen: dict[str, Any] = {"update": killed_under(engine, lambda: update(engine))}
     other.resume()

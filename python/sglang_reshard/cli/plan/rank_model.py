@@ -110,9 +110,9 @@ def _build(request: PlanRequest, engine_rank: int, **server_args: Any) -> torch.
 def _unsupported() -> str:
     from sglang.srt.server_args import get_global_server_args
 
-    from sglang_reshard.patches.supported_engine import unfit
+    from sglang_reshard.patches.supported_engine import unsupported_reason
 
-    return unfit(get_global_server_args())
+    return unsupported_reason(get_global_server_args())
 
 
 def _no_gpu() -> None:

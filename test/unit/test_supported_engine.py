@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_reshard.patches import engine, fitness
-from sglang_reshard.patches.fitness import unfit, warn_if_unfit
+from sglang_reshard.patches import engine, supported_engine
+from sglang_reshard.patches.supported_engine import unsupported_reason, warn_if_unsupported
 
 
 def arguments(**options: Any) -> SimpleNamespace:
@@ -20,14 +20,14 @@ def arguments(**options: Any) -> SimpleNamespace:
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SGLANG_RUST_SERVER", raising=False)
-    fitness._warn.cache_clear()
+    supported_engine._warn.cache_clear()
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"dp_size": 2, "enable_dp_attention": True}, {"use_ray": False, "weight_cache_mode": "off"}]
 )
 def test_an_engine_that_can_be_updated(options: dict[str, Any]) -> None:
-    assert unfit(arguments(**options)) == ""
+    assert unsupported_reason(arguments(**options)) == ""
 
 
 @pytest.mark.parametrize(
@@ -43,20 +43,20 @@ def test_an_engine_that_can_be_updated(options: dict[str, Any]) -> None:
     ],
 )
 def test_a_mode_that_cannot_work_is_named(options: dict[str, Any], names: str) -> None:
-    assert unfit(arguments(**options)).startswith(names)
+    assert unsupported_reason(arguments(**options)).startswith(names)
 
 
 @pytest.mark.parametrize(("value", "refused"), [("1", True), ("True", True), ("yes", True), ("0", False), ("", False)])
 def test_the_rust_server_is_named(monkeypatch: pytest.MonkeyPatch, value: str, refused: bool) -> None:
     monkeypatch.setenv("SGLANG_RUST_SERVER", value)
-    assert unfit(arguments()).startswith("SGLANG_RUST_SERVER") == refused
+    assert unsupported_reason(arguments()).startswith("SGLANG_RUST_SERVER") == refused
 
 
 def test_the_log_of_the_start_says_it_once(told: pytest.LogCaptureFixture) -> None:
-    warn_if_unfit(arguments())
+    warn_if_unsupported(arguments())
     assert told.messages == []
     for _ in range(2):
-        warn_if_unfit(arguments(use_ray=True))
+        warn_if_unsupported(arguments(use_ray=True))
     (message,) = told.messages
     assert "cannot update its weights: use_ray" in message
 
@@ -66,14 +66,14 @@ def test_it_is_said_when_processes_are_launched(told: pytest.LogCaptureFixture, 
     """SGLang hands on the arguments either way."""
     args = arguments(pp_size=2)
     if call == "by position":
-        engine._look_at_arguments(SimpleNamespace, args, "ports")
+        engine._check_arguments(SimpleNamespace, args, "ports")
     else:
-        engine._look_at_arguments(SimpleNamespace, server_args=args, port_args="ports")
+        engine._check_arguments(SimpleNamespace, server_args=args, port_args="ports")
     (message,) = told.messages
     assert "pp_size=2" in message
 
 
 def test_arguments_that_nobody_understands_do_not_keep_an_engine_from_starting(told: pytest.LogCaptureFixture) -> None:
-    engine._look_at_arguments(SimpleNamespace, object())
+    engine._check_arguments(SimpleNamespace, object())
     (message,) = told.messages
     assert "known at its first update" in message

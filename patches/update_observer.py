@@ -1,4 +1,4 @@
-"""An update as the tokenizer manager sees it, whatever becomes of it: a log line, metrics, a span."""
+"""Emits a log line, metrics and a span for every update in the tokenizer manager, whatever its outcome."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ logger = get_logger(__name__)
 Update = Callable[["TokenizerManager", DistributedUpdateWeightsReq], Awaitable[DistributedUpdateWeightsOutput]]
 
 
-def watched(update: Update) -> Update:
-    """`update`, with all of it told."""
+def observed(update: Update) -> Update:
+    """Wraps `update` in a span, and records its outcome."""
 
     @functools.wraps(update)
     async def run(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
         started = time.perf_counter()
-        named = request.named()
-        output = _LEFT
-        with log_context(**named), spans.span("reshard.serve", parent=request.traceparent, **named) as span:
+        labels = request.labels()
+        output = _CANCELLED
+        with log_context(**labels), spans.span("reshard.serve", parent=request.traceparent, **labels) as span:
             try:
                 parent = spans.traceparent() or request.traceparent  # of the schedulers' spans
                 output = await update(manager, msgspec.structs.replace(request, traceparent=parent))
@@ -48,15 +48,15 @@ def watched(update: Update) -> Update:
     return run
 
 
-_LEFT = DistributedUpdateWeightsOutput(
-    success=False, message="whoever asked for it did not wait for its end", phase=metrics.LEFT
+_CANCELLED = DistributedUpdateWeightsOutput(
+    success=False, message="the client disconnected before the update ended", phase=metrics.LEFT
 )
 
 
 def _log(request: DistributedUpdateWeightsReq, output: DistributedUpdateWeightsOutput, seconds: float) -> None:
     if output.success:
-        told = summary(output.ranks, output.transport, request.weight_version, seconds)
-        logger.info("%s: %s", request.whose(), told)
+        outcome = summary(output.ranks, output.transport, request.weight_version, seconds)
+        logger.info("%s: %s", request.name(), outcome)
     else:
         phase = output.phase or metrics.REQUEST
-        logger.error("%s failed (%s) after %.3f s: %s", request.whose(), phase, seconds, output.message)
+        logger.error("%s failed (%s) after %.3f s: %s", request.name(), phase, seconds, output.message)

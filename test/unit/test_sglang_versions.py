@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.patches import presence, versions
+from sglang_reshard.patches import hook_check, sglang_versions
 from sglang_reshard.version import VERSION_KEY, __version__
 
 # -- versions
@@ -16,7 +16,7 @@ from sglang_reshard.version import VERSION_KEY, __version__
 
 @pytest.mark.parametrize("version", ["0.5.12", "0.5.12+reshard.1", "0.5.17.post1", "0.5.20rc0", "0.5.23"])
 def test_a_version_of_the_range_is_taken_without_a_word(told: pytest.LogCaptureFixture, version: str) -> None:
-    versions.check(version)
+    sglang_versions.check(version)
     assert told.messages == []
 
 
@@ -25,12 +25,12 @@ def test_a_version_of_the_range_is_taken_without_a_word(told: pytest.LogCaptureF
     [
         ("0.5.24", "newer than"),
         ("1.0", "newer than"),
-        ("0.0.0.dev0", "does not say which release"),
-        ("main", "does not say which release"),
+        ("0.0.0.dev0", "The release of SGLang 0.0.0.dev0 is unknown"),
+        ("main", "The release of SGLang main is unknown"),
     ],
 )
 def test_a_version_that_nobody_tested_is_warned_of(told: pytest.LogCaptureFixture, version: str, says: str) -> None:
-    versions.check(version)
+    sglang_versions.check(version)
     (message,) = told.messages
     assert version in message
     assert says in message
@@ -40,7 +40,7 @@ def test_a_version_that_nobody_tested_is_warned_of(told: pytest.LogCaptureFixtur
 @pytest.mark.parametrize("version", ["0.5.11", "0.5.11.post2", "0.4.9"])
 def test_an_older_one_is_refused(version: str) -> None:
     with pytest.raises(Unsupported, match=f"{version} is older than 0.5.12"):
-        versions.check(version)
+        sglang_versions.check(version)
 
 
 # -- differences; what SGLang has on either side of each
@@ -56,63 +56,71 @@ class Socket:
 
 def test_messages_to_the_schedulers() -> None:
     old = SimpleNamespace(send_to_scheduler=Socket())
-    versions.send(old, "message")
+    sglang_versions.send_to_schedulers(old, "message")
     assert old.send_to_scheduler.sent == ["message"]
     sent: list[Any] = []
     new = SimpleNamespace(send_to_scheduler=Socket(), _dispatch_to_scheduler=sent.append)
-    versions.send(new, "message")
+    sglang_versions.send_to_schedulers(new, "message")
     assert (sent, new.send_to_scheduler.sent) == (["message"], [])
 
 
 def test_the_version_of_the_weights() -> None:
     server_args = SimpleNamespace(weight_version="that of the start")
-    assert versions.weight_version(SimpleNamespace(server_args=server_args)) == "that of the start"
+    assert sglang_versions.weight_version(SimpleNamespace(server_args=server_args)) == "that of the start"
     new = SimpleNamespace(server_args=server_args, config_value={"weight_version": "7"}.get)
-    assert versions.weight_version(new) == "7"
+    assert sglang_versions.weight_version(new) == "7"
 
 
 def test_requests_that_are_not_sent() -> None:
     old = SimpleNamespace(rid_to_state={"a": 1, "b": 2})
-    versions.forget_unsent(old, ["a", "c"])
+    sglang_versions.drop_unsent_requests(old, ["a", "c"])
     assert old.rid_to_state == {"b": 2}
     new = SimpleNamespace(rid_to_state={"a": 1}, _release_req_states_on_failure=None)
-    versions.forget_unsent(new, ["a"])
+    sglang_versions.drop_unsent_requests(new, ["a"])
     assert new.rid_to_state == {"a": 1}
 
 
 def test_offloaded_weights() -> None:
-    assert versions.offload_tags(SimpleNamespace(offload_tags={"weights"})) == {"weights"}
+    assert sglang_versions.offload_tags(SimpleNamespace(offload_tags={"weights"})) == {"weights"}
     new = SimpleNamespace(weight_updater=SimpleNamespace(offload_tags={"weights"}))
-    assert versions.offload_tags(new) == {"weights"}
+    assert sglang_versions.offload_tags(new) == {"weights"}
 
 
 def test_open_sessions() -> None:
-    assert not versions.session_is_open(SimpleNamespace(offload_tags=set()))
-    assert not versions.session_is_open(SimpleNamespace(weight_updater=SimpleNamespace(offload_tags=set())))
-    assert not versions.session_is_open(SimpleNamespace(weight_updater=SimpleNamespace(_session=None)))
-    assert versions.session_is_open(SimpleNamespace(weight_updater=SimpleNamespace(_session=object())))
+    assert not sglang_versions.weight_update_session_open(SimpleNamespace(offload_tags=set()))
+    assert not sglang_versions.weight_update_session_open(
+        SimpleNamespace(weight_updater=SimpleNamespace(offload_tags=set()))
+    )
+    assert not sglang_versions.weight_update_session_open(
+        SimpleNamespace(weight_updater=SimpleNamespace(_session=None))
+    )
+    assert sglang_versions.weight_update_session_open(
+        SimpleNamespace(weight_updater=SimpleNamespace(_session=object()))
+    )
 
 
 def test_the_version_that_requests_are_told() -> None:
-    versions.record_weight_version(SimpleNamespace(), "7")
+    sglang_versions.record_weight_version(SimpleNamespace(), "7")
     told: list[str] = []
     new = SimpleNamespace(record_weight_version_change=lambda new_version: told.append(new_version))
-    versions.record_weight_version(new, "7")
-    versions.record_weight_version(new, None)
+    sglang_versions.record_weight_version(new, "7")
+    sglang_versions.record_weight_version(new, None)
     assert told == ["7"]
 
 
 def test_batches_in_flight() -> None:
     old = SimpleNamespace(running_batch="a", last_batch=None, cur_batch="c")
-    assert versions.batches(old) == ["a", "c"]
+    assert sglang_versions.batches(old) == ["a", "c"]
     new = SimpleNamespace(running_batch="a", last_batch="b", cur_batch_for_debug="c")
-    assert versions.batches(new) == ["a", "b"]
+    assert sglang_versions.batches(new) == ["a", "b"]
 
 
 @pytest.mark.parametrize("row", [None, 0, 3])
 def test_requests_that_have_a_part_of_the_cache(row: int | None) -> None:
-    assert versions.owns_cache(SimpleNamespace(req_pool_idx=row)) == (row is not None)
-    assert versions.owns_cache(SimpleNamespace(kv=SimpleNamespace(holds_kv=row is not None))) == (row is not None)
+    assert sglang_versions.holds_kv_cache(SimpleNamespace(req_pool_idx=row)) == (row is not None)
+    assert sglang_versions.holds_kv_cache(SimpleNamespace(kv=SimpleNamespace(holds_kv=row is not None))) == (
+        row is not None
+    )
 
 
 # -- who carries the patches
@@ -120,12 +128,12 @@ def test_requests_that_have_a_part_of_the_cache(row: int | None) -> None:
 
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "told", lambda: __version__)
+    monkeypatch.setattr(hook_check, "installed_version", lambda: __version__)
 
 
 @pytest.mark.usefixtures("whole")
 def test_an_engine_that_carries_them_throughout_may_be_updated() -> None:
-    assert presence.refusal([{VERSION_KEY: __version__}] * 2) == ""
+    assert hook_check.mismatch([{VERSION_KEY: __version__}] * 2) == ""
 
 
 @pytest.mark.usefixtures("whole")
@@ -141,9 +149,9 @@ def test_an_engine_that_carries_them_throughout_may_be_updated() -> None:
     ],
 )
 def test_a_process_without_them_is_named(state: dict[str, str], says: str) -> None:
-    assert presence.refusal([{VERSION_KEY: __version__}, state]).startswith(f"{says}, where {__version__} is needed")
+    assert hook_check.mismatch([{VERSION_KEY: __version__}, state]).startswith(f"{says}, where {__version__} is needed")
 
 
 def test_so_is_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "told", lambda: f"{__version__} without a.hook")
-    assert "this process has" in presence.refusal([{VERSION_KEY: __version__}])
+    monkeypatch.setattr(hook_check, "installed_version", lambda: f"{__version__} without a.hook")
+    assert "the tokenizer manager has" in hook_check.mismatch([{VERSION_KEY: __version__}])

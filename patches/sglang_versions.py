@@ -1,0 +1,122 @@
+"""Handles the differences between the supported SGLang versions, each in one function.
+
+Every function documents which versions behave which way, and inspects SGLang itself rather than its version number:
+builds from source have arbitrary ones. It does so at each call, all of them far from any hot path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from packaging.version import InvalidVersion, Version
+
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.observability.logs import get_logger
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+logger = get_logger(__name__)
+C = TypeVar("C", bound=type)
+
+OLDEST, NEWEST = Version("0.5.12"), Version("0.5.23")  # the engine tests run on both
+_RANGE = f"{OLDEST} to {NEWEST}"
+
+
+def check(version: str | None = None) -> None:
+    """Raises Unsupported for an SGLang older than the oldest tested version; warns about one that is newer.
+
+    A newer one may well work: a hooked name that it has changed is reported before the first update (`hook_check`). An
+    older one lacks methods that this package relies on.
+    """
+    reported = version or metadata.version("sglang")
+    try:
+        release = Version(Version(reported).base_version)
+    except InvalidVersion:
+        release = Version("0")
+    if release == Version("0") or release == Version("0.0.0"):
+        logger.warning("The release of SGLang %s is unknown; sglang-reshard is tested with %s", reported, _RANGE)
+    elif release < OLDEST:
+        raise Unsupported(f"SGLang {reported} is older than {OLDEST}; install one of {_RANGE}")
+    elif release > NEWEST:
+        logger.warning("SGLang %s is newer than the versions sglang-reshard is tested with, %s", reported, _RANGE)
+
+
+def ipc_message(cls: C) -> C:
+    """Class decorator for messages between SGLang's processes, subclasses of its `BaseReq`.
+
+    Until 0.5.14 `BaseReq` is a dataclass, pickled. From 0.5.15 it is a msgspec struct, which needs no decorator but has
+    to be registered for SGLANG_USE_PICKLE_IPC=0, where structs are sent as msgpack.
+    """
+    from sglang.srt.managers import io_struct
+
+    if not hasattr(io_struct, "hook_custom_types"):
+        dataclasses.dataclass(cls)  # modifies the class in place
+        return cls
+    io_struct.hook_custom_types(cls)
+    return cls
+
+
+# -- the tokenizer manager
+
+
+def send_to_schedulers(manager: TokenizerManager, message: Any) -> None:
+    """Until 0.5.14 through the socket, from 0.5.15 by a method that serializes structs."""
+    if hasattr(manager, "_dispatch_to_scheduler"):
+        manager._dispatch_to_scheduler(message)
+    else:
+        manager.send_to_scheduler.send_pyobj(message)
+
+
+def weight_version(manager: TokenizerManager) -> str | None:
+    """Returns SGLang's current weight_version. Until 0.5.16 in its ServerArgs, which are immutable from 0.5.17 on."""
+    if hasattr(manager, "config_value"):
+        return manager.config_value("weight_version")
+    return manager.server_args.weight_version
+
+
+def drop_unsent_requests(manager: TokenizerManager, request_ids: Iterable[str]) -> None:
+    """Unregisters requests that fail before they are sent, which would otherwise stay registered forever.
+
+    From 0.5.20 SGLang does so itself, and releases their LoRA adapters if it finds the requests registered.
+    """
+    if not hasattr(manager, "_release_req_states_on_failure"):
+        for request_id in request_ids:
+            manager.rid_to_state.pop(request_id, None)
+
+
+# -- the scheduler
+
+
+def offload_tags(scheduler: Scheduler) -> set[str]:
+    """Returns what release_memory_occupation released. The scheduler's in 0.5.12, its weight updater's from 0.5.13."""
+    updater = getattr(scheduler, "weight_updater", scheduler)
+    return updater.offload_tags
+
+
+def weight_update_session_open(scheduler: Scheduler) -> bool:
+    """Returns True between begin_weight_update and end_weight_update, which exist from 0.5.21 on."""
+    return getattr(getattr(scheduler, "weight_updater", None), "_session", None) is not None
+
+
+def record_weight_version(scheduler: Scheduler, version: str | None) -> None:
+    """From 0.5.19 schedulers report for each request the version that its tokens were generated with."""
+    if version is not None and hasattr(scheduler, "record_weight_version_change"):
+        scheduler.record_weight_version_change(new_version=version)
+
+
+def batches(scheduler: Scheduler) -> list[Any]:
+    """Returns the batches in flight. Until 0.5.15 `cur_batch` may have finished; from 0.5.16 it is for debugging only."""
+    found = (scheduler.running_batch, scheduler.last_batch, getattr(scheduler, "cur_batch", None))
+    return [batch for batch in found if batch is not None]
+
+
+def holds_kv_cache(request: Any) -> bool:
+    """Returns whether a request holds KV cache. Until 0.5.18 the request records it, from 0.5.19 its `kv`."""
+    if hasattr(request, "kv"):
+        return request.kv.holds_kv
+    return request.req_pool_idx is not None
