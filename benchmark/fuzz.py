@@ -33,8 +33,8 @@ SHARES = {
     "test_changed_claims_are_refused_or_vouched_for": 0.02,
     "test_changed_orders_are_refused_or_carried_out": 0.03,
     "test_pieces_are_the_tensor": 0.03,
-    "test_a_hub_goes_on_serving_whatever_strangers_say": 0.02,
-    "test_a_hub_goes_on_serving_whatever_those_say_who_know_the_key": 0.02,
+    "test_a_server_goes_on_serving_whatever_strangers_say": 0.02,
+    "test_a_server_goes_on_serving_whatever_those_say_who_know_the_key": 0.02,
 }
 _COLLECT_S, _DEADLINE_S = 300.0, 7200.0
 _TEST = re.compile(rf"^({FOLDER}/\S+?::\w+):$")

@@ -37,7 +37,7 @@ class Meeting:
         """Trainer rank 0: how a sync ended. What was said of the one before is forgotten."""
         for replica in replicas:
             self._line.set({f"outcome/{replica}/{sync}": encode(_Outcome(failure))})
-            self._line.delete([f"outcome/{replica}/{sync - 1}"])
+            self._line.delete_keys([f"outcome/{replica}/{sync - 1}"])
 
     def await_outcome(self, sync: int, replica: str) -> None:
         """Return when a sync has ended well. Raises what it ended with, DeadlineExceeded if it does not end."""

@@ -6,7 +6,7 @@ from sglang_reshard.control import ControlServer
 
 
 @pytest.fixture
-def hub():
-    hub = ControlServer.open()
-    yield hub
-    hub.close()
+def control_server():
+    server = ControlServer.open()
+    yield server
+    server.close()

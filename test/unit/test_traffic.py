@@ -69,18 +69,18 @@ class Counters:
 
     def _count_frames(self):
         """All that goes over this process's connection to the session, either way."""
-        seal, hear = FrameWriter.seal, FrameReader.open
+        frame_of, feed = FrameWriter.frame, FrameReader.feed
 
-        def sealed(sealer, message):
-            frame = seal(sealer, message)
+        def counted_frame(writer, message):
+            frame = frame_of(writer, message)
             self.store["set"] += len(frame)
             return frame
 
-        def opened(opener, piece):
-            self.store["get"] += len(piece)
-            return hear(opener, piece)
+        def counted_feed(reader, data):
+            self.store["get"] += len(data)
+            return feed(reader, data)
 
-        FrameWriter.seal, FrameReader.open = sealed, opened
+        FrameWriter.frame, FrameReader.feed = counted_frame, counted_feed
 
 
 def train(trainer, transport):
@@ -120,7 +120,7 @@ def test_only_metadata_converges_on_any_rank(transport):
         assert forbidden == []
         sent = collectives.pop("send", 0) if transport == "p2p" else 0
         assert sum(collectives.values()) == 0, f"trainer rank {rank} took part in {collectives}"
-        # The session's hub, which passes metadata between all ranks, is trainer rank 0's.
+        # The control server, which passes metadata between all ranks, is trainer rank 0's.
         allowed = METADATA * (20 if rank == 0 else 1)
         assert sum(store.values()) < allowed, f"trainer rank {rank} moved {store} through the session"
         # All that its engine ranks lack is its shard, and replicas for each; whole messages, padding included.

@@ -1,14 +1,15 @@
-"""Where the ranks of a session meet: trainer rank 0 hosts a `ControlServer`, every rank holds a `ControlClient` to it.
+"""The control plane: trainer rank 0 hosts a `ControlServer`, and every rank has a `ControlClient` to it.
 
-    hub = Hub.open()                           # trainer rank 0; hub.address goes to all the others
-    line = Line(hub.address, timeout_s=60)     # every rank
-    line.enter("update/7", "engine rank 3 (host h, process 123)")
-    everyone = line.gather("update/7/ready", index=3, size=8, data=b"...", timeout_s=60, scope="update/7")
-    line.leave("update/7")
+    server = ControlServer.open()                           # trainer rank 0; server.address goes to all other ranks
+    client = ControlClient(server.address, timeout_s=60)    # every rank
+    client.enter("update/7", "engine rank 3 (host h, process 123)")
+    votes = client.all_gather("update/7/ready", index=3, size=8, data=b"...", timeout_s=60, scope="update/7")
+    client.leave("update/7")
 
-It carries metadata, never a tensor. Both sides prove that they know the session's key before either reads a
-message of the other, and every frame is authenticated (see `frames`). It is the abort channel too: whoever is
-killed between `enter` and `leave` breaks its connection, and all who wait in the same scope hear of it at once.
+It carries metadata, never a tensor: keys and values as in torch.distributed.Store, all-gathers that all members finish
+or none does, and scopes. A scope is what ranks take part in together. When one of them is killed between `enter` and
+`leave`, its connection breaks, the scope is cancelled, and all who wait in it raise Aborted at once. Both sides prove
+that they have the session's key before either reads a message, and every frame is authenticated (`framing`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["Address", "ControlClient", "ControlServer", "ControlStore", "WaitTim
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `ControlStore` on first use: it is the only part that needs torch."""
+    """Imports `ControlStore` on first use: only this part needs torch."""
     if name != "ControlStore":
         return _deprecated.attribute(__name__, name)
     return import_module("sglang_reshard.control.torch_store").ControlStore

@@ -1,4 +1,4 @@
-"""How to reach a session."""
+"""The address of a session: where its control server listens, and the key that proves membership."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sglang_reshard.errors import Unauthorized
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a hub listens, and which of its sessions is meant. Whoever has it can take part, so keep it private.
+    """Host and port of a control server, and one of its sessions. Whoever has it can join, so keep it private.
 
-    key  32 random bytes, as hex; shown in no representation
+    key  32 random bytes, as hex; omitted from every representation
     """
 
     session: str
@@ -21,15 +21,15 @@ class Address(msgspec.Struct, frozen=True):
     key: str
 
     def named(self, name: str) -> Address:
-        """Another session of the same hub, apart from this one: its keys, its gathers and its scopes are its own."""
+        """Returns the address of another session of the same server, with keys, all-gathers and scopes of its own."""
         return msgspec.structs.replace(self, session=f"{self.session}/{name}")
 
     def secret(self) -> bytes:
-        """The key itself. Raises Unauthorized if there is none."""
+        """Returns the key's bytes. Raises Unauthorized if the key is not hexadecimal."""
         try:
             return bytes.fromhex(self.key)
         except ValueError:
-            raise Unauthorized(f"{self}: its key is not hexadecimal; was the address changed on its way?") from None
+            raise Unauthorized(f"{self}: the key is not hexadecimal; was the address changed on its way?") from None
 
     def __repr__(self) -> str:
         return f"Address(session={self.session!r}, host={self.host!r}, port={self.port!r})"

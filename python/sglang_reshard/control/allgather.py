@@ -1,129 +1,123 @@
-"""Everyone's data to everyone, or to no one.
+"""All-gathers: every member receives the data of all members, or none does.
 
-A gather is over for all of its members in one moment: all hear everyone's data, or all hear who is missing. That
-is what lets the ranks of an update agree on whether they go on.
+An all-gather ends for all of its members at one moment: each receives everyone's data, or each learns who is missing.
+That lets the ranks of an update agree on whether they continue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from asyncio import TimerHandle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sglang_reshard.control import protocol
 from sglang_reshard.control.framing import MAX_FRAME_BYTES
-from sglang_reshard.control.limits import MAX_NAMES, MemoryQuota, QuotaExceeded, TimerHeap
+from sglang_reshard.control.limits import MAX_NAMES, MemoryQuota, QuotaExceeded
+from sglang_reshard.control.protocol import Call
+
+CallLater = Callable[[float, Callable[[], object]], TimerHandle]
 
 
 @dataclass(eq=False, slots=True)
-class _Gather:
-    """here: who waits, by index; missing: of a dead one, who did not come in time; told: of a dead one, who knows"""
+class _AllGather:
+    """One all-gather; `timed_out` once the time of a member is up.
 
-    gathers: AllGathers
+    arrived   call and data of the members that wait, by index
+    missing   indices that had not arrived when it timed out
+    informed  indices that have been told so
+    """
+
     name: str
     scope: str
     size: int
-    here: dict[int, tuple[Hashable, protocol.Gather]] = field(default_factory=dict)
+    arrived: dict[int, tuple[Call, bytes]] = field(default_factory=dict)
+    timers: list[TimerHandle] = field(default_factory=list)
     data_bytes: int = 0
+    timed_out: bool = False
     missing: tuple[int, ...] = ()
-    told: set[int] = field(default_factory=set)
-    over: bool = False
+    informed: set[int] = field(default_factory=set)
 
-    def expire(self) -> None:
-        self.gathers.late(self)
+    def cancel_timers(self) -> None:
+        for timer in self.timers:
+            timer.cancel()
 
 
 class AllGathers:
-    """The gathers of one session that are under way, or that are dead and not all who are meant know it yet."""
+    """The all-gathers of one session that are in progress, or that timed out and not all members know it yet."""
 
-    def __init__(
-        self,
-        deliver: Callable[[Hashable, protocol.Reply | protocol.Event], None],
-        budget: MemoryQuota,
-        deadlines: TimerHeap,
-    ) -> None:
-        self._deliver, self._budget, self._deadlines = deliver, budget, deadlines
-        self._gathers: dict[str, _Gather] = {}
+    def __init__(self, quota: MemoryQuota, call_later: CallLater) -> None:
+        self._quota, self._call_later = quota, call_later
+        self._gathers: dict[str, _AllGather] = {}
 
-    @property
-    def known(self) -> int:
+    def __len__(self) -> int:
         return len(self._gathers)
 
-    def arrive(self, member: Hashable, request: protocol.Gather, now: float) -> None:
-        """Raises OverLimit for what cannot be taken in."""
-        name, index = request.name, request.index
-        if not 0 <= index < request.size <= MAX_NAMES:
-            raise QuotaExceeded(f"gather {name}: index {index} of {request.size}")
-        gather = self._gathers.get(name)
-        if gather is not None and gather.size != request.size:
-            raise QuotaExceeded(f"gather {name}: {request.size} members are meant here, and {gather.size} by others")
-        if gather is not None and gather.over:
-            self._tell(gather, index, member, request.number)
+    def arrive(self, call: Call, name: str, index: int, size: int, data: bytes, timeout_s: float) -> None:
+        """Raises QuotaExceeded, and changes nothing then."""
+        if not 0 <= index < size <= MAX_NAMES:
+            raise QuotaExceeded(f"all-gather {name}: index {index} of {size}")
+        gather = self._gathers.get(name, _AllGather(name, call.scope, size))
+        if gather.size != size:
+            raise QuotaExceeded(f"all-gather {name}: {size} members here, and {gather.size} according to others")
+        if gather.timed_out:
+            self._inform(gather, index, call)
             return
-        if gather is not None and index in gather.here:
-            raise QuotaExceeded(f"gather {name}: index {index} has come already")
-        held = 0 if gather is None else gather.data_bytes
-        if held + len(request.data) + 8 * request.size > MAX_FRAME_BYTES - 64:
-            raise QuotaExceeded(f"gather {name}: the data of all are more than {MAX_FRAME_BYTES} bytes")
-        self._budget.take(len(request.data), int(gather is None))
-        if gather is None:
-            gather = self._gathers[name] = _Gather(self, name, request.scope, request.size)
-        gather.here[index] = (member, request)
-        gather.data_bytes += len(request.data)
-        if len(gather.here) == gather.size:
+        if index in gather.arrived:
+            raise QuotaExceeded(f"all-gather {name}: index {index} has arrived already")
+        if gather.data_bytes + len(data) + 8 * size > MAX_FRAME_BYTES - 64:
+            raise QuotaExceeded(f"all-gather {name}: the data of all members exceed {MAX_FRAME_BYTES} bytes")
+        self._quota.take(len(data), int(name not in self._gathers))
+        self._gathers[name] = gather
+        gather.arrived[index] = (call, data)
+        gather.data_bytes += len(data)
+        if len(gather.arrived) == size:
             self._complete(gather)
         else:
-            self._deadlines.add(now, request.timeout_s, gather)
+            gather.timers.append(self._call_later(timeout_s, lambda: self._time_out(gather)))
 
-    def late(self, gather: _Gather) -> None:
-        """The time of one member is up."""
-        gather.missing = tuple(index for index in range(gather.size) if index not in gather.here)
-        here = gather.here
-        self._empty(gather)
-        for index, (member, request) in here.items():
-            self._tell(gather, index, member, request.number)
-
-    def give_up(self, which: Callable[[Hashable, protocol.Gather], bool], reason: str | None) -> None:
-        """Some do not wait any more: they are told `reason`, if there is one, and to the others they did not come."""
+    def cancel(self, which: Callable[[Call], bool], reason: str | None) -> None:
+        """Ends the waits of some members, with `reason` if there is one; for the other members they are missing."""
         for gather in list(self._gathers.values()):
-            for index, (member, request) in list(gather.here.items()):
-                if which(member, request):
-                    del gather.here[index]
-                    gather.data_bytes -= len(request.data)
-                    self._budget.take(-len(request.data))
+            for index, (call, data) in list(gather.arrived.items()):
+                if which(call):
+                    del gather.arrived[index]
+                    gather.data_bytes -= len(data)
+                    self._quota.take(-len(data))
                     if reason is not None:
-                        self._deliver(member, protocol.Cancelled(request.number, reason))
-            if not gather.here and not gather.over:
-                gather.over = True
-                self._drop(gather)
+                        call.client.send(protocol.Cancelled(call.number, reason))
+            if not gather.arrived and not gather.timed_out:
+                self._delete(gather)
 
-    def forget(self, scope: str) -> None:
-        """Drop the dead gathers of a scope."""
-        for gather in [g for g in self._gathers.values() if g.over and g.scope == scope]:
-            self._drop(gather)
+    def delete(self, scope: str) -> None:
+        """Deletes the timed-out all-gathers of a scope."""
+        for gather in [g for g in self._gathers.values() if g.timed_out and g.scope == scope]:
+            self._delete(gather)
 
-    def drop_all(self) -> None:
+    def delete_all(self) -> None:
         for gather in list(self._gathers.values()):
-            self._empty(gather)
-            self._drop(gather)
+            self._delete(gather)
 
-    def _complete(self, gather: _Gather) -> None:
-        here = gather.here
-        self._empty(gather)
-        self._drop(gather)
-        values = tuple(here[index][1].data for index in range(gather.size))
-        for member, request in here.values():
-            self._deliver(member, protocol.Values(request.number, values))
+    def _complete(self, gather: _AllGather) -> None:
+        self._delete(gather)
+        values: list[bytes | bool] = [gather.arrived[index][1] for index in range(gather.size)]
+        for call, _ in gather.arrived.values():
+            call.client.send(protocol.Result(call.number, values))
 
-    def _tell(self, gather: _Gather, index: int, member: Hashable, number: int) -> None:
-        gather.told.add(index)
-        if len(gather.told) == gather.size:
-            self._drop(gather)
-        self._deliver(member, protocol.TimedOut(number, gather.missing))
+    def _time_out(self, gather: _AllGather) -> None:
+        self._quota.take(-gather.data_bytes)
+        arrived, gather.arrived, gather.data_bytes, gather.timed_out = gather.arrived, {}, 0, True
+        gather.missing = tuple(index for index in range(gather.size) if index not in arrived)
+        gather.cancel_timers()
+        for index, (call, _) in arrived.items():
+            self._inform(gather, index, call)
 
-    def _empty(self, gather: _Gather) -> None:
-        self._budget.take(-gather.data_bytes)
-        gather.here, gather.data_bytes, gather.over = {}, 0, True
+    def _inform(self, gather: _AllGather, index: int, call: Call) -> None:
+        gather.informed.add(index)
+        if len(gather.informed) == gather.size:
+            self._delete(gather)
+        call.client.send(protocol.TimedOut(call.number, gather.missing))
 
-    def _drop(self, gather: _Gather) -> None:
+    def _delete(self, gather: _AllGather) -> None:
         if self._gathers.pop(gather.name, None) is not None:
-            self._budget.take(0, -1)
+            self._quota.take(-gather.data_bytes, -1)
+            gather.cancel_timers()

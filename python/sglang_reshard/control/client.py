@@ -1,165 +1,197 @@
-"""A rank's connection to the hub of its session."""
+"""The control client: a rank's connection to the control server of its session, shared by all of its threads."""
 
 from __future__ import annotations
 
 import contextlib
+import hmac
+import itertools
+import secrets
+import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any
 
 from sglang_reshard.control import protocol
 from sglang_reshard.control.address import Address
-from sglang_reshard.control.connection import GRACE_S, STALL_S, ControlConnection
-from sglang_reshard.errors import Aborted, ConnectionLost, ReshardError
+from sglang_reshard.control.framing import (
+    ANSWER_BYTES,
+    MAGIC,
+    NONCE_BYTES,
+    FrameReader,
+    FrameTooLarge,
+    FrameWriter,
+    ProtocolError,
+    direction_key,
+    proof,
+)
+from sglang_reshard.control.sockets import configure
+from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, ReshardError, Unauthorized
 
-T = TypeVar("T")
-
+GRACE_S = 5.0  # how much longer than the requested wait the server may take to reply
+STALL_S = 30.0  # how long sent bytes may wait to be received
+_RETRY_S = 0.1
 _CLOSE_S = 2.0
+_READ_BYTES, _MAX_READ_BYTES = 64 * 1024, 1024 * 1024
 
 
 class WaitTimedOut(Exception):
-    """Not everything came in time. For callers to put in words that a user understands.
+    """A wait ended before everything arrived. Callers turn it into an error that names ranks.
 
-    missing  indices of the keys, or of the gather's members, that did not come
+    missing  indices of the keys, or of the all-gather's members, that did not arrive
     """
 
     def __init__(self, missing: tuple[int, ...]) -> None:
-        super().__init__(f"did not come in time: {missing}")
+        super().__init__(f"did not arrive in time: {missing}")
         self.missing = missing
 
 
 class ControlClient:
-    """Everything raises ConnectionLost once the hub or the session has gone. Any number of threads may wait at once."""
+    """A connection to a control server. Any number of threads may wait at once.
+
+    Every method raises ConnectionLost once the server, the session or the connection has ended.
+    """
 
     def __init__(self, address: Address, timeout_s: float) -> None:
-        """Connect, within `timeout_s`. Raises DeadlineExceeded when nothing answers, Unauthorized for a wrong key."""
+        """Connects within `timeout_s`. Raises DeadlineExceeded if nothing answers, Unauthorized for a wrong key."""
         self.address = address
-        self._patience_s = min(timeout_s, STALL_S)
-        self._state = threading.Lock()
-        self._watches: dict[str, list[Callable[[str], None]]] = {}
-        self._losses: list[Callable[[], None]] = []
-        self._loss: str | None = None
+        self._reply_timeout_s = min(timeout_s, STALL_S)
+        self._state, self._sending = threading.Lock(), threading.Lock()
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, SimpleQueue[protocol.Reply | None]] = {}
+        self._cancel_callbacks: dict[str, list[Callable[[str], None]]] = {}
+        self._lost_callbacks: list[Callable[[], None]] = []
+        self._lost: str | None = None
         self._closed = False
-        self._kept: list[object] = []
-        self._link = ControlConnection(address, timeout_s, self._on_abort, self._on_loss)
+        self._kept_alive: list[object] = []
+        self._socket, self._writer, self._reader = _connect(address, timeout_s)
+        self._socket.settimeout(STALL_S)
+        self._thread = threading.Thread(target=self._receive, name="sglang-reshard control client", daemon=True)
+        self._thread.start()
 
     # -- keys
 
     def set(self, items: Mapping[str, bytes]) -> None:
-        self._ask(protocol.Ok, protocol.Set, dict(items))
+        self._call("set", dict(items))
 
     def get(self, keys: Sequence[str], timeout_s: float, scope: str = "") -> list[bytes]:
-        """What the keys hold, once all are there. Raises Late, or Aborted when `scope` is."""
-        values = self._ask(protocol.Values, protocol.Get, tuple(keys), timeout_s, scope, True, wait_s=timeout_s)
-        return list(values.values)
+        """Returns the keys' values, once all are set. Raises WaitTimedOut, or Aborted if `scope` is cancelled."""
+        return self._call("get", tuple(keys), timeout_s, scope, wait_s=timeout_s)
 
     def wait(self, keys: Sequence[str], timeout_s: float, scope: str = "") -> None:
-        """Like `get`, for who does not need the values."""
-        self._ask(protocol.Ok, protocol.Get, tuple(keys), timeout_s, scope, False, wait_s=timeout_s)
+        """Waits like `get`, without receiving the values."""
+        self._call("wait", tuple(keys), timeout_s, scope, wait_s=timeout_s)
 
-    def present(self, keys: Sequence[str]) -> list[bool]:
-        return list(self._ask(protocol.Flags, protocol.Exists, tuple(keys)).flags)
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        return self._call("exists", tuple(keys))
 
     def add(self, key: str, n: int) -> int:
-        """Add to a counter, which starts at 0 and is held as decimal digits; what it is then."""
-        return self._ask(protocol.Number, protocol.Add, key, n).value
+        """Adds to a counter, which starts at 0 and is stored as decimal digits. Returns its new value."""
+        return self._call("add", key, n)
 
-    def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set a key that holds `expected`, or none that is expected to be empty; what was decided for."""
-        return self._ask(protocol.Values, protocol.CompareAndSet, key, expected, desired).values[0]
-
-    def delete(self, keys: Sequence[str]) -> int:
-        """How many of the keys were there."""
-        return self._ask(protocol.Number, protocol.Delete, tuple(keys)).value
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Sets `key` if it holds `expected`, or is missing and `expected` is empty. Returns its value after that."""
+        return self._call("compare_set", key, expected, desired)
 
     def append(self, name: str, data: bytes) -> None:
-        """Set `name/0`, `name/1`, ...: the next that was not appended yet. `name` itself holds their number."""
-        self._ask(protocol.Ok, protocol.Append, name, data)
+        """Sets the next of `name/0`, `name/1`, ... `name` itself holds their number."""
+        self._call("append", name, data)
 
-    def count_keys(self) -> int:
-        """Of this session."""
-        return self._ask(protocol.Number, protocol.CountKeys).value
+    def delete_keys(self, keys: Sequence[str]) -> int:
+        """Returns how many of the keys existed."""
+        return self._call("delete_keys", tuple(keys))
 
-    def gather(self, name: str, index: int, size: int, data: bytes, timeout_s: float, scope: str = "") -> list[bytes]:
-        """The data of all `size` members in order of their indices, once all have come.
+    def num_keys(self) -> int:
+        """Returns the number of keys in this session."""
+        return self._call("num_keys")
 
-        Raises Late, and then so does everyone else: nobody was let through. Raises Aborted when `scope` is. The name
-        is free again after a gather that all came to; a late one stays late until all have heard so.
+    def all_gather(
+        self, name: str, index: int, size: int, data: bytes, timeout_s: float, scope: str = ""
+    ) -> list[bytes]:
+        """Returns the data of all `size` members in the order of their indices, once all have arrived.
+
+        Raises WaitTimedOut, and then every member does: none has continued. Raises Aborted if `scope` is cancelled. The
+        name can be used again after an all-gather that succeeded; one that timed out stays so until all members know.
         """
-        values = self._ask(
-            protocol.Values, protocol.Gather, name, index, size, data, timeout_s, scope, wait_s=timeout_s
-        )
-        return list(values.values)
+        return self._call("all_gather", name, index, size, data, timeout_s, scope, wait_s=timeout_s)
 
     # -- scopes
 
     def enter(self, scope: str, who: str) -> None:
-        """Take part: until `leave`, the end of this connection aborts the scope. Raises Aborted if it is aborted.
+        """Becomes a member: until `leave`, the end of this connection cancels the scope.
 
-        who  "engine rank 3 (host h, process 123)", for the others when this one has gone
+        Raises Aborted if the scope is cancelled already.
+
+        Args:
+            who: names this process in the reason, "engine rank 3 (host h, process 123)".
         """
-        self._ask(protocol.Ok, protocol.Enter, scope, who)
+        self._call("enter", scope, who)
 
     def leave(self, scope: str) -> None:
         with self._state:
-            self._watches.pop(scope, None)
-        self._ask(protocol.Ok, protocol.Leave, scope)
+            self._cancel_callbacks.pop(scope, None)
+        self._call("leave", scope)
 
-    def abort(self, scope: str, reason: str) -> None:
-        """All who wait in the scope, now or later, raise Aborted(reason). The first reason stays."""
-        self._ask(protocol.Ok, protocol.Abort, scope, reason)
+    def cancel(self, scope: str, reason: str) -> None:
+        """Makes all waits in the scope, now or later, raise Aborted(reason). The first reason stays."""
+        self._call("cancel", scope, reason)
 
-    def watch(self, scope: str, then: Callable[[str], None]) -> None:
-        """Call `then` once, in a thread of its own, with the reason, if the scope is aborted or the connection breaks.
+    def watch(self, scope: str, callback: Callable[[str], None]) -> None:
+        """Calls `callback(reason)` once, in a new thread, when the scope is cancelled or the connection is lost.
 
-        At once if either is so already. Not any more after `leave`.
+        At once if either is so already; not after `leave`.
         """
         with self._state:
-            if (loss := self._loss) is None:
-                self._watches.setdefault(scope, []).append(then)
-        if loss is not None:
-            _start(then, loss)
+            if self._closed:
+                raise self._error()
+            if (lost := self._lost) is None:
+                self._cancel_callbacks.setdefault(scope, []).append(callback)
+        if lost is not None:
+            _start(callback, str(self._error()))
             return
         try:
-            self._ask(protocol.Ok, protocol.Watch, scope)
+            self._call("watch", scope)
         except Aborted as aborted:
-            self._on_abort(scope, str(aborted))
-        except ConnectionLost:  # `then` hears of it
+            self._cancelled(scope, str(aborted))
+        except ConnectionLost:  # which `callback` is called for, unless this side closed the connection
             if self._closed:
                 raise
 
-    def forget(self, scope: str) -> None:
-        """Let the hub drop what it knows of a scope that is over: that it was aborted, and its late gathers."""
-        self._ask(protocol.Ok, protocol.Forget, scope)
+    def delete_scope(self, scope: str) -> None:
+        """Lets the server forget that a scope was cancelled, and its all-gathers that timed out."""
+        self._call("delete_scope", scope)
 
     # -- the end
 
-    def when_lost(self, then: Callable[[], None]) -> None:
-        """Call `then` once, in a thread of its own, when the hub or the session ends or the connection breaks."""
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        """Calls `callback()` once, in a new thread, when the server, the session or the connection ends."""
         with self._state:
-            if self._loss is None:
-                self._losses.append(then)
-                return
-        _start(then)
+            if self._lost is None:
+                self._lost_callbacks.append(callback)
+            elif not self._closed:
+                _start(callback)
 
     def end_session(self) -> None:
-        """Drop the keys of this session and close its other lines."""
-        self._ask(protocol.Ok, protocol.EndSession)
+        """Deletes the keys of this session and disconnects its other clients."""
+        self._call("end_session")
 
-    def keep(self, thing: object) -> None:
-        """Let it live as long as this line does."""
-        self._kept.append(thing)
+    def keep_alive(self, thing: object) -> None:
+        """Holds a reference for as long as this client exists."""
+        self._kept_alive.append(thing)
 
     def close(self) -> None:
-        """Leave all scopes and hang up."""
+        """Leaves all scopes and disconnects."""
         with self._state:
             if self._closed:
                 return
             self._closed = True
-            self._watches, self._losses = {}, []
+            self._cancel_callbacks, self._lost_callbacks = {}, []
         with contextlib.suppress(ConnectionLost):
-            self._link.ask(protocol.Disconnect, patience_s=_CLOSE_S)
-        self._link.close()
+            self._request("disconnect", (), _CLOSE_S)
+        self._lose("this client is closed")
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     def __enter__(self) -> ControlClient:
         return self
@@ -167,43 +199,184 @@ class ControlClient:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _ask(self, expected: type[T], kind: type[protocol.Request], *fields: Any, wait_s: float | None = None) -> T:
-        """The reply to such a request.
+    # -- requests
 
-        expected  the class of the reply if all is well
-        wait_s    how long the hub itself may wait
-        """
-        patience_s = self._patience_s if wait_s is None else max(wait_s, 0.0) + GRACE_S
-        reply = self._link.ask(kind, *fields, patience_s=patience_s)
-        if isinstance(reply, expected):
-            return reply
+    def _call(self, operation: str, *arguments: Any, wait_s: float | None = None) -> Any:
+        """Returns the result of an operation. `wait_s`: how long the server itself may wait."""
+        timeout_s = self._reply_timeout_s if wait_s is None else max(wait_s, 0.0) + GRACE_S
+        reply = self._request(operation, arguments, timeout_s)
+        if isinstance(reply, protocol.Result):
+            return reply.value
         if isinstance(reply, protocol.TimedOut):
             raise WaitTimedOut(reply.missing)
         if isinstance(reply, protocol.Cancelled):
             raise Aborted(reply.reason)
-        if isinstance(reply, protocol.Refused):
-            raise ReshardError(f"trainer rank 0's session refused a request: {reply.message}")
-        raise ReshardError(f"trainer rank 0's session answered a {kind.__name__} with a {type(reply).__name__}")
+        raise ReshardError(f"the {_server(self.address)} refused `{operation}`: {reply.message}")
 
-    def _on_abort(self, scope: str, reason: str) -> None:
+    def _request(self, operation: str, arguments: tuple[Any, ...], timeout_s: float) -> protocol.Reply:
+        number, replies = next(self._numbers), SimpleQueue[protocol.Reply | None]()
         with self._state:
-            watches = self._watches.pop(scope, [])
-        for then in watches:
-            _start(then, reason)
+            if self._lost is not None:
+                raise self._error()
+            self._pending[number] = replies
+        reply = None
+        try:
+            self._send((number, operation, arguments))
+            reply = replies.get(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+        except Empty:
+            self._lose(f"it did not answer within {timeout_s:g} s")
+        finally:
+            self._pending.pop(number, None)
+        if reply is None:
+            raise self._error()
+        return reply
 
-    def _on_loss(self, why: str) -> None:
+    def _send(self, request: tuple[int, str, tuple[Any, ...]]) -> None:
+        with self._sending:
+            try:
+                frame = memoryview(self._writer.frame(request))
+            except FrameTooLarge as error:
+                raise ReshardError(str(error)) from error
+            try:
+                while frame:
+                    frame = frame[self._socket.send(frame) :]
+            except OSError as error:
+                self._lose(f"sending to it failed ({error}); check the log of trainer rank 0")
+            except BaseException:  # the server would not understand what follows half a frame
+                self._lose("this process was interrupted while it was sending")
+                raise
+
+    # -- replies and events, in the client's thread
+
+    def _receive(self) -> None:
+        why = "the connection ended; was the process of trainer rank 0 killed? Check its log"
+        try:
+            while self._lost is None:
+                try:
+                    data = self._socket.recv(min(max(self._reader.missing_bytes, _READ_BYTES), _MAX_READ_BYTES))
+                except TimeoutError:  # no request is pending
+                    continue
+                if not data:
+                    break
+                for body in self._reader.feed(data):
+                    self._handle(protocol.read_message(body))
+        except ProtocolError as error:
+            why = f"it sent invalid data: {error}"
+        except OSError:
+            pass
+        finally:  # in any case: nothing else would end the waits
+            self._lose(why)
+            with self._sending:
+                self._socket.close()
+
+    def _handle(self, message: protocol.Reply | protocol.Event) -> None:
+        if isinstance(message, protocol.ScopeCancelled):
+            self._cancelled(message.scope, message.reason)
+        elif isinstance(message, protocol.SessionEnded):
+            self._lose("the session has ended")
+        elif (replies := self._pending.pop(message.number, None)) is not None:
+            replies.put(message)
+
+    def _cancelled(self, scope: str, reason: str) -> None:
         with self._state:
-            if self._closed:
+            callbacks = self._cancel_callbacks.pop(scope, [])
+        for callback in callbacks:
+            _start(callback, reason)
+
+    def _lose(self, why: str) -> None:
+        """Ends the connection, for the first reason: all waits fail and callbacks are called."""
+        with self._state:
+            if self._lost is not None:
                 return
-            self._loss = why
-            watches, self._watches = self._watches, {}
-            losses, self._losses = self._losses, []
-        for then in (then for group in watches.values() for then in group):
-            _start(then, why)
-        for heard in losses:
-            _start(heard)
+            self._lost = why
+            pending = list(self._pending.values())
+            cancel_callbacks, self._cancel_callbacks = self._cancel_callbacks, {}
+            disconnect_callbacks, self._lost_callbacks = self._lost_callbacks, []
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the client's thread, which closes it
+        for replies in pending:
+            replies.put(None)
+        for callback in itertools.chain.from_iterable(cancel_callbacks.values()):
+            _start(callback, str(self._error()))
+        for each in disconnect_callbacks:
+            _start(each)
+
+    def _error(self) -> ConnectionLost:
+        return ConnectionLost(f"the {_server(self.address)} cannot be reached any more: {self._lost}")
 
 
-def _start(then: Callable[..., None], *said: str) -> None:
-    """In a thread of its own: it may wait, and may use the line."""
-    threading.Thread(target=then, args=said, name="sglang-reshard line: what follows", daemon=True).start()
+def _start(callback: Callable[..., None], *arguments: str) -> None:
+    """In a thread of its own, because it may wait and may use the client."""
+    threading.Thread(target=callback, args=arguments, name="sglang-reshard callback", daemon=True).start()
+
+
+def _server(address: Address) -> str:
+    return f"control server of trainer rank 0 at {address.host}:{address.port}"
+
+
+# -- the client's side of the handshake
+
+
+def _connect(address: Address, timeout_s: float) -> tuple[socket.socket, FrameWriter, FrameReader]:
+    """Returns a connection with mutual proof of the key. Raises DeadlineExceeded or Unauthorized."""
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _try_connect(address, end)
+        except ConnectionRefusedError as error:  # a server listens before its address is known
+            raise DeadlineExceeded(
+                f"the {_server(address)} does not answer: {error}; has its process ended? Check its log"
+            ) from error
+        except OSError as error:
+            # A server that many clients connect to at once may disconnect those whose handshake is slow.
+            if time.monotonic() + _RETRY_S >= end:
+                raise DeadlineExceeded(
+                    f"the {_server(address)} did not answer within {timeout_s:g} s: {error}; is its process stopped, "
+                    "or is the address not reachable from this host?"
+                ) from error
+        time.sleep(_RETRY_S)
+
+
+def _try_connect(address: Address, end: float) -> tuple[socket.socket, FrameWriter, FrameReader]:
+    connection = configure(socket.create_connection((address.host, address.port), _left_s(end)))
+    try:
+        key, client_nonce = address.secret(), secrets.token_bytes(NONCE_BYTES)
+        connection.sendall(MAGIC + client_nonce)
+        answer = b""
+        while len(answer) < ANSWER_BYTES:
+            answer += _read(connection, ANSWER_BYTES - len(answer), end)
+        nonces = client_nonce, answer[:NONCE_BYTES]
+        if not hmac.compare_digest(answer[NONCE_BYTES:], proof(key, b"server", *nonces)):
+            raise Unauthorized(
+                f"the process that listens at {address.host}:{address.port} does not have the key of trainer rank 0's "
+                "session: the address is of another session, or another program has taken the port"
+            )
+        writer = FrameWriter(direction_key(key, b"client", *nonces))
+        reader = FrameReader(direction_key(key, b"server", *nonces))
+        connection.sendall(proof(key, b"client", *nonces) + writer.frame((0, "hello", (address.session,))))
+        while not (bodies := reader.feed(_read(connection, reader.missing_bytes, end))):
+            pass
+        reply = protocol.read_message(bodies[0])  # the only one: a server sends no event before the first request
+        if isinstance(reply, protocol.Refused):
+            raise ReshardError(f"the {_server(address)} refused the connection: {reply.message}")
+        return connection, writer, reader
+    except ProtocolError as error:
+        connection.close()
+        raise Unauthorized(
+            f"data from {address.host}:{address.port} are not from the control server of trainer rank 0: {error}; does "
+            "another program alter the connection?"
+        ) from error
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _read(connection: socket.socket, size: int, end: float) -> bytes:
+    connection.settimeout(_left_s(end))
+    if not (data := connection.recv(size)):
+        raise OSError("it disconnected")
+    return data
+
+
+def _left_s(end: float) -> float:
+    return max(end - time.monotonic(), 0.001)

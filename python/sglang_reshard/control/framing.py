@@ -1,19 +1,18 @@
-"""What the bytes of a connection are: a handshake, then authenticated frames.
+"""Frames and authentication: the bytes of a connection between a control client and a control server.
 
-    line to hub   MAGIC, line's nonce
-    hub to line   hub's nonce, proof
-    line to hub   proof, frames
+    client to server   MAGIC, client nonce
+    server to client   server nonce, proof
+    client to server   proof, frames
 
-A proof is an HMAC-SHA256 over both nonces with the session's key; each direction of each connection has a key of
-its own, made the same way, so that a frame of another connection or of the other direction is refused. A frame is
+A proof is an HMAC-SHA256 over both nonces with the session's key. Each direction of each connection has a key of its
+own, derived in the same way, so that a frame of another connection or of the other direction is refused. A frame is
 
-    4 bytes       how many bytes follow
-    8 bytes       number of the frame in its direction, from 0
-    any           body, a msgspec struct
-    32 bytes      HMAC over number and body
+    4 bytes       number of bytes that follow
+    8 bytes       sequence number in its direction, from 0
+    any           body, as msgpack
+    32 bytes      HMAC over sequence number and body
 
-Nothing of a frame but its length is looked at before its HMAC is verified. It says who speaks, and hides nothing:
-the channel is not encrypted.
+Only a frame's length is read before its HMAC is verified. Frames are authenticated, not encrypted.
 """
 
 from __future__ import annotations
@@ -23,33 +22,33 @@ import struct
 
 import msgspec
 
-MAGIC = b"reshard1"
+MAGIC = b"reshard2"
 NONCE_BYTES = PROOF_BYTES = MAC_BYTES = 32
 OPENING_BYTES = len(MAGIC) + NONCE_BYTES
 ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES
 MAX_FRAME_BYTES = 256 * 2**20
 
 _LENGTH, _HEAD, _NUMBER = struct.Struct(">I"), struct.Struct(">IQ"), struct.Struct(">Q")
-_LEAST = _NUMBER.size + MAC_BYTES
+_MIN_LENGTH = _NUMBER.size + MAC_BYTES
 _encoder = msgspec.msgpack.Encoder()
 
 
 class ProtocolError(Exception):
-    """What came over a connection is not what an authenticated other side would send; the connection has to end."""
+    """Received bytes are not what an authenticated peer sends; the connection must be closed."""
 
 
 class FrameTooLarge(Exception):
-    """A message that would be refused at the other side; nothing was sent."""
+    """A message exceeds MAX_FRAME_BYTES; nothing was sent."""
 
 
-def proof(key: bytes, side: bytes, line_nonce: bytes, hub_nonce: bytes) -> bytes:
-    """What `side` (b"line" or b"hub") shows of its knowing the key."""
-    return hmac.digest(key, b"sglang-reshard proof of " + side + line_nonce + hub_nonce, "sha256")
+def proof(key: bytes, side: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    """Returns the proof that `side` (b"client" or b"server") has the key."""
+    return hmac.digest(key, b"sglang-reshard proof of " + side + client_nonce + server_nonce, "sha256")
 
 
-def direction_key(key: bytes, side: bytes, line_nonce: bytes, hub_nonce: bytes) -> bytes:
-    """Of the frames that `side` sends in one connection."""
-    return hmac.digest(key, b"sglang-reshard frames of " + side + line_nonce + hub_nonce, "sha256")
+def direction_key(key: bytes, side: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    """Returns the key of the frames that `side` sends in this connection."""
+    return hmac.digest(key, b"sglang-reshard frames of " + side + client_nonce + server_nonce, "sha256")
 
 
 class FrameWriter:
@@ -59,71 +58,72 @@ class FrameWriter:
         self._key = key
         self._next = 0
 
-    def seal(self, message: msgspec.Struct) -> bytearray:
-        """Raises TooLarge."""
+    def frame(self, message: object) -> bytearray:
+        """Returns the next frame. Raises FrameTooLarge, and does not advance the sequence number then."""
         frame = bytearray(_HEAD.size)
         _encoder.encode_into(message, frame, _HEAD.size)
-        body = len(frame) - _HEAD.size
-        if body > MAX_FRAME_BYTES:
-            raise FrameTooLarge(f"a message of {body} bytes; at most {MAX_FRAME_BYTES} are carried")
-        _HEAD.pack_into(frame, 0, body + _LEAST, self._next)
-        with memoryview(frame) as view, view[_LENGTH.size :] as signed:
-            mac = hmac.digest(self._key, signed, "sha256")
+        body_bytes = len(frame) - _HEAD.size
+        if body_bytes > MAX_FRAME_BYTES:
+            raise FrameTooLarge(f"a message of {body_bytes} bytes exceeds the limit: at most {MAX_FRAME_BYTES} bytes")
+        _HEAD.pack_into(frame, 0, body_bytes + _MIN_LENGTH, self._next)
+        with memoryview(frame) as view, view[_LENGTH.size :] as authenticated:
+            mac = hmac.digest(self._key, authenticated, "sha256")
         frame += mac
         self._next += 1
         return frame
 
 
 class FrameReader:
-    """Turns the bytes of one direction, in whatever pieces they come, into the bodies of frames."""
+    """Turns the bytes of one direction, split anywhere, into the bodies of frames."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._next = 0
-        self._bytes = bytearray()
+        self._buffer = bytearray()
 
-    def open(self, piece: bytes) -> list[memoryview]:
-        """The bodies that are complete with `piece`. Raises Unacceptable, and is of no use after that."""
-        self._bytes += piece
+    def feed(self, data: bytes | memoryview) -> list[memoryview]:
+        """Returns the bodies that `data` completes. Raises ProtocolError, and cannot be used after that."""
+        self._buffer += data
         bodies = []
-        while (length := self._length()) is not None and len(self._bytes) >= length:
+        while (length := self._length()) is not None and len(self._buffer) >= length:
             bodies.append(self._body(self._take(length)))
         return bodies
 
-    def missing(self) -> int:
-        """How many bytes are known to be missing of the frame under way."""
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes known to be missing of the current frame."""
         length = self._length()
-        return _LENGTH.size if length is None else length - len(self._bytes)
+        return _LENGTH.size if length is None else length - len(self._buffer)
 
     @property
-    def broken_off(self) -> bool:
-        """Whether the connection, if it ends here, ends within a frame."""
-        return bool(self._bytes)
+    def incomplete(self) -> bool:
+        """True while the current frame has begun and is not complete."""
+        return bool(self._buffer)
 
     def _length(self) -> int | None:
-        """Of the frame under way, with its own first bytes."""
-        if len(self._bytes) < _LENGTH.size:
+        """Returns the current frame's bytes, its length field included; None while that is unknown."""
+        if len(self._buffer) < _LENGTH.size:
             return None
-        (length,) = _LENGTH.unpack_from(self._bytes)
-        if not _LEAST <= length <= _LEAST + MAX_FRAME_BYTES:
-            raise ProtocolError(f"a frame said to have {length} bytes")
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if not _MIN_LENGTH <= length <= _MIN_LENGTH + MAX_FRAME_BYTES:
+            raise ProtocolError(f"a frame of {length} bytes is out of range")
         return _LENGTH.size + length
 
     def _take(self, length: int) -> bytearray:
-        if len(self._bytes) == length:  # a large frame is not copied
-            frame, self._bytes = self._bytes, bytearray()
+        if len(self._buffer) == length:  # a large frame is not copied
+            frame, self._buffer = self._buffer, bytearray()
         else:
-            frame = self._bytes[:length]
-            del self._bytes[:length]
+            frame = self._buffer[:length]
+            del self._buffer[:length]
         return frame
 
     def _body(self, frame: bytearray) -> memoryview:
         view = memoryview(frame)
         mac = hmac.digest(self._key, view[_LENGTH.size : -MAC_BYTES], "sha256")
         if not hmac.compare_digest(mac, view[-MAC_BYTES:]):
-            raise ProtocolError("a frame that is not authentic")
+            raise ProtocolError("a frame is not authentic")
         _, number = _HEAD.unpack_from(frame)
         if number != self._next:
-            raise ProtocolError(f"frame {number} in the place of frame {self._next}: repeated or lost")
+            raise ProtocolError(f"frame {number} arrived in place of frame {self._next}: one was repeated or lost")
         self._next += 1
         return view[_HEAD.size : -MAC_BYTES]

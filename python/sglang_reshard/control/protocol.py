@@ -1,197 +1,139 @@
-"""What a line and a hub say to each other. `number` ties a reply to its request."""
+"""Messages between a control client and a control server, as msgpack arrays.
+
+A request is `[number, operation, [argument, ...]]`; `number` ties its reply to it. An operation is a method of
+`SessionStore` or `ControlServer` that is marked with `@operation`: its annotated parameters are the types of the
+arguments on the wire, and its return value is the result.
+"""
 
 from __future__ import annotations
 
-from typing import TypeVar
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 import msgspec
 
 from sglang_reshard.control.framing import ProtocolError
+from sglang_reshard.control.limits import QuotaExceeded
+from sglang_reshard.errors import Aborted
 
 T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., object])
+
+DEFERRED = object()
+"""Returned by an operation that replies later, or has replied already."""
 
 
-class _Word(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=str.lower):
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
     pass
 
 
-class _Request(_Word, frozen=True):
+class Result(_Message, frozen=True):
+    """A request succeeded."""
+
     number: int
+    value: int | bytes | list[bytes | bool] | None
 
 
-class Hello(_Request, frozen=True):
-    """The first of a connection."""
+class TimedOut(_Message, frozen=True):
+    """A wait ended without the keys, or the members, at these indices."""
 
-    session: str
-
-
-class Set(_Request, frozen=True):
-    items: dict[str, bytes]
-
-
-class Get(_Request, frozen=True):
-    """Answered once all keys are there; `values` says whether what they hold is wanted."""
-
-    keys: tuple[str, ...]
-    timeout_s: float
-    scope: str
-    values: bool
-
-
-class Exists(_Request, frozen=True):
-    keys: tuple[str, ...]
-
-
-class Add(_Request, frozen=True):
-    key: str
-    n: int
-
-
-class CompareAndSet(_Request, frozen=True):
-    """Set `key` to `desired` if it holds `expected`, or if it is missing and nothing is expected."""
-
-    key: str
-    expected: bytes
-    desired: bytes
-
-
-class Delete(_Request, frozen=True):
-    keys: tuple[str, ...]
-
-
-class Append(_Request, frozen=True):
-    name: str
-    data: bytes
-
-
-class CountKeys(_Request, frozen=True):
-    pass
-
-
-class Gather(_Request, frozen=True):
-    name: str
-    index: int
-    size: int
-    data: bytes
-    timeout_s: float
-    scope: str
-
-
-class Enter(_Request, frozen=True):
-    scope: str
-    who: str
-
-
-class Leave(_Request, frozen=True):
-    scope: str
-
-
-class Abort(_Request, frozen=True):
-    scope: str
-    reason: str
-
-
-class Watch(_Request, frozen=True):
-    scope: str
-
-
-class Forget(_Request, frozen=True):
-    scope: str
-
-
-class EndSession(_Request, frozen=True):
-    pass
-
-
-class Disconnect(_Request, frozen=True):
-    """Leave all scopes; the connection will end."""
-
-
-Request = (
-    Hello
-    | Set
-    | Get
-    | Exists
-    | Add
-    | CompareAndSet
-    | Delete
-    | Append
-    | CountKeys
-    | Gather
-    | Enter
-    | Leave
-    | Abort
-    | Watch
-    | Forget
-    | EndSession
-    | Disconnect
-)
-
-
-class Ok(_Request, frozen=True):
-    pass
-
-
-class Values(_Request, frozen=True):
-    values: tuple[bytes, ...]
-
-
-class Number(_Request, frozen=True):
-    value: int
-
-
-class Flags(_Request, frozen=True):
-    flags: tuple[bool, ...]
-
-
-class TimedOut(_Request, frozen=True):
-    """The indices of what did not come in time."""
-
+    number: int
     missing: tuple[int, ...]
 
 
-class Cancelled(_Request, frozen=True):
-    """The scope of the request is aborted."""
+class Cancelled(_Message, frozen=True):
+    """The request's scope is cancelled."""
 
+    number: int
     reason: str
 
 
-class Refused(_Request, frozen=True):
-    """Nothing was done."""
+class Refused(_Message, frozen=True):
+    """A request was not executed."""
 
+    number: int
     message: str
 
 
-class ScopeAborted(_Word, frozen=True):
-    """To all who watch the scope."""
+class ScopeCancelled(_Message, frozen=True):
+    """Sent without a request to each client that watches the scope."""
 
     scope: str
     reason: str
 
 
-class SessionEnded(_Word, frozen=True):
-    """The last of a connection."""
+class SessionEnded(_Message, frozen=True):
+    """Sent without a request, before the server closes the connection."""
 
 
-Reply = Ok | Values | Number | Flags | TimedOut | Cancelled | Refused
-Event = ScopeAborted | SessionEnded
-
-_requests = msgspec.msgpack.Decoder(Request)
-_replies = msgspec.msgpack.Decoder(Reply | Event)
+Reply = Result | TimedOut | Cancelled | Refused
+Event = ScopeCancelled | SessionEnded
 
 
-def read_request(body: bytes | memoryview) -> Request:
-    """Raises Unacceptable."""
-    return _read(_requests, body)
+class Client(Protocol):
+    """Who sent a request; one object for each connection."""
+
+    def send(self, message: Reply | Event) -> None: ...
 
 
-def read_reply(body: bytes | memoryview) -> Reply | Event:
-    """Raises Unacceptable."""
-    return _read(_replies, body)
+@dataclass(eq=False, slots=True)
+class Call:
+    """A request that has no reply yet. `scope`: whose cancellation ends its wait."""
+
+    client: Client
+    number: int
+    scope: str = ""
 
 
-def _read(decoder: msgspec.msgpack.Decoder[T], body: bytes | memoryview) -> T:
+OPERATIONS: dict[str, Any] = {}
+"""Name of each operation -> the type of its arguments, a tuple."""
+_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {}
+_requests = msgspec.msgpack.Decoder(tuple[int, str, msgspec.Raw])
+_messages = msgspec.msgpack.Decoder(Reply | Event)
+
+
+def operation(method: Method) -> Method:
+    """Lets clients call `method(self, call, *arguments)` by its name."""
+    kinds = get_type_hints(method)
+    names = list(inspect.signature(method).parameters)[2:]
+    arguments: Any = tuple.__class_getitem__(tuple(kinds[name] for name in names))
+    OPERATIONS[method.__name__] = arguments
+    _decoders[method.__name__] = msgspec.msgpack.Decoder(arguments)
+    return method
+
+
+def read_request(body: bytes | memoryview) -> tuple[int, str, tuple[Any, ...]]:
+    """Returns number, operation and arguments. Raises ProtocolError."""
+    number, name, arguments = _decoded(_requests, body)
+    if name not in _decoders:
+        raise ProtocolError(f"unknown operation {name[:80]!r}")
+    return number, name, _decoded(_decoders[name], arguments)
+
+
+def read_message(body: bytes | memoryview) -> Reply | Event:
+    """Returns what a control server sent. Raises ProtocolError."""
+    return _decoded(_messages, body)
+
+
+def execute(owner: object, call: Call, name: str, arguments: tuple[Any, ...]) -> None:
+    """Executes an operation of `owner` and replies to it, unless that is deferred."""
+    reply: Reply
+    try:
+        value = getattr(owner, name)(call, *arguments)
+        if value is DEFERRED:
+            return
+        reply = Result(call.number, value)
+    except QuotaExceeded as error:
+        reply = Refused(call.number, str(error))
+    except Aborted as error:
+        reply = Cancelled(call.number, str(error))
+    call.client.send(reply)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes | memoryview | msgspec.Raw) -> T:
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a word that cannot be read: {error}") from error
+        raise ProtocolError(f"a message cannot be decoded: {error}") from error

@@ -1,95 +1,89 @@
-"""Who takes part in what, and what has been given up."""
+"""Scopes: who participates in an update, and which updates are cancelled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sglang_reshard.control import protocol
 from sglang_reshard.control.limits import MAX_NAME_CHARACTERS, MAX_REASON_CHARACTERS, MemoryQuota
+from sglang_reshard.control.protocol import Client
+from sglang_reshard.errors import Aborted
 
 
 @dataclass(eq=False, slots=True)
 class _Scope:
-    """inside: who each member says it is; reason: why the scope was aborted, None as long as it was not"""
+    """members: the name that each one entered with. reason: why the scope is cancelled; None while it is not"""
 
-    inside: dict[Hashable, str] = field(default_factory=dict)
-    watchers: set[Hashable] = field(default_factory=set)
+    members: dict[Client, str] = field(default_factory=dict)
+    watchers: set[Client] = field(default_factory=set)
     reason: str | None = None
 
 
 class CancelScopes:
-    """The scopes of one session. One is known while somebody is in it or watches it, and once it is aborted."""
+    """The scopes of one session. A scope exists while it has members or watchers, and once it is cancelled."""
 
-    def __init__(
-        self,
-        then: Callable[[str, str], None],
-        deliver: Callable[[Hashable, protocol.Reply | protocol.Event], None],
-        budget: MemoryQuota,
-    ) -> None:
-        """`then` hears scope and reason of what is aborted."""
-        self._then, self._deliver, self._budget = then, deliver, budget
+    def __init__(self, quota: MemoryQuota, on_cancel: Callable[[str, str], None]) -> None:
+        """`on_cancel` is called with scope and reason."""
+        self._quota, self._on_cancel = quota, on_cancel
         self._scopes: dict[str, _Scope] = {}
 
-    @property
-    def known(self) -> int:
+    def __len__(self) -> int:
         return len(self._scopes)
 
-    def reason(self, name: str) -> str | None:
-        scope = self._scopes.get(name)
-        return None if scope is None else scope.reason
+    def check(self, name: str) -> None:
+        """Raises Aborted with the reason if the scope is cancelled."""
+        if (scope := self._scopes.get(name)) is not None and scope.reason is not None:
+            raise Aborted(scope.reason)
 
-    def enter(self, member: Hashable, name: str, who: str) -> str | None:
-        """None, or why the scope is aborted already."""
-        if (reason := self.reason(name)) is None:
-            self._scope(name).inside[member] = who[:MAX_NAME_CHARACTERS]
-        return reason
+    def enter(self, client: Client, name: str, who: str) -> None:
+        """Raises Aborted if the scope is cancelled."""
+        self.check(name)
+        self._scope(name).members[client] = who[:MAX_NAME_CHARACTERS]
 
-    def watch(self, member: Hashable, name: str) -> str | None:
-        """None, or why the scope is aborted already."""
-        if (reason := self.reason(name)) is None:
-            self._scope(name).watchers.add(member)
-        return reason
+    def watch(self, client: Client, name: str) -> None:
+        """Raises Aborted if the scope is cancelled."""
+        self.check(name)
+        self._scope(name).watchers.add(client)
 
-    def leave(self, member: Hashable, name: str) -> None:
+    def leave(self, client: Client, name: str) -> None:
         if (scope := self._scopes.get(name)) is None:
             return
-        scope.inside.pop(member, None)
-        scope.watchers.discard(member)
-        if not scope.inside and not scope.watchers and scope.reason is None:
-            self.forget(name)
+        scope.members.pop(client, None)
+        scope.watchers.discard(client)
+        if not scope.members and not scope.watchers and scope.reason is None:
+            self.delete(name)
 
-    def leave_all(self, member: Hashable) -> None:
+    def leave_all(self, client: Client) -> None:
         for name in list(self._scopes):
-            self.leave(member, name)
+            self.leave(client, name)
 
-    def abort(self, name: str, reason: str) -> None:
+    def cancel(self, name: str, reason: str) -> None:
         """The first reason stays."""
         scope = self._scope(name)
-        if scope.reason is not None:
-            return
-        scope.reason = reason[:MAX_REASON_CHARACTERS]
-        for member in list(scope.watchers):
-            self._deliver(member, protocol.ScopeAborted(name, scope.reason))
-        self._then(name, scope.reason)
+        if scope.reason is None:
+            scope.reason = reason[:MAX_REASON_CHARACTERS]
+            for client in list(scope.watchers):
+                client.send(protocol.ScopeCancelled(name, scope.reason))
+            self._on_cancel(name, scope.reason)
 
-    def gone(self, member: Hashable) -> None:
-        """The connection of `member` broke."""
-        entered = {name: scope.inside[member] for name, scope in self._scopes.items() if member in scope.inside}
-        self.leave_all(member)
+    def disconnected(self, client: Client) -> None:
+        """Cancels every scope that `client` is a member of."""
+        entered = {name: scope.members[client] for name, scope in self._scopes.items() if client in scope.members}
+        self.leave_all(client)
         for name, who in entered.items():
-            self.abort(name, f"{who} has gone: its connection broke; was it killed? Look at its log")
+            self.cancel(name, f"{who} disconnected without leaving; was it killed? Check its log")
 
-    def forget(self, name: str) -> None:
+    def delete(self, name: str) -> None:
         if self._scopes.pop(name, None) is not None:
-            self._budget.take(0, -1)
+            self._quota.take(0, -1)
 
-    def drop_all(self) -> None:
+    def delete_all(self) -> None:
         for name in list(self._scopes):
-            self.forget(name)
+            self.delete(name)
 
     def _scope(self, name: str) -> _Scope:
         if name not in self._scopes:
-            self._budget.take(0, 1)
+            self._quota.take(0, 1)
             self._scopes[name] = _Scope()
         return self._scopes[name]

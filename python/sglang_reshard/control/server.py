@@ -1,276 +1,258 @@
-"""The one place where all ranks meet: a thread of trainer rank 0's process that all lines are connected to."""
+"""The control server: an asyncio event loop in a thread of trainer rank 0's process that every rank connects to."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import errno
+import hmac
 import logging
 import secrets
-import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from sglang_reshard.control import protocol
 from sglang_reshard.control.address import Address
-from sglang_reshard.control.client_connection import ClientConnection
-from sglang_reshard.control.framing import FrameTooLarge, ProtocolError
-from sglang_reshard.control.limits import DEFAULT_STORED_BYTES, MemoryQuota, QuotaExceeded, TimerHeap, check_name
-from sglang_reshard.control.pending_connection import PendingConnection
-from sglang_reshard.control.rate_limited_log import RateLimitedLog
-from sglang_reshard.control.sockets import listen, own, prepare
+from sglang_reshard.control.framing import (
+    MAGIC,
+    MAX_FRAME_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    FrameReader,
+    FrameTooLarge,
+    FrameWriter,
+    ProtocolError,
+    direction_key,
+    proof,
+)
+from sglang_reshard.control.limits import DEFAULT_STORED_BYTES, MemoryQuota, check_name
+from sglang_reshard.control.protocol import Call, operation
+from sglang_reshard.control.sockets import configure, listen
 from sglang_reshard.control.store import SessionStore
 
 logger = logging.getLogger(__name__)
+refusals = logger.getChild("refusals")
 
-_VISITORS, _VISIT_S, _VISIT_WHEN_FULL_S = 64, 5.0, 1.0
-_ENDING_S = 5.0
-_LONGEST_S = 3600.0
-_Session = tuple[SessionStore, set[ClientConnection]]
+MAX_UNSENT_BYTES = 2 * MAX_FRAME_BYTES
+_MAX_HANDSHAKES, _HANDSHAKE_S, _HANDSHAKE_WHEN_FULL_S = 64, 5.0, 1.0
+_FLUSH_S = 5.0  # for a client to take its replies after its session has ended
+_LOG_EVERY_S = 1.0
+_READ_BYTES = 256 * 1024
+
+
+class _Connection(asyncio.BufferedProtocol):
+    """An authenticated connection. `session`: named by its hello; None before, and once the session has ended."""
+
+    def __init__(self, server: ControlServer, peer: str, writer: FrameWriter, reader: FrameReader) -> None:
+        self._server, self._peer, self._writer, self._reader = server, peer, writer, reader
+        self.session: str | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._server.connections.add(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._server.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            for body in self._reader.feed(self._server.buffer[:nbytes]):
+                if not self.transport.is_closing():
+                    self._server.handle(self, *protocol.read_request(body))
+        except ProtocolError as error:
+            self._drop(str(error))
+        except Exception:
+            logger.exception("a request from %s failed; its connection is closed", self._peer)
+            self.transport.abort()
+
+    def eof_received(self) -> None:
+        if self._reader.incomplete:
+            self._drop("it disconnected within a frame")
+        self.transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._server.disconnected(self)
+
+    def send(self, message: protocol.Reply | protocol.Event) -> None:
+        """Never fails: a client that cannot be sent to is disconnected later."""
+        if self.transport.is_closing():
+            return
+        try:
+            self.transport.write(self._writer.frame(message))
+        except FrameTooLarge as error:
+            self._drop(str(error))
+        if (unsent := self.transport.get_write_buffer_size()) > MAX_UNSENT_BYTES:
+            self._drop(f"it does not read its replies: {unsent} bytes are unsent")
+
+    def finish(self, message: protocol.Event) -> None:
+        """Sends a last message and closes the connection, with or without it having been received."""
+        self.session = None
+        self.send(message)
+        self.transport.close()
+        asyncio.get_running_loop().call_later(_FLUSH_S, self.transport.abort)
+
+    def _drop(self, why: str) -> None:
+        self._server.log_refusal(self._peer, why)
+        self.transport.abort()
 
 
 class ControlServer:
-    """Keeps the sessions of an address. Everything but `open` and `close` happens in its own thread."""
+    """Serves the sessions of one address. A failing connection ends alone; everything runs in the server's thread."""
 
     def __init__(self, listener: socket.socket, key: bytes, stored_bytes: int) -> None:
         host, port = listener.getsockname()[:2]
         self.address = Address(secrets.token_hex(16), host, port, key.hex())
+        self.connections: set[_Connection] = set()
+        self.buffer = memoryview(bytearray(_READ_BYTES))
         self._key, self._listener = key, listener
-        self._budget, self._deadlines, self._refusals = MemoryQuota(stored_bytes), TimerHeap(), RateLimitedLog()
-        self._sessions: dict[str, _Session] = {}
-        self._visitors: dict[PendingConnection, None] = {}  # the first is the oldest
-        self._callers: set[ClientConnection] = set()
-        self._unsent: set[ClientConnection] = set()
-        self._broken: list[ClientConnection] = []
-        self._selector = selectors.DefaultSelector()
-        self._bell, self._doorstep = map(own, socket.socketpair())
-        self._doorstep.setblocking(False)
-        listener.setblocking(False)
-        self._accepting = False
-        self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="sglang-reshard hub", daemon=True)
+        self._quota = MemoryQuota(stored_bytes)
+        self._stores: dict[str, SessionStore] = {}
+        self._handshakes: dict[asyncio.Task[None], float] = {}  # when each began; the first is the oldest
+        self._last_refusal, self._unlogged = float("-inf"), 0
+        # Not `new_event_loop`, whose policy belongs to the application.
+        self._loop = asyncio.SelectorEventLoop()
+        self._accepting = self._loop.create_task(self._accept())
+        self._thread = threading.Thread(target=self._run, name="sglang-reshard control server", daemon=True)
 
     @classmethod
     def open(cls, interface: str = "127.0.0.1", stored_bytes: int = DEFAULT_STORED_BYTES) -> ControlServer:
-        """Listen on `interface` only, an address of this host, on a free port. Raises OSError if it is not one.
+        """Listens on a free port of `interface`, an address of this host. Raises OSError if it is not one.
 
-        stored_bytes  that all sessions may hold together
+        Args:
+            stored_bytes: limit of what all sessions may hold together.
         """
-        hub = cls(listen(interface), secrets.token_bytes(32), stored_bytes)
-        hub._thread.start()
-        return hub
+        server = cls(listen(interface), secrets.token_bytes(32), stored_bytes)
+        server._thread.start()
+        return server
 
     def close(self) -> None:
-        """Close the listener and all connections; all lines hear that the hub has gone."""
-        self._closing = True
-        with contextlib.suppress(OSError):
-            self._bell.send(b"!")
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-        self._bell.close()
+        """Closes the listener and all connections; every client is notified."""
+        with contextlib.suppress(RuntimeError):  # closed already
+            self._loop.call_soon_threadsafe(self._accepting.cancel)
+        self._thread.join()
 
-    # -- the thread
+    # -- operations
 
-    def _serve(self) -> None:
-        try:
-            self._selector.register(self._doorstep, selectors.EVENT_READ, lambda _: None)
-            while not self._closing:
-                self._mind_the_door()
-                for key, events in self._selector.select(self._patience()):
-                    if key.fileobj.fileno() != -1:  # type: ignore[union-attr]  # closed by an event before this one
-                        key.data(events)
-                self._deadlines.expire(time.monotonic())
-                self._bury()
-        except Exception:
-            logger.exception("the hub of this process's sessions broke; all ranks will hear that it has gone")
-        finally:
-            for end in (self._listener, self._doorstep, *(v.connection for v in self._visitors)):
-                end.close()
-            for caller in self._callers:
-                caller.connection.close()
-            self._selector.close()
+    @operation
+    def hello(self, call: Call, session: str) -> None:
+        """The first request of a connection."""
+        check_name(session)
+        connection = cast(_Connection, call.client)
+        if connection.session is not None:
+            raise ProtocolError("it sent a second hello")
+        self._stores.setdefault(session, SessionStore(self._quota, self._loop.call_later))
+        connection.session = session
 
-    def _patience(self) -> float:
-        """Seconds until something has to be done without anyone's asking."""
-        now = time.monotonic()
-        times = [now + _LONGEST_S]  # a selector cannot sleep for weeks
-        times += [caller.ending for caller in self._unsent if caller.ending is not None]
-        if self._visitors:
-            times.append(next(iter(self._visitors)).since + self._visit_s())
-        if (deadline := self._deadlines.next()) is not None:
-            times.append(deadline)
-        return max(0.0, min(times) - now)
+    @operation
+    def end_session(self, call: Call) -> None:
+        """Deletes what the session holds, and disconnects its other clients."""
+        session = cast(_Connection, call.client).session
+        self._stores[cast(str, session)].end(call.client)
+        for connection in self.connections - {call.client}:
+            if connection.session == session:
+                connection.finish(protocol.SessionEnded())
 
-    # -- visitors
-
-    def _visit_s(self) -> float:
-        return _VISIT_S if len(self._visitors) < _VISITORS else _VISIT_WHEN_FULL_S
-
-    def _mind_the_door(self) -> None:
-        """Turn away who takes too long to prove itself; let others wait outside while too many try."""
-        now = time.monotonic()
-        while self._visitors and (oldest := next(iter(self._visitors))).since + self._visit_s() <= now:
-            self._refuse(oldest, "it did not prove in time that it knows the session's key")
-        room = len(self._visitors) < _VISITORS
-        if room and not self._accepting:
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        elif self._accepting and not room:
-            self._selector.unregister(self._listener)
-        self._accepting = room
-
-    def _accept(self, _: int) -> None:
-        try:
-            connection, peer = self._listener.accept()
-        except OSError as error:
-            self._refusals.log("somebody", str(error))
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # it stays at the door until a file descriptor is free
-                time.sleep(0.01)
-            return
-        own(connection).setblocking(False)
-        prepare(connection)
-        visitor = PendingConnection(connection, f"{peer[0]}:{peer[1]}", self._key, time.monotonic())
-        self._visitors[visitor] = None
-        self._selector.register(connection, selectors.EVENT_READ, lambda _: self._hear(visitor))
-
-    def _hear(self, visitor: PendingConnection) -> None:
-        try:
-            directions = visitor.read()
-        except BlockingIOError:
-            return
-        except (ProtocolError, OSError) as error:
-            self._refuse(visitor, str(error))
-            return
-        if directions is not None:
-            del self._visitors[visitor]
-            caller = ClientConnection(visitor.connection, visitor.peer, *directions)
-            self._callers.add(caller)
-            self._listen_to(caller, selectors.EVENT_READ)
-
-    def _refuse(self, visitor: PendingConnection, why: str) -> None:
-        del self._visitors[visitor]
-        self._selector.unregister(visitor.connection)
-        visitor.connection.close()
-        self._refusals.log(visitor.peer, why)
-
-    # -- callers
-
-    def _listen_to(self, caller: ClientConnection, events: int) -> None:
-        self._selector.modify(caller.connection, events, lambda events: self._attend(caller, events))
-
-    def _attend(self, caller: ClientConnection, events: int) -> None:
-        if events & selectors.EVENT_WRITE:
-            self._flush(caller)
-        if events & selectors.EVENT_READ and caller in self._callers:
-            self._guarded(caller, lambda: self._read(caller))
-
-    def _read(self, caller: ClientConnection) -> None:
-        bodies = caller.read()
-        if bodies is None:
-            self._break(caller)
-            return
-        now = time.monotonic()
-        for body in bodies:
-            if caller.ending is None and caller in self._callers:
-                self._take(caller, protocol.read_request(body), now)
-
-    def _take(self, caller: ClientConnection, request: protocol.Request, now: float) -> None:
-        if caller.session is None:
-            self._admit(caller, request)
-        elif isinstance(request, protocol.Hello):
-            raise ProtocolError("it said a second hello")
-        elif isinstance(request, protocol.EndSession):
-            self._end(caller, caller.session, now)
-            self._deliver(caller, protocol.Ok(request.number))
+    def handle(self, connection: _Connection, number: int, name: str, arguments: tuple[Any, ...]) -> None:
+        """Executes a request. Raises ProtocolError."""
+        call = Call(connection, number)
+        if name == "hello":
+            protocol.execute(self, call, name, arguments)
+        elif connection.session is None:
+            raise ProtocolError("its first request was not hello")
         else:
-            self._sessions[caller.session][0].take(caller, request, now)
+            owner = self if name == "end_session" else self._stores[connection.session]
+            protocol.execute(owner, call, name, arguments)
 
-    def _admit(self, caller: ClientConnection, request: protocol.Request) -> None:
-        if not isinstance(request, protocol.Hello):
-            raise ProtocolError("its first word was no hello")
-        try:
-            check_name(request.session)
-        except QuotaExceeded as error:
-            self._deliver(caller, protocol.Refused(request.number, str(error)))
+    def disconnected(self, connection: _Connection) -> None:
+        self.connections.discard(connection)
+        if (session := connection.session) is None:
             return
-        self._join(caller, request.session)
-        self._deliver(caller, protocol.Ok(request.number))
+        store = self._stores[session]
+        store.disconnected(connection)
+        if store.empty and not any(other.session == session for other in self.connections):
+            del self._stores[session]
 
-    def _join(self, caller: ClientConnection, name: str) -> None:
-        if name not in self._sessions:
-            self._sessions[name] = (SessionStore(self._deliver, self._budget, self._deadlines), set())
-        self._sessions[name][1].add(caller)
-        caller.session = name
-
-    def _end(self, caller: ClientConnection, name: str, now: float) -> None:
-        board, callers = self._sessions.pop(name)
-        board.end(caller)
-        for other in callers - {caller}:
-            other.session, other.ending = None, now + _ENDING_S
-            self._deliver(other, protocol.SessionEnded())
-        self._join(caller, name)
-
-    # -- replies
-
-    def _deliver(self, member: Any, reply: protocol.Reply | protocol.Event) -> None:
-        """Never comes back to a board: who cannot be sent to is dropped later."""
-        self._guarded(member, lambda: member.put(reply))
-        if member not in self._unsent:
-            self._flush(member)
-
-    def _flush(self, caller: ClientConnection) -> None:
-        self._guarded(caller, lambda: self._send(caller))
-
-    def _send(self, caller: ClientConnection) -> None:
-        if caller not in self._callers:
+    def log_refusal(self, peer: str, why: str) -> None:
+        """Logs at most one line a second: unauthenticated peers must not fill a disk."""
+        if time.monotonic() - self._last_refusal < _LOG_EVERY_S:
+            self._unlogged += 1
             return
-        if not caller.flush():
-            if caller not in self._unsent:
-                self._unsent.add(caller)
-                self._listen_to(caller, selectors.EVENT_READ | selectors.EVENT_WRITE)
-        elif caller.ending is not None:
-            self._break(caller)
-        elif caller in self._unsent:
-            self._unsent.discard(caller)
-            self._listen_to(caller, selectors.EVENT_READ)
+        more = f" ({self._unlogged} other refusals were not logged)" if self._unlogged else ""
+        self._last_refusal, self._unlogged = time.monotonic(), 0
+        refusals.warning("the control server closed the connection from %s: %s%s", peer, why, more)
 
-    # -- ends
+    # -- the server's thread
 
-    def _guarded(self, caller: ClientConnection, step: Callable[[], None]) -> None:
-        """Whatever goes wrong with one connection is the end of that one only."""
+    def _run(self) -> None:
         try:
-            step()
-        except BlockingIOError:
+            self._loop.run_until_complete(self._accepting)
+        except asyncio.CancelledError:
             pass
-        except (ProtocolError, FrameTooLarge) as error:
-            self._refusals.log(caller.peer, str(error))
-            self._break(caller)
-        except OSError:  # the other side's process has gone
-            self._break(caller)
         except Exception:
-            logger.exception("a request from %s broke", caller.peer)
-            self._break(caller)
+            logger.exception("the control server failed; every rank loses its connection to it")
+        finally:
+            self._listener.close()
+            self._loop.run_until_complete(self._close_all())
+            self._loop.close()
 
-    def _break(self, caller: ClientConnection) -> None:
-        if caller in self._callers:
-            self._callers.discard(caller)
-            self._unsent.discard(caller)
-            self._selector.unregister(caller.connection)
-            caller.connection.close()
-            self._broken.append(caller)
+    async def _close_all(self) -> None:
+        for handshake in self._handshakes:
+            handshake.cancel()
+        await asyncio.gather(*self._handshakes, return_exceptions=True)
+        for connection in self.connections:
+            connection.transport.abort()
+        await asyncio.sleep(0)  # for the sockets to be closed
 
-    def _bury(self) -> None:
-        """Let the sessions know whose connection broke, and who therefore breaks too."""
-        now = time.monotonic()
-        for caller in [c for c in self._unsent if c.ending is not None and c.ending <= now]:
-            self._break(caller)
-        while self._broken:
-            caller = self._broken.pop()
-            if caller.session is None:
+    async def _accept(self) -> None:
+        """Starts handshakes, no more than _MAX_HANDSHAKES at a time: other peers wait outside."""
+        self._listener.setblocking(False)
+        while True:
+            if len(self._handshakes) >= _MAX_HANDSHAKES:
+                oldest, began = next(iter(self._handshakes.items()))
+                left_s = max(0.0, began + _HANDSHAKE_WHEN_FULL_S - self._loop.time())
+                done, _ = await asyncio.wait(self._handshakes, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    oldest.cancel()
                 continue
-            board, callers = self._sessions[caller.session]
-            callers.discard(caller)
-            board.gone(caller)
-            if not callers and board.empty:
-                del self._sessions[caller.session]
+            try:
+                connection, peer = await self._loop.sock_accept(self._listener)
+            except OSError as error:  # for want of a file descriptor, usually
+                self.log_refusal("an unknown peer", str(error))
+                await asyncio.sleep(0.01)
+                continue
+            handshake = self._loop.create_task(self._admit(configure(connection), f"{peer[0]}:{peer[1]}"))
+            self._handshakes[handshake] = self._loop.time()
+            handshake.add_done_callback(self._handshakes.pop)
+
+    async def _admit(self, connection: socket.socket, peer: str) -> None:
+        """Serves a peer that authenticates itself in time."""
+        deadline = self._loop.call_later(_HANDSHAKE_S, cast(Any, asyncio.current_task()).cancel)
+        try:
+            directions = await self._handshake(connection)
+            await self._loop.connect_accepted_socket(lambda: _Connection(self, peer, *directions), connection)
+        except (ProtocolError, OSError, asyncio.CancelledError) as error:
+            connection.close()
+            if not self._accepting.done():
+                self.log_refusal(peer, str(error) or "its handshake took too long")
+        finally:
+            deadline.cancel()
+
+    async def _handshake(self, connection: socket.socket) -> tuple[FrameWriter, FrameReader]:
+        """Never reads beyond the handshake, so that an unauthenticated peer costs no memory."""
+        if await self._read(connection, len(MAGIC)) != MAGIC:
+            raise ProtocolError("it uses another protocol, or another version of it")
+        nonces = await self._read(connection, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+        await self._loop.sock_sendall(connection, nonces[1] + proof(self._key, b"server", *nonces))
+        if not hmac.compare_digest(await self._read(connection, PROOF_BYTES), proof(self._key, b"client", *nonces)):
+            raise ProtocolError("it does not have the session's key")
+        writer = FrameWriter(direction_key(self._key, b"server", *nonces))
+        return writer, FrameReader(direction_key(self._key, b"client", *nonces))
+
+    async def _read(self, connection: socket.socket, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            data += (piece := await self._loop.sock_recv(connection, size - len(data)))
+            if not piece:
+                raise ProtocolError("it disconnected during the handshake")
+        return data

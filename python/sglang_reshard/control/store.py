@@ -1,184 +1,88 @@
-"""What a hub knows of one session: keys, gathers, scopes, and who waits for which. No input and output here.
+"""The state of one session on the control server: keys, all-gathers, scopes, and the requests that wait for them.
 
-Every request is answered through `deliver`, at once or when what it waits for comes about.
+It does no input or output of its own: requests come in through `protocol.execute`, replies go out through the `Client`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from asyncio import TimerHandle
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from sglang_reshard.control import protocol
-from sglang_reshard.control.allgather import AllGathers
+from sglang_reshard.control.allgather import AllGathers, CallLater
 from sglang_reshard.control.framing import MAX_FRAME_BYTES
-from sglang_reshard.control.limits import MAX_WAITS, MemoryQuota, QuotaExceeded, TimerHeap, check_name
+from sglang_reshard.control.limits import MAX_WAITS, MemoryQuota, QuotaExceeded, check_name
+from sglang_reshard.control.protocol import DEFERRED, Call, Client, operation
 from sglang_reshard.control.scopes import CancelScopes
-
-Member = Hashable
-Deliver = Callable[[Member, protocol.Reply | protocol.Event], None]
 
 _INT64 = 2**63
 
 
 @dataclass(eq=False, slots=True)
 class _Wait:
-    """A `Get` that waits for the keys `missing`."""
+    """A `get`, or a `wait` if not `with_values`, that waits for the keys `missing`."""
 
-    board: SessionStore
-    member: Member
-    request: protocol.Get
+    call: Call
+    keys: tuple[str, ...]
+    with_values: bool
     missing: set[str]
-    over: bool = False
-
-    def expire(self) -> None:
-        self.board.late(self)
+    timer: TimerHandle | None = None
 
 
 class SessionStore:
-    """One session. `member` is whoever sent a request; the same one means the same connection."""
+    """One session. Its operations have the names and meanings of torch.distributed.Store's where it has them."""
 
-    def __init__(self, deliver: Deliver, budget: MemoryQuota, deadlines: TimerHeap) -> None:
-        self._deliver, self._budget, self._deadlines = deliver, budget, deadlines
+    def __init__(self, quota: MemoryQuota, call_later: CallLater) -> None:
+        """`call_later(seconds, function)` is an event loop's."""
+        self._quota, self._call_later = quota, call_later
         self._values: dict[str, bytes] = {}
-        self._waits: set[_Wait] = set()
-        self._wanted: dict[str, set[_Wait]] = {}
-        self._busy: dict[Member, int] = {}  # how many waits each member has
-        self._scopes = CancelScopes(self._aborted, deliver, budget)
-        self._gathers = AllGathers(deliver, budget, deadlines)
-        self._handlers: dict[type, Callable[[Member, Any, float], None]] = {
-            protocol.Set: self._set,
-            protocol.Get: self._get,
-            protocol.Exists: self._present,
-            protocol.Add: self._add,
-            protocol.CompareAndSet: self._swap,
-            protocol.Delete: self._delete,
-            protocol.Append: self._append,
-            protocol.CountKeys: self._count_keys,
-            protocol.Gather: self._gather,
-            protocol.Enter: self._enter,
-            protocol.Leave: self._leave,
-            protocol.Abort: self._abort,
-            protocol.Watch: self._watch,
-            protocol.Forget: self._forget,
-            protocol.Disconnect: self._bye,
-        }
+        self._waits: dict[str, set[_Wait]] = {}  # by missing key
+        self._waits_of: Counter[Client] = Counter()
+        self._scopes = CancelScopes(quota, lambda scope, reason: self._cancel(lambda c: c.scope == scope, reason))
+        self._gathers = AllGathers(quota, call_later)
 
     @property
     def empty(self) -> bool:
-        return not (self._values or self._scopes.known or self._gathers.known)
+        return not (self._values or self._scopes or self._gathers)
 
-    def take(self, member: Member, request: protocol.Request, now: float) -> None:
-        """`now` in seconds of a monotonic clock."""
-        try:
-            self._handlers[type(request)](member, request, now)
-        except QuotaExceeded as error:
-            self._deliver(member, protocol.Refused(request.number, str(error)))
+    def disconnected(self, client: Client) -> None:
+        """Ends the waits of `client` and cancels the scopes that it is a member of."""
+        self._cancel(lambda call: call.client is client, None)
+        self._scopes.disconnected(client)
 
-    def gone(self, member: Member) -> None:
-        """The connection of `member` broke: abort what it is in."""
-        self._give_up(lambda who, _: who == member, None)
-        self._scopes.gone(member)
-
-    def end(self, member: Member) -> None:
-        """Drop everything, as `member` wishes; of those who wait only it is answered, the others will be cut off."""
-        self._give_up(lambda who, _: who == member, "the session was ended")
-        for wait in list(self._waits):
-            self._finish(wait)
-        self._gathers.drop_all()
-        self._scopes.drop_all()
-        self._remove(list(self._values))
+    def end(self, client: Client) -> None:
+        """Deletes everything for `client`; of the waits only its own are replied to, other clients are disconnected."""
+        self._cancel(lambda call: call.client is client, "the session has ended")
+        self._cancel(lambda call: True, None)
+        self._gathers.delete_all()
+        self._scopes.delete_all()
+        self._delete(tuple(self._values))
 
     # -- keys
 
-    def _set(self, member: Member, request: protocol.Set, now: float) -> None:
-        check_name(*request.items)
-        self._put(request.items)
-        self._deliver(member, protocol.Ok(request.number))
+    @operation
+    def set(self, call: Call, items: dict[str, bytes]) -> None:
+        check_name(*items)
+        self._set(items)
 
-    def _put(self, items: dict[str, bytes]) -> None:
-        grown = sum(len(value) - len(self._values.get(key, b"")) for key, value in items.items())
-        self._budget.take(grown, sum(key not in self._values for key in items))
-        self._values.update(items)
-        for key in items.keys() & self._wanted.keys():
-            for wait in self._wanted.pop(key):
-                wait.missing.discard(key)
-                if not wait.missing:
-                    self._look_again(wait)
+    @operation
+    def get(self, call: Call, keys: tuple[str, ...], timeout_s: float, scope: str) -> object:
+        """Results in the keys' values, once all are set."""
+        return self._wait(call, keys, timeout_s, scope, with_values=True)
 
-    def _remove(self, keys: list[str]) -> int:
-        held = [self._values.pop(key) for key in keys if key in self._values]
-        self._budget.take(-sum(map(len, held)), -len(held))
-        return len(held)
+    @operation
+    def wait(self, call: Call, keys: tuple[str, ...], timeout_s: float, scope: str) -> object:
+        """Like `get`, without the values."""
+        return self._wait(call, keys, timeout_s, scope, with_values=False)
 
-    def _get(self, member: Member, request: protocol.Get, now: float) -> None:
-        if (reason := self._scopes.reason(request.scope)) is not None:
-            self._deliver(member, protocol.Cancelled(request.number, reason))
-            return
-        check_name(request.scope)
-        wait = _Wait(self, member, request, {key for key in request.keys if key not in self._values})
-        if not wait.missing:
-            self._answer(wait)
-            return
-        check_name(*wait.missing)
-        if self._busy.get(member, 0) >= MAX_WAITS:
-            raise QuotaExceeded(f"more than {MAX_WAITS} waits of one connection at a time")
-        self._busy[member] = self._busy.get(member, 0) + 1
-        self._waits.add(wait)
-        self._want(wait)
-        self._deadlines.add(now, request.timeout_s, wait)
+    @operation
+    def exists(self, call: Call, keys: tuple[str, ...]) -> list[bool]:
+        return [key in self._values for key in keys]
 
-    def _want(self, wait: _Wait) -> None:
-        for key in wait.missing:
-            self._wanted.setdefault(key, set()).add(wait)
-
-    def _look_again(self, wait: _Wait) -> None:
-        """All keys have been seen; one may have been deleted since."""
-        wait.missing = {key for key in wait.request.keys if key not in self._values}
-        if wait.missing:
-            self._want(wait)
-        else:
-            self._finish(wait)
-            self._answer(wait)
-
-    def _answer(self, wait: _Wait) -> None:
-        request = wait.request
-        if not request.values:
-            self._deliver(wait.member, protocol.Ok(request.number))
-            return
-        values = tuple(self._values[key] for key in request.keys)
-        reply: protocol.Reply = protocol.Values(request.number, values)
-        if (size := sum(map(len, values)) + 8 * len(values)) > MAX_FRAME_BYTES - 64:
-            message = f"{size} bytes in one answer, and at most {MAX_FRAME_BYTES} are carried: ask for less at a time"
-            reply = protocol.Refused(request.number, message)
-        self._deliver(wait.member, reply)
-
-    def _finish(self, wait: _Wait) -> None:
-        wait.over = True
-        self._waits.discard(wait)
-        self._busy[wait.member] -= 1
-        if not self._busy[wait.member]:
-            del self._busy[wait.member]
-        for key in wait.missing:
-            if waiting := self._wanted.get(key):
-                waiting.discard(wait)
-                if not waiting:
-                    del self._wanted[key]
-
-    def late(self, wait: _Wait) -> None:
-        """The time of `wait` is up."""
-        self._finish(wait)
-        keys = wait.request.keys
-        missing = tuple(number for number, key in enumerate(keys) if key not in self._values)
-        self._deliver(wait.member, protocol.TimedOut(wait.request.number, missing))
-
-    def _present(self, member: Member, request: protocol.Exists, now: float) -> None:
-        self._deliver(member, protocol.Flags(request.number, tuple(key in self._values for key in request.keys)))
-
-    def _add(self, member: Member, request: protocol.Add, now: float) -> None:
-        self._deliver(member, protocol.Number(request.number, self._count(request.key, request.n)))
-
-    def _count(self, key: str, n: int) -> int:
+    @operation
+    def add(self, call: Call, key: str, n: int) -> int:
         check_name(key)
         try:
             value = int(self._values.get(key, b"0")) + n
@@ -186,79 +90,161 @@ class SessionStore:
             raise QuotaExceeded(f"{key} is not a counter: something else was set") from None
         if not -_INT64 <= value < _INT64:
             raise QuotaExceeded(f"{key} would be {value}, and counters have 64 bits")
-        self._put({key: b"%d" % value})
+        self._set({key: b"%d" % value})
         return value
 
-    def _swap(self, member: Member, request: protocol.CompareAndSet, now: float) -> None:
-        check_name(request.key)
-        held = self._values.get(request.key)
-        if held == request.expected or (held is None and not request.expected):
-            self._put({request.key: request.desired})
-            held = request.desired
-        self._deliver(member, protocol.Values(request.number, (request.expected if held is None else held,)))
+    @operation
+    def compare_set(self, call: Call, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Sets `key` if it holds `expected`, or if it is missing and `expected` is empty."""
+        check_name(key)
+        value = self._values.get(key)
+        if value == expected or (value is None and not expected):
+            self._set({key: desired})
+            return desired
+        return expected if value is None else value
 
-    def _delete(self, member: Member, request: protocol.Delete, now: float) -> None:
-        self._deliver(member, protocol.Number(request.number, self._remove(list(request.keys))))
-
-    def _append(self, member: Member, request: protocol.Append, now: float) -> None:
-        number = self._count(request.name, 1) - 1
+    @operation
+    def append(self, call: Call, name: str, data: bytes) -> None:
+        number = self.add(call, name, 1) - 1
         try:
-            check_name(key := f"{request.name}/{number}")
-            self._put({key: request.data})
+            check_name(key := f"{name}/{number}")
+            self._set({key: data})
         except QuotaExceeded:
-            self._count(request.name, -1)
+            self.add(call, name, -1)
             raise
-        self._deliver(member, protocol.Ok(request.number))
 
-    def _count_keys(self, member: Member, request: protocol.CountKeys, now: float) -> None:
-        self._deliver(member, protocol.Number(request.number, len(self._values)))
+    @operation
+    def delete_keys(self, call: Call, keys: tuple[str, ...]) -> int:
+        return self._delete(keys)
 
-    # -- gathers and scopes
+    @operation
+    def num_keys(self, call: Call) -> int:
+        return len(self._values)
 
-    def _gather(self, member: Member, request: protocol.Gather, now: float) -> None:
-        if (reason := self._scopes.reason(request.scope)) is not None:
-            self._deliver(member, protocol.Cancelled(request.number, reason))
-            return
-        check_name(request.name, request.scope)
-        self._gathers.arrive(member, request, now)
+    # -- all-gathers and scopes
 
-    def _enter(self, member: Member, request: protocol.Enter, now: float) -> None:
-        check_name(request.scope)
-        self._tell(member, request.number, self._scopes.enter(member, request.scope, request.who))
+    @operation
+    def all_gather(
+        self, call: Call, name: str, index: int, size: int, data: bytes, timeout_s: float, scope: str
+    ) -> object:
+        self._scopes.check(scope)
+        check_name(name, scope)
+        call.scope = scope
+        self._gathers.arrive(call, name, index, size, data, _seconds(timeout_s))
+        return DEFERRED
 
-    def _watch(self, member: Member, request: protocol.Watch, now: float) -> None:
-        check_name(request.scope)
-        self._tell(member, request.number, self._scopes.watch(member, request.scope))
+    @operation
+    def enter(self, call: Call, scope: str, who: str) -> None:
+        check_name(scope)
+        self._scopes.enter(call.client, scope, who)
 
-    def _tell(self, member: Member, number: int, reason: str | None) -> None:
-        self._deliver(member, protocol.Ok(number) if reason is None else protocol.Cancelled(number, reason))
+    @operation
+    def leave(self, call: Call, scope: str) -> None:
+        self._scopes.leave(call.client, scope)
 
-    def _leave(self, member: Member, request: protocol.Leave, now: float) -> None:
-        self._scopes.leave(member, request.scope)
-        self._deliver(member, protocol.Ok(request.number))
+    @operation
+    def watch(self, call: Call, scope: str) -> None:
+        check_name(scope)
+        self._scopes.watch(call.client, scope)
 
-    def _abort(self, member: Member, request: protocol.Abort, now: float) -> None:
-        check_name(request.scope)
-        self._scopes.abort(request.scope, request.reason)
-        self._deliver(member, protocol.Ok(request.number))
+    @operation
+    def cancel(self, call: Call, scope: str, reason: str) -> None:
+        check_name(scope)
+        self._scopes.cancel(scope, reason)
 
-    def _aborted(self, scope: str, reason: str) -> None:
-        self._give_up(lambda _, request: request.scope == scope, reason)
+    @operation
+    def delete_scope(self, call: Call, scope: str) -> None:
+        self._scopes.delete(scope)
+        self._gathers.delete(scope)
 
-    def _give_up(self, which: Callable[[Member, protocol.Get | protocol.Gather], bool], reason: str | None) -> None:
-        """End waits; those that wait are told `reason`, if there is one."""
-        for wait in [wait for wait in self._waits if which(wait.member, wait.request)]:
-            self._finish(wait)
+    @operation
+    def disconnect(self, call: Call) -> None:
+        """Leaves all scopes, so that the end of the connection cancels none."""
+        self._cancel(lambda other: other.client is call.client, None)
+        self._scopes.leave_all(call.client)
+
+    # -- waits
+
+    def _wait(self, call: Call, keys: tuple[str, ...], timeout_s: float, scope: str, with_values: bool) -> object:
+        self._scopes.check(scope)
+        check_name(scope)
+        call.scope = scope
+        wait = _Wait(call, keys, with_values, {key for key in keys if key not in self._values})
+        if not wait.missing:
+            self._reply(wait)
+            return DEFERRED
+        check_name(*wait.missing)
+        if self._waits_of[call.client] >= MAX_WAITS:
+            raise QuotaExceeded(f"more than {MAX_WAITS} waits of one connection at a time")
+        self._waits_of[call.client] += 1
+        self._add_wait(wait)
+        wait.timer = self._call_later(_seconds(timeout_s), lambda: self._time_out(wait))
+        return DEFERRED
+
+    def _add_wait(self, wait: _Wait) -> None:
+        for key in wait.missing:
+            self._waits.setdefault(key, set()).add(wait)
+
+    def _end_wait(self, wait: _Wait) -> None:
+        if wait.timer is not None:
+            wait.timer.cancel()
+        self._waits_of[wait.call.client] -= 1
+        if not self._waits_of[wait.call.client]:
+            del self._waits_of[wait.call.client]
+        for key in wait.missing:
+            self._waits[key].discard(wait)
+            if not self._waits[key]:
+                del self._waits[key]
+
+    def _time_out(self, wait: _Wait) -> None:
+        self._end_wait(wait)
+        missing = tuple(index for index, key in enumerate(wait.keys) if key not in self._values)
+        wait.call.client.send(protocol.TimedOut(wait.call.number, missing))
+
+    def _cancel(self, which: Callable[[Call], bool], reason: str | None) -> None:
+        """Ends some waits, with `reason` if there is one."""
+        for wait in {wait for waits in self._waits.values() for wait in waits if which(wait.call)}:
+            self._end_wait(wait)
             if reason is not None:
-                self._deliver(wait.member, protocol.Cancelled(wait.request.number, reason))
-        self._gathers.give_up(which, reason)
+                wait.call.client.send(protocol.Cancelled(wait.call.number, reason))
+        self._gathers.cancel(which, reason)
 
-    def _forget(self, member: Member, request: protocol.Forget, now: float) -> None:
-        self._scopes.forget(request.scope)
-        self._gathers.forget(request.scope)
-        self._deliver(member, protocol.Ok(request.number))
+    def _reply(self, wait: _Wait) -> None:
+        reply: protocol.Reply = protocol.Result(wait.call.number, None)
+        if wait.with_values:
+            values: list[bytes | bool] = [self._values[key] for key in wait.keys]
+            reply = protocol.Result(wait.call.number, values)
+            if (size := sum(len(self._values[key]) + 8 for key in wait.keys)) > MAX_FRAME_BYTES - 64:
+                message = f"the values of one `get` have {size} bytes, more than {MAX_FRAME_BYTES}: ask for fewer keys"
+                reply = protocol.Refused(wait.call.number, message)
+        wait.call.client.send(reply)
 
-    def _bye(self, member: Member, request: protocol.Disconnect, now: float) -> None:
-        self._give_up(lambda who, _: who == member, None)
-        self._scopes.leave_all(member)
-        self._deliver(member, protocol.Ok(request.number))
+    # -- values
+
+    def _set(self, items: dict[str, bytes]) -> None:
+        grown = sum(len(value) - len(self._values.get(key, b"")) for key, value in items.items())
+        self._quota.take(grown, sum(key not in self._values for key in items))
+        self._values.update(items)
+        for key in items.keys() & self._waits.keys():
+            for wait in self._waits.pop(key):
+                wait.missing.discard(key)
+                if not wait.missing:
+                    self._check_again(wait)
+
+    def _check_again(self, wait: _Wait) -> None:
+        """All keys have been set once; one may have been deleted since."""
+        wait.missing = {key for key in wait.keys if key not in self._values}
+        if wait.missing:
+            self._add_wait(wait)
+        else:
+            self._end_wait(wait)
+            self._reply(wait)
+
+    def _delete(self, keys: tuple[str, ...]) -> int:
+        deleted = [self._values.pop(key) for key in keys if key in self._values]
+        self._quota.take(-sum(map(len, deleted)), -len(deleted))
+        return len(deleted)
+
+
+def _seconds(timeout_s: float) -> float:
+    return max(0.0, timeout_s)  # 0 for NaN too

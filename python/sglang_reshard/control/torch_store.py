@@ -1,4 +1,4 @@
-"""A line as a store of torch.distributed, so that process groups can be made over it."""
+"""A torch.distributed.Store over a control client, so that process groups can rendezvous through it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from sglang_reshard.control.client import ControlClient, WaitTimedOut
 
 
 class ControlStore(dist.Store):
-    """The keys of a line's session. Give it to process groups inside a `PrefixStore` of their own.
+    """The keys of a client's session. Pass it to process groups inside a `PrefixStore` of their own.
 
-    A wait that ends with nothing raises DistStoreError, which is what torch expects of a store; Aborted and
-    ConnectionLost come through as they are, and are RuntimeErrors too.
+    A wait that times out raises DistStoreError, as torch expects of a store. Aborted and ConnectionLost pass through
+    unchanged; both are RuntimeErrors too.
     """
 
-    def __init__(self, line: ControlClient, timeout_s: float, scope: str = "") -> None:
-        """`timeout_s` bounds each wait; all are given up when `scope` is aborted."""
+    def __init__(self, client: ControlClient, timeout_s: float, scope: str = "") -> None:
+        """`timeout_s` bounds each wait; all waits end when `scope` is cancelled."""
         super().__init__()
-        self._line, self._scope = line, scope
-        line.keep(self)  # torch's own stores and groups hold only torch's part of this, which can do nothing alone
+        self._client, self._scope = client, scope
+        client.keep_alive(self)  # torch's stores and groups hold only the C++ part of this, which does nothing alone
         self.set_timeout(timedelta(seconds=timeout_s))
 
     @property
@@ -29,54 +29,54 @@ class ControlStore(dist.Store):
         return self.timeout  # type: ignore[attr-defined]  # torch's stub lacks it
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._line.set({key: _as_bytes(value)})
+        self._client.set({key: _as_bytes(value)})
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         try:
-            return self._line.get(keys, self._timeout.total_seconds(), self._scope)
-        except WaitTimedOut as late:
-            raise _not_there(keys, late, self._timeout) from None
+            return self._client.get(keys, self._timeout.total_seconds(), self._scope)
+        except WaitTimedOut as error:
+            raise _timed_out(keys, error, self._timeout) from None
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
-        self._line.set({key: _as_bytes(value) for key, value in zip(keys, values, strict=True)})
+        self._client.set({key: _as_bytes(value) for key, value in zip(keys, values, strict=True)})
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         timeout = self._timeout if timeout is None else timeout
         try:
-            self._line.wait(keys, timeout.total_seconds(), self._scope)
-        except WaitTimedOut as late:
-            raise _not_there(keys, late, timeout) from None
+            self._client.wait(keys, timeout.total_seconds(), self._scope)
+        except WaitTimedOut as error:
+            raise _timed_out(keys, error, timeout) from None
 
     def check(self, keys: list[str]) -> bool:
-        return all(self._line.present(keys))
+        return all(self._client.exists(keys))
 
     def add(self, key: str, value: int) -> int:
-        return self._line.add(key, value)
+        return self._client.add(key, value)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        return self._line.swap(key, _as_bytes(expected_value), _as_bytes(desired_value))
+        return self._client.compare_set(key, _as_bytes(expected_value), _as_bytes(desired_value))
 
     def delete_key(self, key: str) -> bool:
-        return self._line.delete([key]) > 0
+        return self._client.delete_keys([key]) > 0
 
     def num_keys(self) -> int:
-        return self._line.count_keys()
+        return self._client.num_keys()
 
-    deleteKey, getNumKeys = delete_key, num_keys  # as torch's own code calls these two
+    deleteKey, getNumKeys = delete_key, num_keys  # the names that torch's C++ code calls
 
     def has_extended_api(self) -> bool:
-        return False  # without `append`, which means another thing there
+        return False  # `append` is missing, which means another thing there
 
 
 def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
-def _not_there(keys: Sequence[str], late: WaitTimedOut, timeout: timedelta) -> Exception:
-    names = ", ".join(keys[index] for index in late.missing[:5])
+def _timed_out(keys: Sequence[str], error: WaitTimedOut, timeout: timedelta) -> Exception:
+    names = ", ".join(keys[index] for index in error.missing[:5])
     return dist.DistStoreError(
-        f"{names} did not come within {timeout.total_seconds():g} s; look at the other ranks' logs"
+        f"{names} was not set within {timeout.total_seconds():g} s; check the logs of the other ranks"
     )

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sglang_reshard.control import ControlClient, ControlServer, WaitTimedOut, rate_limited_log, server
+from sglang_reshard.control import ControlClient, ControlServer, WaitTimedOut, server
 from sglang_reshard.control.framing import (
     ANSWER_BYTES,
     MAGIC,
@@ -19,77 +19,77 @@ from sglang_reshard.control.framing import (
     direction_key,
     proof,
 )
-from sglang_reshard.control.protocol import Hello, Leave, Ok, Set
 from sglang_reshard.errors import ConnectionLost, DeadlineExceeded, ReshardError, Unauthorized
 
 SOON_S = 20.0
 HANDSHAKE_BYTES = OPENING_BYTES + PROOF_BYTES
+HELLO = (0, "hello", ("s",))
 
 
 @pytest.fixture
 def host(monkeypatch):
-    """A hub whose every refusal is logged, and that serves as before in the end."""
-    monkeypatch.setattr(rate_limited_log, "_EVERY_S", 0.0)
+    """A server whose every refusal is logged, and that serves as before in the end."""
+    monkeypatch.setattr(server, "_LOG_EVERY_S", 0.0)
     host = ControlServer.open()
-    with ControlClient(host.address, SOON_S) as line:
+    with ControlClient(host.address, SOON_S) as client:
         yield host
-        line.set({"still": b"served"})
-        assert line.get(["still"], SOON_S) == [b"served"]
+        client.set({"still": b"served"})
+        assert client.get(["still"], SOON_S) == [b"served"]
     host.close()
 
 
 class Relay:
-    """Between a line and a hub. Keeps what the line sent, and changes it on its way."""
+    """Between a client and a control server. Keeps what the client sent, and changes it on its way."""
 
     def __init__(self, address, change=lambda sent: sent):
         """`change` is given each frame (with its length) after the hello, and what it returns goes on."""
         self.sent, self._change = b"", change
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._hub = socket.create_connection((address.host, address.port))
+        self._server = socket.create_connection((address.host, address.port))
         self.address = type(address)(address.session, "127.0.0.1", self._listener.getsockname()[1], address.key)
         self._threads = [threading.Thread(target=self._up), threading.Thread(target=self._down)]
-        self._line = None
+        self._client = None
 
     def __enter__(self):
         self._threads[0].start()
         return self
 
     def __exit__(self, *exception):
-        for end in filter(None, (self._line, self._hub)):
+        for end in filter(None, (self._client, self._server)):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         for thread in filter(threading.Thread.is_alive, self._threads):
             thread.join()
-        for end in filter(None, (self._line, self._hub, self._listener)):
+        for end in filter(None, (self._client, self._server, self._listener)):
             end.close()
 
     def _up(self):
         with contextlib.suppress(OSError):
-            self._line, _ = self._listener.accept()
+            self._client, _ = self._listener.accept()
             self._threads[1].start()
             self._pass(self._take(HANDSHAKE_BYTES))
             self._pass(self._frame())  # the hello
             while frame := self._frame():
                 self._pass(self._change(frame))
-            self._hub.shutdown(socket.SHUT_WR)
+            self._server.shutdown(socket.SHUT_WR)
 
     def _down(self):
         with contextlib.suppress(OSError):
-            while piece := self._hub.recv(1 << 16):
-                self._line.sendall(piece)
-            self._line.shutdown(socket.SHUT_RDWR)
+            while piece := self._server.recv(1 << 16):
+                self._client.sendall(piece)
+            self._client.shutdown(socket.SHUT_RDWR)
 
     def _pass(self, data):
         self.sent += data
-        self._hub.sendall(data)
+        self._server.sendall(data)
 
     def _take(self, size):
         data = b""
-        while len(data) < size and (piece := self._line.recv(size - len(data))):
+        while len(data) < size and (piece := self._client.recv(size - len(data))):
             data += piece
-            if len(data) == OPENING_BYTES and size == HANDSHAKE_BYTES:  # the hub answers to this
+            if len(data) == OPENING_BYTES and size == HANDSHAKE_BYTES:  # the control server answers to this
                 self._pass(data)
                 size, data = PROOF_BYTES, b""
         return data
@@ -135,28 +135,28 @@ def authentic(address):
     while len(answer) < ANSWER_BYTES:
         answer += connection.recv(ANSWER_BYTES - len(answer))
     nonces = nonce, answer[:32]
-    connection.sendall(proof(key, b"line", *nonces))
-    return connection, FrameWriter(direction_key(key, b"line", *nonces))
+    connection.sendall(proof(key, b"client", *nonces))
+    return connection, FrameWriter(direction_key(key, b"client", *nonces))
 
 
 def test_garbage_is_refused(host, told):
     assert knock(host.address, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n") == b""
-    says(told, "does not speak this package's language")
+    says(told, "it uses another protocol, or another version of it")
     assert "127.0.0.1:" in told.text
 
 
 def test_a_wrong_proof_is_refused_and_nothing_after_it_is_read(host, told):
-    frame = FrameWriter(bytes(32)).seal(Hello(0, "s"))
+    frame = FrameWriter(bytes(32)).frame(HELLO)
     heard = knock(host.address, MAGIC + b"n" * 32, b"p" * 32, frame * 1000)
     assert len(heard) in (0, ANSWER_BYTES)  # 0 where what it did not read resets the connection
-    says(told, "it does not know the session's key")
+    says(told, "it does not have the session's key")
 
 
 def test_a_wrong_key_is_refused_by_both_sides(host, told):
     wrong = type(host.address)(host.address.session, host.address.host, host.address.port, "00" * 32)
     with pytest.raises(Unauthorized):
         ControlClient(wrong, SOON_S)
-    says(told, "it hung up before it proved that it knows the session's key")
+    says(told, "it disconnected during the handshake")
 
 
 def test_a_host_that_does_not_know_the_key_is_not_told_anything():
@@ -174,29 +174,29 @@ def test_a_host_that_does_not_know_the_key_is_not_told_anything():
 
         with ThreadPoolExecutor() as threads:
             posing = threads.submit(pose)
-            with pytest.raises(Unauthorized, match="a stranger has taken the port"):
+            with pytest.raises(Unauthorized, match="another program has taken the port"):
                 ControlClient(address, SOON_S)
             posing.result(SOON_S)
         assert len(heard[0]) == OPENING_BYTES
 
 
 def test_who_never_proves_itself_is_turned_away(host, told, monkeypatch):
-    monkeypatch.setattr(server, "_VISIT_S", 0.3)
+    monkeypatch.setattr(server, "_HANDSHAKE_S", 0.3)
     start = time.monotonic()
     assert knock(host.address, MAGIC) == b""
     assert time.monotonic() - start >= 0.3
-    says(told, "did not prove in time")
+    says(told, "its handshake took too long")
 
 
 def test_many_who_say_nothing_do_not_keep_others_out_for_long(host, monkeypatch):
-    monkeypatch.setattr(server, "_VISIT_S", 2 * SOON_S)
-    monkeypatch.setattr(server, "_VISIT_WHEN_FULL_S", 0.5)
-    idle = [socket.create_connection((host.address.host, host.address.port)) for _ in range(2 * server._VISITORS)]
+    monkeypatch.setattr(server, "_HANDSHAKE_S", 2 * SOON_S)
+    monkeypatch.setattr(server, "_HANDSHAKE_WHEN_FULL_S", 0.5)
+    idle = [socket.create_connection((host.address.host, host.address.port)) for _ in range(2 * server._MAX_HANDSHAKES)]
     try:
         time.sleep(0.1)
-        assert len(host._visitors) == server._VISITORS
-        with ControlClient(host.address, SOON_S) as line:
-            assert line.count_keys() == 0
+        assert len(host._handshakes) == server._MAX_HANDSHAKES
+        with ControlClient(host.address, SOON_S) as client:
+            assert client.num_keys() == 0
     finally:
         for connection in idle:
             connection.close()
@@ -205,18 +205,18 @@ def test_many_who_say_nothing_do_not_keep_others_out_for_long(host, monkeypatch)
 @pytest.mark.parametrize(
     ("meant", "why"),
     [
-        (lambda frame: b"\xff\xff\xff\xff" + frame[4:], "a frame said to have 4294967295 bytes"),
-        (lambda frame: b"\0\0\0\0" + frame[4:], "a frame said to have 0 bytes"),
-        (lambda frame: frame[:-1], "it hung up within a frame"),
+        (lambda frame: b"\xff\xff\xff\xff" + frame[4:], "a frame of 4294967295 bytes is out of range"),
+        (lambda frame: b"\0\0\0\0" + frame[4:], "a frame of 0 bytes is out of range"),
+        (lambda frame: frame[:-1], "it disconnected within a frame"),
         (lambda frame: frame[:-1] + bytes([frame[-1] ^ 1]), "not authentic"),
         (lambda frame: bytes(frame) * 2, "repeated or lost"),
     ],
     ids=["oversized", "undersized", "truncated", "changed", "repeated"],
 )
 def test_bad_frames_of_one_who_knows_the_key_end_its_connection(host, told, meant, why):
-    connection, sealer = authentic(host.address)
+    connection, writer = authentic(host.address)
     with connection:
-        frame = meant(sealer.seal(Hello(0, "s")))
+        frame = meant(writer.frame(HELLO))
         connection.sendall(frame)
         connection.shutdown(socket.SHUT_WR)
         hangs_up(connection)
@@ -226,46 +226,48 @@ def test_bad_frames_of_one_who_knows_the_key_end_its_connection(host, told, mean
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ((Leave(0, "s"),), "its first word was no hello"),
-        ((Hello(0, "s"), Hello(1, "t")), "a second hello"),
-        ((Hello(0, "s"), Ok(1)), "Invalid value"),
-        ((Hello(0, "s"), Set(1, {"x": "text"})), "Expected"),
+        (((0, "leave", ("s",)),), "its first request was not hello"),
+        (((0, "end_session", ()),), "its first request was not hello"),
+        ((HELLO, (1, "hello", ("t",))), "a second hello"),
+        ((HELLO, (1, "ok", ())), "unknown operation 'ok'"),
+        ((HELLO, (1, "disconnected", ("x",))), "unknown operation 'disconnected'"),
+        ((HELLO, (1, "set", ({"x": "text"},))), "Expected"),
     ],
 )
 def test_words_that_have_no_place_end_a_connection(host, told, words, why):
-    connection, sealer = authentic(host.address)
+    connection, writer = authentic(host.address)
     with connection:
         for word in words:
-            connection.sendall(sealer.seal(word))
+            connection.sendall(writer.frame(word))
         hangs_up(connection)
     says(told, why)
 
 
 def test_a_connection_that_was_recorded_cannot_be_repeated(host, told):
-    with Relay(host.address) as relay, ControlClient(relay.address, SOON_S) as line:
-        line.add("n", 1)
-        assert line.add("n", 1) == 2
+    with Relay(host.address) as relay, ControlClient(relay.address, SOON_S) as client:
+        client.add("n", 1)
+        assert client.add("n", 1) == 2
     heard = knock(host.address, relay.sent[:OPENING_BYTES], relay.sent[OPENING_BYTES:])
     assert len(heard) in (0, ANSWER_BYTES)
-    says(told, "it does not know the session's key")
-    with ControlClient(host.address, SOON_S) as line:
-        assert line.add("n", 0) == 2
+    says(told, "it does not have the session's key")
+    with ControlClient(host.address, SOON_S) as client:
+        assert client.add("n", 0) == 2
 
 
 def test_frames_of_one_connection_are_of_no_use_in_another(host, told):
-    with Relay(host.address) as relay, ControlClient(relay.address, SOON_S) as line:
-        line.add("n", 1)
-    with Relay(host.address, lambda _: relay.sent[-len(line_frame(relay)) :]) as other:
-        line = ControlClient(other.address, SOON_S)
+    with Relay(host.address) as relay, ControlClient(relay.address, SOON_S) as client:
+        client.add("n", 1)
+    with Relay(host.address, lambda _: relay.sent[-len(last_frame(relay)) :]) as other:
+        client = ControlClient(other.address, SOON_S)
         with pytest.raises(ConnectionLost):
-            line.add("n", 5)
-        line.close()
+            client.add("n", 5)
+        client.close()
     says(told, "not authentic")
-    with ControlClient(host.address, SOON_S) as line:
-        assert line.add("n", 0) == 1
+    with ControlClient(host.address, SOON_S) as client:
+        assert client.add("n", 0) == 1
 
 
-def line_frame(relay):
+def last_frame(relay):
     """The last frame that went through it."""
     at, frames = HANDSHAKE_BYTES, []
     while at < len(relay.sent):
@@ -286,26 +288,26 @@ def line_frame(relay):
 def test_who_meddles_with_a_connection_ends_it_and_no_more(host, told, change, why):
     with ControlClient(host.address, SOON_S) as witness:
         with Relay(host.address, change) as relay:
-            line = ControlClient(relay.address, SOON_S)
-            line.when_lost((lost := threading.Event()).set)
+            client = ControlClient(relay.address, SOON_S)
+            client.on_lost((lost := threading.Event()).set)
             with contextlib.suppress(ReshardError):  # the first of two is as good as any
-                line.add("n", 1)
+                client.add("n", 1)
             assert lost.wait(SOON_S)
             with pytest.raises(ConnectionLost):
-                line.add("n", 1)
-            line.close()
+                client.add("n", 1)
+            client.close()
         says(told, why)
         assert witness.add("n", 0) <= 1
         with pytest.raises(WaitTimedOut):
             witness.get(["never"], 0.0)
 
 
-def test_who_meddles_with_what_a_hub_says_is_noticed_by_the_line(host):
+def test_who_meddles_with_what_a_server_says_is_noticed_by_the_client(host):
     with Relay(host.address) as relay:
-        taken = relay._hub.recv
+        taken = relay._server.recv
 
         class Bent:
-            """The hub's end, of which one bit is changed after the handshake and the answer to the hello."""
+            """The control server's end, of which one bit is changed after the handshake and the answer to the hello."""
 
             seen = 0
 
@@ -320,17 +322,17 @@ def test_who_meddles_with_what_a_hub_says_is_noticed_by_the_line(host):
                 return bytes(piece)
 
         bent = Bent()
-        bent.inner, bent.bend = relay._hub, False
-        relay._hub = bent
-        line = ControlClient(relay.address, SOON_S)
+        bent.inner, bent.bend = relay._server, False
+        relay._server = bent
+        client = ControlClient(relay.address, SOON_S)
         bent.bend = True
-        with pytest.raises(ConnectionLost, match="not from trainer rank 0: a frame that is not authentic"):
-            line.count_keys()
-        line.close()
+        with pytest.raises(ConnectionLost, match="it sent invalid data: a frame is not authentic"):
+            client.num_keys()
+        client.close()
 
 
 def test_refusals_do_not_fill_the_log_and_tell_no_secret(told, monkeypatch):
-    monkeypatch.setattr(rate_limited_log, "_EVERY_S", 0.5)
+    monkeypatch.setattr(server, "_LOG_EVERY_S", 0.5)
     host = ControlServer.open()
     for _ in range(50):
         knock(host.address, b"garbage!")
@@ -346,6 +348,6 @@ def test_nothing_that_listens_is_said_so(host):
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = type(host.address)("s", "127.0.0.1", mute.getsockname()[1], host.address.key)
         with pytest.raises(
-            DeadlineExceeded, match=r"trainer rank 0's session at 127\.0\.0\.1:\d+ did not answer within 0\.5 s"
+            DeadlineExceeded, match=r"control server of trainer rank 0 at 127\.0\.0\.1:\d+ did not answer within 0\.5 s"
         ):
             ControlClient(address, 0.5)

@@ -1,4 +1,4 @@
-"""Process groups of torch find each other over a hub."""
+"""Process groups of torch rendezvous over a control server."""
 
 import multiprocessing as mp
 import threading
@@ -17,15 +17,15 @@ RANKS = 3
 
 
 @pytest.fixture
-def line(hub):
-    with ControlClient(hub.address, SOON_S) as line:
-        yield line
+def client(control_server):
+    with ControlClient(control_server.address, SOON_S) as client:
+        yield client
 
 
 @pytest.mark.parametrize("prefixed", [False, True])
-def test_it_is_what_torch_means_by_a_store(line, prefixed):
+def test_it_is_what_torch_means_by_a_store(client, prefixed):
     """Called from Python, and from torch's own code, which a PrefixStore is."""
-    store = ControlStore(line, 1.0)
+    store = ControlStore(client, 1.0)
     if prefixed:
         store = dist.PrefixStore("prefix", store)
     store.set("a", "text")
@@ -41,13 +41,13 @@ def test_it_is_what_torch_means_by_a_store(line, prefixed):
     store.wait(["a", "c"], timedelta(seconds=1))
     assert store.delete_key("a")
     assert not store.delete_key("a")
-    assert store.num_keys() == line.count_keys() == 2
-    assert line.present(["prefix/n" if prefixed else "n"]) == [True]
+    assert store.num_keys() == client.num_keys() == 2
+    assert client.exists(["prefix/n" if prefixed else "n"]) == [True]
 
 
 @pytest.mark.parametrize("prefixed", [False, True])
-def test_a_wait_that_ends_with_nothing_is_the_error_that_torch_knows(line, prefixed):
-    store = ControlStore(line, 0.2)
+def test_a_wait_that_ends_with_nothing_is_the_error_that_torch_knows(client, prefixed):
+    store = ControlStore(client, 0.2)
     if prefixed:
         store = dist.PrefixStore("prefix", store)
     for wait in (
@@ -55,7 +55,7 @@ def test_a_wait_that_ends_with_nothing_is_the_error_that_torch_knows(line, prefi
         lambda: store.wait(["z"]),
         lambda: store.wait(["z"], timedelta(seconds=0.1)),
     ):
-        with pytest.raises(dist.DistStoreError, match=r"z did not come within 0\.[12] s"):
+        with pytest.raises(dist.DistStoreError, match=r"z was not set within 0\.[12] s"):
             wait()
     store.set_timeout(timedelta(seconds=0.5))
     start = time.monotonic()
@@ -64,30 +64,30 @@ def test_a_wait_that_ends_with_nothing_is_the_error_that_torch_knows(line, prefi
     assert time.monotonic() - start >= 0.5
 
 
-def test_an_abort_and_a_loss_come_through_torch(hub, line):
-    store = dist.PrefixStore("prefix", ControlStore(line, SOON_S, scope="s"))
-    threading.Timer(0.2, line.abort, ("s", "why")).start()
+def test_an_abort_and_a_loss_come_through_torch(control_server, client):
+    store = dist.PrefixStore("prefix", ControlStore(client, SOON_S, scope="s"))
+    threading.Timer(0.2, client.cancel, ("s", "why")).start()
     with pytest.raises(Aborted, match=r"^why$"):
         store.get("z")
-    threading.Timer(0.2, hub.close).start()
+    threading.Timer(0.2, control_server.close).start()
     with pytest.raises(ConnectionLost):
-        dist.PrefixStore("prefix", ControlStore(line, SOON_S)).wait(["z"], timedelta(seconds=SOON_S))
+        dist.PrefixStore("prefix", ControlStore(client, SOON_S)).wait(["z"], timedelta(seconds=SOON_S))
 
 
 def reduce(pipe, address, rank):
-    with ControlClient(address, SOON_S) as line:
-        store = dist.PrefixStore("group", ControlStore(line, SOON_S))
+    with ControlClient(address, SOON_S) as client:
+        store = dist.PrefixStore("group", ControlStore(client, SOON_S))
         group = dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=SOON_S))
         numbers = torch.full((3,), 10.0**rank)
         group.allreduce([numbers]).wait()
         pipe.send(numbers.tolist())
 
 
-def test_process_groups_meet_over_it(hub, line):
+def test_process_groups_meet_over_it(control_server, client):
     context = mp.get_context("spawn")
     pipes = [context.Pipe() for _ in range(RANKS)]
     ranks = [
-        context.Process(target=reduce, args=(theirs, hub.address, rank), daemon=True)
+        context.Process(target=reduce, args=(theirs, control_server.address, rank), daemon=True)
         for rank, (_, theirs) in enumerate(pipes)
     ]
     try:
@@ -96,7 +96,7 @@ def test_process_groups_meet_over_it(hub, line):
         for own, _ in pipes:
             assert own.poll(SOON_S)
             assert own.recv() == [111.0] * 3
-        assert line.count_keys() > 0
+        assert client.num_keys() > 0
     finally:
         for rank in ranks:
             rank.kill()

@@ -1,0 +1,347 @@
+"""Clients of one control server, in threads of one process."""
+
+import os
+import threading
+import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+
+import pytest
+
+from sglang_reshard.control import Address, ControlClient, ControlServer, WaitTimedOut, server
+from sglang_reshard.control import client as client_module
+from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, ReshardError, Unauthorized
+
+SOON_S = 20.0
+
+
+@pytest.fixture
+def clients(control_server):
+    """Three clients of one session."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(ControlClient(control_server.address, SOON_S)) for _ in range(3)]
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(32) as pool:
+        yield pool
+
+
+def deadline():
+    return time.monotonic() + SOON_S
+
+
+def census():
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def settles(reading, expected):
+    end = deadline()
+    while (found := reading()) != expected and time.monotonic() < end:
+        time.sleep(0.01)
+    assert found == expected
+
+
+def test_keys_are_seen_by_all(clients):
+    a, b, _ = clients
+    a.set({"x": b"1", "y": b""})
+    assert b.get(["y", "x"], SOON_S) == [b"", b"1"]
+    assert b.exists(["x", "z", "y"]) == [True, False, True]
+    b.append("list", b"first")
+    a.append("list", b"second")
+    assert b.get(["list/0", "list/1"], SOON_S) == [b"first", b"second"]
+    assert a.add("n", 3) == 3
+    assert b.add("n", -1) == 2
+    assert b.compare_set("n", b"2", b"9") == b"9"
+    assert a.num_keys() == 6
+    a.delete_keys(["x", "never", "list/0", "list/1", "list", "n"])
+    assert b.num_keys() == 1
+    b.wait(["y"], SOON_S)
+
+
+def test_many_threads_wait_on_one_client(clients, threads):
+    a, b, _ = clients
+    waits = [threads.submit(a.get, [f"k{n}"], SOON_S) for n in range(24)]
+    for n in reversed(range(24)):
+        b.set({f"k{n}": b"%d" % n})
+    assert [w.result(SOON_S) for w in waits] == [[b"%d" % n] for n in range(24)]
+
+
+def test_counting_is_atomic(clients, threads):
+    wait([threads.submit(clients[n % 3].add, "n", 1) for n in range(300)])
+    assert clients[0].add("n", 0) == 300
+
+
+def test_sessions_of_a_server_are_apart(control_server, clients):
+    with ControlClient(control_server.address.named("other"), SOON_S) as other:
+        clients[0].set({"x": b"1"})
+        assert other.exists(["x"]) == [False]
+        other.cancel("s", "of the other session")
+        clients[0].enter("s", "rank 0")
+        with pytest.raises(WaitTimedOut):
+            other.all_gather("g", 0, 2, b"", 0.0)
+        assert other.num_keys() == 0
+
+
+def test_large_values_arrive_whole(clients, threads):
+    value = os.urandom(1 << 20) * 24
+    setting = threads.submit(clients[0].set, {"big": value})
+    taken = [threads.submit(client.get, ["big"], SOON_S) for client in clients]
+    setting.result(SOON_S)
+    assert all(t.result(SOON_S) == [value] for t in taken)
+
+
+def test_a_late_get_says_what_is_missing_after_its_time_and_not_before(clients):
+    clients[1].set({"y": b""})
+    start = time.monotonic()
+    with pytest.raises(WaitTimedOut) as late:
+        clients[0].get(["x", "y", "z"], 0.3)
+    assert late.value.missing == (0, 2)
+    assert 0.3 <= time.monotonic() - start < client_module.GRACE_S
+    assert clients[0].get(["y"], SOON_S) == [b""]
+
+
+@pytest.mark.parametrize("timeout_s", [1e9, float("inf")])
+def test_a_wait_may_be_as_long_as_one_likes(clients, threads, timeout_s):
+    waiting = threads.submit(clients[0].get, ["x"], timeout_s)
+    with pytest.raises(WaitTimedOut):
+        clients[1].get(["y"], 0.2)
+    clients[1].set({"x": b"1"})
+    assert waiting.result(SOON_S) == [b"1"]
+
+
+def test_a_gather_is_everyones_data_in_order(clients, threads):
+    for round_ in range(3):  # the name is free again each time
+        came = [
+            threads.submit(client.all_gather, "g", n, 3, b"%d %d" % (n, round_), SOON_S)
+            for n, client in enumerate(clients)
+        ]
+        assert [c.result(SOON_S) for c in came] == [[b"%d %d" % (n, round_) for n in range(3)]] * 3
+
+
+def test_a_late_gather_lets_nobody_through(clients, threads):
+    patient = threads.submit(clients[0].all_gather, "g", 2, 3, b"", 2 * SOON_S)
+    with pytest.raises(WaitTimedOut) as late:
+        clients[1].all_gather("g", 0, 3, b"", 0.3)
+    assert late.value.missing == (1,)
+    with pytest.raises(WaitTimedOut):
+        patient.result(SOON_S)
+    with pytest.raises(WaitTimedOut) as late:
+        clients[2].all_gather("g", 1, 3, b"", SOON_S)
+    assert late.value.missing == (1,)
+
+
+def test_a_second_arrival_is_refused_and_harms_nobody(clients, threads):
+    both = {threads.submit(client.all_gather, "g", 0, 2, b"one of two", SOON_S) for client in clients[:2]}
+    (refused,), (waiting,) = wait(both, SOON_S, FIRST_COMPLETED)
+    with pytest.raises(ReshardError, match="all-gather g: index 0 has arrived already"):
+        refused.result()
+    assert clients[2].all_gather("g", 1, 2, b"other", SOON_S) == [b"one of two", b"other"] == waiting.result(SOON_S)
+
+
+def test_an_abort_ends_waits_and_is_heard_by_watchers_once(clients, threads):
+    a, b, c = clients
+    heard = []
+    again = threading.Event()
+    b.enter("s", "rank 1")
+    b.watch("s", heard.append)
+    waits = [
+        threads.submit(b.get, ["x"], SOON_S, "s"),
+        threads.submit(b.all_gather, "g", 0, 2, b"", SOON_S, "s"),
+    ]
+    a.cancel("s", "rank 0 ran out of memory")
+    a.cancel("s", "another reason")
+    for w in waits:
+        with pytest.raises(Aborted, match=r"^rank 0 ran out of memory$"):
+            w.result(SOON_S)
+    settles(lambda: heard, ["rank 0 ran out of memory"])
+    c.watch("s", lambda reason: (heard.append(reason), again.set()))
+    assert again.wait(SOON_S)
+    assert heard == ["rank 0 ran out of memory"] * 2
+    with pytest.raises(Aborted, match="memory"):
+        c.enter("s", "rank 2")
+    a.delete_scope("s")
+    c.enter("s", "rank 2")
+
+
+def test_who_left_does_not_hear_and_does_not_abort(control_server, clients):
+    a, b, _ = clients
+    heard = []
+    other = ControlClient(control_server.address, SOON_S)
+    other.enter("s", "rank 7")
+    other.leave("s")
+    other._socket.shutdown(2)
+    a.enter("s", "rank 0")
+    a.watch("s", heard.append)
+    a.leave("s")
+    b.enter("s", "rank 1")  # not aborted
+    b.cancel("s", "why")
+    a.num_keys()
+    a.on_lost((lost := threading.Event()).set)
+    a._socket.shutdown(2)
+    assert lost.wait(SOON_S)
+    time.sleep(0.05)
+    assert heard == []
+    other.close()
+
+
+def test_a_callback_may_use_the_client(clients):
+    a, b, _ = clients
+    found = []
+    a.set({"x": b"1"})
+    a.watch("s", lambda reason: found.extend(a.get(["x"], SOON_S)))
+    b.cancel("s", "why")
+    settles(lambda: found, [b"1"])
+
+
+def test_a_client_that_breaks_fails_at_once_and_everyone_hears_who_it_was(clients, threads):
+    a, b, _ = clients
+    heard, lost = [], threading.Event()
+    a.enter("s", "engine rank 3 (host h, process 123)")
+    a.watch("s", heard.append)
+    a.on_lost(lost.set)
+    own = threads.submit(a.get, ["x"], SOON_S)
+    other = threads.submit(b.get, ["x"], SOON_S, "s")
+    time.sleep(0.1)
+    a._socket.shutdown(2)
+    with pytest.raises(ConnectionLost):
+        own.result(SOON_S)
+    with pytest.raises(Aborted, match=r"^engine rank 3 \(host h, process 123\) disconnected without leaving;"):
+        other.result(SOON_S)
+    assert lost.wait(SOON_S)
+    settles(lambda: len(heard), 1)
+    assert "cannot be reached any more" in heard[0]
+    again, late = threading.Event(), []
+    a.on_lost(again.set)
+    a.watch("t", late.append)
+    assert again.wait(SOON_S)
+    settles(lambda: late, heard)
+    for use in (a.num_keys, lambda: a.set({"x": b""}), lambda: a.enter("s", "me")):
+        with pytest.raises(ConnectionLost):
+            use()
+
+
+def test_the_end_of_a_session_is_heard_by_its_other_clients_only(control_server, clients, threads):
+    a, b, c = clients
+    heard = []
+    with ControlClient(control_server.address.named("other"), SOON_S) as other:
+        for name, client in zip("abco", (*clients, other), strict=True):
+            client.on_lost(lambda name=name: heard.append(name))
+        b.enter("s", "rank 1")
+        other.set({"x": b"1"})
+        a.set({"x": b"1"})
+        waiting = threads.submit(c.get, ["y"], SOON_S)
+        time.sleep(0.1)
+        a.end_session()
+        with pytest.raises(ConnectionLost, match="the session has ended"):
+            waiting.result(SOON_S)
+        settles(lambda: sorted(heard), ["b", "c"])
+        assert a.num_keys() == 0
+        assert other.num_keys() == 1
+    assert len(heard) == 2
+
+
+def test_who_closes_a_client_does_not_hear_of_its_loss_and_others_do_not_either(control_server, threads):
+    heard = []
+    a, b = ControlClient(control_server.address, SOON_S), ControlClient(control_server.address, SOON_S)
+    a.enter("s", "rank 0")
+    b.enter("s", "rank 1")
+    b.watch("s", heard.append)
+    a.watch("s", heard.append)
+    a.on_lost(lambda: heard.append("lost"))
+    waiting = threads.submit(a.get, ["x"], SOON_S)
+    time.sleep(0.1)
+    a.close()
+    a.close()
+    with pytest.raises(ConnectionLost, match="this client is closed"):
+        waiting.result(SOON_S)
+    with pytest.raises(ConnectionLost):
+        a.num_keys()
+    b.get([], 0.0, "s")
+    b.close()
+    time.sleep(0.1)
+    assert heard == []
+
+
+def test_the_end_of_the_server_is_heard_by_all(control_server, clients, threads):
+    lost = [threading.Event() for _ in clients]
+    for client, event in zip(clients, lost, strict=True):
+        client.on_lost(event.set)
+    waiting = [threads.submit(client.get, ["x"], SOON_S) for client in clients]
+    time.sleep(0.1)
+    control_server.close()
+    control_server.close()
+    for w in waiting:
+        with pytest.raises(ConnectionLost, match="trainer rank 0"):
+            w.result(SOON_S)
+    assert all(event.wait(SOON_S) for event in lost)
+    with pytest.raises(DeadlineExceeded, match="control server of trainer rank 0 at"):
+        ControlClient(control_server.address, 1.0)
+
+
+def test_a_wrong_key_is_not_let_in(control_server):
+    wrong = Address(control_server.address.session, control_server.address.host, control_server.address.port, "00" * 32)
+    with pytest.raises(Unauthorized, match="does not have the key"):
+        ControlClient(wrong, SOON_S)
+    with pytest.raises(Unauthorized, match="hexadecimal"):
+        ControlClient(Address("s", control_server.address.host, control_server.address.port, "not a key"), SOON_S)
+
+
+def test_an_address_of_any_kind(threads):
+    control_server = ControlServer.open("::1")
+    try:
+        with ControlClient(control_server.address, SOON_S) as client:
+            client.set({"x": b"1"})
+    finally:
+        control_server.close()
+    with pytest.raises(OSError, match="assign"):
+        ControlServer.open("192.0.2.1")
+
+
+def test_what_is_too_much_is_refused_and_the_client_goes_on(control_server, clients, monkeypatch):
+    a = clients[0]
+    with pytest.raises(ReshardError, match="a name of 5000 characters"):
+        a.set({"x" * 5000: b""})
+    monkeypatch.setattr("sglang_reshard.control.framing.MAX_FRAME_BYTES", 10_000)
+    with pytest.raises(ReshardError, match="at most 10000"):
+        a.set({"x": bytes(20_000)})
+    with pytest.raises(ReshardError, match="a name of"):
+        ControlClient(control_server.address.named("x" * 5000), SOON_S)
+    a.set({"x": bytes(5000)})
+    assert a.num_keys() == 1
+
+
+def test_who_does_not_read_its_replies_is_dropped(control_server, clients, monkeypatch, told):
+    monkeypatch.setattr(server, "MAX_UNSENT_BYTES", 4 << 20)
+    lazy, other, _ = clients
+    lazy.set({"x": bytes(1 << 20)})
+    stuck = threading.Event()
+    lazy._reader.feed = lambda piece: stuck.wait(SOON_S) and []
+    asked = [lazy._writer.frame((n, "get", (("x",), 1.0, ""))) for n in range(100, 1000)]
+
+    def ask_on():
+        for frame in asked:
+            lazy._socket.sendall(frame)
+            time.sleep(0.001)
+
+    with pytest.raises(OSError, match=r"Broken pipe|reset"):
+        ask_on()
+    stuck.set()
+    assert "does not read its replies" in told.text
+    assert other.get(["x"], SOON_S) == [bytes(1 << 20)]
+
+
+def test_nothing_is_left_behind():
+    before = census()
+    for _ in range(3):
+        control_server = ControlServer.open()
+        clients = [ControlClient(control_server.address, SOON_S) for _ in range(4)]
+        for n, client in enumerate(clients):
+            client.enter("s", f"rank {n}")
+        clients[0].close()
+        clients[1]._socket.shutdown(2)
+        clients[2].close()
+        control_server.close()
+        clients[3].close()
+    settles(census, before)

@@ -1,0 +1,341 @@
+"""The state of a session without any connection: keys, all-gathers, scopes, and what clients may use of memory."""
+
+import msgspec
+import pytest
+
+from sglang_reshard.control import allgather, protocol, store
+from sglang_reshard.control.limits import MAX_NAME_CHARACTERS, MAX_WAITS, MemoryQuota
+from sglang_reshard.control.store import SessionStore
+
+DISCONNECTED = "disconnected without leaving; was it killed? Check its log"
+
+
+class Client(str):
+    """A client that keeps what it is sent, beside its name."""
+
+    def __new__(cls, name, sent):
+        client = super().__new__(cls, name)
+        client.sent = sent
+        return client
+
+    def send(self, message):
+        self.sent.append((str(self), message))
+
+
+class Timer:
+    def __init__(self, time, function):
+        self.time, self.function = time, function
+        self.cancelled = False
+
+    def cancel(self):
+        self.cancelled = True
+
+
+class Table:
+    """A store, its clients, what it sent to whom, and its clock."""
+
+    def __init__(self):
+        self.sent, self.clients, self.timers, self.now = [], {}, [], 0.0
+        self.quota = MemoryQuota(10**6)
+        self.store = SessionStore(self.quota, self.call_later)
+
+    def call_later(self, delay, function):
+        self.timers.append(timer := Timer(self.now + delay, function))
+        return timer
+
+    def client(self, name):
+        return self.clients.setdefault(name, Client(name, self.sent))
+
+
+@pytest.fixture
+def table():
+    return Table()
+
+
+def ask(table, member, operation, *arguments):
+    """What is sent to anybody at once."""
+    table.sent.clear()
+    number, name, arguments = protocol.read_request(msgspec.msgpack.encode((1, operation, arguments)))
+    protocol.execute(table.store, protocol.Call(table.client(member), number), name, arguments)
+    return list(table.sent)
+
+
+def later(table, now):
+    table.sent.clear()
+    table.now = now
+    for timer in sorted(table.timers, key=lambda timer: timer.time):
+        if timer.time <= now and not timer.cancelled:
+            timer.cancel()
+            timer.function()
+    return list(table.sent)
+
+
+def get(table, member, *keys, timeout_s=10.0, scope=""):
+    return ask(table, member, "get", keys, timeout_s, scope)
+
+
+def gather(table, member, index, size=2, data=b"", timeout_s=10.0, scope="", name="g"):
+    return ask(table, member, "all_gather", name, index, size, data, timeout_s, scope)
+
+
+def done(*members):
+    return [(member, protocol.Result(1, None)) for member in members]
+
+
+def test_a_get_is_answered_in_the_order_of_its_keys_once_all_are_there(table):
+    assert get(table, "a", "x", "y", "x") == []
+    assert ask(table, "b", "set", {"y": b"2"}) == done("b")
+    assert ask(table, "b", "set", {"x": b"1", "z": b"3"}) == [
+        ("a", protocol.Result(1, [b"1", b"2", b"1"])),
+        *done("b"),
+    ]
+    assert get(table, "b", "z") == [("b", protocol.Result(1, [b"3"]))]
+
+
+def test_a_get_of_nothing_is_answered_at_once(table):
+    assert get(table, "a") == [("a", protocol.Result(1, []))]
+
+
+def test_a_key_that_is_deleted_while_others_are_waited_for_is_waited_for_again(table):
+    get(table, "a", "x", "y")
+    ask(table, "b", "set", {"x": b"1"})
+    assert ask(table, "b", "delete_keys", ("x", "never")) == [("b", protocol.Result(1, 1))]
+    assert ask(table, "b", "set", {"y": b"2"}) == done("b")
+    assert ("a", protocol.Result(1, [b"3", b"2"])) in ask(table, "b", "set", {"x": b"3"})
+
+
+def test_a_late_get_hears_which_of_its_keys_are_missing(table):
+    get(table, "a", "x", "y", "z", timeout_s=3)
+    ask(table, "b", "set", {"y": b""})
+    assert later(table, 2.9) == []
+    assert later(table, 3.0) == [("a", protocol.TimedOut(1, (0, 2)))]
+    assert ask(table, "b", "set", {"x": b"", "z": b""}) == done("b")
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
+def test_who_has_no_time_does_not_wait(table, timeout_s):
+    get(table, "a", "x", timeout_s=timeout_s)
+    assert later(table, 0.0) == [("a", protocol.TimedOut(1, (0,)))]
+
+
+def test_counters(table):
+    assert ask(table, "a", "add", "n", 5) == [("a", protocol.Result(1, 5))]
+    assert ask(table, "a", "add", "n", -7) == [("a", protocol.Result(1, -2))]
+    assert get(table, "a", "n") == [("a", protocol.Result(1, [b"-2"]))]
+    ask(table, "a", "set", {"t": b"text"})
+    (_, refused), *_ = ask(table, "a", "add", "t", 1)
+    assert "t is not a counter" in refused.message
+    ask(table, "a", "set", {"full": b"%d" % (2**63 - 1)})
+    (_, refused), *_ = ask(table, "a", "add", "full", 1)
+    assert "64 bits" in refused.message
+    assert get(table, "a", "full", "t") == [("a", protocol.Result(1, [b"%d" % (2**63 - 1), b"text"]))]
+
+
+def test_what_is_appended_is_numbered_and_wakes_who_waits_for_it(table):
+    get(table, "a", "list/1")
+    assert ask(table, "b", "append", "list", b"first") == done("b")
+    assert ("a", protocol.Result(1, [b"second"])) in ask(table, "b", "append", "list", b"second")
+    assert get(table, "b", "list/0", "list") == [("b", protocol.Result(1, [b"first", b"2"]))]
+    assert ask(table, "b", "num_keys") == [("b", protocol.Result(1, 3))]
+
+
+def test_compare_and_set_is_what_torch_means_by_it(table):
+    def swap(expected, desired):
+        ((_, reply),) = ask(table, "a", "compare_set", "k", expected, desired)
+        return reply.value
+
+    assert swap(b"no", b"1") == b"no"  # missing, and something was expected: nothing is set
+    assert ask(table, "a", "exists", ("k",)) == [("a", protocol.Result(1, [False]))]
+    assert swap(b"", b"1") == b"1"
+    assert swap(b"2", b"3") == b"1"
+    assert swap(b"1", b"3") == b"3"
+
+
+def test_a_gather_lets_all_through_in_one_moment_and_is_forgotten(table):
+    assert gather(table, "b", 1, data=b"B") == []
+    everyone = protocol.Result(1, [b"A", b"B"])
+    assert sorted(gather(table, "a", 0, data=b"A")) == [("a", everyone), ("b", everyone)]
+    assert table.store.empty
+    assert table.quota.stored_bytes == table.quota.names == 0
+    assert gather(table, "a", 0) == []  # the name is free again
+    assert later(table, 10.0) == [("a", protocol.TimedOut(1, (1,)))]
+
+
+def test_a_late_gather_is_late_for_all_who_are_there_and_all_who_come(table):
+    gather(table, "c", 2, size=4, timeout_s=50)
+    gather(table, "a", 0, size=4, timeout_s=3)
+    late = protocol.TimedOut(1, (1, 3))
+    assert sorted(later(table, 3.0)) == [("a", late), ("c", late)]
+    table.now = 100.0
+    assert gather(table, "b", 1, size=4) == [("b", late)]
+    assert gather(table, "b", 1, size=4) == [("b", late)]
+    assert gather(table, "d", 3, size=4) == [("d", late)]
+    assert table.store.empty  # all know it
+    assert table.quota.names == 0
+
+
+def test_a_late_gather_is_forgotten_with_its_scope(table):
+    gather(table, "a", 0, timeout_s=1, scope="s")
+    later(table, 1.0)
+    assert not table.store.empty
+    ask(table, "a", "delete_scope", "s")
+    assert table.store.empty
+    assert gather(table, "b", 1) == []
+
+
+def test_a_place_in_a_gather_is_taken_once(table):
+    gather(table, "a", 0, data=b"first")
+    ((member, refused),) = gather(table, "b", 0, data=b"second")
+    assert (member, "has arrived already" in refused.message) == ("b", True)
+    assert ("a", protocol.Result(1, [b"first", b"other"])) in gather(table, "b", 1, data=b"other")
+
+
+@pytest.mark.parametrize(("index", "size"), [(2, 2), (-1, 2), (0, 0), (0, 3)])
+def test_a_gather_that_others_mean_differently_is_refused(table, index, size):
+    gather(table, "a", 1)
+    ((_, refused),) = gather(table, "b", index, size)
+    assert isinstance(refused, protocol.Refused)
+    assert "gather g" in refused.message
+
+
+def test_who_goes_was_not_there(table):
+    gather(table, "a", 0, size=3, data=b"A")
+    gather(table, "b", 1, size=3, data=b"B")
+    table.store.disconnected(table.client("a"))
+    gather(table, "c", 2, size=3)
+    assert sorted(later(table, 10.0)) == [("b", protocol.TimedOut(1, (0,))), ("c", protocol.TimedOut(1, (0,)))]
+
+
+def test_an_abort_ends_what_waits_in_the_scope_and_nothing_else(table):
+    get(table, "a", "x", scope="s")
+    get(table, "b", "x", scope="t")
+    gather(table, "c", 0, scope="s")
+    assert sorted(ask(table, "d", "cancel", "s", "why")) == [
+        ("a", protocol.Cancelled(1, "why")),
+        ("c", protocol.Cancelled(1, "why")),
+        *done("d"),
+    ]
+    assert ask(table, "d", "cancel", "s", "another reason") == done("d")
+    given_up = [("e", protocol.Cancelled(1, "why"))]
+    assert get(table, "e", "x", scope="s") == given_up
+    assert gather(table, "e", 1, scope="s") == given_up
+    assert ask(table, "e", "enter", "s", "e") == ask(table, "e", "watch", "s") == given_up
+    ask(table, "d", "delete_scope", "s")
+    assert ask(table, "e", "enter", "s", "e") == done("e")
+    assert ("b", protocol.Result(1, [b""])) in ask(table, "d", "set", {"x": b""})
+
+
+def test_who_goes_out_of_a_scope_without_leaving_aborts_it(table):
+    for member in ("a", "b"):
+        assert ask(table, member, "enter", "s", f"rank {member}") == done(member)
+    ask(table, "w", "watch", "s")
+    get(table, "b", "x", scope="s")
+    table.sent.clear()
+    table.store.disconnected(table.client("a"))
+    assert table.sent == [
+        ("w", protocol.ScopeCancelled("s", f"rank a {DISCONNECTED}")),
+        ("b", protocol.Cancelled(1, f"rank a {DISCONNECTED}")),
+    ]
+
+
+@pytest.mark.parametrize(("operation", "arguments"), [("leave", ("s",)), ("disconnect", ())])
+def test_who_left_may_go(table, operation, arguments):
+    ask(table, "a", "enter", "s", "rank a")
+    ask(table, "b", "enter", "s", "rank b")
+    ask(table, "a", operation, *arguments)
+    table.store.disconnected(table.client("a"))
+    assert ask(table, "c", "enter", "s", "rank c") == done("c")
+
+
+def test_a_scope_that_all_left_is_not_kept(table):
+    ask(table, "a", "enter", "s", "rank a")
+    ask(table, "b", "watch", "s")
+    ask(table, "a", "leave", "s")
+    assert table.quota.names == 1
+    ask(table, "b", "leave", "s")
+    assert table.store.empty
+    assert table.quota.names == 0
+
+
+def test_the_end_leaves_nothing_and_answers_only_who_asked_for_it(table):
+    ask(table, "a", "set", {"x": b"1"})
+    ask(table, "a", "enter", "s", "rank a")
+    get(table, "a", "y")
+    get(table, "b", "y")
+    gather(table, "a", 0, size=3)
+    gather(table, "b", 1, size=3)
+    table.sent.clear()
+    table.store.end(table.client("a"))
+    assert table.sent == [("a", protocol.Cancelled(1, "the session has ended"))] * 2
+    assert table.store.empty
+    assert table.quota.stored_bytes == table.quota.names == 0
+    assert later(table, 1e6) == []
+
+
+def test_the_budget_is_kept_and_given_back(table):
+    assert ask(table, "a", "set", {"x": bytes(900_000)}) == done("a")
+    refusals = [
+        ask(table, "b", "set", {"y": bytes(100_000)}),
+        ask(table, "b", "append", "list", bytes(100_000)),
+        gather(table, "b", 0, data=bytes(100_000)),
+    ]
+    for ((member, refused),) in refusals:
+        assert (member, "more than 1000000 bytes" in refused.message) == ("b", True)
+    assert ask(table, "b", "num_keys") == [("b", protocol.Result(1, 2))]  # x, and an empty list's count
+    ask(table, "a", "set", {"x": b""})
+    assert ask(table, "b", "set", {"y": bytes(100_000)}) == done("b")
+    ask(table, "b", "delete_keys", ("x", "y", "list"))
+    assert table.quota.stored_bytes == table.quota.names == 0
+
+
+def test_names_are_bounded_in_number_and_length(table):
+    table.quota._max_names = 3
+    assert ask(table, "a", "set", dict.fromkeys("xyz", b"")) == done("a")
+    for kind, fields in (("set", ({"v": b""},)), ("enter", ("s", "who")), ("add", ("n", 1))):
+        ((_, refused),) = ask(table, "a", kind, *fields)
+        assert "3 names" in refused.message
+    long = "x" * (MAX_NAME_CHARACTERS + 1)
+    for kind, fields in (
+        ("set", ({long: b""},)),
+        ("get", ((long,), 1.0, "")),
+        ("get", (("k",), 1.0, long)),
+        ("wait", ((long,), 1.0, "")),
+        ("all_gather", (long, 0, 2, b"", 1.0, "")),
+        ("enter", (long, "who")),
+        ("compare_set", (long, b"", b"")),
+    ):
+        ((_, refused),) = ask(table, "a", kind, *fields)
+        assert f"at most {MAX_NAME_CHARACTERS}" in refused.message
+
+
+def test_waits_are_bounded(table):
+    for _ in range(MAX_WAITS):
+        assert get(table, "a", "x") == []
+    ((_, refused),) = get(table, "a", "x")
+    assert "waits" in refused.message
+    assert get(table, "b", "x") == []
+    ask(table, "b", "set", {"x": b""})
+    assert get(table, "a", "y") == []
+
+
+def test_answers_are_bounded(table, monkeypatch):
+    monkeypatch.setattr(store, "MAX_FRAME_BYTES", 1000)
+    monkeypatch.setattr(allgather, "MAX_FRAME_BYTES", 1000)
+    ask(table, "a", "set", {"x": bytes(600), "y": bytes(600)})
+    assert isinstance(get(table, "a", "x")[0][1], protocol.Result)
+    ((_, refused),) = get(table, "a", "x", "y")
+    assert "ask for fewer keys" in refused.message
+    gather(table, "a", 0, data=bytes(600))
+    ((_, refused),) = gather(table, "b", 1, data=bytes(600))
+    assert "1000 bytes" in refused.message
+
+
+def test_timers_of_waits_that_have_ended_are_cancelled(table):
+    get(table, "a", "x")
+    gather(table, "a", 0)
+    gather(table, "b", 0, size=3, name="h")
+    ask(table, "b", "set", {"x": b""})
+    gather(table, "b", 1)
+    table.store.disconnected(table.client("b"))
+    assert len(table.timers) == 3
+    assert all(timer.cancelled for timer in table.timers)
