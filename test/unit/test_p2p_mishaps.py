@@ -32,7 +32,7 @@ def train_through_a_mishap(trainer, mishap):
     told = []
     for update in (1, 2, 3):
         if (mishap, update, trainer.rank) == ("trainer", 2, 1):
-            stumble_once(sender._outbound._route.outlet._turns[1].copies)
+            stumble_once(sender._worker._prepared.sender._turns[1].copies)
         begun = time.monotonic()
         try:
             told.append(sender.update(state.items()).success)
@@ -46,14 +46,14 @@ def train_through_a_mishap(trainer, mishap):
 def serve_through_a_mishap(rank, size, requests, mishap):
     model = ToyRank(rank, size)
     receiver = WeightReceiver(model, rank, size, CPU)
-    move = receiver._inbound._move
+    move = receiver._executor._move
 
     def stumble(course):
         if (mishap, course.request.update, rank) == ("engine", 2, 1):
             raise OSError("the engine rank stumbled")
         move(course)
 
-    receiver._inbound._move = stumble
+    receiver._executor._move = stumble
     for request in requests:
         requests.answer(receiver.update(request))
     stock = ToyRank(rank, size)
@@ -76,7 +76,7 @@ def test_a_failure_on_either_side_is_told_to_all_and_the_next_update_heals_it(mi
 def train_without_orders(trainer):
     sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport="p2p")
     if trainer.rank == 1:
-        sender._outbound._prepared = None  # not callable
+        sender._worker._prepare = None  # not callable
     with pytest.raises(ReshardError) as refused:
         sender.update(sharded(1, (2,), "tp", torch.float32))
     sender.close()
@@ -108,10 +108,10 @@ def train_released(trainer):
     sender.release()
     freed = alive.expired()
     sender.update(state.items())
-    route = sender._outbound._route.connect.route
+    route = sender._worker._prepared.command.transfer
     state["up.weight"] = state["up.weight"].clone()
     sender.update(state.items())
-    moved = sender._outbound._route.connect.route
+    moved = sender._worker._prepared.command.transfer
     sender.close()
     return kept, freed, route, moved
 
@@ -139,7 +139,7 @@ def train_for_long(trainer, updates):
         if update % 2:
             sender.release()
         sender.update(state.items())
-        counts.append((open_here(), sender._session.line.count_keys()))
+        counts.append((open_here(), sender._session.client.num_keys()))
     sender.close()
     return counts
 
