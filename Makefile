@@ -54,45 +54,52 @@ test-verl: setup
 	$(BIN)/python -m pytest test/verl $(PYTEST_ARGS)
 
 # Everything there is: also what repeats in other cases what `make test` shows in one, marked `sweep`, and every rank of
-# every engine that the architectures are tried with. It writes benchmark/results/architectures.json with the guide's
-# table, and benchmark/results/test-all.json: counts, minutes and the slowest tests, unless PYTEST_ARGS chooses a part.
+# every engine that the architectures are tried with. It writes benchmark/results/architectures.json and its
+# page in docs/results, and benchmark/results/test-all.json: counts, minutes and the slowest tests, unless PYTEST_ARGS
+# chooses a part.
 test-all: setup
 	SGLANG_RESHARD_SWEEP=1 $(if $(PYTEST_ARGS),,SGLANG_RESHARD_SUMMARY=benchmark/results/test-all.json) \
 	  $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # Ranks killed, stopped, short of memory and lied to, in every phase of an update: eight minutes on 2 cores. It prints
-# a table and writes it to benchmark/results/faults.json.
+# a table and writes benchmark/results/faults.json and docs/results/faults.md.
 test-faults: setup
 	SGLANG_RESHARD_SWEEP=1 SGLANG_RESHARD_FAULTS_UPDATES=200 \
 	  SGLANG_RESHARD_FAULTS_RESULTS=benchmark/results/faults.json $(BIN)/python -m pytest test/faults $(PYTEST_ARGS)
+	$(BIN)/python -m benchmark.pages faults
 
 # SGLang's own update path and ours over the same engine, beside a copy of the bytes: half an hour on 2 cores. It
-# writes benchmark/results, and from it the table in README.md.
+# writes benchmark/results, and from it the tables of README.md and docs/results.
 bench: setup
 	$(BIN)/python -m benchmark.planning
+	$(BIN)/python -m benchmark.pages planning
 	$(BIN)/python -m benchmark
 
 # The same with fewer cases, fewer updates by SGLang's own path and no scaling curves: ten minutes at most.
 bench-quick: setup
 	$(BIN)/python -m benchmark --quick
 
-# verl's own sync and ours between the same workers: ten minutes. It writes benchmark/results/verl.json.
+# verl's own sync and ours between the same workers: ten minutes. It writes benchmark/results/verl.json and
+# docs/results/verl.md.
 bench-verl: setup
 	PYTHONPATH=test:test/verl $(BIN)/python -m benchmark.verl
 
 # 2,000 updates of a server that clients ask all the while: about twenty minutes on 2 cores. It writes
-# benchmark/results/soak.json and fails when a request does, when memory grows, or when a version is not what it should be.
+# benchmark/results/soak.json and docs/results/soak.md, and fails when a request does, when memory grows, or when a
+# version is not what it should be.
 UPDATES ?= 2000
 .PHONY: soak
 soak: setup
 	$(BIN)/python -m benchmark.soak --updates $(UPDATES)
+	$(BIN)/python -m benchmark.pages soak
 
-# A million cases of the fuzz tests; the test suite runs 200 of each. It writes benchmark/results/fuzz.json and fails
-# when a test does.
+# A million cases of the fuzz tests; the test suite runs 200 of each. It writes benchmark/results/fuzz.json and
+# docs/results/fuzz.md, and fails when a test does.
 CASES ?= 1000000
 .PHONY: fuzz
 fuzz: setup
 	$(BIN)/python -m benchmark.fuzz --cases $(CASES)
+	$(BIN)/python -m benchmark.pages fuzz
 
 lint: setup
 	$(BIN)/ruff check .

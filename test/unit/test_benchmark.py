@@ -1,4 +1,4 @@
-"""The benchmark's figures follow from what was seen; its comparison can fail; documents have the tables that rows give."""
+"""Figures of the benchmark follow from its inputs; its comparison can fail; documents have the tables of results."""
 
 import collections
 import dataclasses
@@ -76,7 +76,7 @@ def report(total, move, received=60, peak=5):
         message="",
         weight_version=None,
         transport="ipc",
-        transport_reason="asked for",
+        transport_reason="requested",
         predicted_seconds=0.5,
         bucket_bytes=1,
         seconds={"publish": 0.001, "total": total, "move": move, "commit": 0.0},

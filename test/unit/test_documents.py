@@ -10,6 +10,7 @@ import subprocess
 import pytest
 
 from sglang_reshard import WeightSender, _deprecated
+from sglang_reshard.patches import metrics
 from sglang_reshard.patches.metrics import METRICS
 from support.documents import DOCUMENTS, ROOT, anchors, blocks, commands, links, strings_of_the_code, table, text
 
@@ -36,8 +37,7 @@ def test_python_in_documents_is_python_and_imports_what_there_is(document):
     for body in blocks(document, "python"):
         for node in ast.walk(ast.parse(body)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang_reshard"):
-                module = importlib.import_module(node.module)
-                assert [a.name for a in node.names if not hasattr(module, a.name)] == []
+                exec(compile(ast.Module([node], []), document, "exec"), {})
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -106,6 +106,11 @@ def test_a_message_of_the_table_is_the_codes_own(fragment):
 def test_the_table_of_metrics_is_the_metrics():
     told = [[cell.strip("`") for cell in row] for row in table(OBSERVABILITY, "## Metrics of a server")]
     assert told == [[m.name, m.kind.replace("version", "gauge"), ", ".join(m.labels), m.help] for m in METRICS]
+
+
+def test_the_table_of_phases_is_the_label_of_failures():
+    told = [phase for row in table(OBSERVABILITY, "### Phases of failures") for phase in re.findall(r"`(\w+)`", row[0])]
+    assert sorted(told) == sorted(metrics.FAILURE_PHASES)
 
 
 @pytest.mark.parametrize(

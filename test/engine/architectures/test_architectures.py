@@ -2,7 +2,7 @@
 
 Real SGLang models with live memory full of garbage beforehand, one engine rank at a time. `make test`
 tries some ranks of every architecture and holds them against benchmark/results/architectures.json;
-`make test-all` tries all, and writes that file and the guide's table.
+`make test-all` tries all, and writes that file and docs/results/architectures.md.
 """
 
 import json
