@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 REQUEST = "request"  # before the schedulers were asked
 ENGINE = "engine"  # in a scheduler, outside of these phases, or the schedulers did not answer
 LEFT = "left"  # the client disconnected before the end
-_FAILURE_PHASES = (REQUEST, *(phase.value for phase in Phase), "aborted", ENGINE, LEFT)
+FAILURE_PHASES = (REQUEST, *(phase.value for phase in Phase), "aborted", ENGINE, LEFT)
 
 _VERSION_SETTER = "_update_weight_version_if_provided"
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -112,7 +112,7 @@ def initialize(manager: TokenizerManager) -> None:
     if not _enabled(manager):
         return
     collectors = _collectors()
-    for phase in _FAILURE_PHASES:
+    for phase in FAILURE_PHASES:
         collectors[FAILURES.name].labels(phase)
     set_torn(manager, False)
     set_version(manager)
