@@ -18,7 +18,7 @@ from sglang_reshard.control.framing import (
     FrameReader,
     FrameWriter,
     ProtocolError,
-    direction_key,
+    directions,
     proof,
 )
 from sglang_reshard.control.protocol import read_message, read_request
@@ -45,7 +45,7 @@ def some_frames(random: Random) -> list[bytes]:
 
 def some_request(random: Random) -> tuple[int, str, tuple[Any, ...]]:
     operation = random.choice(sorted(protocol.OPERATIONS))
-    return value_of(int, random), operation, value_of(protocol.OPERATIONS[operation], random)
+    return value_of(int, random), operation, value_of(protocol.OPERATIONS[operation].type, random)
 
 
 def mangled(frames: list[bytes], random: Random) -> bytes:
@@ -144,7 +144,7 @@ def test_a_server_goes_on_serving_whatever_those_say_who_know_the_key(served, ra
         member.sendall(MAGIC + nonce)
         answer = member.recv(ANSWER_BYTES, socket.MSG_WAITALL)
         key = control_server.address.secret()
-        writer = FrameWriter(direction_key(key, b"client", nonce, answer[:32]))
+        writer = directions(key, b"client", b"server", nonce, answer[:32])[0]
         said = [writer.frame((0, "hello", (random.choice(("a", "b", "")),)))]
         said += [writer.frame(some_request(random)) for _ in range(random.randint(0, 12))]
         if random.random() < 0.2:

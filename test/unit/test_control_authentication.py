@@ -16,7 +16,7 @@ from sglang_reshard.control.framing import (
     OPENING_BYTES,
     PROOF_BYTES,
     FrameWriter,
-    direction_key,
+    directions,
     proof,
 )
 from sglang_reshard.errors import ConnectionLost, DeadlineExceeded, ReshardError, Unauthorized
@@ -136,7 +136,7 @@ def authentic(address):
         answer += connection.recv(ANSWER_BYTES - len(answer))
     nonces = nonce, answer[:32]
     connection.sendall(proof(key, b"client", *nonces))
-    return connection, FrameWriter(direction_key(key, b"client", *nonces))
+    return connection, directions(key, b"client", b"server", *nonces)[0]
 
 
 def test_garbage_is_refused(host, told):

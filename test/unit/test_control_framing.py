@@ -12,10 +12,10 @@ from sglang_reshard.control.framing import (
     FrameTooLarge,
     FrameWriter,
     ProtocolError,
-    direction_key,
+    directions,
     proof,
 )
-from sglang_reshard.control.protocol import Refused, Result, ScopeCancelled, read_message, read_request
+from sglang_reshard.control.protocol import Event, Refused, Result, read_message, read_request
 
 KEY = bytes(range(32))
 
@@ -39,14 +39,15 @@ def test_frames_open_in_whatever_pieces_they_come():
         assert not reader.incomplete
 
 
-def test_what_is_missing_is_known():
+def test_a_frame_is_incomplete_until_its_last_byte():
     (frame,) = frames_of(Result(1, None))
     reader = FrameReader(KEY)
-    assert reader.missing_bytes == 4
-    reader.feed(frame[:4])
-    assert reader.missing_bytes == len(frame) - 4
-    reader.feed(frame[4:-1])
-    assert (reader.missing_bytes, reader.incomplete) == (1, True)
+    assert not reader.incomplete
+    for byte in frame[:-1]:
+        assert reader.feed(bytes([byte])) == []
+        assert reader.incomplete
+    assert len(reader.feed(frame[-1:])) == 1
+    assert not reader.incomplete
 
 
 @pytest.mark.parametrize("order", [order for order in itertools.product(range(3), repeat=3) if order != (0, 1, 2)])
@@ -65,7 +66,7 @@ def test_every_bit_counts():
         reader = FrameReader(KEY)
         try:
             assert reader.feed(bent) == []  # it says that it is longer, and never ends
-            assert reader.missing_bytes > 0
+            assert reader.incomplete
         except ProtocolError:
             pass
 
@@ -87,9 +88,14 @@ def test_too_large_a_message_is_not_sent_and_does_not_count(monkeypatch):
 
 
 def test_keys_are_of_a_side_and_of_a_connection():
+    def frame_key(key, side, a, b):
+        writer, reader = directions(key, side, {b"client": b"server", b"server": b"client"}[side], a, b)
+        assert writer._key != reader._key
+        return writer._key
+
     keys = {
         make(key, side, a, b)
-        for make in (proof, direction_key)
+        for make in (proof, frame_key)
         for key in (KEY, KEY[::-1])
         for side in (b"client", b"server")
         for a in (b"a" * 32, b"b" * 32)
@@ -132,10 +138,16 @@ def test_requests_of_another_shape_are_not_read(request_):
 
 
 def test_replies_of_another_shape_are_not_read():
-    for message in (set_request(1, {}), ["Result", 1], ["Result", 1, "text"], ["ScopeCancelled", "s", "why", 1]):
+    for message in (
+        set_request(1, {}),
+        ["Result", 1],
+        ["Result", 1, "text"],
+        ["Event", "s", "why", 1],
+        ["Event", 1, "why"],
+    ):
         with pytest.raises(ProtocolError):
             read_message(msgspec.msgpack.encode(message))
-    event = ScopeCancelled("s", "why")
+    event = Event("s", "why")
     assert read_message(msgspec.msgpack.encode(event)) == event
     assert read_message(msgspec.msgpack.encode(Refused(1, "no"))) == Refused(1, "no")
 

@@ -233,7 +233,7 @@ def test_who_goes_out_of_a_scope_without_leaving_aborts_it(table):
     table.sent.clear()
     table.store.disconnected(table.client("a"))
     assert table.sent == [
-        ("w", protocol.ScopeCancelled("s", f"rank a {DISCONNECTED}")),
+        ("w", protocol.Event("s", f"rank a {DISCONNECTED}")),
         ("b", protocol.Cancelled(1, f"rank a {DISCONNECTED}")),
     ]
 

@@ -23,7 +23,7 @@ from sglang_reshard.control.framing import (
     FrameTooLarge,
     FrameWriter,
     ProtocolError,
-    direction_key,
+    directions,
     proof,
 )
 from sglang_reshard.control.sockets import configure
@@ -33,7 +33,7 @@ GRACE_S = 5.0  # how much longer than the requested wait the server may take to 
 STALL_S = 30.0  # how long sent bytes may wait to be received
 _RETRY_S = 0.1
 _CLOSE_S = 2.0
-_READ_BYTES, _MAX_READ_BYTES = 64 * 1024, 1024 * 1024
+_READ_BYTES = 256 * 1024
 
 
 class WaitTimedOut(Exception):
@@ -253,7 +253,7 @@ class ControlClient:
         try:
             while self._lost is None:
                 try:
-                    data = self._socket.recv(min(max(self._reader.missing_bytes, _READ_BYTES), _MAX_READ_BYTES))
+                    data = self._socket.recv(_READ_BYTES)
                 except TimeoutError:  # no request is pending
                     continue
                 if not data:
@@ -270,10 +270,11 @@ class ControlClient:
                 self._socket.close()
 
     def _handle(self, message: protocol.Reply | protocol.Event) -> None:
-        if isinstance(message, protocol.ScopeCancelled):
-            self._cancelled(message.scope, message.reason)
-        elif isinstance(message, protocol.SessionEnded):
-            self._lose("the session has ended")
+        if isinstance(message, protocol.Event):
+            if message.scope is None:
+                self._lose(message.reason)
+            else:
+                self._cancelled(message.scope, message.reason)
         elif (replies := self._pending.pop(message.number, None)) is not None:
             replies.put(message)
 
@@ -351,12 +352,11 @@ def _try_connect(address: Address, end: float) -> tuple[socket.socket, FrameWrit
                 f"the process that listens at {address.host}:{address.port} does not have the key of trainer rank 0's "
                 "session: the address is of another session, or another program has taken the port"
             )
-        writer = FrameWriter(direction_key(key, b"client", *nonces))
-        reader = FrameReader(direction_key(key, b"server", *nonces))
+        writer, reader = directions(key, b"client", b"server", *nonces)
         connection.sendall(proof(key, b"client", *nonces) + writer.frame((0, "hello", (address.session,))))
-        while not (bodies := reader.feed(_read(connection, reader.missing_bytes, end))):
+        while not (bodies := reader.feed(_read(connection, _READ_BYTES, end))):
             pass
-        reply = protocol.read_message(bodies[0])  # the only one: a server sends no event before the first request
+        reply = protocol.read_message(bodies[0])  # the only one: a server sends nothing before the next request
         if isinstance(reply, protocol.Refused):
             raise ReshardError(f"the {_server(address)} refused the connection: {reply.message}")
         return connection, writer, reader

@@ -46,11 +46,6 @@ def proof(key: bytes, side: bytes, client_nonce: bytes, server_nonce: bytes) -> 
     return hmac.digest(key, b"sglang-reshard proof of " + side + client_nonce + server_nonce, "sha256")
 
 
-def direction_key(key: bytes, side: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    """Returns the key of the frames that `side` sends in this connection."""
-    return hmac.digest(key, b"sglang-reshard frames of " + side + client_nonce + server_nonce, "sha256")
-
-
 class FrameWriter:
     """Turns the messages of one direction into frames."""
 
@@ -90,12 +85,6 @@ class FrameReader:
         return bodies
 
     @property
-    def missing_bytes(self) -> int:
-        """Bytes known to be missing of the current frame."""
-        length = self._length()
-        return _LENGTH.size if length is None else length - len(self._buffer)
-
-    @property
     def incomplete(self) -> bool:
         """True while the current frame has begun and is not complete."""
         return bool(self._buffer)
@@ -127,3 +116,14 @@ class FrameReader:
             raise ProtocolError(f"frame {number} arrived in place of frame {self._next}: one was repeated or lost")
         self._next += 1
         return view[_HEAD.size : -MAC_BYTES]
+
+
+def directions(
+    key: bytes, own: bytes, other: bytes, client_nonce: bytes, server_nonce: bytes
+) -> tuple[FrameWriter, FrameReader]:
+    """Returns the writer of side `own` (b"client" or b"server") and the reader of what `other` sends to it."""
+
+    def direction_key(side: bytes) -> bytes:
+        return hmac.digest(key, b"sglang-reshard frames of " + side + client_nonce + server_nonce, "sha256")
+
+    return FrameWriter(direction_key(own)), FrameReader(direction_key(other))

@@ -57,19 +57,14 @@ class Refused(_Message, frozen=True):
     message: str
 
 
-class ScopeCancelled(_Message, frozen=True):
-    """Sent without a request to each client that watches the scope."""
+class Event(_Message, frozen=True):
+    """Sent without a request: a scope that the client watches is cancelled. None stands for the whole session."""
 
-    scope: str
+    scope: str | None
     reason: str
 
 
-class SessionEnded(_Message, frozen=True):
-    """Sent without a request, before the server closes the connection."""
-
-
 Reply = Result | TimedOut | Cancelled | Refused
-Event = ScopeCancelled | SessionEnded
 
 
 class Client(Protocol):
@@ -87,9 +82,7 @@ class Call:
     scope: str = ""
 
 
-OPERATIONS: dict[str, Any] = {}
-"""Name of each operation -> the type of its arguments, a tuple."""
-_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {}
+OPERATIONS: dict[str, msgspec.msgpack.Decoder[Any]] = {}  # name -> decoder of the arguments, a tuple
 _requests = msgspec.msgpack.Decoder(tuple[int, str, msgspec.Raw])
 _messages = msgspec.msgpack.Decoder(Reply | Event)
 
@@ -99,17 +92,16 @@ def operation(method: Method) -> Method:
     kinds = get_type_hints(method)
     names = list(inspect.signature(method).parameters)[2:]
     arguments: Any = tuple.__class_getitem__(tuple(kinds[name] for name in names))
-    OPERATIONS[method.__name__] = arguments
-    _decoders[method.__name__] = msgspec.msgpack.Decoder(arguments)
+    OPERATIONS[method.__name__] = msgspec.msgpack.Decoder(arguments)
     return method
 
 
 def read_request(body: bytes | memoryview) -> tuple[int, str, tuple[Any, ...]]:
     """Returns number, operation and arguments. Raises ProtocolError."""
     number, name, arguments = _decoded(_requests, body)
-    if name not in _decoders:
+    if name not in OPERATIONS:
         raise ProtocolError(f"unknown operation {name[:80]!r}")
-    return number, name, _decoded(_decoders[name], arguments)
+    return number, name, _decoded(OPERATIONS[name], arguments)
 
 
 def read_message(body: bytes | memoryview) -> Reply | Event:

@@ -64,7 +64,7 @@ class CancelScopes:
         if scope.reason is None:
             scope.reason = reason[:MAX_REASON_CHARACTERS]
             for client in list(scope.watchers):
-                client.send(protocol.ScopeCancelled(name, scope.reason))
+                client.send(protocol.Event(name, scope.reason))
             self._on_cancel(name, scope.reason)
 
     def disconnected(self, client: Client) -> None:

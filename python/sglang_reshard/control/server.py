@@ -23,7 +23,7 @@ from sglang_reshard.control.framing import (
     FrameTooLarge,
     FrameWriter,
     ProtocolError,
-    direction_key,
+    directions,
     proof,
 )
 from sglang_reshard.control.limits import DEFAULT_STORED_BYTES, MemoryQuota, check_name
@@ -151,7 +151,7 @@ class ControlServer:
         self._stores[cast(str, session)].end(call.client)
         for connection in self.connections - {call.client}:
             if connection.session == session:
-                connection.finish(protocol.SessionEnded())
+                connection.finish(protocol.Event(None, "the session has ended"))
 
     def handle(self, connection: _Connection, number: int, name: str, arguments: tuple[Any, ...]) -> None:
         """Executes a request. Raises ProtocolError."""
@@ -229,8 +229,8 @@ class ControlServer:
         """Serves a peer that authenticates itself in time."""
         deadline = self._loop.call_later(_HANDSHAKE_S, cast(Any, asyncio.current_task()).cancel)
         try:
-            directions = await self._handshake(connection)
-            await self._loop.connect_accepted_socket(lambda: _Connection(self, peer, *directions), connection)
+            frames = await self._handshake(connection)
+            await self._loop.connect_accepted_socket(lambda: _Connection(self, peer, *frames), connection)
         except (ProtocolError, OSError, asyncio.CancelledError) as error:
             connection.close()
             if not self._accepting.done():
@@ -246,8 +246,7 @@ class ControlServer:
         await self._loop.sock_sendall(connection, nonces[1] + proof(self._key, b"server", *nonces))
         if not hmac.compare_digest(await self._read(connection, PROOF_BYTES), proof(self._key, b"client", *nonces)):
             raise ProtocolError("it does not have the session's key")
-        writer = FrameWriter(direction_key(self._key, b"server", *nonces))
-        return writer, FrameReader(direction_key(self._key, b"client", *nonces))
+        return directions(self._key, b"server", b"client", *nonces)
 
     async def _read(self, connection: socket.socket, size: int) -> bytes:
         data = b""

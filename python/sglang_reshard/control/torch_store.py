@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from sglang_reshard.control.client import ControlClient, WaitTimedOut
+
+T = TypeVar("T")
 
 
 class ControlStore(dist.Store):
@@ -32,23 +35,10 @@ class ControlStore(dist.Store):
         self._client.set({key: _as_bytes(value)})
 
     def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        try:
-            return self._client.get(keys, self._timeout.total_seconds(), self._scope)
-        except WaitTimedOut as error:
-            raise _timed_out(keys, error, self._timeout) from None
-
-    def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
-        self._client.set({key: _as_bytes(value) for key, value in zip(keys, values, strict=True)})
+        return self._await(self._client.get, [key], None)[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        timeout = self._timeout if timeout is None else timeout
-        try:
-            self._client.wait(keys, timeout.total_seconds(), self._scope)
-        except WaitTimedOut as error:
-            raise _timed_out(keys, error, timeout) from None
+        self._await(self._client.wait, keys, timeout)
 
     def check(self, keys: list[str]) -> bool:
         return all(self._client.exists(keys))
@@ -68,15 +58,18 @@ class ControlStore(dist.Store):
     deleteKey, getNumKeys = delete_key, num_keys  # the names that torch's C++ code calls
 
     def has_extended_api(self) -> bool:
-        return False  # `append` is missing, which means another thing there
+        return False  # `multi_get` and others are missing; `append` means another thing there
+
+    def _await(self, method: Callable[[Sequence[str], float, str], T], keys: list[str], timeout: timedelta | None) -> T:
+        seconds = (self._timeout if timeout is None else timeout).total_seconds()
+        try:
+            return method(keys, seconds, self._scope)
+        except WaitTimedOut as error:
+            names = ", ".join(keys[index] for index in error.missing[:5])
+            raise dist.DistStoreError(
+                f"{names} was not set within {seconds:g} s; check the logs of the other ranks"
+            ) from None
 
 
 def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
-
-
-def _timed_out(keys: Sequence[str], error: WaitTimedOut, timeout: timedelta) -> Exception:
-    names = ", ".join(keys[index] for index in error.missing[:5])
-    return dist.DistStoreError(
-        f"{names} was not set within {timeout.total_seconds():g} s; check the logs of the other ranks"
-    )
