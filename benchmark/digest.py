@@ -25,7 +25,7 @@ from sglang_reshard.digest.target import TargetChecksums
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
 from sglang_reshard.plan import TensorIndex
-from sglang_reshard.trace import Copy, Program
+from sglang_reshard.trace.program import Copy, Program
 
 ONE_IN, TIMES = 64, 7
 MATRICES, MATRIX = 64, (2048, 4096)  # 1 GiB of bfloat16
@@ -115,16 +115,16 @@ def measure(case: str, weights: Sequence[Weight], ranks: int, trainer_dtype: str
     """Of the first of as many trainer ranks as engine ranks, which keep bfloat16."""
     layout = layout_of(weights, ranks, trainer_dtype)
     catalog = TensorIndex.of(layout)
-    programs = [Program((), tuple(copies(weights, r, ranks)), {}, (), 0.0) for r in range(ranks)]
+    programs = [Program(tuple(copies(weights, r, ranks)), {}) for r in range(ranks)]
     elements = sum(copy.region.numel for copy in programs[0].copies)
     live = torch.randn(elements).to(torch.bfloat16)
     for program in programs:  # all ranks': only the first one's is read
         program.targets["live"] = live
-    auditors = [TargetChecksums(catalog, program) for program in programs]
-    yield from _rows(case, "engine rank", auditors[0].digests, len(auditors[0].claims), [live], torch.bfloat16)
+    targets = [TargetChecksums(catalog, program) for program in programs]
+    yield from _rows(case, "engine rank", targets[0].compute, len(targets[0].regions), [live], torch.bfloat16)
     shards = [torch.randn(w.shape[0] // ranks, *w.shape[1:]).to(getattr(torch, trainer_dtype)) for w in weights]
-    voucher = SourceChecksums(layout, shards, 0, [auditor.claims for auditor in auditors])
-    yield from _rows(case, "trainer rank", voucher.digests, len(weights), shards, torch.bfloat16)
+    source = SourceChecksums(layout, shards, 0, [target.regions for target in targets])
+    yield from _rows(case, "trainer rank", source.compute, len(weights), shards, torch.bfloat16)
 
 
 def _rows(
@@ -179,31 +179,31 @@ def prepare(case: str, layout: SourceLayout, copied: Sequence[Sequence[Copy]]) -
     """On tensors without bytes: preparing reads none."""
     catalog = TensorIndex.of(layout)
     dtypes = {t.name: getattr(torch, t.dtype) for t in layout.tensors}
-    claims: list[RegionSet] = []
-    auditor_seconds = 0.0
+    regions: list[RegionSet] = []
+    target_seconds = 0.0
     for own in copied:
         ends: dict[str, tuple[int, torch.dtype]] = {}
         for copy in own:
             last = copy.offset + sum((n - 1) * s for n, s in zip(copy.region.count, copy.strides, strict=True))
             ends[copy.target] = max(ends.get(copy.target, (0,))[0], last + 1), dtypes[copy.source]
         targets = {name: torch.empty(end, dtype=dtype, device="meta") for name, (end, dtype) in ends.items()}
-        program = Program((), tuple(own), targets, (), 0.0)
-        auditor_seconds, auditor = _timed(lambda program=program: TargetChecksums(catalog, program))  # type: ignore[misc]
-        claims.append(auditor.claims)
+        program = Program(tuple(own), targets)
+        target_seconds, target = _timed(lambda program=program: TargetChecksums(catalog, program))  # type: ignore[misc]
+        regions.append(target.regions)
     shards = [
-        torch.empty(catalog.kind(i).shard_map.min_local_shape(0) or (0,), dtype=dtypes[t.name], device="meta")
+        torch.empty(catalog.tensor_class(i).shard_map.min_local_shape(0) or (0,), dtype=dtypes[t.name], device="meta")
         for i, t in enumerate(layout.tensors)
     ]
-    voucher_seconds, _ = _timed(lambda: SourceChecksums(layout, shards, 0, claims))
+    source_seconds, _ = _timed(lambda: SourceChecksums(layout, shards, 0, regions))
     return PreparationRow(
         case=case,
         tensors=len(layout.tensors),
         trainer_ranks=layout.trainer_ranks,
-        engine_ranks=len(claims),
-        auditor_seconds=auditor_seconds,
-        voucher_seconds=voucher_seconds,
-        claims=len(claims[-1]),
-        claims_bytes=len(msgspec.msgpack.encode(claims[-1])),
+        engine_ranks=len(regions),
+        auditor_seconds=target_seconds,
+        voucher_seconds=source_seconds,
+        claims=len(regions[-1]),
+        claims_bytes=len(msgspec.msgpack.encode(regions[-1])),
     )
 
 

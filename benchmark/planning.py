@@ -106,14 +106,14 @@ def measure(case: Case) -> PlanningRow:
         taken = clock("intakes", lambda copied=copied, seat=seat: plan_reads(catalog, copied, seat))  # type: ignore[misc]
         needs.append(clock("needs", lambda taken=taken, host=host: rank_demand(catalog, taken, host)))  # type: ignore[misc]
         orders_bytes += clock("orders", lambda taken=taken: _orders_bytes(taken))  # type: ignore[misc]
-        boxes += len(taken.copy)
+        boxes += len(taken.copy_ids)
     setting = ClusterTopology.of(needs, trainer_hosts, "cuda")
     choice = clock("choice and groups", lambda: choose_strategy("auto", catalog, needs, setting, BUCKET_BYTES))
     clock("digest", choice.digest)
     return PlanningRow(
         case=case.name,
         tensors=len(layout.tensors),
-        pieces=catalog.pieces,
+        pieces=catalog.num_shards,
         boxes=boxes,
         bytes=sum(t.spec.nbytes for t in layout.tensors),
         received_bytes=int(statistics.median(need.least_bytes for need in needs)),
@@ -121,15 +121,15 @@ def measure(case: Case) -> PlanningRow:
         seconds_by_step={name: round(seconds, 3) for name, seconds in clock.seconds.items()},
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         layout_bytes=layout_bytes,
-        needs_bytes=sum(len(need.pieces) for need in needs),
+        needs_bytes=sum(len(need.shards) for need in needs),
         orders_bytes=orders_bytes,
         transport=choice.name,
-        transport_reason=choice.why,
+        transport_reason=choice.reason,
     )
 
 
 def _orders_bytes(taken: ReadPlan) -> int:
-    return sum(len(pack_blob(send_request(taken, trainer_rank))[1]) for trainer_rank in taken.links())
+    return sum(len(pack_blob(send_request(taken, trainer_rank))[1]) for trainer_rank in taken.traffic())
 
 
 def main() -> None:

@@ -8,9 +8,9 @@ from random import Random
 import torch
 
 from sglang_reshard.layout.regions import Region
-from sglang_reshard.layout.source_layout import EXPLICIT, shard_map
+from sglang_reshard.layout.source_layout import EXPLICIT, compute_shard_map
 from sglang_reshard.sources import Mesh, Placement, ShardMap, SourceLayout, SourceTensor
-from sglang_reshard.trace import Copy
+from sglang_reshard.trace.program import Copy
 from support import plans
 
 DTYPES = ("float32", "bfloat16", "uint8", "int64")
@@ -37,7 +37,7 @@ def layout_of(random: Random) -> SourceLayout:
             placed = Placement(dims[0], meshes[mesh].shape[1]), placed[1]
         where = mesh, placements.setdefault(placed, len(placements))
         if random.random() < 0.3:
-            held = _moved(shard_map(shape, meshes[mesh], placed), random)
+            held = _moved(compute_shard_map(shape, meshes[mesh], placed), random)
             where = EXPLICIT, explicit.setdefault(held, len(explicit))
         tensors.append(SourceTensor(f"t{i}", shape, random.choice(DTYPES), *where))
     return SourceLayout(trainers, tuple(meshes), tuple(placements), tuple(tensors), tuple(explicit))
@@ -45,10 +45,12 @@ def layout_of(random: Random) -> SourceLayout:
 
 def _moved(held: ShardMap, random: Random) -> ShardMap:
     """The same, where each trainer rank's local tensor has something else before it."""
-    dims = len(held.pieces[0].at) if held.pieces else 0
-    by = {r: tuple(random.randint(0, 2) for _ in range(dims)) for piece in held.pieces for r in piece.ranks}
-    own = [(piece, rank) for piece in held.pieces for rank in piece.ranks]
-    return ShardMap.of((p.box, tuple(a + b for a, b in zip(p.at, by[rank], strict=True)), rank) for p, rank in own)
+    dims = len(held.shards[0].local_start) if held.shards else 0
+    by = {r: tuple(random.randint(0, 2) for _ in range(dims)) for piece in held.shards for r in piece.ranks}
+    own = [(piece, rank) for piece in held.shards for rank in piece.ranks]
+    return ShardMap.of(
+        (p.box, tuple(a + b for a, b in zip(p.local_start, by[rank], strict=True)), rank) for p, rank in own
+    )
 
 
 def copies_of(layout: SourceLayout, random: Random) -> list[Copy]:

@@ -12,7 +12,7 @@ from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.plan import ClusterTopology, RankLocation, TensorIndex, choose_strategy, plan_reads, rank_demand
 from sglang_reshard.plan.p2p import SendRequest, send_request
-from sglang_reshard.protocol.validation import check_handles, check_layout, check_order
+from sglang_reshard.protocol.validation import check_handles, check_layout, check_send_request
 from sglang_reshard.sources import SourceLayout
 from sglang_reshard.trace.program import Program
 from sglang_reshard.transports.base import TransportContext
@@ -38,11 +38,11 @@ def expected_of(copies, dtypes, whole):
 
 def send_orders(choice, layout, shards, taken, boxes):
     for trainer_rank, own in shards.items():
-        receivers = {e: int(share) for e, share in enumerate(choice.shares[trainer_rank]) if share}
+        receivers = {e: int(share) for e, share in enumerate(choice.round_bytes[trainer_rank]) if share}
         orders = {}
         for e in receivers:
             orders[e] = sent(send_request(taken[e], trainer_rank), SendRequest)
-            check_order(orders[e], layout, trainer_rank, e)
+            check_send_request(orders[e], layout, trainer_rank, e)
         peers = {e: layout.trainer_ranks + e for e in receivers}
         P2pSender(
             layout,
@@ -98,11 +98,11 @@ def test_every_element_lands_and_nothing_else_is_written(random):
             memory=memory,
             broadcast=choice.broadcast,
             broadcast_groups=RoomGroups(rooms, e),
-            round_bytes=choice.trainer_ranks_sending(e),
+            round_bytes=choice.senders(e),
             p2p=Mail(layout.trainer_ranks + e, boxes),
         )
         transports.append(create_transport(choice, here))
-    if choice.broadcast is not None and choice.broadcast.lanes:
+    if choice.broadcast is not None and choice.broadcast.groups:
         with ThreadPoolExecutor(engines) as threads:
             list(threads.map(lambda transport: transport.move(), transports))
     else:

@@ -9,10 +9,10 @@ import torch
 from hypothesis import strategies as st
 
 from sglang_reshard.layout.regions import Box, Region
-from sglang_reshard.layout.source_layout import EXPLICIT, shard_map
+from sglang_reshard.layout.source_layout import EXPLICIT, compute_shard_map
 from sglang_reshard.plan import RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
 from sglang_reshard.sources import Mesh, Placement, ShardMap, SourceLayout, SourceTensor
-from sglang_reshard.trace import Copy
+from sglang_reshard.trace.program import Copy
 
 HOST = "host"
 
@@ -84,7 +84,10 @@ def meshed_layouts(draw: Any) -> SourceLayout:
             placed = Placement(dims[0], meshes[mesh].shape[1]), placed[1]
         dtype = draw(st.sampled_from(["float32", "bfloat16", "uint8"]))
         if draw(st.integers(0, 2)) == 0:
-            where = EXPLICIT, explicit.setdefault(draw(moved(shard_map(shape, meshes[mesh], placed))), len(explicit))
+            where = (
+                EXPLICIT,
+                explicit.setdefault(draw(moved(compute_shard_map(shape, meshes[mesh], placed))), len(explicit)),
+            )
         else:
             where = mesh, placements.setdefault(placed, len(placements))
         tensors.append(SourceTensor(f"t{i}", shape, dtype, *where))
@@ -94,11 +97,13 @@ def meshed_layouts(draw: Any) -> SourceLayout:
 @st.composite
 def moved(draw: Any, held: ShardMap) -> ShardMap:
     """The same, where each trainer rank's local tensor has something else before it."""
-    ranks = sorted({rank for piece in held.pieces for rank in piece.ranks})
-    dims = len(held.pieces[0].at) if held.pieces else 0
+    ranks = sorted({rank for piece in held.shards for rank in piece.ranks})
+    dims = len(held.shards[0].local_start) if held.shards else 0
     by = {rank: tuple(draw(st.integers(0, 2)) for _ in range(dims)) for rank in ranks}
-    own = [(piece, rank) for piece in held.pieces for rank in piece.ranks]
-    return ShardMap.of((p.box, tuple(a + b for a, b in zip(p.at, by[rank], strict=True)), rank) for p, rank in own)
+    own = [(piece, rank) for piece in held.shards for rank in piece.ranks]
+    return ShardMap.of(
+        (p.box, tuple(a + b for a, b in zip(p.local_start, by[rank], strict=True)), rank) for p, rank in own
+    )
 
 
 @st.composite
@@ -142,11 +147,13 @@ def shards(layout: SourceLayout, whole: dict[str, torch.Tensor], trainer_rank: i
     """A trainer rank's local tensors, cut from the whole ones."""
     found = []
     for tensor in layout.tensors:
-        held = layout.holdings(tensor)
-        local = torch.zeros(held.extent(trainer_rank) or (0,) * len(tensor.shape), dtype=getattr(torch, tensor.dtype))
-        for piece in held.pieces:
+        held = layout.shard_map(tensor)
+        local = torch.zeros(
+            held.min_local_shape(trainer_rank) or (0,) * len(tensor.shape), dtype=getattr(torch, tensor.dtype)
+        )
+        for piece in held.shards:
             if trainer_rank in piece.ranks:
-                at = piece.in_shard(Region.of(piece.box))
+                at = piece.to_local(Region.of(piece.box))
                 local[at.slices()] = whole[tensor.name][piece.box.slices()]
         found.append(local)
     return found
@@ -164,17 +171,19 @@ def loaded(copies: list[Copy], whole: dict[str, torch.Tensor]) -> dict[str, torc
     """The targets as the copies themselves fill them."""
     targets = empty_targets(copies)
     for copy in copies:
-        copy.landing(targets[copy.target]).copy_(whole[copy.source][copy.region.slices()])
+        copy.destination(targets[copy.target]).copy_(whole[copy.source][copy.region.slices()])
     return targets
 
 
 def taken_in(taken: ReadPlan, local: dict[int, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The targets as an intake's rows fill them from trainer ranks' local tensors."""
     targets = empty_targets(list(taken.copies))
-    for copy, part, trainer_rank in zip(taken.copy, taken.part, taken.trainer, strict=True):
-        c, p = taken.copies[copy], taken.parts[part]
-        shard = local[int(trainer_rank)][taken.tensor[copy]]
-        targets[c.target].as_strided(p.shard.count, c.strides, c.offset + p.offset).copy_(shard[p.shard.slices()])
+    for copy, part, trainer_rank in zip(taken.copy_ids, taken.item_ids, taken.trainer_ranks, strict=True):
+        c, p = taken.copies[copy], taken.items[part]
+        shard = local[int(trainer_rank)][taken.tensor_ids[copy]]
+        targets[c.target].as_strided(p.local_region.count, c.strides, c.offset + p.offset).copy_(
+            shard[p.local_region.slices()]
+        )
     return targets
 
 

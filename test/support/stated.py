@@ -2,7 +2,7 @@
 
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.source_layout import EXPLICIT
-from sglang_reshard.sources import Shard, ShardMap, SourceLayout, SourceTensor
+from sglang_reshard.sources import ShardBox, ShardMap, SourceLayout, SourceTensor
 from support.plans import tensor_parallel
 
 BIG = 1 << 62
@@ -14,4 +14,4 @@ def stated(held, shape=(4, 2), trainer_ranks=2):
 
 
 def rows(*held):
-    return ShardMap(tuple(Shard(Box((a, 0), (b, 2)), ranks, (at, 0)) for a, b, ranks, at in held))
+    return ShardMap(tuple(ShardBox(Box((a, 0), (b, 2)), ranks, (at, 0)) for a, b, ranks, at in held))

@@ -32,11 +32,11 @@ def plan_of(layout, copies, bucket_bytes, hosts=None):
 
 def arrivals(catalog, plan, engine_rank):
     """(tensor, box) of all that reaches an engine rank."""
-    for i in plan.alone[engine_rank].nonzero()[0].tolist():
-        yield int(catalog.tensor_of(i)), catalog.piece(i).box
-    for r in plan.rounds:
-        if engine_rank in plan.lanes[r.lane].members:
-            yield from ((int(catalog.tensor_of(s.piece)), s.box) for s in plan.boxes(catalog, r))
+    for i in plan.direct_reads[engine_rank].nonzero()[0].tolist():
+        yield int(catalog.tensor_of(i)), catalog.shard(i).box
+    for r in plan.buckets:
+        if engine_rank in plan.groups[r.group].members:
+            yield from ((int(catalog.tensor_of(s.shard)), s.box) for s in plan.bucket_segments(catalog, r))
 
 
 @given(jobs())
@@ -54,22 +54,22 @@ def test_every_needed_element_reaches_its_engine_rank_exactly_once(job):
 @given(jobs())
 def test_a_trainer_rank_is_only_asked_for_what_it_holds(job):
     catalog, plan = plan_of(*job)
-    for r in plan.rounds:
-        lane = plan.lanes[r.lane]
+    for r in plan.buckets:
+        lane = plan.groups[r.group]
         assert lane.leader in lane.members
-        for segment in plan.boxes(catalog, r):
-            assert lane.trainer_rank in catalog.piece(segment.piece).ranks
-            assert segment.box.intersect(catalog.piece(segment.piece).box) == segment.box
+        for segment in plan.bucket_segments(catalog, r):
+            assert lane.trainer_rank in catalog.shard(segment.shard).ranks
+            assert segment.box.intersect(catalog.shard(segment.shard).box) == segment.box
 
 
 @given(jobs())
 def test_buckets_keep_their_size_and_segments_do_not_overlap(job):
     layout, copies, bucket_bytes = job
     catalog, plan = plan_of(layout, copies, bucket_bytes)
-    for r in plan.rounds:
+    for r in plan.buckets:
         end = 0
-        for segment in plan.boxes(catalog, r):
-            item = catalog.item_bytes(segment.piece)
+        for segment in plan.bucket_segments(catalog, r):
+            item = catalog.item_bytes(segment.shard)
             assert segment.offset >= end
             assert segment.offset % ALIGN_BYTES == 0
             end = segment.offset + segment.box.numel * item
@@ -86,38 +86,38 @@ def test_tp4_to_tp16_is_four_groups_of_four_led_by_rank_4k():
     dims = [0, 1, -1]
     layout = tensor_parallel(4, [(64, 32), (32, 64), (32,)], dims)
     catalog, plan = plan_of(layout, tp_copies(layout, dims, 16), 1 << 20)
-    assert not plan.alone.any()
-    assert [(lane.trainer_rank, lane.leader, lane.members) for lane in plan.lanes] == [
+    assert not plan.direct_reads.any()
+    assert [(lane.trainer_rank, lane.leader, lane.members) for lane in plan.groups] == [
         (k, 4 * k, tuple(range(4 * k, 4 * k + 4))) for k in range(4)
     ]
     shard_bytes = 2 * (64 * 32 // 4 + 32 * 64 // 4 + 32)
-    assert [sum(s.box.numel * 2 for s in plan.boxes(catalog, r)) for r in plan.rounds] == [shard_bytes] * 4
+    assert [sum(s.box.numel * 2 for s in plan.bucket_segments(catalog, r)) for r in plan.buckets] == [shard_bytes] * 4
 
 
 def test_equal_and_shrinking_sizes_need_no_group_for_sharded_tensors():
     for trainers, engines in ((4, 4), (16, 4), (6, 2)):
         layout = tensor_parallel(trainers, [(96, 8), (8, 96)], [0, 1])
         _, plan = plan_of(layout, tp_copies(layout, [0, 1], engines), 1 << 20)
-        assert plan.lanes == ()
-        assert plan.alone.sum() == 2 * trainers
+        assert plan.groups == ()
+        assert plan.direct_reads.sum() == 2 * trainers
 
 
 def test_a_replicated_tensor_comes_from_the_nearest_trainer_rank():
     layout = tensor_parallel(4, [(8,)], [-1])
     _, plan = plan_of(layout, tp_copies(layout, [-1], 8), 1 << 20)
-    assert [(lane.trainer_rank, lane.members) for lane in plan.lanes] == [(k, (2 * k, 2 * k + 1)) for k in range(4)]
+    assert [(lane.trainer_rank, lane.members) for lane in plan.groups] == [(k, (2 * k, 2 * k + 1)) for k in range(4)]
 
 
 def test_a_bucket_smaller_than_an_element_carries_one():
     layout = tensor_parallel(1, [(3,)], [0], "float32")
     catalog, plan = plan_of(layout, tp_copies(layout, [-1], 2), 1)
-    assert [plan.boxes(catalog, r)[0].box.numel for r in plan.rounds] == [1, 1, 1]
+    assert [plan.bucket_segments(catalog, r)[0].box.numel for r in plan.buckets] == [1, 1, 1]
 
 
 def test_lanes_take_turns():
     layout = tensor_parallel(2, [(64,)], [0], "float32")
     _, plan = plan_of(layout, tp_copies(layout, [0], 4), 32)
-    assert [r.lane for r in plan.rounds] == [0, 1] * math.ceil(64 * 4 / 2 / 32)
+    assert [r.group for r in plan.buckets] == [0, 1] * math.ceil(64 * 4 / 2 / 32)
 
 
 def test_memory_is_read_on_its_own_host_and_a_rank_outside_the_audience_may_relay():
@@ -125,6 +125,6 @@ def test_memory_is_read_on_its_own_host_and_a_rank_outside_the_audience_may_rela
     box = Box((4,), (8,))  # trainer rank 1's, on host b
     catalog, needs = all_needs(layout, [[wanted(layout, 0, box)], [wanted(layout, 0, box)], []], ["a", "a", "b"])
     plan = plan_broadcast(catalog, needs, ["a", "b"], 64)
-    assert [(lane.trainer_rank, lane.leader, lane.members) for lane in plan.lanes] == [(1, 2, (0, 1, 2))]
+    assert [(lane.trainer_rank, lane.leader, lane.members) for lane in plan.groups] == [(1, 2, (0, 1, 2))]
     with pytest.raises(Unsupported, match=r"trainer rank 1 .*c"):
         plan_broadcast(catalog, needs, ["a", "c"], 64)

@@ -1,4 +1,4 @@
-"""The digest's algebra: it is what its definition says, however the elements are cut, strided and chunked."""
+"""The algebra of checksums: they are what the definition says, however elements are split, strided and chunked."""
 
 import itertools
 import math
@@ -11,10 +11,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.digest import bits, coefficients, selection, sums
+from sglang_reshard.digest import checksum, coefficients, selection
+from sglang_reshard.digest.checksum import RegionBatch, RegionSpec
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.source import SourceChecksums
-from sglang_reshard.digest.sums import Extent, RegionBatch
 from sglang_reshard.digest.target import TargetChecksums
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan import TensorIndex
@@ -69,11 +69,11 @@ def whole_region(shape):
     return Region.of(Box.whole(tuple(shape)))
 
 
-def digest(view, shape, region, dtype=None, how=None):
+def checksum_of(view, shape, region, dtype=None, how=None):
     """Of a view that holds the region."""
-    series = RegionBatch()
-    series.add(Extent.of(tuple(shape), region, dtype or view.dtype, dtype not in (None, view.dtype)), view, 0)
-    return int(series.digests(1, how or Selection.full())[0])
+    batch = RegionBatch()
+    batch.add(RegionSpec.of(tuple(shape), region, dtype or view.dtype, dtype not in (None, view.dtype)), view, 0)
+    return int(batch.checksums(1, how or Selection.full())[0])
 
 
 @st.composite
@@ -109,8 +109,8 @@ def test_it_is_the_definition_for_any_dtype_region_stride_and_chunk(data):
     region = data.draw(regions(shape))
     view = data.draw(strided(whole[region.slices()]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sums, "CHUNK", data.draw(st.sampled_from([1, 5, 8, 64, 1 << 18])))
-        assert digest(view, shape, region) == by_definition(whole, region)
+        patch.setattr(checksum, "CHUNK", data.draw(st.sampled_from([1, 5, 8, 64, 1 << 18])))
+        assert checksum_of(view, shape, region) == by_definition(whole, region)
 
 
 @settings(max_examples=40, deadline=None)
@@ -120,12 +120,12 @@ def test_like_views_together_are_each_by_itself(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     dtype = data.draw(st.sampled_from(DTYPES))
     views = [random_bytes(shape, dtype, seed) for seed in range(5)]
-    series = RegionBatch()
+    batch = RegionBatch()
     for row, view in enumerate(views):
-        series.add(Extent.of(shape, whole_region(shape), dtype, False), view, row)
+        batch.add(RegionSpec.of(shape, whole_region(shape), dtype, False), view, row)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sums, "CHUNK", data.draw(st.sampled_from([1, 20, 1 << 18])))
-        found = series.digests(5, Selection.full())
+        patch.setattr(checksum, "CHUNK", data.draw(st.sampled_from([1, 20, 1 << 18])))
+        found = batch.checksums(5, Selection.full())
     assert found.tolist() == [by_definition(view, whole_region(shape)) for view in views]
 
 
@@ -133,9 +133,9 @@ def test_rows_and_columns_beyond_the_tables_are_weighed_alike(monkeypatch):
     tall, wide = random_bytes((70, 2), torch.bfloat16), random_bytes((2, 70), torch.bfloat16)
     deep = random_bytes((3, 30, 2), torch.float32)
     expected = [by_definition(t, whole_region(t.shape)) for t in (tall, wide, deep)]
-    assert [digest(t, t.shape, whole_region(t.shape)) for t in (tall, wide, deep)] == expected
-    monkeypatch.setattr(coefficients, "_LOOKED_UP", 16)
-    assert [digest(t, t.shape, whole_region(t.shape)) for t in (tall, wide, deep)] == expected
+    assert [checksum_of(t, t.shape, whole_region(t.shape)) for t in (tall, wide, deep)] == expected
+    monkeypatch.setattr(coefficients, "_TABLE_SIZE", 16)
+    assert [checksum_of(t, t.shape, whole_region(t.shape)) for t in (tall, wide, deep)] == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,17 +143,19 @@ def test_rows_and_columns_beyond_the_tables_are_weighed_alike(monkeypatch):
 def test_other_devices_calculate_as_a_cpu_does(dtype, shape):
     """With torch's operations in place of numpy's, on the CPU."""
     views = [random_bytes(shape, dtype, seed) for seed in range(2)]
-    columns = coefficients.of_columns(0, shape[-1], 1, dtype.itemsize)
-    rows = coefficients.of_rows(shape, whole_region(shape))
-    read = bits.units([bits.readable(v, False) for v in views], dtype, False, columns.packed)
-    on_cpu, on_device = (way(read, rows, columns.weights) for way in (sums._on_cpu, sums._on_device))
+    columns = coefficients.column_coefficients(0, shape[-1], 1, dtype.itemsize)
+    rows = coefficients.row_coefficients(shape, whole_region(shape))
+    read = checksum.units([checksum.readable(v, False) for v in views], dtype, False, columns.packed)
+    on_cpu, on_device = (
+        summed(read, rows, columns.values) for summed in (checksum._sum_on_cpu, checksum._sum_on_device)
+    )
     assert on_cpu.dtype == on_device.dtype == torch.int64
     assert on_cpu.tolist() == on_device.tolist()
 
 
 @settings(max_examples=100, deadline=None)
 @given(layout=meshed_layouts(), data=st.data())
-def test_trainer_ranks_of_any_layout_add_up_to_any_engine_ranks_digest(layout, data):
+def test_trainer_ranks_of_any_layout_add_up_to_any_engine_ranks_checksums(layout, data):
     copies = [data.draw(copies_of(layout)) for _ in range(2)]
     assume(any(copies))
     one_in = data.draw(st.integers(1, 5))
@@ -161,11 +163,11 @@ def test_trainer_ranks_of_any_layout_add_up_to_any_engine_ranks_digest(layout, d
     whole, catalog = values(layout), TensorIndex.of(layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "WHOLE_ELEMENTS", 5)
-        auditors = [TargetChecksums(catalog, Program((), tuple(c), loaded(c, whole), (), 0.0)) for c in copies]
-        claims = [auditor.claims for auditor in auditors]
-        vouchers = [SourceChecksums(layout, shards(layout, whole, r), r, claims) for r in range(layout.trainer_ranks)]
-        vouched = sum(voucher.digests(how) for voucher in vouchers)
-        assert vouched.tolist() == [auditor.digests(how).tolist() for auditor in auditors]
+        targets = [TargetChecksums(catalog, Program(tuple(c), loaded(c, whole))) for c in copies]
+        kept = [target.regions for target in targets]
+        sources = [SourceChecksums(layout, shards(layout, whole, r), r, kept) for r in range(layout.trainer_ranks)]
+        expected = sum(source.compute(how).engine_ranks for source in sources)
+        assert expected.tolist() == [target.compute(how).tolist() for target in targets]
 
 
 @settings(max_examples=200, deadline=None)
@@ -179,10 +181,11 @@ def test_updates_that_follow_each_other_select_every_element_once(data):
         patch.setattr(selection, "WHOLE_ELEMENTS", 0)
         for number in range(one_in):
             how = Selection.sample(number, one_in)
-            everyone += whole[how.narrow(shape, whole_region(shape)).region.slices()].flatten().tolist()
+            everyone += whole[how.narrow(shape, whole_region(shape))[0].slices()].flatten().tolist()
             if narrowed := how.narrow(shape, region):
-                within = whole[region.slices()][narrowed.slices]
-                assert torch.equal(within, whole[narrowed.region.slices()])
+                selected, slices = narrowed
+                within = whole[region.slices()][slices]
+                assert torch.equal(within, whole[selected.slices()])
                 seen += within.flatten().tolist()
     wanted = whole[region.slices()].flatten().tolist()
     if max(shape) >= one_in:
@@ -200,26 +203,26 @@ def test_of_a_strided_region_just_the_selected_indices_are_taken(monkeypatch):
         region = Region((start,), (count,), (step,))
         wanted = [i for i in range(count) if (start + i * step - number) % one_in == 0]
         narrowed = Selection.sample(number, one_in).narrow((length,), region)
-        assert (list(range(count)[narrowed.slices[0]]) if narrowed else []) == wanted
+        assert (list(range(count)[narrowed[1][0]]) if narrowed else []) == wanted
         if narrowed:
-            taken = range(length)[narrowed.region.slices()[0]]
+            taken = range(length)[narrowed[0].slices()[0]]
             assert list(taken) == [start + i * step for i in wanted]
-            assert narrowed.region.count == (len(wanted),)
+            assert narrowed[0].count == (len(wanted),)
 
 
 def test_a_sample_is_of_whole_rows_and_leaves_no_tensor_out():
     how = Selection.sample(70, 64)
-    whole = how.narrow((4096,), whole_region((4096,)))
-    assert whole.region == whole_region((4096,)), "small tensors are looked at whole"
-    assert how.narrow((1 << 20,), whole_region((1 << 20,))).region == Region((6,), (1 << 14,), (64,))
-    matrix = how.narrow((640, 9000), whole_region((640, 9000)))
-    assert matrix.region == Region((6, 0), (10, 9000), (64, 1))
-    experts = how.narrow((16, 128, 64), whole_region((16, 128, 64)))
-    assert experts.region == Region((0, 6, 0), (16, 2, 64), (1, 64, 1))
-    two_rows = how.narrow((2, 9000), whole_region((2, 9000)))
-    assert two_rows.region.count == (2, 141)
-    cube = how.narrow((20, 20, 20), whole_region((20, 20, 20)))
-    assert cube.region == Region((10, 0, 0), (1, 20, 20), (20, 1, 1))
+    whole = how.narrow((4096,), whole_region((4096,)))[0]
+    assert whole == whole_region((4096,)), "small tensors are looked at whole"
+    assert how.narrow((1 << 20,), whole_region((1 << 20,)))[0] == Region((6,), (1 << 14,), (64,))
+    matrix = how.narrow((640, 9000), whole_region((640, 9000)))[0]
+    assert matrix == Region((6, 0), (10, 9000), (64, 1))
+    experts = how.narrow((16, 128, 64), whole_region((16, 128, 64)))[0]
+    assert experts == Region((0, 6, 0), (16, 2, 64), (1, 64, 1))
+    two_rows = how.narrow((2, 9000), whole_region((2, 9000)))[0]
+    assert two_rows.count == (2, 141)
+    cube = how.narrow((20, 20, 20), whole_region((20, 20, 20)))[0]
+    assert cube == Region((10, 0, 0), (1, 20, 20), (20, 1, 1))
     with pytest.raises(ValueError, match="at least 1"):
         Selection.sample(0, 0)
     with pytest.raises(msgspec.ValidationError, match="at least 1"):
@@ -230,14 +233,14 @@ def test_a_sample_is_of_whole_rows_and_leaves_no_tensor_out():
 def test_any_flipped_bit_of_any_element_is_noticed(dtype):
     shape = (3, 5)
     whole = random_bytes(shape, dtype)
-    before = digest(whole, shape, whole_region(shape))
+    before = checksum_of(whole, shape, whole_region(shape))
     raw = whole.view(torch.uint8)
     for byte in itertools.product(range(3), range(raw.shape[1])):
         for bit in range(1 if dtype == torch.bool else 8):
             raw[byte] ^= 1 << bit
-            assert digest(whole, shape, whole_region(shape)) != before, (byte, bit)
+            assert checksum_of(whole, shape, whole_region(shape)) != before, (byte, bit)
             raw[byte] ^= 1 << bit
-    assert digest(whole, shape, whole_region(shape)) == before
+    assert checksum_of(whole, shape, whole_region(shape)) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.int64])
@@ -248,7 +251,7 @@ def test_any_two_elements_exchanged_are_noticed_even_if_only_their_highest_bits_
     found = []
     for element in range(24):
         top[element] = 128
-        found.append(digest(whole, shape, whole_region(shape)))
+        found.append(checksum_of(whole, shape, whole_region(shape)))
         top[element] = 0
     assert len(set(found)) == 24
 
@@ -256,10 +259,13 @@ def test_any_two_elements_exchanged_are_noticed_even_if_only_their_highest_bits_
 def test_zeros_count():
     shape = (4, 6)
     zeros = torch.zeros(shape)
-    parts = [digest(zeros[:2], shape, Region((0, 0), (2, 6), (1, 1))), digest(zeros, shape, whole_region(shape))]
+    parts = [
+        checksum_of(zeros[:2], shape, Region((0, 0), (2, 6), (1, 1))),
+        checksum_of(zeros, shape, whole_region(shape)),
+    ]
     assert 0 not in parts
     assert parts[0] != parts[1]
-    assert digest(-zeros, shape, whole_region(shape)) != parts[1], "minus zero is another pattern"
+    assert checksum_of(-zeros, shape, whole_region(shape)) != parts[1], "minus zero is another pattern"
 
 
 def test_a_cast_is_the_copys_and_all_nans_are_one():
@@ -269,23 +275,23 @@ def test_a_cast_is_the_copys_and_all_nans_are_one():
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         kept = torch.empty(whole.shape, dtype=dtype).copy_(whole)
         region = whole_region(whole.shape)
-        series = RegionBatch()
-        series.add(Extent.of((33, 41), region, dtype, True), kept, 0)
+        batch = RegionBatch()
+        batch.add(RegionSpec.of((33, 41), region, dtype, True), kept, 0)
         for rows, columns in itertools.product([(0, 3), (3, 33)], [(0, 17), (17, 18), (18, 41)]):
             part = Region.of(Box((rows[0], columns[0]), (rows[1], columns[1])))
-            series.add(Extent.of((33, 41), part, dtype, True), whole[part.slices()], 1)
-        engine, trainer = series.digests(2, Selection.full()).tolist()
+            batch.add(RegionSpec.of((33, 41), part, dtype, True), whole[part.slices()], 1)
+        engine, trainer = batch.checksums(2, Selection.full()).tolist()
         assert engine == trainer
         kept[32, 40] = 1.25
-        assert series.digests(2, Selection.full())[0] != trainer
+        assert batch.checksums(2, Selection.full())[0] != trainer
 
 
 @pytest.mark.parametrize("how", [Selection.full(), Selection.sample(1, 4)])
 def test_temporaries_stay_small_whatever_the_tensors(monkeypatch, how):
     chunk = 1 << 12
-    monkeypatch.setattr(sums, "CHUNK", chunk)
+    monkeypatch.setattr(checksum, "CHUNK", chunk)
     n = 64 * chunk
-    series = RegionBatch()
+    batch = RegionBatch()
     views = {
         "contiguous": (torch.zeros(n // 64, 64, dtype=torch.bfloat16), torch.bfloat16),
         "vector": (torch.zeros(n + 1, dtype=torch.bfloat16), torch.bfloat16),
@@ -296,15 +302,15 @@ def test_temporaries_stay_small_whatever_the_tensors(monkeypatch, how):
         "eight bits": (torch.zeros(63, n // 63, dtype=torch.float8_e4m3fn), torch.float8_e4m3fn),
     }
     for row, (view, dtype) in enumerate(views.values()):
-        series.add(Extent.of(tuple(view.shape), whole_region(view.shape), dtype, dtype != view.dtype), view, row)
+        batch.add(RegionSpec.of(tuple(view.shape), whole_region(view.shape), dtype, dtype != view.dtype), view, row)
     for row in range(1000):
         small = torch.zeros(64)
-        series.add(Extent.of((64,), whole_region((64,)), torch.bfloat16, True), small, len(views) + row)
+        batch.add(RegionSpec.of((64,), whole_region((64,)), torch.bfloat16, True), small, len(views) + row)
     with LargestResult() as largest:  # this also makes the tables of weights, which stay
-        series.digests(1007, how)
+        batch.checksums(1007, how)
     tracemalloc.start()
     try:
-        series.digests(1007, how)
+        batch.checksums(1007, how)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -315,18 +321,18 @@ def test_temporaries_stay_small_whatever_the_tensors(monkeypatch, how):
 
 def test_views_are_held_and_not_copied():
     whole = torch.ones(4, 6, requires_grad=True)
-    series = RegionBatch()
-    series.add(Extent.of((4, 6), whole_region((4, 6)), torch.float32, False), whole, 0)
-    before = series.digests(1, Selection.full())
+    batch = RegionBatch()
+    batch.add(RegionSpec.of((4, 6), whole_region((4, 6)), torch.float32, False), whole, 0)
+    before = batch.checksums(1, Selection.full())
     with torch.no_grad():
         whole[1, 2] = 2
-    assert series.digests(1, Selection.full()) != before
-    assert int(series.digests(1, Selection.full())[0]) == by_definition(whole.detach(), whole_region((4, 6)))
+    assert batch.checksums(1, Selection.full()) != before
+    assert int(batch.checksums(1, Selection.full())[0]) == by_definition(whole.detach(), whole_region((4, 6)))
 
 
 def test_nothing_is_nothing():
-    assert RegionBatch().digests(3, Selection.full()).tolist() == [0, 0, 0]
-    series = RegionBatch()
-    series.add(Extent.of((0, 3), whole_region((0, 3)), torch.float32, False), torch.empty(0, 3), 0)
-    assert series.digests(1, Selection.full()).tolist() == [0]
-    assert np.array_equal(series.digests(1, Selection.sample(5)), np.zeros(1, np.uint64))
+    assert RegionBatch().checksums(3, Selection.full()).tolist() == [0, 0, 0]
+    batch = RegionBatch()
+    batch.add(RegionSpec.of((0, 3), whole_region((0, 3)), torch.float32, False), torch.empty(0, 3), 0)
+    assert batch.checksums(1, Selection.full()).tolist() == [0]
+    assert np.array_equal(batch.checksums(1, Selection.sample(5)), np.zeros(1, np.uint64))

@@ -1,4 +1,4 @@
-"""Trainer ranks vouch for what engine ranks keep: their digests agree, and any mishap is noticed and named."""
+"""Checksums of trainer and engine ranks agree, and any difference is detected and named."""
 
 import itertools
 import zlib
@@ -9,16 +9,18 @@ import pytest
 import torch
 
 from sglang_reshard.digest import regions
-from sglang_reshard.digest.regions import GROUPS, RegionCount, RegionKind, RegionSet
+from sglang_reshard.digest.checksum import RegionBatch
+from sglang_reshard.digest.regions import MAX_GROUPS, RegionKind, RegionSet
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.source import SourceChecksums
 from sglang_reshard.digest.target import TargetChecksums
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.layout.manifest import pack_blob
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor
-from sglang_reshard.trace import trace
 from sglang_reshard.trace.program import Copy, Program
+from sglang_reshard.trace.tracer import trace
 from support.plans import shards, wanted
 from support.toy import ToyRank, checkpoint, shapes
 
@@ -54,7 +56,7 @@ class Engine:
     def __init__(self, layout, rank, size, dtype):
         self.model = ToyRank(rank, size, dtype, HIDDEN)
         self.program = trace(self.model, [t.spec for t in layout.tensors])
-        self.auditor = TargetChecksums(TensorIndex.of(layout), self.program)
+        self.checksums = TargetChecksums(TensorIndex.of(layout), self.program)
 
     def load(self, weights):
         self.model.load_weights(weights.items())
@@ -67,17 +69,17 @@ class World:
     def __init__(self, kind="fsdp", engines=2, dtype=torch.bfloat16):
         self.layout, self.right = layout_of(kind), checkpoint(1, hidden=HIDDEN)
         self.engines = [Engine(self.layout, e, engines, dtype).load(self.right) for e in range(engines)]
-        own = [engine.auditor.claims for engine in self.engines]
+        own = [engine.checksums.regions for engine in self.engines]
         self.shards = [shards(self.layout, self.right, r) for r in range(self.layout.trainer_ranks)]
-        self.vouchers = [SourceChecksums(self.layout, local, r, own) for r, local in enumerate(self.shards)]
+        self.sources = [SourceChecksums(self.layout, local, r, own) for r, local in enumerate(self.shards)]
 
     def told(self, selection=FULL):
         """What each engine rank says of what differs; empty where nothing does."""
-        vouched = sum(voucher.digests(selection) for voucher in self.vouchers)
-        have = [engine.auditor.digests(selection) for engine in self.engines]
+        expected = sum(source.compute(selection).engine_ranks for source in self.sources)
+        have = [engine.checksums.compute(selection) for engine in self.engines]
         return [
-            engine.auditor.explain(np.flatnonzero(mine != right).tolist())
-            for engine, mine, right in zip(self.engines, have, vouched, strict=True)
+            engine.checksums.tensor_names(np.flatnonzero(mine != right).tolist())
+            for engine, mine, right in zip(self.engines, have, expected, strict=True)
         ]
 
     def load(self, **wrong):
@@ -91,12 +93,12 @@ class World:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("engines", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_digests_agree_whatever_the_layouts_and_dtypes(kind, engines, dtype):
+def test_checksums_agree_whatever_the_layouts_and_dtypes(kind, engines, dtype):
     world = World(kind, engines, dtype)
     for selection in (FULL, Selection.sample(0), Selection.sample(77), Selection.sample(3, 5)):
         assert world.told(selection) == [""] * engines
     for engine in world.engines:
-        assert engine.auditor.digests(FULL).any()
+        assert engine.checksums.compute(FULL).any()
 
 
 def test_padding_is_not_looked_at():
@@ -159,7 +161,7 @@ def test_the_same_bytes_in_another_order_are_noticed():
 
 
 def test_exchanged_tensors_of_one_shape_are_noticed_even_in_one_group(monkeypatch):
-    monkeypatch.setattr(regions, "GROUPS", 1)
+    monkeypatch.setattr(regions, "MAX_GROUPS", 1)
     world = World()
     assert world.told() == ["", ""]
     for one, other in (("k", "v"), ("gate", "up")):
@@ -181,7 +183,7 @@ def test_a_part_that_is_missing_is_noticed_even_if_all_weights_are_zero():
     for engine in world.engines:
         engine.load({name: torch.zeros_like(tensor) for name, tensor in world.right.items()})
     assert world.told() == ["", ""]
-    world.vouchers = world.vouchers[1:]
+    world.sources = world.sources[1:]
     assert all(told.startswith("embed.weight") for told in world.told()[:1])
 
 
@@ -194,62 +196,62 @@ def test_each_place_of_elements_that_are_kept_twice_is_looked_at():
     copies.append(Copy("k.weight", region, "scratch/0", 3, (1, 6)))
     targets = {"live": torch.zeros(1000 + whole.numel()), "scratch/0": torch.zeros(200)}
     for copy in copies:
-        copy.landing(targets[copy.target]).copy_(whole[copy.region.slices()])
-    auditor = TargetChecksums(TensorIndex.of(layout), Program((), tuple(copies), targets, (), 0.0))
-    assert [claim.kept.places for claim in auditor.claims] == [2, 1]
-    vouchers = [SourceChecksums(layout, shards(layout, right, r), r, [auditor.claims]) for r in range(3)]
-    vouched = sum(voucher.digests(FULL) for voucher in vouchers)[0]
-    assert np.array_equal(auditor.digests(FULL), vouched)
-    for target, element in (("live", 10), ("live", 1010), ("scratch/0", 9)):
-        right_one = targets[target][element].clone()
-        targets[target][element] = 123
-        assert np.flatnonzero(auditor.digests(FULL) != vouched).tolist() == [number]
-        targets[target][element] = right_one
-    assert np.array_equal(auditor.digests(FULL), vouched)
+        copy.destination(targets[copy.target]).copy_(whole[copy.region.slices()])
+    target = TargetChecksums(TensorIndex.of(layout), Program(tuple(copies), targets))
+    assert [kind.copies for _, kind in target.regions] == [2, 1]
+    sources = [SourceChecksums(layout, shards(layout, right, r), r, [target.regions]) for r in range(3)]
+    expected = sum(source.compute(FULL).engine_ranks for source in sources)[0]
+    assert np.array_equal(target.compute(FULL), expected)
+    for name, element in (("live", 10), ("live", 1010), ("scratch/0", 9)):
+        right_one = targets[name][element].clone()
+        targets[name][element] = 123
+        assert np.flatnonzero(target.compute(FULL) != expected).tolist() == [number]
+        targets[name][element] = right_one
+    assert np.array_equal(target.compute(FULL), expected)
 
 
 def test_holders_of_the_same_elements_share_the_work():
     world = World("whole", engines=1)
-    parts = np.stack([voucher.digests(FULL)[0] for voucher in world.vouchers])
+    parts = np.stack([source.compute(FULL).engine_ranks[0] for source in world.sources])
     assert ((parts != 0).sum(axis=0) == 1).all(), "each tensor is counted by one trainer rank"
     assert ((parts != 0).sum(axis=1) > 0).all(), "and each trainer rank counts some"
 
 
-def test_what_engine_ranks_claim_alike_is_looked_at_once(monkeypatch):
+def test_what_engine_ranks_keep_alike_is_read_once(monkeypatch):
     world, added = World("fsdp", engines=1), []
-    monkeypatch.setattr("sglang_reshard.digest.sums.RegionBatch.add", lambda self, extent, view, row: added.append(row))
-    own = world.engines[0].auditor.claims
+    monkeypatch.setattr(RegionBatch, "add", lambda self, spec, view, row: added.append(row))
+    own = world.engines[0].checksums.regions
     once = SourceChecksums(world.layout, world.shards[0], 0, [own])
     assert len(added) == len(own)
     again = SourceChecksums(world.layout, world.shards[0], 0, [own] * 5)
     assert len(added) == 2 * len(own)
-    assert (once.digests(FULL).shape, again.digests(FULL).shape) == ((1, 8), (5, 8))
+    assert (once.compute(FULL).engine_ranks.shape, again.compute(FULL).engine_ranks.shape) == ((1, 8), (5, 8))
 
 
-def test_claims_are_the_same_in_any_order_and_small_on_the_wire():
+def test_region_sets_are_the_same_in_any_order_and_small_on_the_wire():
     alike = [RegionKind("bfloat16", (0, 64 * part), (512, 64), (1, 1)) for part in range(4)]
-    given = [RegionCount(tensor, alike[tensor % 4]) for tensor in range(100_000)]
+    given = [(tensor, alike[tensor % 4]) for tensor in range(100_000)]
     made, turned = RegionSet.of(given), RegionSet.of(reversed(given))
     assert made == turned
-    assert made.digest == turned.digest
+    assert pack_blob(made)[0] == pack_blob(turned)[0]
     assert list(made) == given
     assert len(made) == 100_000
-    assert made.digest != RegionSet.of(given[1:]).digest
+    assert pack_blob(made)[0] != pack_blob(RegionSet.of(given[1:]))[0]
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=RegionSet)
     assert sent == made
     assert len(zlib.compress(msgspec.msgpack.encode(made), 1)) < 400_000
 
 
 def test_groups_are_of_neighbours_and_there_are_not_many():
-    for tensors in (1, 5, GROUPS, GROUPS + 1, 100_000):
-        group = regions.group_of(np.arange(tensors, dtype=np.int32), tensors)
+    for tensors in (1, 5, MAX_GROUPS, MAX_GROUPS + 1, 100_000):
+        group = regions.groups_of(np.arange(tensors, dtype=np.int32), tensors)
         assert (np.diff(group) >= 0).all()
-        assert set(group.tolist()) == set(range(regions.groups_of(tensors)))
-    assert regions.groups_of(100_000) == GROUPS
+        assert set(group.tolist()) == set(range(regions.num_groups(tensors)))
+    assert regions.num_groups(100_000) == MAX_GROUPS
 
 
 @pytest.mark.parametrize(
-    "kept",
+    "kind",
     [
         RegionKind("bfloat16", (0,), (64,), (1,)),
         RegionKind("bfloat16", (0, 0), (22, 64), (1, 1)),
@@ -262,30 +264,30 @@ def test_groups_are_of_neighbours_and_there_are_not_many():
         RegionKind("bfloat16", (0, 0), (21, 64), (1, 1), 1 << 70),
     ],
 )
-def test_a_claim_that_the_layout_does_not_have_is_refused_by_name(kept):
+def test_a_region_that_the_layout_does_not_have_is_refused_by_name(kind):
     layout = layout_of("fsdp")
-    good = RegionSet.of([RegionCount(0, RegionKind("bfloat16", (0, 0), (21, 64), (1, 1)))])
+    good = RegionSet.of([(0, RegionKind("bfloat16", (0, 0), (21, 64), (1, 1)))])
     local = shards(layout, checkpoint(1, hidden=HIDDEN), 0)
-    with pytest.raises(Mismatch, match=r"engine rank 1 claims to keep .* of embed\.weight, which is float32"):
-        SourceChecksums(layout, local, 0, [good, RegionSet.of([RegionCount(0, kept)])])
+    with pytest.raises(Mismatch, match=r"engine rank 1 requests a checksum of .* of embed\.weight, which is float32"):
+        SourceChecksums(layout, local, 0, [good, RegionSet.of([(0, kind)])])
 
 
 @pytest.mark.parametrize(
-    "change", [{"tensors": b"\x08\0\0\0"}, {"tensors": b"\xff" * 4}, {"kept": b"\1\0\0\0"}, {"kept": b""}]
+    "change", [{"tensors": b"\x08\0\0\0"}, {"tensors": b"\xff" * 4}, {"kind_of": b"\1\0\0\0"}, {"kind_of": b""}]
 )
-def test_claims_that_point_outside_their_tables_are_refused(change):
+def test_region_sets_that_point_outside_their_tables_are_refused(change):
     layout = layout_of("fsdp")
-    good = RegionSet.of([RegionCount(0, RegionKind("bfloat16", (0, 0), (21, 64), (1, 1)))])
+    good = RegionSet.of([(0, RegionKind("bfloat16", (0, 0), (21, 64), (1, 1)))])
     local = shards(layout, checkpoint(1, hidden=HIDDEN), 0)
-    for wrong in (change, {"tensors": b"\0\0\0", "kept": b"\0\0\0"}):
-        with pytest.raises(Mismatch, match="engine rank 0 claims to keep tensors"):
+    for wrong in (change, {"tensors": b"\0\0\0", "kind_of": b"\0\0\0"}):
+        with pytest.raises(Mismatch, match="engine rank 0 requests checksums of tensors"):
             SourceChecksums(layout, local, 0, [msgspec.structs.replace(good, **wrong)])
 
 
-def test_rank_without_claims_has_nothing_to_say():
+def test_a_rank_that_keeps_nothing_has_no_checksums():
     layout = layout_of("fsdp")
     local = shards(layout, checkpoint(1, hidden=HIDDEN), 0)
-    assert not SourceChecksums(layout, local, 0, [RegionSet.of([])]).digests(FULL).any()
-    auditor = TargetChecksums(TensorIndex.of(layout), Program((), (), {}, (), 0.0))
-    assert not auditor.digests(FULL).any()
-    assert auditor.explain([0, 1]) == ""
+    assert not SourceChecksums(layout, local, 0, [RegionSet.of([])]).compute(FULL).engine_ranks.any()
+    target = TargetChecksums(TensorIndex.of(layout), Program((), {}))
+    assert not target.compute(FULL).any()
+    assert target.tensor_names([0, 1]) == ""

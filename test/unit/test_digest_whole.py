@@ -12,7 +12,7 @@ from sglang_reshard.digest.target import TargetChecksums
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.sources import SourceLayout
-from sglang_reshard.trace import trace
+from sglang_reshard.trace.tracer import trace
 from support.plans import shards
 from support.toy import ToyRank, checkpoint
 from test_digest_ranks import HIDDEN, TRAINERS, layout_of
@@ -23,10 +23,10 @@ FULL = Selection.full()
 def digest(layout, engines, weights, dtype=torch.bfloat16, selection=FULL):
     """Of weights that such trainer ranks have, for an engine of so many ranks."""
     traced = [trace(ToyRank(e, engines, dtype, HIDDEN), [t.spec for t in layout.tensors]) for e in range(engines)]
-    claims = [TargetChecksums(TensorIndex.of(layout), program).claims for program in traced]
+    kept = [TargetChecksums(TensorIndex.of(layout), program).regions for program in traced]
     local = [shards(layout, weights, rank) for rank in range(layout.trainer_ranks)]
-    parts = [SourceChecksums(layout, own, rank, claims).part(selection).whole for rank, own in enumerate(local)]
-    return whole_model.digest_of(whole_model.packed(part) for part in parts)
+    parts = [SourceChecksums(layout, own, rank, kept).compute(selection).model for rank, own in enumerate(local)]
+    return whole_model.model_digest(whole_model.to_bytes(part) for part in parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -81,14 +81,14 @@ def test_elements_that_are_not_counted_once_have_none(regions, counted):
     number = next(i for i, t in enumerate(layout.tensors) if len(t.shape) == 2)
     rows, columns = layout.tensors[number].shape
     cuts = [(a * rows // 8, b * rows // 8) for a, b in regions]  # given in eighths
-    ways = [("bfloat16", Region((a, 0), (b - a, columns), (1, 1))) for a, b in cuts]
-    found = whole_model.weights_of_regions(
-        TensorIndex.of(layout), np.full(len(ways), number), np.arange(len(ways)), ways
+    views = [("bfloat16", Region((a, 0), (b - a, columns), (1, 1))) for a, b in cuts]
+    found = whole_model.region_coefficients(
+        TensorIndex.of(layout), np.full(len(views), number), np.arange(len(views)), views
     )
     assert (found is not None) == counted
 
 
 def test_a_part_that_is_missing_or_no_number_makes_no_digest():
-    assert whole_model.digest_of([whole_model.packed(1), whole_model.packed((1 << 64) - 1)]) == "0" * 16
-    assert whole_model.digest_of([whole_model.packed(1), whole_model.packed(None)]) == ""
-    assert whole_model.digest_of([b"123456789"]) == ""
+    assert whole_model.model_digest([whole_model.to_bytes(1), whole_model.to_bytes((1 << 64) - 1)]) == "0" * 16
+    assert whole_model.model_digest([whole_model.to_bytes(1), whole_model.to_bytes(None)]) == ""
+    assert whole_model.model_digest([b"123456789"]) == ""

@@ -12,7 +12,18 @@ import pytest
 from sglang_reshard import WeightSender, _deprecated
 from sglang_reshard.patches import metrics
 from sglang_reshard.patches.metrics import METRICS
-from support.documents import DOCUMENTS, ROOT, anchors, blocks, commands, links, strings_of_the_code, table, text
+from support.documents import (
+    DOCUMENTS,
+    ROOT,
+    anchors,
+    blocks,
+    classes_of_the_code,
+    commands,
+    links,
+    strings_of_the_code,
+    table,
+    text,
+)
 
 OBSERVABILITY, OPTIONS, TROUBLESHOOTING = "docs/observability.md", "docs/usage/options.md", "docs/troubleshooting.md"
 FOLDERS = "test|benchmark|demo|docs|examples|observability|oracle|patches|pictures|python|verl_integration|release"
@@ -89,6 +100,11 @@ def reachable():
 def test_every_page_of_results_has_a_generated_table():
     pages = {path for path in (ROOT / "docs" / "results").glob("*.md") if path.name != "README.md"}
     assert {path for path in pages if f"<!-- {path.stem}: begin -->" in path.read_text()} == pages
+
+
+def test_classes_of_the_glossary_exist():
+    named = {name for row in table("docs/glossary.md", "# Glossary") for name in re.findall(r"`(\w+)`", row[1])}
+    assert named <= set(classes_of_the_code())
 
 
 def messages():

@@ -9,6 +9,7 @@ import torch
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from support.left_behind import torch_segments
+from support.sweep import sweep
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 
@@ -48,7 +49,7 @@ def serve(rank, size, requests, transport):
     return seen[WARM], seen[-1]
 
 
-@pytest.mark.parametrize("transport", ["broadcast", "ipc", "p2p"])
+@pytest.mark.parametrize("transport", [sweep("broadcast"), sweep("ipc"), "p2p"])
 def test_nothing_grows(transport):
     before = torch_segments()
     trainers, engines = run_world(2, 2, train, serve, transport, deadline_s=240)

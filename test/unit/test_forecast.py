@@ -190,7 +190,7 @@ def test_loads_are_those_of_the_transports(data, bucket):
         assert (loads[e].received, loads[e].extra) == (transport.received_bytes, transport.extra_bytes)
         assert {t: sent.payload_bytes for t, (sent, _) in loads[e].sent.items()} == transport.read_bytes
     for trainer_rank in range(layout.trainer_ranks):
-        receivers = {e: int(s) for e, s in enumerate(choice.shares[trainer_rank]) if s}
+        receivers = {e: int(s) for e, s in enumerate(choice.round_bytes[trainer_rank]) if s}
         orders = {e: send_request(taken[e], trainer_rank) for e in receivers}
         outlet = P2pSender(layout, cut_shards(layout, whole, trainer_rank), orders, receivers, CPU)
         mine = [load.sent[trainer_rank][1] for load in loads if trainer_rank in load.sent]

@@ -58,7 +58,7 @@ def serve(rank: int, size: int, requests: Any) -> list[dict[str, Any]]:
     receiver = WeightReceiver(ToyRank(rank, size, torch.float32), rank, size, torch.device("cpu"))
     for request in requests:
         if request.weight_version == "bad":
-            receiver._inbound._look = broken
+            receiver._executor._prepare_target = broken
         requests.answer(receiver.update(request))
     return kept.told()
 

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Box
-from sglang_reshard.layout.shard_map import fault
+from sglang_reshard.layout.shard_map import invalid_reason
 from sglang_reshard.layout.source_layout import EXPLICIT
 from sglang_reshard.protocol.validation import check_layout, layouts
-from sglang_reshard.sources import ExplicitSharding, Mesh, Placement, Shard, ShardMap, SourceLayout, SourceTensor
+from sglang_reshard.sources import ExplicitSharding, Mesh, Placement, ShardBox, ShardMap, SourceLayout, SourceTensor
 from support.plans import tensor_parallel
 
 BIG = 1 << 62
@@ -23,7 +23,7 @@ def stated(held, shape=(4, 2), trainer_ranks=2):
 
 
 def rows(*held):
-    return ShardMap(tuple(Shard(Box((a, 0), (b, 2)), ranks, (at, 0)) for a, b, ranks, at in held))
+    return ShardMap(tuple(ShardBox(Box((a, 0), (b, 2)), ranks, (at, 0)) for a, b, ranks, at in held))
 
 
 ALL = rows((0, 2, (0,), 0), (2, 4, (1,), 0))
@@ -47,7 +47,7 @@ def test_honest_layouts_pass():
     [
         (replace(GOOD, trainer_ranks=3), "of 3 trainer ranks, the update of 2"),
         (replace(GOOD, tensors=GOOD.tensors + GOOD.tensors[:1]), "the tensor t0 twice"),
-        (of_one(dtype="complex64"), "w: the dtype 'complex64' is not carried"),
+        (of_one(dtype="complex64"), "w: the dtype 'complex64' is not supported"),
         (of_one(shape=(4, -1)), r"w: the shape \(4, -1\)"),
         (of_one(shape=(4,) * 17), "w: the shape"),
         (of_one(shape=(BIG, 8)), "w: the shape .* more than"),
@@ -55,30 +55,30 @@ def test_honest_layouts_pass():
         (of_one(numbers=(1, 0)), "w: the layout has no mesh number 1"),
         (of_one(numbers=(-2, 0)), "w: the layout has no mesh number -2"),
         (of_one(numbers=(0, -1)), "no placements number -1"),
-        (of_one(numbers=(EXPLICIT, 0)), "no stated holdings number 0"),
+        (of_one(numbers=(EXPLICIT, 0)), "no explicit sharding number 0"),
         (of_one(mesh=Mesh((3,), (0, 1))), r"w: its mesh of shape \(3,\) has 2 ranks"),
-        (of_one(mesh=Mesh((2,), (0, 2))), "trainer ranks that are not of this update"),
+        (of_one(mesh=Mesh((2,), (0, 2))), "trainer ranks that are not in this update"),
         (of_one(mesh=Mesh((2,), (1, 1))), "a trainer rank twice"),
-        (of_one(mesh=Mesh((0,), ())), "no such dimensions"),
+        (of_one(mesh=Mesh((0,), ())), "invalid number or size of dimensions"),
         (of_one(mesh=Mesh((2,), (0, -1))), "hold 6 of its 12 elements"),
         (of_one(placements=((),)), "0 placements on a mesh of 1 dimensions"),
-        (of_one(placements=((Placement(2),),)), "split others"),
-        (of_one(placements=((Placement(-2),),)), "split others"),
+        (of_one(placements=((Placement(2),),)), "shard others"),
+        (of_one(placements=((Placement(-2),),)), "shard others"),
         (of_one(placements=((Placement(0, 0),),)), "into no parts"),
         (of_one(placements=((Placement(0, BIG),),)), "more than there are ranks or elements"),
         (of_one(shape=(BIG >> 8,), placements=((Placement(0, BIG >> 9),),)), "more than 4,194,304 intervals"),
         (stated(rows((0, 2, (0,), 0))), "hold 4 of its 8 elements"),
-        (stated(rows((0, 3, (0,), 0), (2, 4, (1,), 0))), "elements in common"),
-        (stated(rows((0, 2, (0,), 0), (2, 5, (1,), 0))), "not inside the shape"),
-        (stated(rows((0, 2, (0,), -1), (2, 4, (1,), 0))), "not inside the shape"),
-        (stated(rows((0, 4, (), 0))), "ascending order"),
-        (stated(rows((0, 4, (1, 0), 0))), "ascending order"),
-        (stated(rows((0, 4, (0, 2), 0))), "of which there are 2"),
-        (stated(ShardMap(ALL.pieces * 50)), "100 pieces, more than 99"),
+        (stated(rows((0, 3, (0,), 0), (2, 4, (1,), 0))), "overlap"),
+        (stated(rows((0, 2, (0,), 0), (2, 5, (1,), 0))), "exceeds shape"),
+        (stated(rows((0, 2, (0,), -1), (2, 4, (1,), 0))), "exceeds shape"),
+        (stated(rows((0, 4, (), 0))), "distinct and ascending"),
+        (stated(rows((0, 4, (1, 0), 0))), "distinct and ascending"),
+        (stated(rows((0, 4, (0, 2), 0))), "not among the 2 trainer ranks"),
+        (stated(ShardMap(ALL.shards * 50)), "100 shards, more than 99"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(layout, says, monkeypatch):
-    monkeypatch.setattr(layouts, "MAX_STATED_PIECES", 99)
+    monkeypatch.setattr(layouts, "MAX_EXPLICIT_SHARDS", 99)
     digest, blob = pack_blob(layout)
     with pytest.raises(Mismatch, match=says):
         check_layout(unpack_blob(blob, SourceLayout, digest), 2)
@@ -99,13 +99,13 @@ def test_boxes_with_elements_in_common_are_found_wherever_they_are(dims):
             stop = tuple(min(30, n + 1) if d == dim else n for d, n in enumerate(map(int, boxes[grown].stop)))
             boxes[grown] = Box(boxes[grown].start, stop)
         clash = any(a.intersect(b) for i, a in enumerate(boxes) for b in boxes[i + 1 :])
-        found = fault(ExplicitSharding((30,) * dims, ShardMap.of((box, (0,) * dims, 0) for box in boxes)), 1)
-        assert bool(found and "in common" in found) == clash
+        found = invalid_reason(ExplicitSharding((30,) * dims, ShardMap.of((box, (0,) * dims, 0) for box in boxes)), 1)
+        assert bool(found and "overlap" in found) == clash
 
 
 def test_many_stated_boxes_are_checked_in_time():
     """64 x 512 blocks of a matrix: each with each would take minutes."""
     held = [(Box((a, b), (a + 1, b + 1)), (0, 0), 0) for a in range(64) for b in range(512)]
     started = time.process_time()
-    assert fault(ExplicitSharding((64, 512), ShardMap.of(held)), 1) is None
+    assert invalid_reason(ExplicitSharding((64, 512), ShardMap.of(held)), 1) is None
     assert time.process_time() - started < 10

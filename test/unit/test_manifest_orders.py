@@ -8,7 +8,7 @@ from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from sglang_reshard.plan.p2p import SendRequest, send_request
-from sglang_reshard.protocol.validation import check_order
+from sglang_reshard.protocol.validation import check_send_request
 from support.plans import wanted
 from support.stated import BIG, GOOD, rows, stated
 
@@ -20,7 +20,7 @@ def order():
     copies = [wanted(GOOD, number, box, 10 * number) for number, box in enumerate(boxes)]
     taken = plan_reads(TensorIndex.of(GOOD), copies, RankLocation(0, 1, "a", ("a", "b")))
     found = send_request(taken, 0)
-    check_order(found, GOOD, 0, 3)
+    check_send_request(found, GOOD, 0, 3)
     return found
 
 
@@ -37,29 +37,32 @@ def at(region):
     [
         (lambda o: replace(o, tensors=o.tensors[:-1]), "columns have"),
         (lambda o: replace(o, tensors=o.tensors[:-4]), "columns have"),
-        (lambda o: replace(o, tensors=numbers(0, 1, 3), elements=numbers(0, 1, 2)), "from 0 to 3 of 3 tensors"),
-        (lambda o: replace(o, tensors=numbers(0, -1), elements=numbers(0, 0)), "from -1 to 0 of 3 tensors"),
+        (lambda o: replace(o, tensors=numbers(0, 1, 3), elements=numbers(0, 1, 2)), "from 0 to 3, of 3 tensors"),
+        (lambda o: replace(o, tensors=numbers(0, -1), elements=numbers(0, 0)), "from -1 to 0, of 3 tensors"),
         (lambda o: replace(o, elements=numbers(0, 1, 99)), "of 3 regions"),
-        (lambda o: replace(o, tensors=numbers(2, 1, 0)), "not inside its shard of"),
-        (at(Region((1, 0), (2, 3), (1, 1))), r"not inside its shard of t0, which has the shape \(2, 3\)"),
-        (at(Region((-1, 0), (1, 1), (1, 1))), "not inside its shard of t0"),
-        (at(Region((0, 0), (2, 2), (1, 3))), "not inside its shard of t0"),
-        (at(Region((0, 0), (2, 3), (0, 1))), "not inside its shard of t0"),
-        (at(Region((0, 0), (2, 0), (1, 1))), "not inside its shard of t0"),
-        (at(Region((0, 0), (1, 1), (BIG, 1))), "not inside its shard of t0"),
-        (at(Region((BIG, BIG), (BIG, BIG), (BIG, BIG))), "not inside its shard of t0"),
-        (at(Region((0,), (2,), (1,))), "not inside its shard of t0"),
-        (lambda o: replace(o, tensors=o.tensors * 60, elements=o.elements * 60), "asks for .* elements of a rank"),
+        (lambda o: replace(o, tensors=numbers(2, 1, 0)), "not within its shard of"),
+        (at(Region((1, 0), (2, 3), (1, 1))), r"not within its shard of t0, which has the shape \(2, 3\)"),
+        (at(Region((-1, 0), (1, 1), (1, 1))), "not within its shard of t0"),
+        (at(Region((0, 0), (2, 2), (1, 3))), "not within its shard of t0"),
+        (at(Region((0, 0), (2, 3), (0, 1))), "not within its shard of t0"),
+        (at(Region((0, 0), (2, 0), (1, 1))), "not within its shard of t0"),
+        (at(Region((0, 0), (1, 1), (BIG, 1))), "not within its shard of t0"),
+        (at(Region((BIG, BIG), (BIG, BIG), (BIG, BIG))), "not within its shard of t0"),
+        (at(Region((0,), (2,), (1,))), "not within its shard of t0"),
+        (
+            lambda o: replace(o, tensor_ids=o.tensor_ids * 60, region_ids=o.region_ids * 60),
+            "asks for .* elements of a rank",
+        ),
     ],
 )
 def test_an_order_for_other_elements_than_there_are_is_refused(order, change, says):
-    with pytest.raises(Mismatch, match=f"the order of engine rank 3 for trainer rank 0 .*{says}"):
-        check_order(change(order), GOOD, 0, 3)
+    with pytest.raises(Mismatch, match=f"invalid send request of engine rank 3 for trainer rank 0 .*{says}"):
+        check_send_request(change(order), GOOD, 0, 3)
 
 
 def test_a_trainer_rank_that_holds_nothing_of_a_tensor_is_not_asked_for_it(order):
     layout = stated(rows((0, 4, (1,), 0)))
     asked = SendRequest((Region((0, 0), (1, 1), (1, 1)),), numbers(0), numbers(0))
-    check_order(asked, layout, 1, 0)
+    check_send_request(asked, layout, 1, 0)
     with pytest.raises(Mismatch, match=r"w, which has the shape \(0,\)"):
-        check_order(asked, layout, 0, 0)
+        check_send_request(asked, layout, 0, 0)

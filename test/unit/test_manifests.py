@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.manifest import inflate, pack_blob, unpack_blob
 from sglang_reshard.protocol.messages import PrepareSend
-from sglang_reshard.protocol.validation import check_connect, check_handles, check_layout, check_request
+from sglang_reshard.protocol.validation import check_handles, check_layout, check_prepare_send, check_request
 from sglang_reshard.sources import SourceLayout
 from sglang_reshard.transports.memory import Handles, ShardView, ShmStorage
 from support.plans import tensor_parallel
@@ -62,29 +62,29 @@ def test_what_is_no_manifest_is_refused(raw):
         unpack_blob(zlib.compress(raw), SourceLayout)
 
 
-# -- requests, and words to connect
+# -- requests and commands
 
-CONNECT = PrepareSend("route", ("a", "b"), ((0, 16), (32, 0)), "gloo", 5.0)
+PREPARE = PrepareSend("route", ("a", "b"), ((0, 16), (32, 0)), "gloo", 5.0)
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"shares": ((0, 16),)}, "for 1 trainer ranks, and there are 2"),
-        ({"shares": ((0, 16), (1,))}, "trainer rank 1 1 shares for 2 engine ranks"),
-        ({"intakes": ("a",)}, "trainer rank 0 2 shares for 1 engine ranks"),
-        ({"shares": ((0, -16), (1, 0))}, "a share of trainer rank 0"),
-        ({"shares": ((0, BIG), (1, 0))}, "a share of trainer rank 0"),
+        ({"round_bytes": ((0, 16),)}, "for 1 trainer ranks, and there are 2"),
+        ({"round_bytes": ((0, 16), (1,))}, "trainer rank 1 has 1 sizes of a round for 2 engine ranks"),
+        ({"read_plans": ("a",)}, "trainer rank 0 has 2 sizes of a round for 1 engine ranks"),
+        ({"round_bytes": ((0, -16), (1, 0))}, "a size of a round of trainer rank 0"),
+        ({"round_bytes": ((0, BIG), (1, 0))}, "a size of a round of trainer rank 0"),
         ({"backend": "mpi"}, "neither gloo nor nccl"),
-        ({"timeout_s": float("nan")}, "waits of nan s"),
-        ({"timeout_s": 0.0}, "waits of 0.0 s"),
-        ({"route": "x" * 5000}, "more than 4,096 characters"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan"),
+        ({"timeout_s": 0.0}, "timeout_s=0.0"),
+        ({"transfer": "x" * 5000}, "more than 4,096 characters"),
     ],
 )
-def test_a_word_to_connect_that_makes_no_sense_is_refused(changes, says):
-    check_connect(CONNECT, 2)
+def test_a_command_that_is_not_valid_is_refused(changes, says):
+    check_prepare_send(PREPARE, 2)
     with pytest.raises(Mismatch, match=says):
-        check_connect(replace(CONNECT, **changes), 2)
+        check_prepare_send(replace(PREPARE, **changes), 2)
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -94,7 +94,7 @@ class Request(msgspec.Struct, frozen=True):
     layout: str = "l"
     handles: tuple[str, ...] = ("a", "b")
     trainer_hosts: tuple[str, ...] = ("h", "h")
-    routes: tuple[str, ...] = ()
+    prepared: tuple[str, ...] = ()
     weight_version: str | None = None
     transport: str = "auto"
     bucket_bytes: int = 1
@@ -107,14 +107,14 @@ class Request(msgspec.Struct, frozen=True):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"handles": ("a",)}, "2 trainer ranks, with 1 memory handles"),
-        ({"handles": (), "trainer_hosts": ()}, "of 0 trainer ranks"),
-        ({"routes": ("r",)}, "1 routes"),
-        ({"update": -1}, "the number -1"),
-        ({"bucket_bytes": 0}, "buckets of 0 bytes"),
-        ({"bucket_bytes": BIG}, "buckets of"),
-        ({"timeout_s": float("inf")}, "waits of inf s"),
-        ({"timeout_s": -1.0}, "waits of -1.0 s"),
+        ({"handles": ("a",)}, "2 trainer hosts, 1 memory handles"),
+        ({"handles": (), "trainer_hosts": ()}, "0 trainer hosts"),
+        ({"prepared": ("r",)}, "1 prepared transfers"),
+        ({"update": -1}, "the update number -1"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0 "),
+        ({"bucket_bytes": BIG}, "bucket_bytes="),
+        ({"timeout_s": float("inf")}, "timeout_s=inf"),
+        ({"timeout_s": -1.0}, "timeout_s=-1.0"),
         ({"ignore": ("x" * 5000,)}, "a name of 5,000 characters"),
     ],
 )

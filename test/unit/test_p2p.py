@@ -9,16 +9,18 @@ from hypothesis import strategies as st
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.plan.p2p import send_request, shares
+from sglang_reshard.plan.p2p import round_bytes, send_request
 from sglang_reshard.transports.p2p import P2pSender, P2pTransport
 from support.plans import copies_of, empty_targets, intakes, loaded, meshed_layouts, values
 from support.plans import shards as cut_shards
 from support.sent import CPU, context_of
+from support.sweep import only, sweep
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import PAIRS, State
 from support.world import run_world
 
 MIB = 1 << 20
+LAYOUTS = [((4,), 2, "tp"), ((2, 2), 4, "fsdp_tp"), ((2,), 4, "fused")]  # the others under `make test-all`
 
 
 # -- both ends in one process: any layout, any copies
@@ -64,9 +66,9 @@ def test_any_layout_and_any_copies(data, bucket):
     catalog, taken = intakes(layout, copies)
     links = torch.zeros(layout.trainer_ranks, len(copies), dtype=torch.int64).numpy()
     for e, t in enumerate(taken):
-        for trainer_rank, (nbytes, _) in t.links().items():
+        for trainer_rank, (nbytes, _) in t.traffic().items():
             links[trainer_rank, e] = nbytes
-    share, whole, boxes = shares(links, bucket), values(layout), {}
+    share, whole, boxes = round_bytes(links, bucket), values(layout), {}
     most = (share > 0).sum(axis=0).max(initial=0), (share > 0).sum(axis=1).max(initial=0)
     room = 2 * max(bucket, 16 * max(most))
     for trainer_rank in range(layout.trainer_ranks):
@@ -95,13 +97,13 @@ def test_any_layout_and_any_copies(data, bucket):
 def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates):
     sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=bucket_bytes, timeout_s=30, transport="p2p")
     state = State(mesh_shape, kind, dtype)
-    routes = []
+    transfers = []
     for version in range(1, updates + 1):
         state.become(version)
         sender.update(state.given)
-        routes.append(sender._outbound._route.connect.route)
+        transfers.append(sender._worker._prepared.command.transfer)
     sender.close()
-    return routes
+    return transfers
 
 
 def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, live_dtype=None):
@@ -115,7 +117,7 @@ def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, 
         stock.load_weights(checkpoint(version, dtype).items())
         live = dict(model.named_parameters())
         differing += [(version, n) for n, p in stock.named_parameters() if not torch.equal(live[n], p)]
-        transport, intake = receiver._inbound.route.transport, receiver._inbound.route.target.intake
+        transport, intake = receiver._executor.transfer.transport, receiver._executor.transfer.target.read_plan
         assert transport.received_bytes == intake.least_bytes() == sum(transport.read_bytes.values())
         sizes.append(transport.extra_bytes)
     return differing, sizes[-1]
@@ -124,9 +126,9 @@ def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, 
 def run(mesh_shape, engines, kind, dtype=torch.float32, bucket_bytes=MIB, live_dtype=None):
     arguments = mesh_shape, kind, dtype, bucket_bytes, 3
     trainers = int(torch.Size(mesh_shape).numel())
-    routes, served = run_world(trainers, engines, train, serve_as(live_dtype), *arguments)
+    transfers, served = run_world(trainers, engines, train, serve_as(live_dtype), *arguments)
     assert [differing for differing, _ in served] == [[]] * engines
-    assert routes == [[routes[0][0]] * 3] * trainers, "what is ready stays so"
+    assert transfers == [[transfers[0][0]] * 3] * trainers, "what is ready stays so"
     return max(extra for _, extra in served)
 
 
@@ -138,12 +140,12 @@ def serve_as_bfloat16(*arguments):
     return serve(*arguments, live_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("mesh_shape", "engines", "kind"), PAIRS)
+@pytest.mark.parametrize(("mesh_shape", "engines", "kind"), only(PAIRS, LAYOUTS.__contains__))
 def test_every_parameter_is_bit_exact_after_each_update(mesh_shape, engines, kind):
     assert run(mesh_shape, engines, kind) <= 2 * MIB
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 1000])
+@pytest.mark.parametrize("bucket_bytes", [1, sweep(100), sweep(1000)])
 def test_a_bucket_of_any_size_will_do(bucket_bytes):
     assert run((3,), 4, "fsdp", bucket_bytes=bucket_bytes) <= 2 * max(bucket_bytes, 3 * 16)
 

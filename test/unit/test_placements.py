@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout.source_layout import local_shapes, shard_map
+from sglang_reshard.layout.source_layout import compute_local_shapes, compute_shard_map
 from sglang_reshard.sources import Mesh, Placement, describe
 
 
@@ -31,11 +31,11 @@ def as_rank(rank, size):
 
 def assembled(held, rank, tensor):
     """What a rank's pieces say its local tensor is, cut from the whole tensor."""
-    local = torch.full(held.extent(rank) or (0,) * tensor.dim(), -1, dtype=tensor.dtype)
-    for piece in held.pieces:
+    local = torch.full(held.min_local_shape(rank) or (0,) * tensor.dim(), -1, dtype=tensor.dtype)
+    for piece in held.shards:
         if rank in piece.ranks:
-            stop = (a + n for a, n in zip(piece.at, piece.box.shape, strict=True))
-            local[tuple(slice(a, b) for a, b in zip(piece.at, stop, strict=True))] = tensor[piece.box.slices()]
+            stop = (a + n for a, n in zip(piece.local_start, piece.box.shape, strict=True))
+            local[tuple(slice(a, b) for a, b in zip(piece.local_start, stop, strict=True))] = tensor[piece.box.slices()]
     return local
 
 
@@ -63,17 +63,17 @@ def check_against_torch(shape, mesh_shape, placements):
     tensor = torch.arange(torch.Size(shape).numel()).view(shape)
     mesh = Mesh(mesh_shape, tuple(range(world)))
     of_mesh = shape, mesh, tuple(map(ours, placements))
-    held, shapes = shard_map(*of_mesh), local_shapes(*of_mesh)
+    held, shapes = compute_shard_map(*of_mesh), compute_local_shapes(*of_mesh)
     for rank in range(world):
         with as_rank(rank, world):
             device_mesh = DeviceMesh("cpu", torch.arange(world).view(mesh_shape))
             local = distribute_tensor(tensor, device_mesh, placements, src_data_rank=None).to_local()
         if local.numel():
             assert torch.equal(assembled(held, rank, tensor), local), (shape, mesh_shape, placements, rank)
-            assert shapes[rank] == held.extent(rank) == tuple(local.shape)
+            assert shapes[rank] == held.min_local_shape(rank) == tuple(local.shape)
         else:
             assert torch.Size(shapes[rank]).numel() == 0
-            assert held.extent(rank) is None
+            assert held.min_local_shape(rank) is None
 
 
 @settings(max_examples=60)
@@ -93,7 +93,7 @@ def test_strided_shard_is_fsdp2_over_tensor_parallelism(mesh_shape, dim):
 
 @pytest.mark.parametrize(("length", "dp", "tp"), [(7, 3, 2), (10, 3, 4), (9, 2, 2), (5, 4, 3)])
 def test_uneven_fsdp2_over_tp_splits_tp_first(length, dp, tp):
-    held = shard_map((length,), Mesh((dp, tp), tuple(range(dp * tp))), (Placement(0, tp), Placement(0)))
+    held = compute_shard_map((length,), Mesh((dp, tp), tuple(range(dp * tp))), (Placement(0, tp), Placement(0)))
     rows = torch.arange(length)
     for rank in range(dp * tp):
         tp_shards = rows.chunk(tp)
@@ -106,9 +106,9 @@ def test_uneven_fsdp2_over_tp_splits_tp_first(length, dp, tp):
 @given(layouts())
 def test_pieces_cover_every_element_once(layout):
     shape, mesh_shape, placements = layout
-    held = shard_map(shape, Mesh(mesh_shape, tuple(range(world_of(mesh_shape)))), tuple(map(ours, placements)))
+    held = compute_shard_map(shape, Mesh(mesh_shape, tuple(range(world_of(mesh_shape)))), tuple(map(ours, placements)))
     count = torch.zeros(shape, dtype=torch.int64)
-    for box in {piece.box for piece in held.pieces}:
+    for box in {piece.box for piece in held.shards}:
         count[box.slices()] += 1
     assert (count == 1).all()
 
@@ -121,7 +121,7 @@ def test_a_tensor_on_the_tp_part_of_a_mesh_is_replicated_over_the_rest():
             tensor = distribute_tensor(torch.arange(8.0), mesh["tp"], [Shard(0)], src_data_rank=None)
             descriptions.append(describe([("w", tensor)], trainer_rank=rank, global_ranks=(0, 1, 2, 3)).layout)
     assert all(d == descriptions[0] for d in descriptions)
-    pieces = descriptions[0].holdings(descriptions[0].tensors[0]).pieces
+    pieces = descriptions[0].shard_map(descriptions[0].tensors[0]).shards
     assert [(p.box.start, p.ranks) for p in pieces] == [((0,), (0, 2)), ((4,), (1, 3))]
 
 
@@ -130,7 +130,7 @@ def test_views_and_plain_tensors_stay_where_they_are():
     with as_rank(0, 2):
         state = describe([("a", flat[:8].view(2, 4)), ("b", flat[8:])], trainer_rank=0, global_ranks=(0, 1))
     assert [s.data_ptr() for s in state.shards] == [flat.data_ptr(), flat[8:].data_ptr()]
-    assert [p.ranks for t in state.layout.tensors for p in state.layout.holdings(t).pieces] == [
+    assert [p.ranks for t in state.layout.tensors for p in state.layout.shard_map(t).shards] == [
         (0, 1),
         (0, 1),
     ]
@@ -160,7 +160,7 @@ def test_a_shard_spec_on_the_tp_part_of_a_mesh_is_replicated_over_the_rest():
             state = describe([("w", torch.zeros(4), spec)], trainer_rank=rank, global_ranks=(0, 1, 2, 3))
             layouts.append(state.layout)
     assert all(layout == layouts[0] for layout in layouts)
-    assert [p.ranks for p in layouts[0].holdings(layouts[0].tensors[0]).pieces] == [(0, 2), (1, 3)]
+    assert [p.ranks for p in layouts[0].shard_map(layouts[0].tensors[0]).shards] == [(0, 2), (1, 3)]
 
 
 def test_a_mesh_whose_ranks_do_not_all_take_part_is_refused():
@@ -173,7 +173,7 @@ def test_a_mesh_whose_ranks_do_not_all_take_part_is_refused():
 
 def test_a_name_given_twice_and_no_tensors_are_refused():
     with as_rank(0, 1):
-        with pytest.raises(Mismatch, match="given twice"):
+        with pytest.raises(Mismatch, match="passed twice"):
             describe([("w", torch.zeros(1)), ("w", torch.zeros(1))], trainer_rank=0, global_ranks=(0,))
         with pytest.raises(Mismatch, match="no tensors"):
             describe([], trainer_rank=0, global_ranks=(0,))
@@ -181,13 +181,15 @@ def test_a_name_given_twice_and_no_tensors_are_refused():
 
 def test_piece_positions_tile_the_local_tensor():
     of_mesh = (11, 4), Mesh((3, 2), tuple(range(6))), (Placement(0, 2), Placement(0))
-    held = shard_map(*of_mesh)
-    for rank, shape in local_shapes(*of_mesh).items():
+    held = compute_shard_map(*of_mesh)
+    for rank, shape in compute_local_shapes(*of_mesh).items():
         seen = [
             index
-            for piece in held.pieces
+            for piece in held.shards
             if rank in piece.ranks
-            for index in itertools.product(*(range(a, a + n) for a, n in zip(piece.at, piece.box.shape, strict=True)))
+            for index in itertools.product(
+                *(range(a, a + n) for a, n in zip(piece.local_start, piece.box.shape, strict=True))
+            )
         ]
         assert sorted(seen) == list(itertools.product(*map(range, shape)))
 

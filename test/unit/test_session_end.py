@@ -38,7 +38,7 @@ def serve(rank, size, requests, transport):
     end = time.monotonic() + 20
     while mappings() > before and time.monotonic() < end:
         time.sleep(0.05)
-    return before, during, mappings(), receiver._inbound.router.route is None
+    return before, during, mappings(), receiver._executor.transfers.transfer is None
 
 
 @pytest.mark.parametrize("transport", ["ipc", "p2p"])
@@ -68,7 +68,7 @@ def test_the_end_is_noticed(way):
     noticed = threading.Event()
     try:
         session = Session.join(Address(*link.recv()), timeout_s=20)
-        session.when_lost(noticed.set)
+        session.on_lost(noticed.set)
         assert not noticed.wait(0.5)
         if way == "end":
             link.send("end")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sglang_reshard.layout.source_layout import shard_map
+from sglang_reshard.layout.source_layout import compute_shard_map
 from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor, describe, finite, first_not_finite
 from support.largest import LargestResult
 
@@ -31,7 +31,7 @@ def test_one_bad_element_is_found_and_placed(dtype, value):
     weight[3, 6] = value
     kind = "1 NaN" if value != value else "1 infinite"
     assert found(good=torch.ones(3), w=weight) == (
-        f"trainer rank 0: 1 of the 35 elements that it holds of w are not finite ({kind}), "
+        f"trainer rank 0: 1 of the 35 elements of w on this rank are not finite ({kind}), "
         "the first at global index (3, 6)"
     )
 
@@ -45,7 +45,7 @@ def test_the_largest_finite_values_are_finite():
 def test_the_first_bad_tensor_is_told_and_all_its_elements_counted():
     second = torch.tensor([[1.0, INF], [NAN, NAN]])
     told = found(first=torch.ones(2), second=second, third=torch.tensor(NAN))
-    assert "3 of the 4 elements that it holds of second" in told
+    assert "3 of the 4 elements of second" in told
     assert "(2 NaN, 1 infinite)" in told
     assert "index (0, 1)" in told
     assert "index ()" in found(scalar=torch.tensor(NAN))
@@ -84,13 +84,13 @@ def test_indices_are_those_of_the_whole_tensor(rank):
     """FSDP2 over tensor parallelism, uneven: what a rank holds is several intervals."""
     mesh, placements = Mesh((3, 2), tuple(range(6))), (Placement(0, 2), Placement(0))
     layout = SourceLayout(6, (mesh,), (placements,), (SourceTensor("w", (11, 4), "float32", 0, 0),))
-    held = shard_map((11, 4), mesh, placements)
+    held = compute_shard_map((11, 4), mesh, placements)
     whole = torch.arange(44.0).view(11, 4)
-    for piece in held.pieces:
+    for piece in held.shards:
         if rank not in piece.ranks:
             continue
-        local = torch.zeros(held.extent(rank))
-        local[piece.at] = NAN
+        local = torch.zeros(held.min_local_shape(rank))
+        local[piece.local_start] = NAN
         told = first_not_finite(layout, [local], rank)
         assert told.endswith(f"index {piece.box.start}")
         assert f"trainer rank {rank}: 1 of" in told

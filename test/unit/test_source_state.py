@@ -48,7 +48,7 @@ def test_shards_are_the_memory_itself_whatever_wraps_it():
         assert (shard.shape, shard.stride()) == (tensor.shape, tensor.stride()), name
         assert not shard.requires_grad, name
     assert [t.shape for t in state.layout.tensors][-1] == (0, 4)
-    assert [p for p in state.layout.holdings(state.layout.tensors[-1]).pieces if p.box.numel] == []
+    assert [p for p in state.layout.shard_map(state.layout.tensors[-1]).shards if p.box.numel] == []
     with torch.inference_mode():
         assert described(tensors.items()).shards[0].data_ptr() == leaf.data_ptr()
 
@@ -83,20 +83,20 @@ def test_what_is_still_on_its_way_is_waited_for():
 
 
 REFUSED = {
-    "summands": (lambda: on_mesh(torch.zeros(2, 2), [Partial()]), Unsupported),
+    "have to be summed": (lambda: on_mesh(torch.zeros(2, 2), [Partial()]), Unsupported),
     "meta device": (lambda: torch.zeros(2, device="meta"), Unsupported),
     "on the meta device": (lambda: on_mesh(torch.zeros(2, 2, device="meta"), [Shard(0)]), Unsupported),
-    "send a dense one": (lambda: torch.zeros(2, 2).to_sparse(), Unsupported),
+    "pass a dense one": (lambda: torch.zeros(2, 2).to_sparse(), Unsupported),
     "sparse_csr": (lambda: torch.zeros(2, 2).to_sparse_csr(), Unsupported),
     "complex64": (lambda: torch.zeros(2, dtype=torch.complex64), Unsupported),
     "qint8": (lambda: torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8), Unsupported),
     "wraps other tensors": (lambda: TwoTensor(torch.ones(2), torch.ones(2)), Unsupported),
-    "opposite signs": (lambda: torch.ones(3, dtype=torch.complex64).conj().imag, Unsupported),
+    "opposite sign;": (lambda: torch.ones(3, dtype=torch.complex64).conj().imag, Unsupported),
     "was freed": (lambda: freed(torch.ones(3)), Unsupported),
     "NoneType": (lambda: None, Unsupported),
-    "type bytes": (lambda: b"extra state", Unsupported),
+    "is a bytes, not a": (lambda: b"extra state", Unsupported),
     r"\(3, 2\).*\(2, 2\)": (lambda: on_mesh(torch.zeros(3, 2), [Shard(0)], torch.Size((4, 2))), Mismatch),
-    "none of which takes part": (
+    "none of which participates": (
         lambda: DTensor.from_local(torch.ones(1), DeviceMesh("cpu", [2, 3]), [Shard(0)], run_check=False),
         Unsupported,
     ),
@@ -123,7 +123,7 @@ def test_what_cannot_be_carried_is_refused_by_name_and_trainer_rank(says):
 
 def test_shard_specs_are_refused_by_name_and_trainer_rank():
     spec = SimpleNamespace(full_shape=(4,), mesh=None, placements=(), place=(0, 2))
-    with pytest.raises(Unsupported, match=r"trainer rank 1: w: a ShardSpec with an explicit `place`"):
+    with pytest.raises(Unsupported, match=r"trainer rank 1: w: its ShardSpec has an explicit `place`"):
         described([("w", torch.ones(2), spec)], rank=1)
 
 

@@ -10,6 +10,7 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused, Mismatch, ReshardError, Unsupported
 from support.left_behind import torch_segments
+from support.sweep import sweep
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import PAIRS, State
 from support.world import run_world
@@ -66,18 +67,18 @@ def test_every_parameter_is_bit_exact_after_each_update(mesh_shape, engines, kin
 @pytest.mark.parametrize(
     ("mesh_shape", "engines", "kind"),
     [
-        ((4,), 16, "tp"),
+        sweep((4,), 16, "tp"),
         ((3,), 4, "fsdp"),
         ((2, 2), 4, "fsdp_tp"),
-        ((2,), 4, "plain"),
-        ((2, 2), 4, "stacked"),
-        ((2, 2), 4, "fused"),
+        sweep((2,), 4, "plain"),
+        sweep((2, 2), 4, "stacked"),
+        sweep((2, 2), 4, "fused"),
     ],
 )
 def test_exact_transports_move_exactly_what_is_lacking(mesh_shape, engines, kind, transport):
     for report in run(mesh_shape, engines, kind, transport=transport):
         assert report.transport == transport
-        assert report.transport_reason == "asked for"
+        assert report.transport_reason == "requested"
         assert report.predicted_seconds > 0
         assert all(rank.received_bytes == rank.least_bytes for rank in report.engine_ranks)
         sent, received = (
@@ -88,7 +89,7 @@ def test_exact_transports_move_exactly_what_is_lacking(mesh_shape, engines, kind
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "p2p"])
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 4096])
+@pytest.mark.parametrize("bucket_bytes", [sweep(1), 100, sweep(4096)])
 def test_any_bucket_size_carries_the_same_bits(bucket_bytes, transport):
     report = run((2,), 4, "tp", bucket_bytes=bucket_bytes, transport=transport)[-1]
     assert report.bucket_bytes == bucket_bytes
@@ -97,7 +98,7 @@ def test_any_bucket_size_carries_the_same_bits(bucket_bytes, transport):
 def test_auto_reads_memory_on_one_host_and_says_what_else_it_weighed():
     report = run((3,), 2, "tp", transport="auto")[-1]
     assert report.transport == "ipc"
-    assert re.fullmatch(r"auto: predicted to move in \S+ s \(p2p \S+ s, broadcast \S+ s\)", report.transport_reason)
+    assert re.fullmatch(r"auto: predicted transfer time \S+ s \(p2p \S+ s, broadcast \S+ s\)", report.transport_reason)
 
 
 def test_half_precision():
@@ -298,7 +299,7 @@ def serve_with_a_fault(rank, size, requests):
             def fail():
                 raise OSError("the wire was cut")
 
-            receiver._inbound.route.transport.move = fail
+            receiver._executor.transfer.transport.move = fail
         requests.answer(receiver.update(request))
         torn.append(bool(receiver.torn))
     stock = ToyRank(rank, size)

@@ -56,12 +56,12 @@ def examine(trainer: Trainer, case: Case) -> dict[str, Any]:
     ]
     if ours is not None and not torch.allclose(ours, wanted, rtol=1e-5, atol=1e-6):
         wrong.append(f"logits differ by {(ours - wanted).abs().max()}")
-    if not ChangeDetector(given).same(source.tensors(engine)):
+    if not ChangeDetector(given).unchanged(source.tensors(engine)):
         wrong.append("the same weights are news")
     wrong += after_offload(index, source, engine, trainer, expected)
     if len(exchanges) != 1:
         wrong.append(f"{len(exchanges)} exchanges")
-    pieces = sum(len(state.layout.holdings(tensor).pieces) for tensor in state.layout.tensors)
+    pieces = sum(len(state.layout.shard_map(tensor).shards) for tensor in state.layout.tensors)
     return {
         "wrong": wrong,
         "tensors": len(given),
@@ -95,9 +95,9 @@ def not_assembled(trainer: Trainer, state: TrainerState, expected: dict[str, tor
     for number, tensor in enumerate(state.layout.tensors):
         whole = expected[tensor.name]
         times = torch.zeros(whole.shape, dtype=torch.int64)
-        for piece in state.layout.holdings(tensor).pieces:
+        for piece in state.layout.shard_map(tensor).shards:
             times[piece.box.slices()] = 1
-            inside = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.box.shape, strict=True))
+            inside = tuple(slice(a, a + n) for a, n in zip(piece.local_start, piece.box.shape, strict=True))
             for rank in piece.ranks:
                 if not torch.equal(shards[rank][number][inside], whole[piece.box.slices()]):
                     wrong.append(f"{tensor.name}{piece.box} of trainer rank {rank} differs")
@@ -123,8 +123,8 @@ def not_as_verl_probes(index: list[McoreParamExport], given: list[Any], rank: in
             theirs.view(-1)[places[first:last].long()] = found[first:last]
             tensor, held = mine[name]
             ours = torch.full(held.shape, float("nan"))
-            for piece in held.holdings.of_rank(rank):
-                inside = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.box.shape, strict=True))
+            for piece in held.shard_map.shards_of(rank):
+                inside = tuple(slice(a, a + n) for a, n in zip(piece.local_start, piece.box.shape, strict=True))
                 ours[piece.box.slices()] = tensor[inside]
             # verl's probe leaves the padding of the vocabulary in.
             if not torch.equal(theirs[: held.shape[0]].nan_to_num(-7), ours.nan_to_num(-7)):

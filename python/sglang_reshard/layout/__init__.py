@@ -1,9 +1,9 @@
-"""Integer geometry of sharded tensors: which elements a rank holds, without torch.
+"""Integer geometry of sharded tensors, without torch.
 
-regions         `Box` and `Region`: contiguous and strided boxes of element indices, half-open
-shard_map       `ShardMap`: the boxes of one tensor, and which trainer ranks hold each, where in their local tensors
-shard_map       `ShardMap`: the boxes of one tensor, which trainer ranks hold each, and where in their local tensor
-difference      the first difference between two trainer ranks' layouts, for an error message
+In: the shapes, meshes and placements of a trainer's tensors, or shard boxes given explicitly. Out: a `SourceLayout`,
+the same on every trainer rank, from which a `ShardMap` tells which trainer ranks hold which elements of a tensor.
+A *box* is a contiguous range of element indices per dimension, a *region* a strided one. A *shard* is a box of a
+tensor with the trainer ranks that hold it; a rank's *local tensor* has one shard, several, or none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Where the elements of a tensor are: boxes, strided regions, and who holds them.
+"""Defines boxes and strided regions of element indices, and their intersections.
 
-Everything here is integer arithmetic on element indices and needs no torch, so that the algebra
-can be tested by brute force. All boxes are half-open, `start <= index < stop`, one entry a
-tensor dimension; a zero-dimensional tensor has one element and empty tuples.
+Integer arithmetic without torch, so that it can be tested by brute force. All boxes are half-open, `start <= index <
+stop`, with one entry per tensor dimension; a zero-dimensional tensor has one element and empty tuples.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, global shape (elements) and dtype (torch's name for it, "bfloat16") of a checkpoint tensor."""
+    """Name, global shape (elements) and dtype (torch's name without the prefix, "bfloat16") of a checkpoint tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,7 +59,7 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common elements, or None when there are none."""
+        """Returns the common elements; None if there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if any(a >= b for a, b in zip(start, stop, strict=True)):
@@ -68,13 +67,13 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
         return Box(start, stop)
 
     def slices(self) -> tuple[slice, ...]:
-        """An index expression: `tensor[box.slices()]` is the box of a tensor that starts at 0."""
+        """Returns the index expression of the box: `tensor[box.slices()]`."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A strided box: along each dimension `count` indices from `start`, `step` apart."""
+    """A strided box: `count` indices from `start`, `step` apart, along each dimension."""
 
     start: tuple[int, ...]
     count: tuple[int, ...]
@@ -89,7 +88,7 @@ class Region:
         return math.prod(self.count)
 
     def intersect(self, box: Box) -> tuple[Region, tuple[int, ...]] | None:
-        """Its elements inside `box`, and how many steps into this region they begin; None if none."""
+        """Returns the elements inside `box`, and by how many steps they start later than this region; None if none."""
         start, count, skipped = [], [], []
         for a, n, s, lo, hi in zip(self.start, self.count, self.step, box.start, box.stop, strict=True):
             first = max(0, -((a - lo) // s)) if a < lo else 0
@@ -102,7 +101,7 @@ class Region:
         return Region(tuple(start), tuple(count), self.step), tuple(skipped)
 
     def slices(self, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
-        """`tensor[region.slices(origin)]`: the region of a tensor whose first element is `origin`."""
+        """Returns the index expression of the region in a tensor whose first element has the index `origin`."""
         origin = origin or (0,) * len(self.start)
         return tuple(
             slice(a - o, a - o + (n - 1) * s + 1, s)
@@ -111,10 +110,9 @@ class Region:
 
 
 def split(box: Box, max_elements: int) -> Iterator[Box]:
-    """Cut `box` into boxes of at most `max_elements` elements, in row-major order of their elements.
+    """Yields boxes of at most `max_elements` elements that cover `box`, in row-major order.
 
-    Each part is contiguous in the row-major order of `box`, so that a buffer filled part after
-    part is the row-major box itself.
+    Each is contiguous in the row-major order of `box`: written one after the other, they are the row-major box.
     """
     if max_elements < 1:
         raise ValueError(f"max_elements must be at least 1, not {max_elements}")

@@ -1,8 +1,7 @@
-"""Who holds which boxes of a tensor, and where in their local tensors. Without torch.
+"""Defines `ShardMap`: the boxes of a tensor, the trainer ranks that hold each, and their place in the local tensors.
 
-This is what a layout's distributions come down to: `placements` derives it from a mesh, and trainers
-whose local tensors no mesh describes (several checkpoint tensors fused into one, stacked experts that
-were split by hand) state it themselves.
+Every sharding reduces to a shard map. `source_layout` computes it from a mesh and placements; for local tensors that
+no mesh describes (several checkpoint tensors fused into one, experts split by hand) the trainer states it explicitly.
 """
 
 from __future__ import annotations
@@ -18,98 +17,103 @@ import numpy as np
 from sglang_reshard.layout.regions import Box, Region
 
 
-class Shard(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a tensor, the trainer ranks that hold it (ascending), and where it starts in their local tensors."""
+class ShardBox(msgspec.Struct, frozen=True, array_like=True):
+    """A box of a tensor that trainer ranks hold: what torch's placement `Shard(dim)` comes to on one rank.
+
+    ranks        trainer ranks that hold the box, ascending; more than one hold replicas
+    local_start  index of the box's first element in their local tensors
+    """
 
     box: Box
     ranks: tuple[int, ...]
-    at: tuple[int, ...]
+    local_start: tuple[int, ...]
 
-    def in_shard(self, region: Region) -> Region:
-        """A region of the tensor that lies in the piece, with its indices counted in a holder's local tensor."""
-        start = tuple(a - b + at for a, b, at in zip(region.start, self.box.start, self.at, strict=True))
-        return Region(start, region.count, region.step)
+    def to_local(self, region: Region) -> Region:
+        """Returns a region inside the box with its indices counted in a holder's local tensor."""
+        starts = zip(region.start, self.box.start, self.local_start, strict=True)
+        return Region(tuple(a - b + local for a, b, local in starts), region.count, region.step)
 
 
 class ShardMap(msgspec.Struct, frozen=True, array_like=True):
-    """All that trainer ranks hold of one tensor.
+    """All shards of one tensor.
 
-    Boxes are equal or have nothing in common. A box may be in several pieces, which are then at different
-    places of their ranks' local tensors. A local tensor may be larger than what its pieces fill: the rest of
-    it are elements of other tensors, or padding.
+    Boxes are equal or disjoint. Equal boxes belong to several shards if they start at different indices of their
+    ranks' local tensors. A local tensor may be larger than its shards: the rest is padding, or other tensors.
     """
 
-    pieces: tuple[Shard, ...]
+    shards: tuple[ShardBox, ...]
 
     @classmethod
     def of(cls, held: Iterable[tuple[Box, tuple[int, ...], int]]) -> ShardMap:
-        """From (box, where it starts in the local tensor, trainer rank), in any order."""
+        """Builds the map from (box, its start in the local tensor, trainer rank), in any order."""
         ranks: dict[tuple[Box, tuple[int, ...]], set[int]] = {}
-        for box, at, rank in held:
-            ranks.setdefault((box, at), set()).add(rank)
-        pieces = (Shard(box, tuple(sorted(r)), at) for (box, at), r in ranks.items())
-        return cls(tuple(sorted(pieces, key=lambda piece: (piece.box.start, piece.ranks, piece.at))))
+        for box, local_start, rank in held:
+            ranks.setdefault((box, local_start), set()).add(rank)
+        shards = (ShardBox(box, tuple(sorted(r)), local_start) for (box, local_start), r in ranks.items())
+        return cls(tuple(sorted(shards, key=lambda shard: (shard.box.start, shard.ranks, shard.local_start))))
 
-    def of_rank(self, trainer_rank: int) -> tuple[Shard, ...]:
-        return tuple(piece for piece in self.pieces if trainer_rank in piece.ranks)
+    def shards_of(self, trainer_rank: int) -> tuple[ShardBox, ...]:
+        return tuple(shard for shard in self.shards if trainer_rank in shard.ranks)
 
-    def extent(self, trainer_rank: int) -> tuple[int, ...] | None:
-        """The least shape that a rank's local tensor has; None if it holds nothing."""
+    def min_local_shape(self, trainer_rank: int) -> tuple[int, ...] | None:
+        """Returns the smallest shape that the rank's local tensor can have; None if the rank holds nothing."""
         ends = [
-            tuple(a + n for a, n in zip(piece.at, piece.box.shape, strict=True)) for piece in self.of_rank(trainer_rank)
+            tuple(a + n for a, n in zip(shard.local_start, shard.box.shape, strict=True))
+            for shard in self.shards_of(trainer_rank)
         ]
         return tuple(map(max, *ends)) if len(ends) > 1 else ends[0] if ends else None
 
-    def elements(self) -> int:
-        """How many elements anyone holds."""
-        return sum(box.numel for box in {piece.box for piece in self.pieces})
+    def covered_elements(self) -> int:
+        """Returns the number of elements that at least one rank holds."""
+        return sum(box.numel for box in {shard.box for shard in self.shards})
 
     def elements_by_rank(self) -> dict[int, int]:
-        """Trainer rank -> elements that it holds; an element at two places of its local tensor counts once."""
+        """Returns trainer rank -> elements it holds; a box that is twice in its local tensor counts once."""
         found: dict[int, int] = {}
-        for rank, box in {(rank, piece.box) for piece in self.pieces for rank in piece.ranks}:
+        for rank, box in {(rank, shard.box) for shard in self.shards for rank in shard.ranks}:
             found[rank] = found.get(rank, 0) + box.numel
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class ExplicitSharding:
-    """How a checkpoint tensor of `shape` (elements) is held, given with each trainer rank's local tensor."""
+    """The sharding of a checkpoint tensor of global `shape` (elements), passed along with each rank's local tensor."""
 
     shape: tuple[int, ...]
-    holdings: ShardMap
+    shard_map: ShardMap
 
 
 @functools.lru_cache(maxsize=4096)
-def canonical(holdings: ShardMap) -> ShardMap:
-    """The same, as all trainer ranks write it, whatever the order in which each was told."""
-    return ShardMap.of((piece.box, piece.at, rank) for piece in holdings.pieces for rank in piece.ranks)
+def canonical(shard_map: ShardMap) -> ShardMap:
+    """Returns the same map in the order that `ShardMap.of` gives it, so that all trainer ranks agree on it."""
+    return ShardMap.of((shard.box, shard.local_start, rank) for shard in shard_map.shards for rank in shard.ranks)
 
 
 @functools.lru_cache(maxsize=4096)
-def fault(held: ExplicitSharding, trainer_ranks: int) -> str | None:
-    """Why holdings that were stated are not those of a tensor of their shape, by so many trainer ranks."""
-    for piece in held.holdings.pieces:
-        if not piece.ranks or any(a >= b for a, b in itertools.pairwise(piece.ranks)):
-            return f"{piece} is not held by trainer ranks in ascending order"
-        if not 0 <= piece.ranks[0] <= piece.ranks[-1] < trainer_ranks:
-            return f"{piece} is held by trainer ranks of which there are {trainer_ranks}"
-        if not len(piece.box.start) == len(piece.box.stop) == len(piece.at) == len(held.shape):
-            return f"{piece} has not the {len(held.shape)} dimensions of the shape {held.shape}"
-        bounds = zip(piece.box.start, piece.box.stop, held.shape, strict=True)
-        if any(not 0 <= a < b <= n for a, b, n in bounds) or any(a < 0 for a in piece.at):
-            return f"{piece} is empty, or not inside the shape {held.shape}"
-    common = _overlap(sorted({piece.box for piece in held.holdings.pieces}))
-    return f"{common[0]} and {common[1]} have elements in common" if common else None
+def invalid_reason(sharding: ExplicitSharding, trainer_ranks: int) -> str | None:
+    """Returns why the sharding is not one of its shape over `trainer_ranks` ranks; None if it is valid."""
+    shape, shards = sharding.shape, sharding.shard_map.shards
+    for shard in shards:
+        if not shard.ranks or any(a >= b for a, b in itertools.pairwise(shard.ranks)):
+            return f"the ranks of {shard} are not distinct and ascending, or there are none"
+        if not 0 <= shard.ranks[0] <= shard.ranks[-1] < trainer_ranks:
+            return f"{shard} has ranks that are not among the {trainer_ranks} trainer ranks"
+        if not len(shard.box.start) == len(shard.box.stop) == len(shard.local_start) == len(shape):
+            return f"{shard} does not have the {len(shape)} dimensions of shape {shape}"
+        bounds = zip(shard.box.start, shard.box.stop, shape, strict=True)
+        if any(not 0 <= a < b <= n for a, b, n in bounds) or any(a < 0 for a in shard.local_start):
+            return f"{shard} is empty or exceeds shape {shape}"
+    overlap = _overlap(sorted({shard.box for shard in shards}))
+    return f"{overlap[0]} and {overlap[1]} overlap" if overlap else None
 
 
 def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two of these different boxes that have elements in common."""
+    """Returns two of these distinct boxes that overlap."""
     if len(boxes) < 2:
         return None
     starts = np.array([box.start for box in boxes], np.int64)
     stops = np.array([box.stop for box in boxes], np.int64)
-    # Along the dimension in which most are apart; there a box can meet only those that begin before it ends.
+    # Sorted along the dimension with the most distinct starts, a box overlaps only those that start before it stops.
     dim = max(range(starts.shape[1]), key=lambda d: len(np.unique(starts[:, d])))
     order = np.argsort(starts[:, dim], kind="stable")
     starts, stops = starts[order], stops[order]

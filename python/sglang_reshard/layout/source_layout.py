@@ -1,9 +1,8 @@
-"""The algebra of DTensor placements, without torch.
+"""Computes which elements each trainer rank holds from meshes and DTensor placements, without torch.
 
-A mesh dimension either replicates a tensor or splits one of its dimensions. What a rank holds of
-a dimension is a sequence of index intervals, kept in the order in which its local tensor has
-them; splitting cuts that sequence as `torch.chunk` does, so uneven and empty shards come out as
-torch makes them.
+A mesh dimension either replicates a tensor or shards one of its dimensions. What a rank holds of a tensor dimension
+is a sequence of index intervals, in the order of its local tensor; sharding chunks that sequence as `torch.chunk`
+does, so that uneven and empty shards are torch's.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,15 +20,15 @@ from sglang_reshard.layout.regions import ITEM_BYTES, Box, TensorSpec
 from sglang_reshard.layout.shard_map import ShardMap
 
 Interval = tuple[int, int]
-EXPLICIT = -1  # the mesh of a tensor whose holdings are stated, not derived
+EXPLICIT = -1  # in place of a mesh: the tensor has an explicit shard map
 
 
 class Placement(msgspec.Struct, frozen=True, array_like=True):
     """What one mesh dimension does to a tensor.
 
-    dim           the tensor dimension it splits; -1 when it replicates
-    split_factor  1, or the number of parts of `_StridedShard`: the dimension is cut into that many
-                  parts first, and each part is split over the mesh dimension
+    dim           tensor dimension that it shards; -1 for Replicate
+    split_factor  1 for Shard. For _StridedShard, the number of chunks into which the dimension is cut first; each
+                  chunk is then sharded over the mesh dimension
     """
 
     dim: int = -1
@@ -37,33 +36,33 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Mesh(msgspec.Struct, frozen=True, array_like=True):
-    """A device mesh: its shape, and its trainer ranks in row-major order (-1: not taking part)."""
+    """A device mesh: its shape, and its trainer ranks in row-major order (-1: does not participate in updates)."""
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
 
     def coordinates(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """(trainer rank, mesh coordinate) of every rank that takes part."""
-        places = itertools.product(*map(range, self.shape))
-        return ((r, c) for r, c in zip(self.ranks, places, strict=True) if r >= 0)
+        """Yields (trainer rank, mesh coordinate) of the ranks that participate."""
+        coordinates = itertools.product(*map(range, self.shape))
+        return ((r, c) for r, c in zip(self.ranks, coordinates, strict=True) if r >= 0)
 
 
 class MeshSharding(NamedTuple):
-    """How a tensor is distributed over a device mesh: one placement for each dimension of the mesh."""
+    """The sharding of a tensor over a device mesh, with one placement per mesh dimension."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
 
 
-def _chunk(length: int, parts: int, index: int) -> Interval:
-    size = -(-length // parts)
+def _chunk(length: int, chunks: int, index: int) -> Interval:
+    size = -(-length // chunks)
     return min(index * size, length), min((index + 1) * size, length)
 
 
-def _take(held: Sequence[Interval], window: Interval) -> list[Interval]:
-    """The part of a sequence of intervals that lies in `window`, counted in local positions."""
+def _take(intervals: Sequence[Interval], window: Interval) -> list[Interval]:
+    """Returns the intervals' indices at the positions in `window`."""
     taken, position = [], 0
-    for start, stop in held:
+    for start, stop in intervals:
         lo = max(window[0], position)
         hi = min(window[1], position + stop - start)
         if lo < hi:
@@ -72,16 +71,15 @@ def _take(held: Sequence[Interval], window: Interval) -> list[Interval]:
     return taken
 
 
-def _length(held: Sequence[Interval]) -> int:
-    return sum(stop - start for start, stop in held)
+def _length(intervals: Sequence[Interval]) -> int:
+    return sum(stop - start for start, stop in intervals)
 
 
-def _split_dim(length: int, splits: Sequence[tuple[int, int, int]]) -> tuple[Interval, ...]:
-    """What is left of a dimension after `splits`: (mesh size, mesh coordinate, split factor), left to right.
+def _shard_dim(length: int, splits: Sequence[tuple[int, int, int]]) -> tuple[Interval, ...]:
+    """Returns what a rank holds of a dimension after `splits`: (mesh size, mesh coordinate, split factor), in order.
 
-    FSDP2 over tensor parallelism writes `_StridedShard` to say that the mesh dimensions to its right
-    split first. Taking that order, instead of torch's equivalent for even sizes, is what FSDP2
-    really does to sizes that do not divide.
+    FSDP2 over tensor parallelism writes `_StridedShard` to say that the mesh dimensions to its right shard first.
+    Applying them in that order, rather than torch's equivalent for even sizes, is what FSDP2 does to uneven sizes.
     """
     plain, deferred = [], []
     for i, (size, coordinate, factor) in enumerate(splits):
@@ -94,19 +92,31 @@ def _split_dim(length: int, splits: Sequence[tuple[int, int, int]]) -> tuple[Int
     for size, coordinate, factor in plain + deferred[::-1]:
         total = _length(held)
         kept: list[Interval] = []
-        for part in range(factor):
-            lo, hi = _chunk(total, factor, part)
+        for chunk in range(factor):
+            lo, hi = _chunk(total, factor, chunk)
             a, b = _chunk(hi - lo, size, coordinate)
             kept += _take(held, (lo + a, lo + b))
         held = kept
     return tuple(held)
 
 
+def _intervals_by_rank(
+    shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]
+) -> Iterator[tuple[int, list[tuple[Interval, ...]]]]:
+    """Yields (trainer rank, the intervals it holds of each dimension)."""
+    for rank, coordinate in mesh.coordinates():
+        dims = []
+        for dim, length in enumerate(shape):
+            splits = [(mesh.shape[m], coordinate[m], p.split_factor) for m, p in enumerate(placements) if p.dim == dim]
+            dims.append(_shard_dim(length, splits))
+        yield rank, dims
+
+
 @functools.lru_cache(maxsize=65536)
-def shard_map(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> ShardMap:
-    """What every trainer rank of `mesh` holds of a tensor of `shape`."""
+def compute_shard_map(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> ShardMap:
+    """Returns the shard map of a tensor of `shape` (elements) over `mesh`."""
     held = []
-    for rank, dims in _intervals(shape, mesh, placements):
+    for rank, dims in _intervals_by_rank(shape, mesh, placements):
         offsets = [list(itertools.accumulate((b - a for a, b in d), initial=0)) for d in dims]
         for index in itertools.product(*(range(len(d)) for d in dims)):
             intervals = [d[i] for d, i in zip(dims, index, strict=True)]
@@ -116,27 +126,17 @@ def shard_map(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, .
 
 
 @functools.lru_cache(maxsize=65536)
-def local_shapes(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> dict[int, tuple[int, ...]]:
-    """The shape of every trainer rank's local tensor, which has no elements where the rank holds none."""
-    return {rank: tuple(map(_length, dims)) for rank, dims in _intervals(shape, mesh, placements)}
-
-
-def _intervals(
+def compute_local_shapes(
     shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]
-) -> Iterator[tuple[int, list[tuple[Interval, ...]]]]:
-    """(trainer rank, what it holds of each dimension)."""
-    for rank, coordinate in mesh.coordinates():
-        dims = []
-        for dim, length in enumerate(shape):
-            splits = [(mesh.shape[m], coordinate[m], p.split_factor) for m, p in enumerate(placements) if p.dim == dim]
-            dims.append(_split_dim(length, splits))
-        yield rank, dims
+) -> dict[int, tuple[int, ...]]:
+    """Returns trainer rank -> shape of its local tensor, which has no elements if the rank holds none."""
+    return {rank: tuple(map(_length, dims)) for rank, dims in _intervals_by_rank(shape, mesh, placements)}
 
 
 class SourceTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A checkpoint tensor as the trainer holds it.
+    """A checkpoint tensor in the trainer's sharding.
 
-    mesh, placements  index the layout's tables; where the mesh is EXPLICIT, `placements` indexes `explicit`
+    mesh, placements  index the layout's tables; if the mesh is EXPLICIT, `placements` indexes `explicit`
     """
 
     name: str
@@ -153,8 +153,9 @@ class SourceTensor(msgspec.Struct, frozen=True, array_like=True):
 class SourceLayout(msgspec.Struct, frozen=True):
     """All tensors of a training state, the same on every trainer rank.
 
-    Meshes, placements and explicit holdings are tables that the tensors point into, so that the layout of tens
-    of thousands of tensors stays small on the wire.
+    trainer_ranks  number of trainer ranks
+    meshes, placements, explicit  tables that the tensors index, so that a layout of tens of thousands of tensors
+                   is small when it is sent
     """
 
     trainer_ranks: int
@@ -163,40 +164,66 @@ class SourceLayout(msgspec.Struct, frozen=True):
     tensors: tuple[SourceTensor, ...]
     explicit: tuple[ShardMap, ...] = ()
 
-    def distribution(self, tensor: SourceTensor) -> MeshSharding | ShardMap:
+    def sharding(self, tensor: SourceTensor) -> MeshSharding | ShardMap:
         if tensor.mesh == EXPLICIT:
             return self.explicit[tensor.placements]
         return MeshSharding(self.meshes[tensor.mesh], self.placements[tensor.placements])
 
-    def holdings(self, tensor: SourceTensor) -> ShardMap:
-        distribution = self.distribution(tensor)
-        return distribution if isinstance(distribution, ShardMap) else shard_map(tensor.shape, *distribution)
+    def shard_map(self, tensor: SourceTensor) -> ShardMap:
+        sharding = self.sharding(tensor)
+        return sharding if isinstance(sharding, ShardMap) else compute_shard_map(tensor.shape, *sharding)
 
-    def extents(self, trainer_rank: int) -> list[tuple[int, ...] | None]:
-        """The least shape of a trainer rank's local tensor of each tensor; None where it holds no element."""
+    def min_local_shapes(self, trainer_rank: int) -> list[tuple[int, ...] | None]:
+        """Returns, per tensor, the smallest shape that the rank's local tensor can have; None if it holds nothing."""
         known: dict[tuple[tuple[int, ...], int, int], tuple[int, ...] | None] = {}
         found = []
         for tensor in self.tensors:
             key = tensor.shape, tensor.mesh, tensor.placements
             if key not in known:
-                known[key] = self._extent(tensor, trainer_rank)
+                known[key] = self._min_local_shape(tensor, trainer_rank)
             found.append(known[key])
         return found
 
-    def _extent(self, tensor: SourceTensor, trainer_rank: int) -> tuple[int, ...] | None:
-        distribution = self.distribution(tensor)
-        if isinstance(distribution, ShardMap):
-            return distribution.extent(trainer_rank)
-        shape = local_shapes(tensor.shape, *distribution).get(trainer_rank, (0,))
+    def _min_local_shape(self, tensor: SourceTensor, trainer_rank: int) -> tuple[int, ...] | None:
+        sharding = self.sharding(tensor)
+        if isinstance(sharding, ShardMap):
+            return sharding.min_local_shape(trainer_rank)
+        shape = compute_local_shapes(tensor.shape, *sharding).get(trainer_rank, (0,))
         return shape if math.prod(shape) else None
 
     def local_bytes(self) -> tuple[int, ...]:
-        """Bytes that each trainer rank holds of all tensors."""
+        """Returns the bytes that each trainer rank holds of all tensors."""
         held = [0] * self.trainer_ranks
-        # Thousands of experts are alike but for their names.
+        # Thousands of experts differ only in their names.
         alike = Counter((t.shape, t.dtype, t.mesh, t.placements) for t in self.tensors)
         for key, times in alike.items():
             tensor = SourceTensor("", *key)
-            for rank, elements in self.holdings(tensor).elements_by_rank().items():
+            for rank, elements in self.shard_map(tensor).elements_by_rank().items():
                 held[rank] += times * elements * ITEM_BYTES[tensor.dtype]
         return tuple(held)
+
+
+def first_difference(layout: SourceLayout, other: SourceLayout, other_rank: int) -> str:
+    """Returns an error message with the first tensor in which trainer rank 0's layout and `other_rank`'s differ."""
+    for a, b in zip(layout.tensors, other.tensors, strict=False):
+        for field in ("name", "shape", "dtype"):
+            if getattr(a, field) != getattr(b, field):
+                return (
+                    f"trainer ranks disagree at tensor {a.name}: its {field} is {getattr(a, field)} on trainer rank 0 "
+                    f"and {getattr(b, field)} ({b.name}) on trainer rank {other_rank}; pass the same tensors in the "
+                    "same order on all trainer ranks"
+                )
+        ours: Any = layout.sharding(a)
+        theirs: Any = other.sharding(b)
+        if isinstance(ours, ShardMap) and isinstance(theirs, ShardMap):  # the first shard, in place of hundreds
+            pairs = itertools.zip_longest(ours.shards, theirs.shards)
+            ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
+        if ours != theirs:
+            return (
+                f"trainer ranks disagree at tensor {a.name}: trainer rank 0 has the sharding {ours}, "
+                f"trainer rank {other_rank} has {theirs}"
+            )
+    return (
+        f"trainer rank 0 has {len(layout.tensors)} tensors, trainer rank {other_rank} has {len(other.tensors)}; "
+        "pass the same tensors in the same order on all trainer ranks"
+    )

@@ -1,18 +1,14 @@
-"""Layout x copies -> who moves which box to whom. Pure functions; nothing here touches a tensor.
+"""Plans who transfers which elements to whom, without touching a tensor.
 
-catalog    a layout's tensors by kind, and its pieces
-intake     what one engine rank takes in: exact boxes, from whom, landing where
-needs      what engine ranks tell each other of it
-broadcast  groups and rounds, where whole pieces are broadcast
-streams    messages, where exact boxes are sent
-cost       what each way would take
-choice     the way that an update goes, and why
+In: a `SourceLayout` and each engine rank's copies, from its traced loader. Out: a `ReadPlan` per engine rank (*reads*:
+which region of which trainer rank's local tensor goes where) and one `Strategy` for all. An engine rank's *demand* is
+the summary of its read plan that all ranks share. A *bucket* is a buffer of bounded size; in every *round* each peer
+sends one message.
 """
 
 from sglang_reshard.plan.broadcast import BroadcastGroup, BroadcastPlan, Bucket, plan_broadcast
 from sglang_reshard.plan.cost import ClusterTopology
-from sglang_reshard.plan.demand import RankDemand, rank_demand, unread_tensors
-from sglang_reshard.plan.read_plan import RankLocation, ReadPlan, plan_reads
+from sglang_reshard.plan.read_plan import RankDemand, RankLocation, ReadPlan, plan_reads, rank_demand, unread_tensors
 from sglang_reshard.plan.strategy import Strategy, check_transport, choose_strategy
 from sglang_reshard.plan.tensor_index import TensorIndex
 

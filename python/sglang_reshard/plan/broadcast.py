@@ -1,12 +1,12 @@
-"""Broadcast and slice: which group each piece travels in, and in which rounds of one bucket.
+"""Plans broadcast and slice: which group of engine ranks receives each shard, and in which bucket.
 
-The engine ranks that need a piece, its audience, decide how it travels:
+The engine ranks that need a shard decide how it is transferred:
 
-- an audience of one reads what it lacks from the trainer rank's memory by itself;
-- a larger audience is a group: its leader reads the piece, packs it into a bucket, broadcasts the bucket,
-  and every member slices out what it lacks (a `BroadcastGroup`, cut into `Bucket`s of one bucket).
+- a shard that one rank needs is read directly from the trainer rank's memory;
+- a shard that several ranks need is broadcast: the group's leader reads it into a bucket and broadcasts the bucket,
+  and every member slices out what it needs.
 
-Every engine rank makes this plan from what all of them know, and only its digest is compared.
+Every engine rank computes the whole plan from all ranks' demands, and only its digest is compared.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box, split
-from sglang_reshard.plan.demand import RankDemand, demanded_shards
+from sglang_reshard.plan.read_plan import RankDemand, demanded_shards
 from sglang_reshard.plan.tensor_index import TensorIndex
 
-ALIGN_BYTES = 16  # every segment of a bucket starts at a multiple, so that any dtype can view it
+ALIGN_BYTES = 16  # offsets in buckets and messages are multiples of it, so that any dtype can view them
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class BroadcastGroup:
-    """A broadcast group: `leader` reads from `trainer_rank` and sends to all `members` (engine ranks, itself too)."""
+    """`leader` reads from `trainer_rank` and broadcasts to all `members` (engine ranks, itself included)."""
 
     trainer_rank: int
     leader: int
     members: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A box of a piece at `offset` bytes of a bucket, in row-major order."""
+class Segment(NamedTuple):
+    """A box of a shard at `offset` bytes of a bucket, row-major."""
 
-    piece: int
+    shard: int
     box: Box
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One bucket of a lane: its segments from `first` to `last`."""
+    """One broadcast of group number `group`: its segments from `first` to `last`."""
 
-    lane: int
+    group: int
     first: int
     last: int
     nbytes: int
@@ -56,100 +56,101 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """What a lane carries, by column. `part` counts the boxes of a piece larger than a bucket; else it is -1."""
+    """All segments of a group, by column. `chunk` numbers the boxes of a shard larger than a bucket; -1 for others."""
 
-    piece: np.ndarray
-    part: np.ndarray
+    shard: np.ndarray
+    chunk: np.ndarray
     nbytes: np.ndarray
     offset: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastPlan:
-    """All that moves in one update, in the order in which every rank takes its part.
+    """All transfers of one update.
 
-    alone  for each engine rank, a bool for each piece: read by itself
+    segments      of each group
+    buckets       in the order in which every rank goes through those of its groups
+    direct_reads  shards that a rank reads from memory itself, bool [engine ranks, shards]
     """
 
     bucket_bytes: int
-    lanes: tuple[BroadcastGroup, ...]
+    groups: tuple[BroadcastGroup, ...]
     segments: tuple[Segments, ...]
-    rounds: tuple[Bucket, ...]
-    alone: np.ndarray
+    buckets: tuple[Bucket, ...]
+    direct_reads: np.ndarray
 
     def digest(self) -> str:
-        found = hashlib.sha256(repr((self.bucket_bytes, self.lanes, self.rounds)).encode())
+        found = hashlib.sha256(repr((self.bucket_bytes, self.groups, self.buckets)).encode())
         for s in self.segments:
-            for column in (s.piece, s.part, s.offset):
+            for column in (s.shard, s.chunk, s.offset):
                 found.update(np.ascontiguousarray(column).data)
-        found.update(np.packbits(self.alone).data)
+        found.update(np.packbits(self.direct_reads).data)
         return found.hexdigest()
 
-    def boxes(self, catalog: TensorIndex, r: Bucket) -> list[Segment]:
-        """The segments of a round."""
-        of = self.segments[r.lane]
-        own = slice(r.first, r.last)
+    def bucket_segments(self, index: TensorIndex, bucket: Bucket) -> list[Segment]:
+        of, own = self.segments[bucket.group], slice(bucket.first, bucket.last)
         found = []
-        for piece, part, offset in zip(
-            of.piece[own].tolist(), of.part[own].tolist(), of.offset[own].tolist(), strict=True
+        for shard, chunk, offset in zip(
+            of.shard[own].tolist(), of.chunk[own].tolist(), of.offset[own].tolist(), strict=True
         ):
-            box = catalog.piece(piece).box
-            if part >= 0:
-                box = _parts(box, catalog.item_bytes(piece), self.bucket_bytes)[part]
-            found.append(Segment(piece, box, offset))
+            box = index.shard(shard).box
+            if chunk >= 0:
+                box = _chunks(box, index.item_bytes(shard), self.bucket_bytes)[chunk]
+            found.append(Segment(shard, box, offset))
         return found
 
 
 def plan_broadcast(
-    catalog: TensorIndex, needs: Sequence[RankDemand], trainer_hosts: Sequence[str], bucket_bytes: int
+    index: TensorIndex, demands: Sequence[RankDemand], trainer_hosts: Sequence[str], bucket_bytes: int
 ) -> BroadcastPlan:
-    """The plan for engine ranks with these needs.
+    """Plans the broadcasts for engine ranks with these demands.
 
-    A piece that several trainer ranks hold is taken by each engine rank from the nearest of them.
-    A bucket is at least one element; `bucket_bytes` bounds it otherwise.
+    Each engine rank gets a shard with replicas from the nearest trainer rank. A bucket has at most `bucket_bytes`, and
+    at least one element.
 
-    Raises Unsupported when no engine rank runs on the host of a trainer rank that must be read.
+    Raises Unsupported if no engine rank runs on the host of a trainer rank that has to be read.
     """
-    topology = _Topology(tuple(trainer_hosts), tuple(n.host for n in needs))
-    needed = demanded_shards(catalog, needs)
-    alone = np.zeros_like(needed)
-    in_lane: dict[BroadcastGroup, list[np.ndarray]] = {}
-    for holders, audience, pieces in _alike(catalog, needed):
+    engine_hosts = [demand.host for demand in demands]
+    needed = demanded_shards(index, demands)
+    direct_reads = np.zeros_like(needed)
+    shards_of: dict[BroadcastGroup, list[np.ndarray]] = {}
+    for holders, audience, shards in _alike(index, needed):
         audience_of: dict[int, list[int]] = {}
         for engine_rank in audience:
-            audience_of.setdefault(topology.nearest_trainer(holders, engine_rank), []).append(engine_rank)
+            nearest = _nearest_trainer(holders, engine_rank, trainer_hosts, engine_hosts)
+            audience_of.setdefault(nearest, []).append(engine_rank)
         for trainer_rank, listeners in audience_of.items():
-            leader = topology.leader(trainer_rank, listeners)
+            leader = _leader(trainer_rank, listeners, trainer_hosts, engine_hosts)
             members = tuple(sorted({leader, *listeners}))
             if len(members) == 1:
-                alone[leader, pieces] = True
+                direct_reads[leader, shards] = True
             else:
-                in_lane.setdefault(BroadcastGroup(trainer_rank, leader, members), []).append(pieces)
-    lanes = tuple(sorted(in_lane))
-    nbytes = catalog.per_piece([[p.box.numel * k.item_bytes for p in k.holdings.pieces] for k in catalog.kinds])
+                shards_of.setdefault(BroadcastGroup(trainer_rank, leader, members), []).append(shards)
+    groups = tuple(sorted(shards_of))
+    nbytes = index.per_shard([[s.box.numel * c.item_bytes for s in c.shard_map.shards] for c in index.classes])
     cut = [
-        _rounds(catalog, np.sort(np.concatenate(in_lane[lane])), nbytes, number, bucket_bytes)
-        for number, lane in enumerate(lanes)
+        _buckets(index, np.sort(np.concatenate(shards_of[group])), nbytes, number, bucket_bytes)
+        for number, group in enumerate(groups)
     ]
-    # All ranks go through the rounds in this one order, which rules out deadlock; taking the first of
-    # every lane, then the second, keeps groups that share no rank busy at the same time.
-    turns = sorted((turn, r.lane, r.first, r) for _, rounds in cut for turn, r in enumerate(rounds))
+    # All ranks go through the buckets in this one order, which rules out deadlock. Taking the first bucket of every
+    # group, then the second, keeps groups that share no rank busy at the same time.
+    turns = sorted((turn, bucket.group, bucket) for _, buckets in cut for turn, bucket in enumerate(buckets))
     return BroadcastPlan(
-        bucket_bytes, lanes, tuple(segments for segments, _ in cut), tuple(turn[-1] for turn in turns), alone
+        bucket_bytes, groups, tuple(segments for segments, _ in cut), tuple(turn[-1] for turn in turns), direct_reads
     )
 
 
-def _alike(catalog: TensorIndex, needed: np.ndarray) -> list[tuple[tuple[int, ...], list[int], np.ndarray]]:
-    """(holders, audience, pieces): the pieces that someone needs, put together by who holds and who needs them."""
+def _alike(index: TensorIndex, needed: np.ndarray) -> list[tuple[tuple[int, ...], list[int], np.ndarray]]:
+    """Groups the needed shards by (trainer ranks that hold them, engine ranks that need them)."""
     sets: dict[tuple[int, ...], int] = {}
-    holders = catalog.per_piece(
-        [[sets.setdefault(p.ranks, len(sets)) for p in k.holdings.pieces] for k in catalog.kinds]
+    holders = index.per_shard(
+        [[sets.setdefault(s.ranks, len(sets)) for s in c.shard_map.shards] for c in index.classes]
     )
     used = np.flatnonzero(needed.any(axis=0))
-    audience = np.packbits(needed[:, used], axis=0)
-    pattern = np.concatenate([holders[used].astype(">u4").view(np.uint8).reshape(-1, 4).T, audience])
     if not len(used):
         return []
+    audience = np.packbits(needed[:, used], axis=0)
+    pattern = np.concatenate([holders[used].astype(">u4").view(np.uint8).reshape(-1, 4).T, audience])
     keys = np.ascontiguousarray(pattern.T).view(f"V{pattern.shape[0]}").ravel()
     order = np.argsort(keys, kind="stable")
     ends = np.flatnonzero(keys[order][1:] != keys[order][:-1]) + 1
@@ -160,70 +161,66 @@ def _alike(catalog: TensorIndex, needed: np.ndarray) -> list[tuple[tuple[int, ..
     ]
 
 
-def _rounds(
-    catalog: TensorIndex, pieces: np.ndarray, nbytes: np.ndarray, lane: int, bucket_bytes: int
+def _buckets(
+    index: TensorIndex, shards: np.ndarray, nbytes: np.ndarray, group: int, bucket_bytes: int
 ) -> tuple[Segments, list[Bucket]]:
-    """Pieces cut into buckets, in order; a piece larger than a bucket is split."""
-    large = np.flatnonzero(nbytes[pieces] > bucket_bytes)
-    items = {int(i): catalog.item_bytes(int(pieces[i])) for i in large}
-    parts = {i: _parts(catalog.piece(int(pieces[i])).box, item, bucket_bytes) for i, item in items.items()}
-    times = np.ones(len(pieces), np.int64)
-    times[large] = [len(parts[int(i)]) for i in large]
+    """Packs shards into buckets, in order; a shard larger than a bucket is cut into chunks."""
+    large = np.flatnonzero(nbytes[shards] > bucket_bytes)
+    items = {int(i): index.item_bytes(int(shards[i])) for i in large}
+    chunks = {i: _chunks(index.shard(int(shards[i])).box, item, bucket_bytes) for i, item in items.items()}
+    times = np.ones(len(shards), np.int64)
+    times[large] = [len(chunks[int(i)]) for i in large]
     begin = np.cumsum(times) - times
-    piece, part, size = (
-        np.repeat(pieces, times),
-        np.full(int(times.sum()), -1, np.int32),
-        np.repeat(nbytes[pieces], times),
-    )
-    for i, boxes in parts.items():
+    shard, size = np.repeat(shards, times), np.repeat(nbytes[shards], times)
+    chunk = np.full(int(times.sum()), -1, np.int32)
+    for i, boxes in chunks.items():
         own = slice(int(begin[i]), int(begin[i]) + len(boxes))
-        part[own] = np.arange(len(boxes))
+        chunk[own] = np.arange(len(boxes))
         size[own] = [box.numel * items[i] for box in boxes]
-    taken = -(-size // ALIGN_BYTES) * ALIGN_BYTES
-    upto = np.cumsum(taken)
+    padded = -(-size // ALIGN_BYTES) * ALIGN_BYTES
+    upto = np.cumsum(padded)
     offset = np.empty_like(size)
-    rounds = []
+    buckets = []
     first = 0
     while first < len(size):
-        before = int(upto[first] - taken[first])
-        # The last segment of a bucket is not padded: it may end where its padding would not fit.
+        before = int(upto[first] - padded[first])
+        # The last segment of a bucket needs no padding: it may end where its padding would not fit.
         last = int(np.searchsorted(upto, before + bucket_bytes, side="right"))
-        if last < len(size) and upto[last] - taken[last] + size[last] <= before + bucket_bytes:
+        if last < len(size) and upto[last] - padded[last] + size[last] <= before + bucket_bytes:
             last += 1
         last = max(last, first + 1)
-        offset[first:last] = upto[first:last] - taken[first:last] - before
-        rounds.append(Bucket(lane, first, last, int(upto[last - 1]) - before))
+        offset[first:last] = upto[first:last] - padded[first:last] - before
+        buckets.append(Bucket(group, first, last, int(upto[last - 1]) - before))
         first = last
-    return Segments(piece, part, size, offset), rounds
+    return Segments(shard, chunk, size, offset), buckets
 
 
-@lru_cache(maxsize=256)  # a piece that is larger than a bucket is asked for by each of its rounds
-def _parts(box: Box, item_bytes: int, bucket_bytes: int) -> tuple[Box, ...]:
-    """A box cut into boxes of one bucket."""
+@lru_cache(maxsize=256)  # called for each of its buckets
+def _chunks(box: Box, item_bytes: int, bucket_bytes: int) -> tuple[Box, ...]:
+    """Cuts a box into boxes of at most one bucket."""
     return tuple(split(box, max(1, bucket_bytes // item_bytes)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Topology:
-    trainer_hosts: tuple[str, ...]
-    engine_hosts: tuple[str, ...]
+def _nearest_trainer(
+    holders: Sequence[int], engine_rank: int, trainer_hosts: Sequence[str], engine_hosts: Sequence[str]
+) -> int:
+    """Returns the holder, on the engine rank's host if possible, that is nearest to its relative position."""
+    position = engine_rank * len(trainer_hosts) // len(engine_hosts)
+    local = [h for h in holders if trainer_hosts[h] == engine_hosts[engine_rank]]
+    return min(local or holders, key=lambda h: (abs(h - position), h))
 
-    def nearest_trainer(self, holders: Sequence[int], engine_rank: int) -> int:
-        """The holder on the engine rank's host, if any, that is nearest to its proportional place."""
-        home = engine_rank * len(self.trainer_hosts) // len(self.engine_hosts)
-        here = [h for h in holders if self.trainer_hosts[h] == self.engine_hosts[engine_rank]]
-        return min(here or holders, key=lambda h: (abs(h - home), h))
 
-    def leader(self, trainer_rank: int, audience: Sequence[int]) -> int:
-        """Who reads a trainer rank's memory for an audience: for TP=4 to TP=16, engine rank 4k for k."""
-        host = self.trainer_hosts[trainer_rank]
-        here = [e for e in audience if self.engine_hosts[e] == host]
-        # A rank outside the audience relays only where no member can reach the memory.
-        here = here or [e for e, h in enumerate(self.engine_hosts) if h == host]
-        if not here:
-            raise Unsupported(
-                f"no engine rank runs on the host of trainer rank {trainer_rank} ({host}), and transport='broadcast' "
-                "reads shards on their own host only; use transport='p2p'"
-            )
-        home = trainer_rank * len(self.engine_hosts) // len(self.trainer_hosts)
-        return min(here, key=lambda e: (abs(e - home), e))
+def _leader(
+    trainer_rank: int, audience: Sequence[int], trainer_hosts: Sequence[str], engine_hosts: Sequence[str]
+) -> int:
+    """Returns the engine rank that reads from a trainer rank: for TP=4 to TP=16, engine rank 4k reads from k."""
+    host = trainer_hosts[trainer_rank]
+    # A rank outside the audience relays only if no member can reach the memory.
+    local = [e for e in audience if engine_hosts[e] == host] or [e for e, h in enumerate(engine_hosts) if h == host]
+    if not local:
+        raise Unsupported(
+            f"no engine rank runs on the host of trainer rank {trainer_rank} ({host}), and transport='broadcast' reads "
+            "shards on the same host only; use transport='p2p'"
+        )
+    position = trainer_rank * len(engine_hosts) // len(trainer_hosts)
+    return min(local, key=lambda e: (abs(e - position), e))

@@ -1,10 +1,8 @@
-"""Boxes on their way from trainer ranks to the engine ranks that lack them: cut into messages of a bounded size.
+"""Plans point-to-point transfers: the regions that trainer ranks send to engine ranks, in messages of bounded size.
 
-Both ends of a link cut its stream by themselves, from the same `SendRequest` and the same share, and so agree
-on every byte of every message without a word about it.
-
-Links progress in rounds, one message a link: a rank packs or lands a round of all its links at once, and
-their shares add up to one bucket.
+Sender and receiver cut the stream between them into the same messages by themselves, from the same `SendRequest` and
+the same bytes per round, and exchange no further metadata. Streams progress in rounds of one message per peer: a rank
+packs or unpacks all messages of a round at once, and together they fit one bucket.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan.broadcast import ALIGN_BYTES
 from sglang_reshard.plan.read_plan import ReadPlan
 
-_CRUMB_BYTES = 64 * 1024  # what a message should not be smaller than, where the bucket has room
+_MIN_MESSAGE_BYTES = 64 * 1024  # unless the bucket has no room for it
 
 
 class SendItem(NamedTuple):
-    """One strided box of a tensor, as it travels: elements along each dimension, bytes of an element."""
+    """A region that is sent: its elements along each dimension, and the bytes of an element."""
 
     shape: tuple[int, ...]
     item_bytes: int
@@ -36,7 +34,7 @@ class SendItem(NamedTuple):
 
 
 class BufferSlice(NamedTuple):
-    """A box of an item (indices within the item; None: all of it) at `offset` bytes of its message, row-major."""
+    """A box of item number `item` (None: all of it) at `offset` bytes of its message, row-major."""
 
     item: int
     box: Box | None
@@ -44,111 +42,111 @@ class BufferSlice(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What travels over one link in one round."""
+    """What one rank sends one peer in one round."""
 
-    slots: tuple[BufferSlice, ...]
+    slices: tuple[BufferSlice, ...]
     nbytes: int
 
 
 class SendRequest(msgspec.Struct, frozen=True):
-    """What one engine rank takes from one trainer rank, in the order in which it lands.
+    """What one engine rank requests from one trainer rank, in the order in which it unpacks it.
 
-    regions            elements of local shards
-    tensors, elements  a number for each item, int32 and little-endian: of the layout's tensor, and of the region
+    regions                 of local tensors
+    tensor_ids, region_ids  a number per item, int32 little-endian: the layout's tensor, and the region
     """
 
     regions: tuple[Region, ...]
-    tensors: bytes
-    elements: bytes
+    tensor_ids: bytes
+    region_ids: bytes
 
-    def rows(self) -> Iterable[tuple[int, Region]]:
-        """(the layout's tensor, elements of the local shard) of each item."""
-        tensors, elements = (np.frombuffer(column, "<i4").tolist() for column in (self.tensors, self.elements))
-        return ((tensor, self.regions[number]) for tensor, number in zip(tensors, elements, strict=True))
+    def entries(self) -> Iterable[tuple[int, Region]]:
+        """Yields (tensor number, region of the local tensor) per item."""
+        tensors, regions = (np.frombuffer(column, "<i4").tolist() for column in (self.tensor_ids, self.region_ids))
+        return ((tensor, self.regions[number]) for tensor, number in zip(tensors, regions, strict=True))
 
     def items(self, layout: SourceLayout) -> list[SendItem]:
-        used = np.unique(np.frombuffer(self.tensors, "<i4")).tolist()
+        used = np.unique(np.frombuffer(self.tensor_ids, "<i4")).tolist()
         item_bytes = {tensor: layout.tensors[tensor].spec.item_bytes for tensor in used}
-        return [SendItem(region.count, item_bytes[tensor]) for tensor, region in self.rows()]
+        return [SendItem(region.count, item_bytes[tensor]) for tensor, region in self.entries()]
 
 
-def send_request(taken: ReadPlan, trainer_rank: int) -> SendRequest:
-    """The order that an engine rank gives to a trainer rank. Its items are the `sent_rows`."""
-    rows = sent_rows(taken, trainer_rank)
-    used, of_row = np.unique(taken.part[rows], return_inverse=True)
+def send_request(plan: ReadPlan, trainer_rank: int) -> SendRequest:
+    """Returns an engine rank's request to a trainer rank. Its items are the plan's `sent_reads`."""
+    reads = sent_reads(plan, trainer_rank)
+    used, of_read = np.unique(plan.item_ids[reads], return_inverse=True)
     numbers: dict[Region, int] = {}
-    of_part = np.array([numbers.setdefault(taken.parts[p].shard, len(numbers)) for p in used.tolist()], "<i4")
-    tensors = taken.tensor[taken.copy[rows]].astype("<i4")
-    return SendRequest(tuple(numbers), tensors.tobytes(), of_part[of_row].astype("<i4").tobytes())
+    of_item = np.array([numbers.setdefault(plan.items[i].local_region, len(numbers)) for i in used.tolist()], "<i4")
+    tensor_ids = plan.tensor_ids[plan.copy_ids[reads]].astype("<i4")
+    return SendRequest(tuple(numbers), tensor_ids.tobytes(), of_item[of_read].astype("<i4").tobytes())
 
 
-def sent_rows(taken: ReadPlan, trainer_rank: int) -> np.ndarray:
-    """The rows of an intake that a trainer rank sends: those whose elements no earlier row of its brings already."""
-    own = taken.rows(trainer_rank)
-    rows = np.arange(own.start, own.stop)
-    return rows[~np.isin(rows, list(taken.repeats))] if taken.repeats else rows
+def sent_reads(plan: ReadPlan, trainer_rank: int) -> np.ndarray:
+    """Returns the reads for which a trainer rank sends a message: those from it that are not duplicates."""
+    own = plan.reads_from(trainer_rank)
+    reads = np.arange(own.start, own.stop)
+    return reads[~np.isin(reads, list(plan.duplicates))] if plan.duplicates else reads
 
 
-def shares(link_bytes: np.ndarray, bucket_bytes: int) -> np.ndarray:
-    """Bytes that each link may carry in one round, [trainer ranks, engine ranks]; 0 where it carries nothing.
+def round_bytes(nbytes: np.ndarray, bucket_bytes: int) -> np.ndarray:
+    """Returns the bytes that each trainer rank sends each engine rank per round, [trainer ranks, engine ranks].
 
-    link_bytes  what each link carries in all, of the same shape
+    nbytes  what each sends each in total, of the same shape
 
-    A link's share is its bytes over one number of rounds, the same for all, so that all end together and
-    none waits for another's bytes; small links are not cut into crumbs. The shares of a trainer rank add
-    up to `bucket_bytes` at the most, and so do those of an engine rank. They are multiples of ALIGN_BYTES,
-    which is more than any element takes; only where a bucket has no room for so much of every link of a
-    rank does their sum exceed it.
+    All streams are spread over the same number of rounds, so that they finish together and none waits for another;
+    small ones are not cut below a minimum size. What a rank sends or receives per round adds up to at most
+    `bucket_bytes`. Entries are multiples of ALIGN_BYTES, which is more than any element; their sum exceeds the bucket
+    only if it has no room for ALIGN_BYTES for every peer.
     """
-    used = link_bytes > 0
-    whole = _aligned(link_bytes)
+    used = nbytes > 0
+    whole = _aligned(nbytes)
     busiest = max((int(used.sum(axis=axis).max(initial=0)) for axis in (0, 1)), default=0)
-    crumb = min(_CRUMB_BYTES, max(ALIGN_BYTES, bucket_bytes // max(1, 2 * busiest) // ALIGN_BYTES * ALIGN_BYTES))
+    room = max(ALIGN_BYTES, bucket_bytes // max(1, 2 * busiest) // ALIGN_BYTES * ALIGN_BYTES)
+    least = min(_MIN_MESSAGE_BYTES, room)
 
     def in_rounds(rounds: int) -> np.ndarray:
-        return np.where(used, np.minimum(whole, np.maximum(crumb, _aligned(-(-link_bytes // rounds)))), 0)
+        return np.where(used, np.minimum(whole, np.maximum(least, _aligned(-(-nbytes // rounds)))), 0)
 
-    def fits(share: np.ndarray) -> bool:
-        return all(int(share.sum(axis=axis).max(initial=0)) <= bucket_bytes for axis in (0, 1))
+    def fits(found: np.ndarray) -> bool:
+        return all(int(found.sum(axis=axis).max(initial=0)) <= bucket_bytes for axis in (0, 1))
 
-    few, many = 1, max(1, int(link_bytes.max(initial=0)))  # in `many` rounds every share is a crumb
+    few, many = 1, max(1, int(nbytes.max(initial=0)))  # in `many` rounds every message has the minimum size
     while few < many:
         rounds = (few + many) // 2
         few, many = (few, rounds) if fits(in_rounds(rounds)) else (rounds + 1, many)
     return in_rounds(few)
 
 
-def messages(items: Iterable[SendItem], share_bytes: int) -> list[Message]:
-    """A link's stream cut into messages: every element once, in order, each slot at a multiple of ALIGN_BYTES.
+def cut_messages(items: Iterable[SendItem], message_bytes: int) -> list[Message]:
+    """Cuts a stream into messages: every element once, in order, each slice at a multiple of ALIGN_BYTES.
 
-    A message has at most `share_bytes` (and at least one element). Items larger than that are split into
-    parts that are contiguous in the item's row-major order.
+    A message has at most `message_bytes`, and at least one element. Larger items are cut into boxes that are
+    contiguous in the item's row-major order.
     """
     found: list[Message] = []
-    slots: list[BufferSlice] = []
+    slices: list[BufferSlice] = []
     end = 0
-    cuts: dict[SendItem, list[tuple[Box | None, int]]] = {}  # most items are like many others
+    cuts: dict[SendItem, list[tuple[Box | None, int]]] = {}  # most items are equal to many others
     for number, item in enumerate(items):
-        parts = cuts.get(item)
-        if parts is None:
-            parts = cuts[item] = _parts(item, share_bytes)
-        for box, nbytes in parts:
+        boxes = cuts.get(item)
+        if boxes is None:
+            boxes = cuts[item] = _cut(item, message_bytes)
+        for box, nbytes in boxes:
             offset = -(-end // ALIGN_BYTES) * ALIGN_BYTES
-            if slots and offset + nbytes > share_bytes:
-                found.append(Message(tuple(slots), end))
-                slots, offset = [], 0
-            slots.append(BufferSlice(number, box, offset))
+            if slices and offset + nbytes > message_bytes:
+                found.append(Message(tuple(slices), end))
+                slices, offset = [], 0
+            slices.append(BufferSlice(number, box, offset))
             end = offset + nbytes
-    if slots:
-        found.append(Message(tuple(slots), end))
+    if slices:
+        found.append(Message(tuple(slices), end))
     return found
 
 
-def _parts(item: SendItem, share_bytes: int) -> list[tuple[Box | None, int]]:
-    """(box of the item or None for the whole, bytes)."""
-    if item.nbytes <= share_bytes:
+def _cut(item: SendItem, message_bytes: int) -> list[tuple[Box | None, int]]:
+    """Returns (box, bytes) of each message that the item needs by itself; None for all of it."""
+    if item.nbytes <= message_bytes:
         return [(None, item.nbytes)]
-    boxes = split(Box.whole(item.shape), max(1, share_bytes // item.item_bytes))
+    boxes = split(Box.whole(item.shape), max(1, message_bytes // item.item_bytes))
     return [(box, box.numel * item.item_bytes) for box in boxes]
 
 

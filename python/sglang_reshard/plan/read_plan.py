@@ -1,244 +1,300 @@
-"""What one engine rank takes in: which box of which trainer rank's shard lands where. Exact, to the element.
+"""Plans what one engine rank reads: which region of which trainer rank's local tensor goes where, to the element.
 
-An engine rank plans for itself, from its own copies alone. The work is done once for each kind of copy
-(same kind of tensor, same region, landing with the same strides) and spread over its instances by numpy,
-so that a rank of a model of a hundred thousand tensors is planned in seconds.
+An engine rank plans for itself, from its own copies alone. The work is done once per distinct copy (same tensor class,
+same region, same destination strides) and expanded to its instances by numpy, so that one rank of a model of a hundred
+thousand tensors is planned in seconds. Engine ranks then share a `RankDemand` each, to plan together.
 """
 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.layout.manifest import inflate
 from sglang_reshard.layout.regions import Box, Region
-from sglang_reshard.layout.shard_map import Shard
+from sglang_reshard.layout.shard_map import ShardBox
 from sglang_reshard.plan.tensor_index import TensorIndex
+from sglang_reshard.trace.program import Copy
 
-if TYPE_CHECKING:  # a trainer rank plans without the tracer
-    from sglang_reshard.trace import Copy
-
-_PART_BITS, _COPY_BITS = 20, 26  # of a sort key, beside 17 for the trainer rank
+_ITEM_BITS, _COPY_BITS = 20, 26  # of a sort key, next to 17 for the trainer rank
 
 
 @dataclass(frozen=True, slots=True)
 class RankLocation:
-    """Where an engine rank sits. Hosts are equal where processes can map each other's memory."""
+    """Where an engine rank runs. Hosts are equal if their processes can map each other's memory.
+
+    engine_ranks  number of engine ranks
+    """
 
     engine_rank: int
     engine_ranks: int
     host: str
     trainer_hosts: tuple[str, ...]
 
-    def sees(self, piece: Shard) -> bool:
-        """Whether it is held on this host."""
-        return any(self.trainer_hosts[rank] == self.host for rank in piece.ranks)
+    def is_local(self, shard: ShardBox) -> bool:
+        """Returns whether a trainer rank on this host holds the shard."""
+        return any(self.trainer_hosts[rank] == self.host for rank in shard.ranks)
 
-    def home(self, holders: Sequence[int]) -> tuple[int, ...]:
-        """The holders that are nearest: those on this host, or all, beginning at the proportional place."""
-        near = [h for h in holders if self.trainer_hosts[h] == self.host] or list(holders)
+    def nearest(self, trainer_ranks: Sequence[int]) -> tuple[int, ...]:
+        """Returns those on this host, or all if there are none, starting at this rank's relative position."""
+        near = [t for t in trainer_ranks if self.trainer_hosts[t] == self.host] or list(trainer_ranks)
         begin = self.engine_rank * len(near) // self.engine_ranks
         return tuple(near[begin:] + near[:begin])
 
 
 class ReadItem(NamedTuple):
-    """The part of a copy that lies in one piece.
+    """The part of a copy that lies in one shard.
 
-    piece   number within the tensor's pieces
-    shard   its elements in the holder's local shard
-    offset  where it lands, in elements from the copy's own offset
-    nbytes  in the source's dtype
+    shard         number of the shard within its tensor
+    local_region  the elements in the holder's local tensor
+    offset        where they go, in elements from the copy's own offset
+    nbytes        in the trainer's dtype
     """
 
-    piece: int
-    shard: Region
+    shard: int
+    local_region: Region
     offset: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Rows `(copy[i], part[i], trainer[i])`, by trainer rank and then in the order in which they land.
+    """The reads of one engine rank, by trainer rank and then in destination order.
 
-    copy, part   index into `copies` and `parts`
-    tensor       the layout's number of each copy's source
-    repeats      rows whose elements another row of this rank brings too, and that row (empty, nearly always)
+    Read `i` is `items[item_ids[i]]` of `copies[copy_ids[i]]`, from trainer rank `trainer_ranks[i]`.
+
+    tensor_ids  number of each copy's source tensor in the layout
+    duplicates  read -> earlier read of the same elements by this rank (nearly always empty)
     """
 
     copies: Sequence[Copy]
-    tensor: np.ndarray
-    parts: tuple[ReadItem, ...]
-    copy: np.ndarray
-    part: np.ndarray
-    trainer: np.ndarray
-    repeats: dict[int, int]
+    tensor_ids: np.ndarray
+    items: tuple[ReadItem, ...]
+    copy_ids: np.ndarray
+    item_ids: np.ndarray
+    trainer_ranks: np.ndarray
+    duplicates: dict[int, int]
 
     @property
     def nbytes(self) -> np.ndarray:
-        """Bytes of each row."""
-        return np.array([p.nbytes for p in self.parts], np.int64)[self.part]
+        """Bytes of each read."""
+        return np.array([item.nbytes for item in self.items], np.int64)[self.item_ids]
 
-    def pieces(self, catalog: TensorIndex) -> np.ndarray:
-        """Number of the piece that each row is of."""
-        return catalog.first[self.tensor[self.copy]] + np.array([p.piece for p in self.parts], np.int64)[self.part]
+    def shards(self, index: TensorIndex) -> np.ndarray:
+        """Returns the number of each read's shard."""
+        within = np.array([item.shard for item in self.items], np.int64)
+        return index.first_shard[self.tensor_ids[self.copy_ids]] + within[self.item_ids]
 
     def least_bytes(self) -> int:
-        """Bytes that must reach this rank at the least, in the source's dtypes."""
+        """Returns the bytes that have to reach this rank, in the trainer's dtypes; duplicates count once."""
         nbytes = self.nbytes
-        return int(nbytes.sum()) - sum(int(nbytes[row]) for row in self.repeats)
+        return int(nbytes.sum()) - sum(int(nbytes[read]) for read in self.duplicates)
 
-    def links(self) -> dict[int, tuple[int, int]]:
-        """Trainer rank -> (bytes, rows) that are taken from it, in ascending order."""
-        nbytes = np.bincount(self.trainer, self.nbytes)  # as float64, which is exact for 8 PiB
-        rows = np.bincount(self.trainer)
-        return {int(t): (int(nbytes[t]), int(rows[t])) for t in np.flatnonzero(rows)}
+    def traffic(self) -> dict[int, tuple[int, int]]:
+        """Returns trainer rank -> (bytes, reads) from it, in ascending order."""
+        nbytes = np.bincount(self.trainer_ranks, self.nbytes)  # as float64, which is exact up to 8 PiB
+        reads = np.bincount(self.trainer_ranks)
+        return {int(t): (int(nbytes[t]), int(reads[t])) for t in np.flatnonzero(reads)}
 
-    def rows(self, trainer_rank: int) -> range:
-        """The rows that are taken from a trainer rank."""
-        first, last = np.searchsorted(self.trainer, [trainer_rank, trainer_rank + 1])
+    def reads_from(self, trainer_rank: int) -> range:
+        first, last = np.searchsorted(self.trainer_ranks, [trainer_rank, trainer_rank + 1])
         return range(int(first), int(last))
 
-    def row(self, number: int) -> tuple[Copy, ReadItem, int]:
-        """A row's copy and part, and the layout's number of the tensor that it is of."""
-        copy = int(self.copy[number])
-        return self.copies[copy], self.parts[int(self.part[number])], int(self.tensor[copy])
+    def read(self, number: int) -> tuple[Copy, ReadItem, int]:
+        """Returns a read's copy, item, and tensor number in the layout."""
+        copy = int(self.copy_ids[number])
+        return self.copies[copy], self.items[int(self.item_ids[number])], int(self.tensor_ids[copy])
 
     def digest(self) -> str:
-        """Content hash of what is taken from whom; where it lands does not enter into it."""
-        found = hashlib.sha256(repr([p.shard for p in self.parts]).encode())
-        for column in (self.tensor[self.copy], self.part, self.trainer):
+        """Returns a content hash of what is read from which trainer rank; destinations are not part of it."""
+        found = hashlib.sha256(repr([item.local_region for item in self.items]).encode())
+        for column in (self.tensor_ids[self.copy_ids], self.item_ids, self.trainer_ranks):
             found.update(np.ascontiguousarray(column).data)
         return found.hexdigest()
 
 
-def plan_reads(catalog: TensorIndex, copies: Sequence[Copy], seat: RankLocation) -> ReadPlan:
-    """What the engine rank in `seat` takes in for its copies.
+def plan_reads(index: TensorIndex, copies: Sequence[Copy], location: RankLocation) -> ReadPlan:
+    """Plans the reads of the engine rank at `location` for its copies.
 
-    A piece that several trainer ranks hold is taken from those on the rank's own host, where there are
-    any; the bytes are shared evenly among all that are equally near.
+    A shard with replicas is read from trainer ranks on the engine rank's own host if there are any. Bytes are spread
+    evenly over all that are equally near.
     """
-    tensor = np.fromiter((catalog.index_of[c.source] for c in copies), np.int32, len(copies))
-    spread = _Spread(catalog, tensor, seat)
-    for number, of in enumerate(copies):
-        spread.add(number, of)
-    copy, part, position, holders = spread.rows()
-    nbytes = np.array([p.nbytes for p in spread.parts], np.int64)[part]
-    trainer = _share(nbytes, holders, [seat.home(h) for h in spread.holders])
-    unordered = ReadPlan(copies, tensor, tuple(spread.parts), copy, part, trainer, {})
-    for row, first in _repeats(unordered, spread.doubled).items():
-        trainer[row] = trainer[first]
-    if len(copies) >> _COPY_BITS or len(spread.parts) >> _PART_BITS:
-        raise ValueError(f"{len(copies)} copies of {len(spread.parts)} kinds of parts are more than can be planned")
-    place = np.empty(len(copies), np.int64)  # of each copy, in the order in which they land
+    tensor_ids = np.fromiter((index.index_of[c.source] for c in copies), np.int32, len(copies))
+    expansion = _Expansion(index, tensor_ids, location)
+    for number, copy in enumerate(copies):
+        expansion.add(number, copy)
+    copy_ids, item_ids, position, holders = expansion.columns()
+    nbytes = np.array([item.nbytes for item in expansion.items], np.int64)[item_ids]
+    trainer_ranks = _balanced(nbytes, holders, [location.nearest(ranks) for ranks in expansion.holders])
+    items = tuple(expansion.items)
+    unordered = ReadPlan(copies, tensor_ids, items, copy_ids, item_ids, trainer_ranks, {})
+    for read, first in _duplicates(unordered, expansion.repeated).items():
+        trainer_ranks[read] = trainer_ranks[first]
+    if len(copies) >> _COPY_BITS or len(items) >> _ITEM_BITS:
+        raise ValueError(
+            f"{len(copies)} copies with {len(items)} distinct items exceed the planner's limits of "
+            f"{1 << _COPY_BITS} and {1 << _ITEM_BITS}"
+        )
+    rank_of_copy = np.empty(len(copies), np.int64)  # in destination order
     targets: dict[str, int] = {}
-    landing = [(targets.setdefault(c.target, len(targets)), c.offset) for c in copies]
-    place[sorted(range(len(copies)), key=landing.__getitem__)] = np.arange(len(copies))
-    key = trainer.astype(np.int64) << (_COPY_BITS + _PART_BITS) | place[copy] << _PART_BITS | position
+    destinations = [(targets.setdefault(c.target, len(targets)), c.offset) for c in copies]
+    rank_of_copy[sorted(range(len(copies)), key=destinations.__getitem__)] = np.arange(len(copies))
+    key = trainer_ranks.astype(np.int64) << (_COPY_BITS + _ITEM_BITS) | rank_of_copy[copy_ids] << _ITEM_BITS | position
     order = np.argsort(key, kind="stable")
-    taken = replace(unordered, copy=copy[order], part=part[order], trainer=trainer[order])
-    return replace(taken, repeats=_repeats(taken, spread.doubled))
+    plan = replace(unordered, copy_ids=copy_ids[order], item_ids=item_ids[order], trainer_ranks=trainer_ranks[order])
+    return replace(plan, duplicates=_duplicates(plan, expansion.repeated))
 
 
-class _Spread:
-    """Collects copies of one kind, and makes the rows of all of them at once.
+class _Expansion:
+    """Groups equal copies, cuts each group into items once, and expands it into reads.
 
-    holders  sets of trainer ranks that pieces are held by
-    doubled  tensors of which some region is copied twice
+    holders   the distinct sets of trainer ranks that hold shards
+    repeated  tensors of which some region is copied more than once
     """
 
-    def __init__(self, catalog: TensorIndex, tensor: np.ndarray, seat: RankLocation) -> None:
-        self._catalog, self._tensor, self._seat = catalog, tensor, seat
-        self._kind_of = catalog.kind_of[tensor].tolist()
-        self._alike: dict[tuple[int, Region, tuple[int, ...]], list[int]] = {}
+    def __init__(self, index: TensorIndex, tensor_ids: np.ndarray, location: RankLocation) -> None:
+        self._index, self._tensor_ids, self._location = index, tensor_ids, location
+        self._class_of = index.class_of[tensor_ids].tolist()
+        self._groups: dict[tuple[int, Region, tuple[int, ...]], list[int]] = {}
         self._cuts: dict[tuple[int, Region], list[tuple[int, Region, tuple[int, ...], int, int]]] = {}
         self._holders: dict[tuple[int, ...], int] = {}
-        self.parts: list[ReadItem] = []
-        self.doubled: set[int] = set()
+        self.items: list[ReadItem] = []
+        self.repeated: set[int] = set()
 
     @property
     def holders(self) -> list[tuple[int, ...]]:
         return list(self._holders)
 
     def add(self, number: int, copy: Copy) -> None:
-        self._alike.setdefault((self._kind_of[number], copy.region, copy.strides), []).append(number)
+        self._groups.setdefault((self._class_of[number], copy.region, copy.strides), []).append(number)
 
-    def rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Columns: copy, part, the part's place within the copy, and number of the set of holders."""
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Returns, per read: copy, item, position of the item within the copy, and set of holders."""
         columns: list[tuple[np.ndarray, ...]] = [(np.empty(0, np.int32),) * 4]
-        regions: dict[tuple[int, Region], list[np.ndarray]] = {}
-        for (kind, region, strides), numbers in self._alike.items():
-            made = []
-            for piece, shard, skipped, nbytes, holders in self._cut(kind, region):
+        tensors_of: dict[tuple[int, Region], list[np.ndarray]] = {}
+        for (tensor_class, region, strides), numbers in self._groups.items():
+            cut = []
+            for shard, local_region, skipped, nbytes, holders in self._cut(tensor_class, region):
                 offset = sum(n * s for n, s in zip(skipped, strides, strict=True))
-                made.append((ReadItem(piece, shard, offset, nbytes), holders))
-            made.sort(key=lambda part: part[0].offset)
-            parts = np.arange(len(self.parts), len(self.parts) + len(made), dtype=np.int32)
-            self.parts += [part for part, _ in made]
-            copies = np.array(numbers, np.int32)
-            regions.setdefault((kind, region), []).append(self._tensor[copies])
-            many = len(copies)
+                cut.append((ReadItem(shard, local_region, offset, nbytes), holders))
+            cut.sort(key=lambda pair: pair[0].offset)
+            item_ids = np.arange(len(self.items), len(self.items) + len(cut), dtype=np.int32)
+            self.items += [item for item, _ in cut]
+            copy_ids = np.array(numbers, np.int32)
+            tensors_of.setdefault((tensor_class, region), []).append(self._tensor_ids[copy_ids])
+            times = len(copy_ids)
             columns.append(
                 (
-                    np.repeat(copies, len(made)),
-                    np.tile(parts, many),
-                    np.tile(np.arange(len(made), dtype=np.int32), many),
-                    np.tile(np.array([holders for _, holders in made], np.int32), many),
+                    np.repeat(copy_ids, len(cut)),
+                    np.tile(item_ids, times),
+                    np.tile(np.arange(len(cut), dtype=np.int32), times),
+                    np.tile(np.array([holders for _, holders in cut], np.int32), times),
                 )
             )
-        for tensors in map(np.concatenate, regions.values()):
+        for tensors in map(np.concatenate, tensors_of.values()):
             unique, count = np.unique(tensors, return_counts=True)
-            self.doubled.update(unique[count > 1].tolist())
-        copy, part, position, sets = (np.concatenate(column) for column in zip(*columns, strict=True))
-        return copy, part, position, sets
+            self.repeated.update(unique[count > 1].tolist())
+        copy_ids, item_ids, position, holder_sets = (np.concatenate(column) for column in zip(*columns, strict=True))
+        return copy_ids, item_ids, position, holder_sets
 
-    def _cut(self, kind: int, region: Region) -> list[tuple[int, Region, tuple[int, ...], int, int]]:
-        """(piece, elements in the shard, steps skipped, bytes, set of holders) of a region of one kind of tensor."""
-        key = kind, region
+    def _cut(self, tensor_class: int, region: Region) -> list[tuple[int, Region, tuple[int, ...], int, int]]:
+        """Returns (shard, local region, steps skipped, bytes, set of holders) for each shard that `region` overlaps."""
+        key = tensor_class, region
         if key not in self._cuts:
-            of = self._catalog.kinds[kind]
+            of = self._index.classes[tensor_class]
             cuts = []
-            for number, piece in self._nearest(of.shard_map.pieces):
-                common = region.intersect(piece.box)
+            for number, shard in self._distinct(of.shard_map.shards):
+                common = region.intersect(shard.box)
                 if common is None:
                     continue
                 inside, skipped = common
-                holders = self._holders.setdefault(piece.ranks, len(self._holders))
-                cuts.append((number, piece.to_local(inside), skipped, inside.numel * of.item_bytes, holders))
+                holders = self._holders.setdefault(shard.ranks, len(self._holders))
+                cuts.append((number, shard.to_local(inside), skipped, inside.numel * of.item_bytes, holders))
             self._cuts[key] = cuts
         return self._cuts[key]
 
-    def _nearest(self, pieces: Sequence[Shard]) -> Iterable[tuple[int, Shard]]:
-        """One piece of each box, with its number: of those that have the same, the first that is held on this host."""
-        chosen: dict[Box, tuple[int, Shard]] = {}
-        for number, piece in enumerate(pieces):
-            known = chosen.get(piece.box)
-            if known is None or (self._seat.sees(piece) and not self._seat.sees(known[1])):
-                chosen[piece.box] = number, piece
+    def _distinct(self, shards: Sequence[ShardBox]) -> Iterable[tuple[int, ShardBox]]:
+        """Returns one numbered shard per box, the first on this host if several have the same box."""
+        chosen: dict[Box, tuple[int, ShardBox]] = {}
+        for number, shard in enumerate(shards):
+            known = chosen.get(shard.box)
+            if known is None or (self._location.is_local(shard) and not self._location.is_local(known[1])):
+                chosen[shard.box] = number, shard
         return chosen.values()
 
 
-def _share(nbytes: np.ndarray, holders: np.ndarray, near: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """The trainer rank that each row is taken from: of its set of holders, each gives as many bytes."""
-    trainer = np.array([ranks[0] for ranks in near] or [0], np.int32)[holders]
-    for number, ranks in enumerate(near):
+def _balanced(nbytes: np.ndarray, holders: np.ndarray, nearest: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """Returns the trainer rank of each read, so that the nearest ranks of a set of holders provide equal bytes."""
+    trainer_ranks = np.array([ranks[0] for ranks in nearest] or [0], np.int32)[holders]
+    for number, ranks in enumerate(nearest):
         if len(ranks) == 1:
             continue
         own = np.flatnonzero(holders == number)
         upto = np.cumsum(nbytes[own])
         middle = upto - nbytes[own] / 2
-        trainer[own] = np.array(ranks, np.int32)[(middle * len(ranks) // max(1, upto[-1])).astype(np.int64)]
-    return trainer
+        trainer_ranks[own] = np.array(ranks, np.int32)[(middle * len(ranks) // max(1, upto[-1])).astype(np.int64)]
+    return trainer_ranks
 
 
-def _repeats(taken: ReadPlan, doubled: set[int]) -> dict[int, int]:
-    """Rows that bring elements of a tensor which an earlier row brings already, and that row."""
-    if not doubled:
+def _duplicates(plan: ReadPlan, repeated: set[int]) -> dict[int, int]:
+    """Returns read -> the first read of the same elements."""
+    if not repeated:
         return {}
     first: dict[tuple[int, int, Region], int] = {}
-    tensors = taken.tensor[taken.copy]
-    rows = np.flatnonzero(np.isin(tensors, list(doubled))).tolist()
-    keys = [(int(tensors[row]), *taken.parts[taken.part[row]][:2]) for row in rows]
-    return {row: first[key] for row, key in zip(rows, keys, strict=True) if first.setdefault(key, row) != row}
+    tensors = plan.tensor_ids[plan.copy_ids]
+    reads = np.flatnonzero(np.isin(tensors, list(repeated))).tolist()
+    keys = [(int(tensors[read]), *plan.items[plan.item_ids[read]][:2]) for read in reads]
+    return {read: first[key] for read, key in zip(reads, keys, strict=True) if first.setdefault(key, read) != read}
+
+
+class RankDemand(msgspec.Struct, frozen=True):
+    """What one engine rank needs, small enough to be gathered from all of them.
+
+    shards       compressed bits: bit i is set if the rank needs elements of shard i
+    least_bytes  bytes that have to reach it, in the trainer's dtypes
+    host, cores  where it runs; memory can only be read on the same host
+    traffic      trainer rank -> (bytes, reads) from it, in an exact transfer
+    digest       content hash of the read plan
+    """
+
+    shards: bytes
+    least_bytes: int
+    host: str
+    cores: int
+    traffic: dict[int, tuple[int, int]]
+    digest: str
+
+
+def rank_demand(index: TensorIndex, plan: ReadPlan, host: str, cores: int = 1) -> RankDemand:
+    """Returns the demand of an engine rank on `host`, which has `cores` CPU cores."""
+    needed = np.zeros(index.num_shards, bool)
+    needed[plan.shards(index)] = True
+    bits = zlib.compress(np.packbits(needed, bitorder="little").tobytes(), 1)
+    return RankDemand(bits, plan.least_bytes(), host, cores, plan.traffic(), plan.digest())
+
+
+def demanded_shards(index: TensorIndex, demands: Sequence[RankDemand]) -> np.ndarray:
+    """Returns which engine rank needs which shard, bool [engine ranks, shards]."""
+    nbytes = -(-index.num_shards // 8)
+    rows = [
+        np.frombuffer(inflate(d.shards, nbytes, f"the demand of engine rank {e}"), np.uint8)
+        for e, d in enumerate(demands)
+    ]
+    if any(len(row) != nbytes for row in rows):
+        raise Mismatch("the demands of engine ranks are not of this layout; this is a bug, please report it")
+    return np.unpackbits(np.stack(rows), axis=1, count=index.num_shards, bitorder="little").astype(bool)
+
+
+def unread_tensors(index: TensorIndex, demands: Sequence[RankDemand]) -> tuple[str, ...]:
+    """Returns the names of tensors that no engine rank needs; tensors without elements are not counted."""
+    upto = np.concatenate([[0], np.cumsum(demanded_shards(index, demands).any(axis=0))])
+    unread = np.flatnonzero(upto[index.first_shard[1:]] == upto[index.first_shard[:-1]]).tolist()
+    tensors = index.layout.tensors
+    return tuple(tensors[i].name for i in unread if tensors[i].spec.numel)

@@ -1,7 +1,7 @@
-"""A layout's tensors by kind, and all their pieces under one numbering.
+"""Groups a layout's tensors into classes and numbers their shards.
 
-Models repeat themselves: tens of thousands of tensors have a few dozen shapes and placements between
-them. What is computed once a kind is not computed once a tensor.
+Tens of thousands of tensors have a few dozen shapes and placements between them. What is computed per class is not
+computed per tensor.
 """
 
 from __future__ import annotations
@@ -12,76 +12,81 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_reshard.layout.shard_map import Shard, ShardMap
+from sglang_reshard.layout.shard_map import ShardBox, ShardMap
 from sglang_reshard.layout.source_layout import SourceLayout
 
 
 @dataclass(frozen=True, slots=True)
 class TensorClass:
-    """Tensors of one shape (elements) and dtype, held alike."""
+    """Tensors of the same shape (elements), dtype and sharding."""
 
     shape: tuple[int, ...]
     dtype: str
     item_bytes: int
-    holdings: ShardMap
+    shard_map: ShardMap
 
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """Tensor `i` is of `kinds[kind_of[i]]`; its pieces are numbered from `first[i]` to `first[i + 1]`."""
+    """The layout's tensors by number. Shards are numbered in the order of their tensors.
+
+    classes      the distinct classes; tensor `i` is of `classes[class_of[i]]`
+    first_shard  the shards of tensor `i` are numbered from `first_shard[i]` to `first_shard[i + 1]`
+    index_of     tensor name -> tensor number
+    """
 
     layout: SourceLayout
-    kinds: tuple[TensorClass, ...]
-    kind_of: np.ndarray
-    first: np.ndarray
+    classes: tuple[TensorClass, ...]
+    class_of: np.ndarray
+    first_shard: np.ndarray
     index_of: dict[str, int]
 
     @classmethod
     def of(cls, layout: SourceLayout) -> TensorIndex:
         numbers: dict[tuple[object, ...], int] = {}
-        kinds: list[TensorClass] = []
-        kind_of = np.empty(len(layout.tensors), np.int32)
+        classes: list[TensorClass] = []
+        class_of = np.empty(len(layout.tensors), np.int32)
         for i, tensor in enumerate(layout.tensors):
             key = tensor.shape, tensor.dtype, tensor.mesh, tensor.placements
             number = numbers.get(key)
             if number is None:
-                number = numbers[key] = len(kinds)
-                kinds.append(TensorClass(tensor.shape, tensor.dtype, tensor.spec.item_bytes, layout.holdings(tensor)))
-            kind_of[i] = number
-        pieces = np.array([len(kind.holdings.pieces) for kind in kinds], np.int64)
-        first = np.concatenate([[0], np.cumsum(pieces[kind_of])])
-        return cls(layout, tuple(kinds), kind_of, first, {t.name: i for i, t in enumerate(layout.tensors)})
+                number = numbers[key] = len(classes)
+                shard_map = layout.shard_map(tensor)
+                classes.append(TensorClass(tensor.shape, tensor.dtype, tensor.spec.item_bytes, shard_map))
+            class_of[i] = number
+        shards = np.array([len(c.shard_map.shards) for c in classes], np.int64)
+        first_shard = np.concatenate([[0], np.cumsum(shards[class_of])])
+        return cls(layout, tuple(classes), class_of, first_shard, {t.name: i for i, t in enumerate(layout.tensors)})
 
     @property
-    def pieces(self) -> int:
-        """How many there are."""
-        return int(self.first[-1])
+    def num_shards(self) -> int:
+        return int(self.first_shard[-1])
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors, each once, as the trainer has them."""
-        each = np.array([math.prod(kind.shape) * kind.item_bytes for kind in self.kinds], np.int64)
-        return int(each[self.kind_of].sum())
+        """Bytes of all tensors in the trainer's dtypes, replicas not counted."""
+        each = np.array([math.prod(c.shape) * c.item_bytes for c in self.classes], np.int64)
+        return int(each[self.class_of].sum())
 
-    def kind(self, tensor: int) -> TensorClass:
-        return self.kinds[self.kind_of[tensor]]
+    def tensor_class(self, tensor: int) -> TensorClass:
+        return self.classes[self.class_of[tensor]]
 
-    def tensor_of(self, pieces: np.ndarray | int) -> np.ndarray:
-        """The tensors that pieces belong to."""
-        return np.searchsorted(self.first, pieces, side="right") - 1
+    def tensor_of(self, shards: np.ndarray | int) -> np.ndarray:
+        """Returns the numbers of the tensors to which shards belong."""
+        return np.searchsorted(self.first_shard, shards, side="right") - 1
 
-    def piece(self, number: int) -> Shard:
+    def shard(self, number: int) -> ShardBox:
         tensor = int(self.tensor_of(number))
-        return self.kind(tensor).holdings.pieces[number - int(self.first[tensor])]
+        return self.tensor_class(tensor).shard_map.shards[number - int(self.first_shard[tensor])]
 
-    def item_bytes(self, piece: int) -> int:
-        return self.kind(int(self.tensor_of(piece))).item_bytes
+    def item_bytes(self, shard: int) -> int:
+        return self.tensor_class(int(self.tensor_of(shard))).item_bytes
 
-    def per_piece(self, of_kind: Sequence[Sequence[int]]) -> np.ndarray:
-        """A value for each piece, from the values of each kind's pieces: `of_kind[kind][piece of the kind]`."""
-        lengths = np.array([len(values) for values in of_kind], np.int64)
-        flat = np.array([value for values in of_kind for value in values], np.int64)
-        starts = np.concatenate([[0], np.cumsum(lengths)])[self.kind_of]
-        tensor = np.repeat(np.arange(len(self.kind_of)), lengths[self.kind_of])
-        within = np.arange(self.pieces) - self.first[tensor]
+    def per_shard(self, per_class: Sequence[Sequence[int]]) -> np.ndarray:
+        """Returns a value per shard, given the values of each class's shards: `per_class[class][shard of a tensor]`."""
+        lengths = np.array([len(values) for values in per_class], np.int64)
+        flat = np.array([value for values in per_class for value in values], np.int64)
+        starts = np.concatenate([[0], np.cumsum(lengths)])[self.class_of]
+        tensor = np.repeat(np.arange(len(self.class_of)), lengths[self.class_of])
+        within = np.arange(self.num_shards) - self.first_shard[tensor]
         return flat[starts[tensor] + within]

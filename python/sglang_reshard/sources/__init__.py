@@ -1,18 +1,22 @@
-"""Training state -> `SourceLayout`: which trainer rank holds which boxes of which checkpoint tensor."""
+"""Reads a training state: DTensors, FSDP2 modules, fused tensors, explicit shardings, verl's ShardSpec.
+
+In: `NamedTensors`, (name, tensor[, sharding]), or a module. Out, by `describe`: a `TrainerState`, the `SourceLayout`
+that all trainer ranks share and this rank's local shards. A *fused tensor* represents several checkpoint tensors, each
+a *slice* of it. `ChangeDetector` tells whether an update passes the same memory in the same sharding as the last one.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from sglang_reshard import _deprecated
-from sglang_reshard.layout.shard_map import ExplicitSharding, Shard, ShardMap
+from sglang_reshard.layout.shard_map import ExplicitSharding, ShardBox, ShardMap
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
 from sglang_reshard.sources.finite import first_not_finite
 from sglang_reshard.sources.fsdp import named_shards
 from sglang_reshard.sources.fused import FusedSlice, FusedTensor, slice_of
 from sglang_reshard.sources.layout_probe import fused_slices
-from sglang_reshard.sources.state import NamedTensors, TrainerState, describe, listed
-from sglang_reshard.sources.tied import tied_names
+from sglang_reshard.sources.state import NamedTensors, TrainerState, as_list, describe, tied_names
 from sglang_reshard.sources.verl_shard_spec import blocks
 
 __all__ = [
@@ -22,16 +26,16 @@ __all__ = [
     "Mesh",
     "NamedTensors",
     "Placement",
-    "Shard",
+    "ShardBox",
     "ShardMap",
     "SourceLayout",
     "SourceTensor",
     "TrainerState",
+    "as_list",
     "blocks",
     "describe",
     "first_not_finite",
     "fused_slices",
-    "listed",
     "named_shards",
     "slice_of",
     "tied_names",

@@ -1,11 +1,9 @@
-"""Whether a trainer gives the same memory again, described alike: then nothing about it need be read anew.
+"""Detects whether a trainer passes the same memory again, sharded as before, so that nothing has to be read anew.
 
-Asked at the start of every update, of every tensor: so it works on whole columns (all names, all addresses),
-which `map` walks without Python code for each tensor.
-
-A tensor's object does not count, only what it stands for: `state_dict()` makes new ones every time. Nor
-may it be referred to, even weakly: torch refuses to move a module of DTensors, as to offload it, while
-anything does.
+Runs over every tensor at the start of every update. It therefore compares whole columns (all names, all addresses)
+with `map`, without Python code per tensor. Tensor objects do not count, as `state_dict()` creates new ones every time,
+and none is referred to, not even weakly: torch refuses to move a module of DTensors, as offloading does, while
+anything refers to them.
 """
 
 from __future__ import annotations
@@ -19,71 +17,122 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sglang_reshard.sources.tensor_fingerprint import TensorFingerprint
+NamedTensorList = Sequence[tuple[Any, ...]]  # (name, tensor) or (name, tensor, sharding), as `describe` takes them
 
-Given = Sequence[tuple[Any, ...]]  # as `describe` takes them, in a list
-
-_name, _tensor, _third = map(operator.itemgetter, range(3))
+_name, _tensor, _sharding = map(operator.itemgetter, range(3))
 _local, _spec = operator.attrgetter("_local_tensor"), operator.attrgetter("_spec")
 _storage, _id = torch.Tensor.untyped_storage, operator.attrgetter("_cdata")
 _expired = torch.UntypedStorage._expired
-_KINDS = {torch.Tensor, torch.nn.Parameter}  # of local tensors: others have no memory of their own
+_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}  # other local tensors have no memory of their own
+_FINGERPRINT = (
+    torch.Tensor.data_ptr,
+    operator.attrgetter("shape"),
+    torch.Tensor.stride,
+    operator.attrgetter("dtype"),
+    torch.Tensor.is_neg,  # a negated view has the same address and other values
+)
+
+
+class TensorFingerprint:
+    """Address, shape, strides and dtype of strided tensors at one time. Keeps none of them alive."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._count = len(tensors)
+        self._columns = []
+        # A subclass's own __torch_function__ would be Python code per tensor.
+        with torch._C.DisableTorchFunctionSubclass():
+            for read in _FINGERPRINT:
+                interned: dict[object, object] = {}  # many tensors share few shapes: fewer objects to collect
+                values = list(map(read, tensors))
+                self._columns.append((read, list(map(interned.setdefault, values, values))))
+        self._addresses = self._columns[0][1]
+        self._guards = _tensor_guards(tensors)
+
+    def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Returns whether these tensors are the same views of the same memory, in the same order."""
+        if len(tensors) != self._count:
+            return False
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                if self._guards is not None and self._guards.check(*tensors):
+                    return all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), self._addresses))
+                # Compared lazily: new lists of shapes would trigger the garbage collector.
+                return all(all(map(operator.eq, map(read, tensors), column)) for read, column in self._columns)
+        except RuntimeError:  # one of them is no longer strided and has no address
+            return False
+
+
+def _tensor_guards(tensors: Sequence[torch.Tensor]) -> Any:
+    """Returns torch.compile's check of everything but addresses, in one pass; None if this torch does not have it.
+
+    It also rejects changes that do not matter here (requires_grad, grad mode); the columns then decide.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        guards: Any = TensorGuards  # its stub has other argument types than it accepts
+        return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    except Exception:  # private to torch, and only an optimization
+        return None
 
 
 class ChangeDetector:
-    """The tensors of one update: names, how they are distributed, place in memory. Keeps no memory alive."""
+    """Names, shardings and memory of the tensors of one update. Keeps no memory alive."""
 
-    def __init__(self, given: Given) -> None:
-        tensors = list(map(_tensor, given))
-        self._names = list(map(_name, given))
-        self._lengths = list(map(len, given))
-        self._distributed = [isinstance(tensor, DTensor) for tensor in tensors]
-        self._plain = list(map(operator.not_, self._distributed))
-        self._described = [length > 2 for length in self._lengths]
-        self._specs = self._specs_of(given, tensors)
-        locals_ = self._locals_of(tensors)
-        self._places = TensorFingerprint(locals_)
-        self._storage_ids = list(map(_id, map(_storage, locals_)))
-        self._storages = {_id(storage): StorageWeakRef(storage) for storage in map(_storage, locals_)}
+    def __init__(self, named_tensors: NamedTensorList) -> None:
+        tensors = list(map(_tensor, named_tensors))
+        self._names = list(map(_name, named_tensors))
+        self._lengths = list(map(len, named_tensors))
+        self._is_dtensor = [isinstance(tensor, DTensor) for tensor in tensors]
+        self._is_plain = list(map(operator.not_, self._is_dtensor))
+        self._has_sharding = [length > 2 for length in self._lengths]
+        self._shardings = self._shardings_of(named_tensors, tensors)
+        local_tensors = self._local_tensors_of(tensors)
+        self._fingerprint = TensorFingerprint(local_tensors)
+        self._storage_ids = list(map(_id, map(_storage, local_tensors)))
+        self._storages = {_id(storage): StorageWeakRef(storage) for storage in map(_storage, local_tensors)}
 
     @classmethod
-    def of(cls, given: Given, read: Sequence[torch.Tensor]) -> ChangeDetector | None:
-        """None unless what was read (`TrainerState.locals`) is the memory of these very tensors.
+    def of(cls, named_tensors: NamedTensorList, read: Sequence[torch.Tensor]) -> ChangeDetector | None:
+        """Returns a detector; None if the memory `read` for them (`TrainerState.inputs`) is not these tensors' own.
 
-        It may be that of others that they stand for.
+        It is not if FSDP2's unsharded copies stand for sharded parameters, for example.
         """
-        locals_ = [t._local_tensor if isinstance(t, DTensor) else t for t in map(_tensor, given)]
-        theirs = _KINDS.issuperset(map(type, locals_)) and all(
-            local.data_ptr() == found.data_ptr() for local, found in zip(locals_, read, strict=True)
+        local_tensors = [t._local_tensor if isinstance(t, DTensor) else t for t in map(_tensor, named_tensors)]
+        own = _PLAIN_TYPES.issuperset(map(type, local_tensors)) and all(
+            local.data_ptr() == found.data_ptr() for local, found in zip(local_tensors, read, strict=True)
         )
-        return cls(given) if theirs else None
+        return cls(named_tensors) if own else None
 
-    def same(self, given: Given) -> bool:
-        """Whether to describe what is given would tell nothing new, its values aside."""
-        if list(map(len, given)) != self._lengths or list(map(_name, given)) != self._names:
+    def unchanged(self, named_tensors: NamedTensorList) -> bool:
+        """Returns whether `describe` would return the same for these tensors, with the same memory."""
+        if list(map(len, named_tensors)) != self._lengths or list(map(_name, named_tensors)) != self._names:
             return False
-        tensors = list(map(_tensor, given))
+        tensors = list(map(_tensor, named_tensors))
         try:
-            return all(map(operator.is_, self._specs_of(given, tensors), self._specs)) and self._there(
-                self._locals_of(tensors)
+            return all(map(operator.is_, self._shardings_of(named_tensors, tensors), self._shardings)) and (
+                self._same_memory(self._local_tensors_of(tensors))
             )
-        except (AttributeError, RuntimeError):  # no DTensor any more; or no storage
+        except (AttributeError, RuntimeError):  # no longer a DTensor, or without a storage
             return False
 
-    def _there(self, locals_: Sequence[Any]) -> bool:
-        """Whether these local tensors are views of the same storages, at the same places."""
+    def _same_memory(self, local_tensors: Sequence[Any]) -> bool:
         return (
-            # An address is given again once a storage is freed or resized, and so is an id.
-            list(map(_id, map(_storage, locals_))) == self._storage_ids
+            # Addresses and storage ids are reused once a storage is freed or resized.
+            list(map(_id, map(_storage, local_tensors))) == self._storage_ids
             and not any(map(_expired, self._storages))
-            and _KINDS.issuperset(map(type, locals_))
-            and self._places.same(locals_)
+            and _PLAIN_TYPES.issuperset(map(type, local_tensors))
+            and self._fingerprint.matches(local_tensors)
         )
 
-    def _locals_of(self, tensors: Sequence[Any]) -> list[Any]:
-        """The local tensors, those of DTensors first."""
-        return [*map(_local, compress(tensors, self._distributed)), *compress(tensors, self._plain)]
+    def _local_tensors_of(self, tensors: Sequence[Any]) -> list[Any]:
+        """Returns the local tensors, those of DTensors first."""
+        return [*map(_local, compress(tensors, self._is_dtensor)), *compress(tensors, self._is_plain)]
 
-    def _specs_of(self, given: Given, tensors: Sequence[Any]) -> list[Any]:
-        """What says how the tensors are distributed: objects that are replaced, not changed."""
-        return [*map(_spec, compress(tensors, self._distributed)), *map(_third, compress(given, self._described))]
+    def _shardings_of(self, named_tensors: NamedTensorList, tensors: Sequence[Any]) -> list[Any]:
+        """Returns the objects that describe shardings: they are replaced, never changed."""
+        return [
+            *map(_spec, compress(tensors, self._is_dtensor)),
+            *map(_sharding, compress(named_tensors, self._has_sharding)),
+        ]

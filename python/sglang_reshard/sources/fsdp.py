@@ -1,13 +1,12 @@
-"""FSDP2's sharded parameters, whatever it has registered on its modules at the moment.
+"""Finds FSDP2's sharded parameters, also while their modules are unsharded.
 
-Between a forward and the next backward FSDP2 leaves its root's parameters unsharded: what
-`named_parameters` yields then are plain tensors, gathered before the forward. They are a copy:
-rounded to `param_dtype` under a mixed precision policy, and out of date as soon as an optimizer has
-stepped. The sharded parameters, which optimizers write, stay in FSDP2's state all the while. This
-file reads them there and changes nothing, so it may be used at any time, in a forward or a backward
-too. `FSDPModule.reshard` would be public, but it takes memory from under whoever is using it.
+Between a forward and the next backward FSDP2 keeps its root's parameters unsharded: `named_parameters` then yields
+plain tensors, gathered before the forward. They are copies, rounded to `param_dtype` under mixed precision and stale
+after the next optimizer step. The sharded parameters, which optimizers write, stay in FSDP2's state. They are read
+there without changing anything, so that it is safe at any time, in a forward or backward too. `FSDPModule.reshard` is
+public, but frees memory that may be in use.
 
-FSDP2's state is private to torch; this is the only file that looks at it.
+FSDP2's state is private to torch; this is the only module that reads it.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ logger = logging.getLogger(__name__)
 
 
 def named_shards(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A module's weights as a checkpoint of it names them: parameters, then persistent buffers.
+    """Yields a module's weights under their checkpoint names: parameters, then persistent buffers.
 
-    FSDP2's parameters come as their sharded DTensors, also while they are unsharded; all others as
-    they are. Tied parameters come once, under their first name, as from `named_parameters`.
+    FSDP2's parameters are yielded as sharded DTensors, also while they are unsharded; all others as they are. Tied
+    parameters are yielded once, under their first name, as by `named_parameters`.
 
-    Raises Unsupported for FSDP1, and for a torch whose FSDP2 keeps its state elsewhere.
+    Raises Unsupported for FSDP1, and for a torch version that keeps FSDP2's state elsewhere.
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # engine ranks need neither
 
     for name, part in module.named_modules():
         if isinstance(part, FullyShardedDataParallel):
             raise Unsupported(
-                f"{name or 'the module'} is wrapped by FSDP1, whose flat parameters do not say where their elements "
-                "belong. Use fully_shard (FSDP2), or give (name, flat shard, spec) of every parameter"
+                f"{name or 'the module'} is wrapped by FSDP1, whose flat parameters do not tell where their elements "
+                "belong. Use fully_shard (FSDP2), or pass (name, flat shard, spec) for every parameter"
             )
     try:
         sharded = ShardedParameters(p._get_fsdp_state() for p in module.modules() if isinstance(p, FSDPModule))
     except AttributeError as error:
         raise Unsupported(
-            f"torch {torch.__version__} keeps FSDP2's sharded parameters where this package does not look ({error}). "
-            "Call reshard() on every FSDPModule of the model, and give model.named_parameters() instead"
+            f"torch {torch.__version__} is not supported by named_shards: FSDP2 keeps its sharded parameters elsewhere "
+            f"({error}). Call reshard() on every FSDPModule of the model, and pass model.named_parameters() instead"
         ) from error
     for name, parameter in module.named_parameters():
         yield name, sharded.of(name, parameter)
@@ -58,16 +57,16 @@ def named_shards(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class ShardedParameters:
-    """The sharded parameter for every copy of it that FSDP2 has registered in its place."""
+    """Maps the unsharded copies that FSDP2 has registered to their sharded parameters."""
 
     def __init__(self, states: Iterable[Any]) -> None:
         self._by_copy: dict[int, DTensor] = {}
-        # By the address of the copy's storage, for views of it; freed storages have none.
+        # By the address of the copy's storage, for views of it; freed storages have no address.
         self._by_storage: dict[int, tuple[torch.Tensor, DTensor]] = {}
         for state in {id(s): s for s in states}.values():
             for parameter in _parameters(state):
                 for name in ("_unsharded_param", "_sharded_post_forward_param"):
-                    copy = getattr(parameter, name, None)  # made by the first forward
+                    copy = getattr(parameter, name, None)  # set by the first forward
                     if copy is None:
                         continue
                     self._by_copy[id(copy)] = parameter.sharded_param
@@ -77,28 +76,28 @@ class ShardedParameters:
 
     @classmethod
     def of_this_process(cls) -> ShardedParameters:
-        """Of all FSDP2 modules alive; of none where torch's own register of them has moved."""
+        """Covers all live FSDP2 modules; none, with a warning, if torch keeps its registry of them elsewhere."""
         if "torch.distributed.fsdp" not in sys.modules:
             return cls(())
         try:
-            from torch.distributed._composable_state import _module_state_mapping as register
+            from torch.distributed._composable_state import _module_state_mapping as registry
             from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-            states = [reference() for reference in list(register.values())]
+            states = [reference() for reference in list(registry.values())]
             return cls(s for s in states if isinstance(s, FSDPState))
         except (ImportError, AttributeError) as error:
             logger.warning(
-                "torch %s keeps FSDP2's state where this package does not look (%s): call reshard() on every "
-                "FSDPModule before an update",
+                "torch %s keeps FSDP2's state elsewhere (%s): unsharded parameters are not recognized. Call reshard() "
+                "on every FSDPModule before an update",
                 torch.__version__,
                 error,
             )
             return cls(())
 
     def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The sharded parameter that `tensor` is FSDP2's copy of, or else `tensor` itself.
+        """Returns the sharded parameter of which `tensor` is FSDP2's unsharded copy, or `tensor` itself.
 
-        Raises Unsupported for a view of a part of such a copy.
+        Raises Unsupported for a partial view of such a copy.
         """
         if not self._by_copy:
             return tensor
@@ -107,19 +106,19 @@ class ShardedParameters:
             return sharded
         address = _address(tensor)
         copy, sharded = self._by_storage.get(address, (None, None))
-        if copy is None or sharded is None or _address(copy) != address:  # freed, and its address in use again
+        if copy is None or sharded is None or _address(copy) != address:  # freed, and its address is reused
             return tensor
         if tensor.shape == copy.shape and tensor.stride() == copy.stride():
             return sharded  # parameter.data, parameter.detach()
         raise Unsupported(
-            f"{name} is a view of FSDP2's unsharded copy of a parameter of shape {tuple(copy.shape)}, which an "
-            "optimizer step does not reach. Take the view of the sharded parameter, which "
-            "sglang_reshard.sources.named_shards(model) gives, or call reshard() on its FSDPModule first"
+            f"{name} is a view of FSDP2's unsharded copy of a parameter of shape {tuple(copy.shape)}, which optimizer "
+            "steps do not update. Take the view of the sharded parameter, which "
+            "sglang_reshard.sources.named_shards(model) yields, or call reshard() on its FSDPModule first"
         )
 
 
 def _parameters(state: Any) -> Iterator[Any]:
-    """torch's FSDPParam objects of one FSDPState."""
+    """Yields the FSDPParam objects of one FSDPState."""
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     for group in groups:
         if group is not None:
@@ -127,7 +126,7 @@ def _parameters(state: Any) -> Iterator[Any]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where a tensor's storage begins; 0 where it has none."""
+    """Returns the address of a tensor's storage; 0 if it has none."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if type(local) not in (torch.Tensor, nn.Parameter) or local.layout is not torch.strided:
         return 0

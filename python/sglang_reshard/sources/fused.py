@@ -1,10 +1,10 @@
-"""Tensors that stand for several checkpoint tensors: experts stacked in memory, gate and up fused.
+"""Splits fused tensors, which represent several checkpoint tensors: stacked experts, gate and up in one tensor.
 
-    ("mlp.experts.gate_up_proj", tensor, Stack((("mlp.experts.0.gate_proj.weight", part), ...)))
+    ("mlp.experts.gate_up_proj", tensor, FusedTensor((("mlp.experts.0.gate_proj.weight", fused_slice), ...)))
 
-Each part is a box of the stacked tensor. Who holds what of it follows from who holds what of the stack, and
-its shard is a view of the stack's own local tensor. A model has as many stacks as layers, and tens of
-thousands of parts, but few kinds of them: what becomes of the parts of a stack is worked out once a kind.
+Each slice is a box of the fused tensor. Its sharding follows from that of the fused tensor, and its local shard is a
+view of the fused local tensor. A model has as many fused tensors as layers and tens of thousands of slices, but few
+distinct ones: the slices of equally sharded fused tensors are computed once.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Box
-from sglang_reshard.layout.shard_map import Shard, ShardMap
+from sglang_reshard.layout.shard_map import ShardBox, ShardMap
 from sglang_reshard.layout.source_layout import MeshSharding
 
-Parts = tuple[tuple[str, "FusedSlice"], ...]  # the checkpoint's names, and where in the stack they are
+NamedSlices = tuple[tuple[str, "FusedSlice"], ...]  # checkpoint names, and their boxes of the fused tensor
 
 
 class FusedSlice(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a stacked tensor, `start <= index < stop` (elements), as a tensor of its own.
+    """A box of a fused tensor, `start <= index < stop` (elements), as a checkpoint tensor.
 
-    axes  the dimensions that it has, in its order; it has length 1 along the others, which go
+    axes  the fused tensor's dimensions that it has, in its own order; the box has length 1 along the others
     """
 
     start: tuple[int, ...]
@@ -43,68 +43,71 @@ class FusedSlice(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class FusedTensor:
-    """What a given tensor stands for, in place of its own name. Give the same object again for what did not change.
+    """The checkpoint tensors that an input tensor represents, in place of its own name.
 
-    spec  None for a DTensor, or a plain tensor that every rank holds whole; otherwise how a flat local shard is
-          held: a `ExplicitSharding`, or a spec like verl's `ShardSpec`
+    Pass the same object again while nothing changes: the update is then recognized as unchanged.
+
+    slices  (checkpoint name, box of the fused tensor) of each
+    spec    None for a DTensor, or a plain tensor that every rank holds in full; otherwise the sharding of a flat local
+            shard: an `ExplicitSharding`, or a spec like verl's `ShardSpec`
     """
 
-    parts: Parts
+    slices: NamedSlices
     spec: Any = None
 
 
-class FusedMember(NamedTuple):
-    """A checkpoint tensor that a given one stands for. `shard` is a view of that one's local tensor, or is empty."""
+class LocalShard(NamedTuple):
+    """A checkpoint tensor with this rank's shard of it, a view of the input's local tensor; empty if it has none."""
 
     name: str
     shape: tuple[int, ...]
-    distribution: MeshSharding | ShardMap
-    shard: torch.Tensor
+    sharding: MeshSharding | ShardMap
+    tensor: torch.Tensor
 
 
-def members(
-    where: str, parts: Parts, shape: tuple[int, ...], held: ShardMap, local: torch.Tensor, trainer_rank: int
-) -> Iterator[FusedMember]:
-    """What becomes of a stack of `shape` that is held like this, seen by one of its holders.
+def split_fused(
+    where: str, slices: NamedSlices, shape: tuple[int, ...], shard_map: ShardMap, local: torch.Tensor, trainer_rank: int
+) -> Iterator[LocalShard]:
+    """Yields the checkpoint tensors of a fused tensor of global `shape`, with views of the rank's `local` tensor.
 
-    Raises Mismatch for a part that is no box of the stack, and Unsupported for one of which a rank's elements are
-    no box of its local tensor; both begin with `where`.
+    Raises Mismatch for a slice that is not a box of the fused tensor, and Unsupported if a rank's elements of a slice
+    are not a box of its local tensor; both messages start with `where`.
     """
-    for name, part in parts:
-        if why := _fault(part, shape):
-            raise Mismatch(f"{where}: its part {name} {why}")
+    for name, fused_slice in slices:
+        if reason := _invalid_reason(fused_slice, shape):
+            raise Mismatch(f"{where}: its slice {name} {reason}")
     nothing = local.new_empty(0)
-    cuts = _cuts(held, tuple(part for _, part in parts), trainer_rank)
-    for (name, part), cut in zip(parts, cuts, strict=True):
-        if cut is None:
+    local_slices = _local_slices(shard_map, tuple(fused_slice for _, fused_slice in slices), trainer_rank)
+    for (name, fused_slice), found in zip(slices, local_slices, strict=True):
+        if found is None:
             raise Unsupported(
-                f"{where}: what a trainer rank holds of its part {name} is no box of that rank's local tensor; "
-                "give the parts as tensors of their own"
+                f"{where}: a trainer rank's elements of its slice {name} are not a box of that rank's local tensor; "
+                "pass the checkpoint tensors separately"
             )
-        shard = nothing if cut.box is None else local[cut.box]
-        if cut.order and cut.box is not None:
-            shard = shard.permute(cut.order)
-        yield FusedMember(name, part.shape, cut.holdings, shard)
+        tensor = nothing if found.selection is None else local[found.selection]
+        if found.order and found.selection is not None:
+            tensor = tensor.permute(found.order)
+        yield LocalShard(name, fused_slice.shape, found.shard_map, tensor)
 
 
 def slice_of(view: torch.Tensor, shape: tuple[int, ...]) -> FusedSlice:
-    """The part that `view` is of a contiguous tensor of `shape`, whose memory it is a view of; meta tensors will do.
+    """Returns the box that `view` is of a contiguous tensor of `shape` (elements); both may be on the meta device.
 
-    Raises Unsupported for what is no box of it with its dimensions in some order.
+    Raises Unsupported if the view is not a box with its dimensions permuted.
     """
     whole = torch.Size(shape).numel() * view.element_size()
     if view.untyped_storage().nbytes() == whole:
-        part = as_slice(int(view.storage_offset()), tuple(view.shape), tuple(view.stride()), shape)
-        if part is not None:
-            return part
+        found = as_slice(int(view.storage_offset()), tuple(view.shape), tuple(view.stride()), shape)
+        if found is not None:
+            return found
     raise Unsupported(
         f"a view of shape {tuple(view.shape)}, strides {tuple(view.stride())} and offset {view.storage_offset()} "
-        f"is no box of a tensor of shape {shape}, with its dimensions in some order"
+        f"is not a box of a tensor of shape {shape} with its dimensions permuted"
     )
 
 
 def as_slice(offset: int, size: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> FusedSlice | None:
-    """The part that a view (elements) is of a contiguous tensor of `shape`; None if it is no box, its axes permuted."""
+    """Returns the box that a strided view (elements) is of a contiguous tensor of `shape`; None if it is not one."""
     steps = [1] * len(shape)
     for axis in range(len(shape) - 1, 0, -1):
         steps[axis - 1] = steps[axis] * shape[axis]
@@ -114,7 +117,7 @@ def as_slice(offset: int, size: tuple[int, ...], strides: tuple[int, ...], shape
         start.append(index)
     axes: list[int | None] = []
     for length, stride in zip(size, strides, strict=True):
-        # Along a dimension of length 1 the stride says nothing, and any dimension that is left over will do.
+        # The stride of a dimension of length 1 is arbitrary: it matches any dimension that is left over.
         fits = [a for a in range(len(shape)) if length > 1 < shape[a] and steps[a] == stride and a not in axes]
         if length < 1 or (length > 1 and not fits):
             return None
@@ -125,79 +128,83 @@ def as_slice(offset: int, size: tuple[int, ...], strides: tuple[int, ...], shape
         return None
     order = tuple(axis for axis in chosen if axis is not None)
     stop = [a + (size[order.index(axis)] if axis in order else 1) for axis, a in enumerate(start)]
-    part = FusedSlice(tuple(start), tuple(stop), order)
-    return None if _fault(part, shape) else part
+    found = FusedSlice(tuple(start), tuple(stop), order)
+    return None if _invalid_reason(found, shape) else found
 
 
-def _fault(part: FusedSlice, shape: tuple[int, ...]) -> str:
-    """Why there is no such part of a tensor of `shape`; empty if there is."""
-    if not len(part.start) == len(part.stop) == len(shape):
-        return f"has not the {len(shape)} dimensions of the shape {shape}: {part}"
-    if any(not 0 <= a <= b <= n for a, b, n in zip(part.start, part.stop, shape, strict=True)):
-        return f"does not lie inside the shape {shape}: {part}"
-    gone = [axis for axis in range(len(shape)) if axis not in part.axes]
-    if len(gone) + len(part.axes) != len(shape) or any(part.stop[a] - part.start[a] != 1 for a in gone):
-        return f"must name each of its dimensions once, and may leave out those of length 1: {part}"
+def _invalid_reason(fused_slice: FusedSlice, shape: tuple[int, ...]) -> str:
+    """Returns why a tensor of `shape` does not have this slice; empty if it has."""
+    start, stop, axes = fused_slice.start, fused_slice.stop, fused_slice.axes
+    if not len(start) == len(stop) == len(shape):
+        return f"does not have the {len(shape)} dimensions of shape {shape}: {fused_slice}"
+    if any(not 0 <= a <= b <= n for a, b, n in zip(start, stop, shape, strict=True)):
+        return f"exceeds shape {shape}: {fused_slice}"
+    dropped = [axis for axis in range(len(shape)) if axis not in axes]
+    if len(dropped) + len(axes) != len(shape) or any(stop[a] - start[a] != 1 for a in dropped):
+        return f"must list each dimension once in `axes`, except dimensions of length 1: {fused_slice}"
     return ""
 
 
-class _Cut(NamedTuple):
-    """A part for one trainer rank.
+class _LocalSlice(NamedTuple):
+    """A fused slice on one trainer rank.
 
-    box    which elements of the rank's local tensor it is, as an index of it; None where the rank holds nothing of it
-    order  of the dimensions that are left then; empty if they are in order
+    selection  indexes the rank's local tensor; None if the rank holds nothing of the slice
+    order      permutes the dimensions that are left then; empty if they are in order
     """
 
-    holdings: ShardMap
-    box: tuple[int | slice, ...] | None
+    shard_map: ShardMap
+    selection: tuple[int | slice, ...] | None
     order: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=64)
-def _cuts(held: ShardMap, parts: tuple[FusedSlice, ...], trainer_rank: int) -> tuple[_Cut | None, ...]:
-    """All parts of a stack, in order. Where its elements are scattered over a rank's local tensor it is None."""
-    starts = np.array([piece.box.start for piece in held.pieces], np.int64)
-    stops = np.array([piece.box.stop for piece in held.pieces], np.int64)
-    alike: dict[ShardMap, ShardMap] = {}  # experts differ in hardly anything but their holders
-    found: list[_Cut | None] = []
-    for part in parts:
-        meet = ((starts < part.stop) & (stops > part.start)).all(axis=1) if held.pieces else np.empty(0, bool)
-        some = all(a < b for a, b in zip(part.start, part.stop, strict=True))
-        cut = _cut([held.pieces[i] for i in np.flatnonzero(meet)] if some else [], part, trainer_rank)
-        found.append(cut._replace(holdings=alike.setdefault(cut.holdings, cut.holdings)) if cut else None)
+def _local_slices(
+    shard_map: ShardMap, slices: tuple[FusedSlice, ...], trainer_rank: int
+) -> tuple[_LocalSlice | None, ...]:
+    """Returns every slice; None for one whose elements are scattered over some rank's local tensor."""
+    shards = shard_map.shards
+    starts = np.array([shard.box.start for shard in shards], np.int64)
+    stops = np.array([shard.box.stop for shard in shards], np.int64)
+    interned: dict[ShardMap, ShardMap] = {}  # experts mostly differ in their ranks only
+    found: list[_LocalSlice | None] = []
+    for part in slices:
+        overlaps = ((starts < part.stop) & (stops > part.start)).all(axis=1) if shards else np.empty(0, bool)
+        empty = any(a >= b for a, b in zip(part.start, part.stop, strict=True))
+        one = _local_slice([] if empty else [shards[i] for i in np.flatnonzero(overlaps)], part, trainer_rank)
+        found.append(one._replace(shard_map=interned.setdefault(one.shard_map, one.shard_map)) if one else None)
     return tuple(found)
 
 
-def _cut(pieces: Sequence[Shard], part: FusedSlice, trainer_rank: int) -> _Cut | None:
-    """A part, from the pieces of the stack that it has elements in common with."""
-    common = []
-    begin: dict[int, tuple[int, ...]] = {}  # trainer rank -> where its elements begin in its local tensor
+def _local_slice(shards: Sequence[ShardBox], part: FusedSlice, trainer_rank: int) -> _LocalSlice | None:
+    """Returns a slice, from the shards of the fused tensor that overlap it."""
+    overlaps = []
+    begin: dict[int, tuple[int, ...]] = {}  # trainer rank -> start of the slice in its local tensor
     end: dict[int, tuple[int, ...]] = {}
-    for piece in pieces:
-        start = tuple(map(max, piece.box.start, part.start))
-        stop = tuple(map(min, piece.box.stop, part.stop))
-        at = tuple(p + a - b for p, a, b in zip(piece.at, start, piece.box.start, strict=True))
-        last = tuple(p + b - a for p, a, b in zip(at, start, stop, strict=True))
-        common.append((start, stop, at, piece.ranks))
-        for rank in piece.ranks:
-            begin[rank] = tuple(map(min, begin.get(rank, at), at))
-            end[rank] = tuple(map(max, end.get(rank, last), last))
-    gone = [axis for axis in range(len(part.start)) if axis not in part.axes]
-    if any(end[rank][axis] - begin[rank][axis] != 1 for rank in begin for axis in gone):
+    for shard in shards:
+        start = tuple(map(max, shard.box.start, part.start))
+        stop = tuple(map(min, shard.box.stop, part.stop))
+        local_start = tuple(p + a - b for p, a, b in zip(shard.local_start, start, shard.box.start, strict=True))
+        local_stop = tuple(p + b - a for p, a, b in zip(local_start, start, stop, strict=True))
+        overlaps.append((start, stop, local_start, shard.ranks))
+        for rank in shard.ranks:
+            begin[rank] = tuple(map(min, begin.get(rank, local_start), local_start))
+            end[rank] = tuple(map(max, end.get(rank, local_stop), local_stop))
+    dropped = [axis for axis in range(len(part.start)) if axis not in part.axes]
+    if any(end[rank][axis] - begin[rank][axis] != 1 for rank in begin for axis in dropped):
         return None
 
-    def inside(index: tuple[int, ...], origin: tuple[int, ...]) -> tuple[int, ...]:
+    def within(index: tuple[int, ...], origin: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(index[axis] - origin[axis] for axis in part.axes)
 
-    holdings = ShardMap.of(
-        (Box(inside(start, part.start), inside(stop, part.start)), inside(at, begin[rank]), rank)
-        for start, stop, at, ranks in common
+    shard_map = ShardMap.of(
+        (Box(within(start, part.start), within(stop, part.start)), within(local_start, begin[rank]), rank)
+        for start, stop, local_start, ranks in overlaps
         for rank in ranks
     )
-    box = None
+    selection = None
     if trainer_rank in begin:
         bounds = enumerate(zip(begin[trainer_rank], end[trainer_rank], strict=True))
-        box = tuple(slice(a, b) if axis in part.axes else a for axis, (a, b) in bounds)
+        selection = tuple(slice(a, b) if axis in part.axes else a for axis, (a, b) in bounds)
     kept = sorted(part.axes)
     order = tuple(map(kept.index, part.axes))
-    return _Cut(holdings, box, order if order != tuple(range(len(order))) else ())
+    return _LocalSlice(shard_map, selection, order if order != tuple(range(len(order))) else ())

@@ -1,8 +1,8 @@
-"""Which part of a stacked tensor each checkpoint tensor is, learned from the converter that makes them.
+"""Determines which slice of a fused tensor each checkpoint tensor is, by running the converter that creates them.
 
-A converter takes a run of rows (experts) and hands out named tensors, by slicing, transposing and renaming.
-It is run once, over a row without bytes: what it hands out are views, and a view says which part of the row
-it is. One that insists on reading or moving data is run over a row of element indices instead.
+A converter takes rows (experts) and returns named tensors, by slicing, transposing and renaming. It runs once, on a
+row on the meta device: what it returns are views, and a view tells its box of the row. A converter that reads or moves
+data runs on a row of element indices instead.
 """
 
 from __future__ import annotations
@@ -15,75 +15,78 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.sources.fused import FusedSlice, Parts, as_slice
+from sglang_reshard.sources.fused import FusedSlice, NamedSlices, as_slice
 
 Converter = Callable[[int, torch.Tensor], Sequence[tuple[str, torch.Tensor]]]
-Named = Sequence[tuple[str, Sequence[int]]]  # (name, shape)
 
-_INDEX_BYTES = 1 << 30  # that a row of element indices may take: 8 bytes an element
-_copies = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+_MAX_INDEX_BYTES = 1 << 30  # of a row of element indices, 8 bytes per element
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 
 
-def fused_slices(names_and_shapes: Named, full_shape: Sequence[int], to_hf_chunk: Converter | None = None) -> Parts:
-    """The parts of a stacked tensor of `full_shape` (elements) that verl's `ShardSpec.hf_slots` names.
+def fused_slices(
+    names_and_shapes: Sequence[tuple[str, Sequence[int]]],
+    full_shape: Sequence[int],
+    to_hf_chunk: Converter | None = None,
+) -> NamedSlices:
+    """Returns the slices of a fused tensor of global `full_shape` (elements) that verl's `ShardSpec.hf_slots` names.
 
-    names_and_shapes  what the converter makes of all rows, one row after the other
-    to_hf_chunk       the converter: (number of the first row, rows) -> [(name, tensor)]. Without one, each name
-                      is a row. It is taken to do to every row what it does to row 0, but for numbers in names
+    names_and_shapes  what the converter returns for all rows, row by row
+    to_hf_chunk       the converter: (number of the first row, rows) -> [(name, tensor)]. Without one, each name is a
+                      row. It is assumed to treat every row as row 0, except for numbers in names
 
-    Raises Unsupported, naming the tensor, for names that are not what the converter makes, and for tensors that
-    are no box of a row with its dimensions in some order.
+    Raises Unsupported, naming the tensor, for names that the converter does not return, and for tensors that are not a
+    box of a row with its dimensions permuted.
     """
     shape = tuple(map(int, full_shape))
-    told = [(name, tuple(map(int, size))) for name, size in names_and_shapes]
-    if to_hf_chunk is None:
-        part = FusedSlice((0,) * len(shape), (1, *shape[1:]), tuple(range(1, len(shape))))
-        return _of_all_rows(told, shape, [(told[0][0] if told else "", part)])
+    named = [(name, tuple(map(int, size))) for name, size in names_and_shapes]
     row = (1, *shape[1:])
-    return _of_all_rows(told, shape, _from_views(to_hf_chunk, row) or _from_indices(to_hf_chunk, row))
+    if to_hf_chunk is None:
+        slices = [(named[0][0] if named else "", FusedSlice((0,) * len(shape), row, tuple(range(1, len(shape)))))]
+    else:
+        slices = _from_views(to_hf_chunk, row) or _from_indices(to_hf_chunk, row)
+    return _of_all_rows(named, shape, slices)
 
 
 def _of_all_rows(
-    told: list[tuple[str, tuple[int, ...]]], shape: tuple[int, ...], of_row: list[tuple[str, FusedSlice]]
-) -> Parts:
-    """The parts of all rows from those of row 0."""
-    if len(told) != shape[0] * len(of_row):
+    named: list[tuple[str, tuple[int, ...]]], shape: tuple[int, ...], slices: list[tuple[str, FusedSlice]]
+) -> NamedSlices:
+    """Returns the slices of all rows, given those of row 0."""
+    if len(named) != shape[0] * len(slices):
         raise Unsupported(
-            f"{told[0][0] if told else 'a stack'}: {len(told)} names were given for {shape[0]} rows of {len(of_row)} "
-            "tensors each"
+            f"{named[0][0] if named else 'a fused tensor'}: got {len(named)} names for {shape[0]} rows of "
+            f"{len(slices)} tensors each"
         )
-    patterns = [_pattern(name) for name, _ in of_row]
+    patterns = [_pattern(name) for name, _ in slices]
     found = []
-    for number, (name, size) in enumerate(told):
-        row, place = divmod(number, len(of_row))
-        made, part = of_row[place]
-        if _pattern(name) != patterns[place] or size != part.shape or (row == 0 and name != made):
+    for number, (name, size) in enumerate(named):
+        row, place = divmod(number, len(slices))
+        first_name, part = slices[place]
+        if _pattern(name) != patterns[place] or size != part.shape or (row == 0 and name != first_name):
             raise Unsupported(
-                f"{name} of shape {size} is named where the converter makes {made} of shape {part.shape} of row 0; "
-                "it has to treat all rows alike"
+                f"{name} of shape {size} is listed where the converter returns {first_name} of shape {part.shape} for "
+                "row 0; it has to treat all rows alike"
             )
         found.append((name, FusedSlice((row, *part.start[1:]), (row + 1, *part.stop[1:]), part.axes)))
     return tuple(found)
 
 
 def _pattern(name: str) -> str:
-    """A name, whatever its numbers."""
     return re.sub(r"\d+", "#", name)
 
 
 def _from_views(to_hf_chunk: Converter, row: tuple[int, ...]) -> list[tuple[str, FusedSlice]] | None:
-    """Run over a row without bytes; None unless all that comes out are views of it, and boxes."""
+    """Runs the converter on a meta tensor. Returns None unless it returns only views of it that are boxes."""
     whole = torch.empty(row, dtype=torch.bfloat16, device="meta")
-    with torch.no_grad(), _Bytelessly() as mode:
+    with torch.no_grad(), _MetaCopies() as mode:
         try:
-            made = list(to_hf_chunk(0, whole))
-        except Exception:  # whatever a converter makes of a tensor without data
+            returned = list(to_hf_chunk(0, whole))
+        except Exception:  # a converter may raise anything on a tensor without data
             return None
     if mode.computed:
         return None
     memory = whole.untyped_storage()._cdata
     found = []
-    for name, view in made:
+    for name, view in returned:
         if view.dtype != whole.dtype or view.untyped_storage()._cdata != memory:
             return None
         part = as_slice(int(view.storage_offset()), tuple(view.shape), tuple(view.stride()), row)
@@ -93,10 +96,10 @@ def _from_views(to_hf_chunk: Converter, row: tuple[int, ...]) -> list[tuple[str,
     return found
 
 
-class _Bytelessly(TorchDispatchMode):
-    """Copies are what they are copies of: on another device, or contiguous, they have the same elements.
+class _MetaCopies(TorchDispatchMode):
+    """Returns the input of every copy: moved to another device or made contiguous, it has the same elements.
 
-    computed  whether memory was written or anything was computed, which a view would not show
+    computed  whether anything was computed or memory was written, which views do not show
     """
 
     def __init__(self) -> None:
@@ -105,29 +108,29 @@ class _Bytelessly(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _copies and kwargs.get("dtype") in (None, args[0].dtype):
+        if func in _COPIES and kwargs.get("dtype") in (None, args[0].dtype):
             return args[0]
         self.computed |= not func.is_view
         return func(*args, **kwargs)
 
 
 def _from_indices(to_hf_chunk: Converter, row: tuple[int, ...]) -> list[tuple[str, FusedSlice]]:
-    """Run over a row of element indices, which then tell where each element went."""
+    """Runs the converter on a row of element indices, which then tell where each element went."""
     elements = torch.Size(row).numel()
-    if 8 * elements > _INDEX_BYTES:
+    if 8 * elements > _MAX_INDEX_BYTES:
         raise Unsupported(
-            f"the converter of a stack whose rows have {elements:,} elements does more than to slice and transpose "
-            "them; give the checkpoint's tensors themselves"
+            f"the converter of a fused tensor with {elements:,} elements per row does more than slice and transpose; "
+            "pass the checkpoint tensors separately"
         )
     try:
         with torch.no_grad():
-            made = [(name, tensor.cpu()) for name, tensor in to_hf_chunk(0, torch.arange(elements).view(row))]
+            returned = [(name, tensor.cpu()) for name, tensor in to_hf_chunk(0, torch.arange(elements).view(row))]
     except Exception as error:
         raise Unsupported(
-            f"what the converter of a stack does with a row of shape {row} cannot be learned, neither without bytes "
-            f"nor from integers ({type(error).__name__}: {error}); give the checkpoint's tensors themselves"
+            f"the converter of a fused tensor runs neither on a meta tensor nor on an int64 tensor of shape {row} "
+            f"({type(error).__name__}: {error}); pass the checkpoint tensors separately"
         ) from error
-    return [(name, _from_index(name, indices, row)) for name, indices in made]
+    return [(name, _from_index(name, indices, row)) for name, indices in returned]
 
 
 def _from_index(name: str, indices: torch.Tensor, row: tuple[int, ...]) -> FusedSlice:
@@ -145,7 +148,7 @@ def _from_index(name: str, indices: torch.Tensor, row: tuple[int, ...]) -> Fused
             part = as_slice(int(first), tuple(indices.shape), strides, row)
     if part is None:
         raise Unsupported(
-            f"{name} is no box of a row of shape {row} with its dimensions in some order: the converter computes or "
-            "reorders; give the checkpoint's tensors themselves"
+            f"{name} is not a box of a row of shape {row} with its dimensions permuted: the converter computes or "
+            "reorders; pass the checkpoint tensors separately"
         )
     return part

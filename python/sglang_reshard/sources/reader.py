@@ -1,92 +1,133 @@
-"""One given tensor: which checkpoint tensors it stands for, how they are held, and this rank's shards of them."""
+"""Reads one input tensor: the checkpoint tensors it represents, their shardings, and this rank's local shards.
+
+Errors name the trainer rank and the tensor. `where` is both, "trainer rank 1: model.norm.weight".
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from sglang_reshard.errors import Unsupported
-from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap, canonical
-from sglang_reshard.layout.source_layout import MeshSharding, shard_map
-from sglang_reshard.sources.checks import as_held, check_held, check_kind
-from sglang_reshard.sources.dtensor import DescribedTensor, Meshes, from_dtensor, plain
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout.regions import ITEM_BYTES
+from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap, canonical, invalid_reason
+from sglang_reshard.layout.source_layout import MeshSharding, compute_local_shapes, compute_shard_map
+from sglang_reshard.sources.dtensor import DescribedTensor, MeshCache, from_dtensor, replicated
 from sglang_reshard.sources.fsdp import ShardedParameters
-from sglang_reshard.sources.fused import FusedMember, FusedTensor, members
-from sglang_reshard.sources.verl_shard_spec import from_shard_spec, stack_of
-
-
-class ReadTensor(NamedTuple):
-    """What was read of a given tensor.
-
-    local    the local tensor that it stands for; the members' shards are views of it
-    dtype    of all members, torch's name for it
-    members  the checkpoint tensors: itself, or those of a stack
-    """
-
-    local: torch.Tensor
-    dtype: str
-    members: Iterable[FusedMember]
+from sglang_reshard.sources.fused import FusedTensor, LocalShard, split_fused
+from sglang_reshard.sources.verl_shard_spec import from_shard_spec, fused_tensor_of
 
 
 class TensorReader:
-    """Reads one training state, tensor by tensor, for one trainer rank. What many tensors share is read once."""
+    """Reads the tensors of one training state on one trainer rank. What tensors have in common is read once."""
 
     def __init__(self, trainer_rank: int, global_ranks: tuple[int, ...]) -> None:
         self._rank, self._ranks = trainer_rank, len(global_ranks)
-        self._meshes = Meshes({g: t for t, g in enumerate(global_ranks)})
+        self._meshes = MeshCache({g: t for t, g in enumerate(global_ranks)})
         self._checked: set[tuple[tuple[int, ...], MeshSharding | ShardMap]] = set()
-        self._sharded: ShardedParameters | None = None
+        self._fsdp: ShardedParameters | None = None
 
-    def read(self, name: str, given: Any, third: Any) -> ReadTensor:
-        """`given` and `third` as in `describe`, which says what is raised."""
+    def read(self, name: str, given: Any, sharding: Any) -> tuple[torch.Tensor, str, Iterable[LocalShard]]:
+        """Reads one entry of `describe`'s named tensors, and raises as it does.
+
+        Returns the local tensor, the dtype (torch's name), and the local shards of the checkpoint tensors that it
+        represents, which are views of the local tensor: one, or those of a fused tensor.
+        """
         where = f"trainer rank {self._rank}: {name}"
         if not isinstance(given, torch.Tensor):
-            raise Unsupported(f"{where} is no tensor but of the type {type(given).__name__}; leave it out")
-        stack, spec = _stack_and_spec(where, third)
+            raise Unsupported(f"{where} is a {type(given).__name__}, not a torch.Tensor; leave it out")
+        fused, spec = None, sharding
+        if sharding is not None and not isinstance(sharding, ExplicitSharding):
+            fused = sharding if isinstance(sharding, FusedTensor) else fused_tensor_of(where, sharding)
+            spec = fused.spec if fused else sharding
         tensor = given if spec is not None else self._registered(where, given)
         described = self._described(where, tensor, spec)
-        check_kind(where, described.local)
-        held = self._holdings(where, described)
-        local = as_held(where, described, self._rank)
+        _check_carried(where, described.local)
+        shard_map = self._checked_shard_map(where, described)
+        local = _shaped(where, described, self._rank)
         # A rank outside the tensor's mesh has an empty local tensor of any dtype.
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if stack is None:
-            return ReadTensor(
-                described.local, dtype, [FusedMember(name, described.shape, described.distribution, local)]
-            )
-        return ReadTensor(described.local, dtype, members(where, stack.parts, described.shape, held, local, self._rank))
+        if fused is None:
+            return described.local, dtype, [LocalShard(name, described.shape, described.sharding, local)]
+        shards = split_fused(where, fused.slices, described.shape, shard_map, local, self._rank)
+        return described.local, dtype, shards
 
     def _registered(self, where: str, given: torch.Tensor) -> torch.Tensor:
-        """The tensor, or the sharded parameter that it is FSDP2's copy of."""
-        # Looked up late: a generator of named tensors may run a forward before its first.
-        self._sharded = self._sharded or ShardedParameters.of_this_process()
-        return self._sharded.of(where, given)
+        """Returns the tensor, or the sharded parameter if it is FSDP2's unsharded copy of one."""
+        # Not in the constructor: a generator of named tensors may run a forward before its first.
+        self._fsdp = self._fsdp or ShardedParameters.of_this_process()
+        return self._fsdp.of(where, given)
 
     def _described(self, where: str, tensor: torch.Tensor, spec: Any) -> DescribedTensor:
         if isinstance(spec, ExplicitSharding):
-            return DescribedTensor(tuple(spec.shape), canonical(spec.holdings), tensor)
+            return DescribedTensor(tuple(spec.shape), canonical(spec.shard_map), tensor)
         if spec is not None:
             return from_shard_spec(where, tensor, spec, self._meshes)
         if isinstance(tensor, DTensor):
             return from_dtensor(where, tensor, self._meshes)
-        return plain(tuple(tensor.shape), tensor, self._meshes)
+        return replicated(tuple(tensor.shape), tensor, self._meshes)
 
-    def _holdings(self, where: str, described: DescribedTensor) -> ShardMap:
-        shape, distribution, _ = described
-        stated = isinstance(distribution, ShardMap)
-        held = distribution if isinstance(distribution, ShardMap) else shard_map(shape, *distribution)
-        if (shape, distribution) not in self._checked:
-            check_held(where, shape, held, self._ranks, stated=stated)
-            self._checked.add((shape, distribution))
-        return held
+    def _checked_shard_map(self, where: str, described: DescribedTensor) -> ShardMap:
+        shape, sharding, _ = described
+        explicit = isinstance(sharding, ShardMap)
+        shard_map = sharding if isinstance(sharding, ShardMap) else compute_shard_map(shape, *sharding)
+        if (shape, sharding) in self._checked:
+            return shard_map
+        if explicit and (reason := invalid_reason(ExplicitSharding(shape, shard_map), self._ranks)):
+            raise Mismatch(f"{where} has an invalid explicit sharding: {reason}")
+        if shard_map.covered_elements() != math.prod(shape):
+            raise Unsupported(
+                f"{where}: the trainer ranks of this update hold {shard_map.covered_elements()} of its "
+                f"{math.prod(shape)} elements; create the sender on all ranks that hold shards of it (all ranks of its "
+                "mesh, if it has one)"
+            )
+        self._checked.add((shape, sharding))
+        return shard_map
 
 
-def _stack_and_spec(where: str, third: Any) -> tuple[FusedTensor | None, Any]:
-    """The stack that a tensor is, if it is one, and how it is held, if it does not say so itself."""
-    if third is None or isinstance(third, ExplicitSharding):
-        return None, third
-    stack = third if isinstance(third, FusedTensor) else stack_of(where, third)
-    return stack, third if stack is None else stack.spec
+def _check_carried(where: str, local: torch.Tensor) -> None:
+    """Raises Unsupported for a local tensor whose memory is not simply its elements."""
+    if local.layout is not torch.strided:
+        raise Unsupported(f"{where} is a {local.layout} tensor; pass a dense one")
+    if local.device.type == "meta":
+        raise Unsupported(f"{where} is on the meta device and has no data; materialize it first")
+    if is_traceable_wrapper_subclass(local):
+        raise Unsupported(f"{where} is a {type(local).__name__}, which wraps other tensors; pass those, or a plain one")
+    if str(local.dtype).removeprefix("torch.") not in ITEM_BYTES:
+        raise Unsupported(f"{where} has the unsupported dtype {local.dtype}; cast it first")
+    if local.is_neg():
+        raise Unsupported(f"{where} is a negated view, whose memory has the opposite sign; pass its resolve_neg()")
+    if local.numel() and not local.untyped_storage().nbytes():
+        raise Unsupported(f"{where} has no memory any more: its storage was freed; pass the parameter that is registered now")
+
+
+def _shaped(where: str, described: DescribedTensor, trainer_rank: int) -> torch.Tensor:
+    """Returns the local tensor in its sharding's local shape (verl passes it flat). Raises Mismatch if it has none."""
+    shape, sharding, local = described
+    local = local.detach()
+    if isinstance(sharding, MeshSharding):
+        expected = compute_local_shapes(shape, *sharding).get(trainer_rank, (0,))
+        if tuple(local.shape) == expected:
+            return local
+        if local.numel() == math.prod(expected) and (local.dim() == 1 or local.numel() == 0):
+            return local.view(expected)
+        raise Mismatch(
+            f"{where} has a local shard of shape {tuple(local.shape)}, but its placements over global shape {shape} "
+            f"require {expected}; was it resharded without updating its placements?"
+        )
+    least = sharding.min_local_shape(trainer_rank)
+    if least is None:
+        return local.new_empty(0)
+    if local.dim() == len(least) and all(n <= m for n, m in zip(least, local.shape, strict=True)):
+        return local
+    if local.dim() == 1 and local.numel() == math.prod(least):
+        return local.view(least)
+    raise Mismatch(
+        f"{where} has a local tensor of shape {tuple(local.shape)}, but this rank's shards of global shape {shape} "
+        f"reach to {least} in it; pass the local tensor that its explicit sharding refers to"
+    )

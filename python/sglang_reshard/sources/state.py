@@ -1,8 +1,8 @@
-"""A trainer rank's named tensors, read into the Layout that all ranks share and this rank's local shards."""
+"""Reads a trainer rank's named tensors into the `SourceLayout` that all ranks share and this rank's local shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,16 +26,16 @@ NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor] | tuple[str, torch.T
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """The layout of all trainer ranks, and this rank's shards in the layout's order (elements in local order).
+    """The layout of all trainer ranks and this rank's memory.
 
-    A shard may be larger than what the layout says of it, and may be several tensors' shard: see `ShardMap`.
-
-    locals  the local tensor that each given tensor stands for, in the order given
+    shards  this rank's local tensor of each tensor of the layout, in its order. It may be larger than the shards that
+            the layout has of it, and several may be the same memory: see `ShardMap`
+    inputs  the local tensor of each tensor that was passed, in the order passed
     """
 
     layout: SourceLayout
     shards: tuple[torch.Tensor, ...]
-    locals: tuple[torch.Tensor, ...]
+    inputs: tuple[torch.Tensor, ...]
 
 
 def describe(
@@ -44,45 +44,46 @@ def describe(
     trainer_rank: int,
     global_ranks: tuple[int, ...],
 ) -> TrainerState:
-    """Read a training state. Moves, gathers and copies nothing.
+    """Reads a training state. Moves, gathers and copies nothing.
 
-    named_tensors  (name, tensor), the tensor a DTensor or a plain tensor that every rank holds whole; or (name,
-                   tensor, third). A module stands for its `named_shards`
+    named_tensors  (name, tensor) with a DTensor, or a plain tensor that every rank holds in full; or (name, tensor,
+                   sharding). A module is read as its `named_shards`
     global_ranks   the global rank of each trainer rank
 
-    The third element says what else a tensor is, and None says nothing:
+    The sharding is one of
 
-    Held   how the trainer ranks hold a tensor; given with it is this rank's local tensor, any view of any
-           memory, which may be larger than what it holds, and empty where it holds nothing (the dtype counts)
-    Stack  which checkpoint tensors it stands for; its own name is none of them
-    a spec like verl's `ShardSpec`, given with a flat local shard
+    ExplicitSharding  which trainer rank holds which boxes. The tensor is then this rank's local tensor, any view of
+                      any memory; it may be larger than its shards, and is empty (of the right dtype) without any
+    FusedTensor       the checkpoint tensors that it represents; its own name is none of them
+    a spec like verl's `ShardSpec`, with a flat local shard
+    None              the tensor tells by itself
 
-    The same tensor may be given under several names (`aliases` tells). FSDP2's unsharded copies, which
-    `named_parameters` yields between a forward and its backward, stand for the sharded parameters; see
+    The same tensor may be passed under several names (see `tied_names`). FSDP2's unsharded copies, which
+    `named_parameters` yields between a forward and its backward, are read as the sharded parameters; see
     `sglang_reshard.sources.fsdp`.
 
-    Raises Unsupported for placements, dtypes and kinds of tensors that cannot be carried, and Mismatch
-    where a shard is not what is said of it; both name the tensor and the trainer rank.
+    Raises Unsupported for placements, dtypes and tensors that cannot be sent, and Mismatch if a local tensor does not
+    fit its sharding; both name the tensor and the trainer rank.
     """
-    reader, tables = TensorReader(trainer_rank, global_ranks), _Tables()
-    tensors, shards, locals_ = [], [], []
+    reader, tables = TensorReader(trainer_rank, global_ranks), _LayoutTables()
+    tensors, shards, inputs = [], [], []
     names: set[str] = set()
-    for name, given, *third in listed(named_tensors, trainer_rank):
-        read = reader.read(name, given, third[0] if third else None)
-        for member in read.members:
-            if member.name in names:
-                raise Mismatch(f"trainer rank {trainer_rank}: the name {member.name} was given twice")
-            names.add(member.name)
-            tensors.append(SourceTensor(member.name, member.shape, read.dtype, *tables.numbers(member.distribution)))
-            shards.append(member.shard)
-        locals_.append(read.local)
+    for name, given, *sharding in as_list(named_tensors, trainer_rank):
+        local, dtype, local_shards = reader.read(name, given, sharding[0] if sharding else None)
+        for shard in local_shards:
+            if shard.name in names:
+                raise Mismatch(f"trainer rank {trainer_rank}: the name {shard.name} was passed twice")
+            names.add(shard.name)
+            tensors.append(SourceTensor(shard.name, shard.shape, dtype, *tables.indices(shard.sharding)))
+            shards.append(shard.tensor)
+        inputs.append(local)
     if not tensors:
-        raise Mismatch(f"trainer rank {trainer_rank}: there are no tensors to send")
-    return TrainerState(tables.layout(len(global_ranks), tensors), tuple(shards), tuple(locals_))
+        raise Mismatch(f"trainer rank {trainer_rank}: no tensors were passed")
+    return TrainerState(tables.layout(len(global_ranks), tensors), tuple(shards), tuple(inputs))
 
 
-def listed(named_tensors: NamedTensors | torch.nn.Module, trainer_rank: int) -> list[tuple[Any, ...]]:
-    """What is given, as a list; a module's `named_shards`. Raises Unsupported as those do."""
+def as_list(named_tensors: NamedTensors | torch.nn.Module, trainer_rank: int) -> list[tuple[Any, ...]]:
+    """Returns the named tensors, or a module's `named_shards`, as a list. Raises Unsupported as `named_shards` does."""
     if not isinstance(named_tensors, torch.nn.Module):
         return list(named_tensors)
     try:
@@ -91,30 +92,52 @@ def listed(named_tensors: NamedTensors | torch.nn.Module, trainer_rank: int) -> 
         raise Unsupported(f"trainer rank {trainer_rank}: {error}") from error
 
 
-class _Tables:
-    """The tables of a layout, as they grow."""
+def tied_names(layout: SourceLayout, shards: Sequence[torch.Tensor]) -> dict[str, str]:
+    """Returns name -> earlier name of the same tensor, for tensors that were passed under several names.
+
+    Tied tensors have the same memory, local shape and strides, and the same global shape, dtype and sharding: slices
+    of a fused tensor are not tied. A rank that holds no element of a tensor cannot tell and omits it, so the result
+    may differ between ranks.
+    """
+    first: dict[object, str] = {}
+    tied: dict[str, str] = {}
+    for tensor, shard in zip(layout.tensors, shards, strict=True):
+        if shard.numel() == 0:
+            continue
+        key = (
+            (shard.device, shard.data_ptr(), tuple(shard.shape), shard.stride()),
+            (tensor.shape, tensor.dtype, tensor.mesh, tensor.placements),
+        )
+        earlier = first.setdefault(key, tensor.name)
+        if earlier != tensor.name:
+            tied[tensor.name] = earlier
+    return tied
+
+
+class _LayoutTables:
+    """Collects the meshes, placements and explicit shard maps of a layout."""
 
     def __init__(self) -> None:
         self._meshes: dict[Mesh, int] = {}
         self._placements: dict[tuple[Placement, ...], int] = {}
         self._explicit: dict[ShardMap, int] = {}
-        # By identity: thousands of tensors share a distribution, and to hash one takes a while. Each is kept, so
-        # that its id stays its own.
+        # Keyed by identity, as hashing a sharding is slow and thousands of tensors share one. It is kept, so that its
+        # id stays unique.
         self._known: dict[int, tuple[MeshSharding | ShardMap, tuple[int, int]]] = {}
 
-    def numbers(self, distribution: MeshSharding | ShardMap) -> tuple[int, int]:
-        """What a `SourceTensor` says of its mesh and placements."""
-        known = self._known.get(id(distribution))
+    def indices(self, sharding: MeshSharding | ShardMap) -> tuple[int, int]:
+        """Returns `mesh` and `placements` of a `SourceTensor`."""
+        known = self._known.get(id(sharding))
         if known is None:
-            known = self._known[id(distribution)] = distribution, self._numbered(distribution)
+            known = self._known[id(sharding)] = sharding, self._insert(sharding)
         return known[1]
 
-    def _numbered(self, distribution: MeshSharding | ShardMap) -> tuple[int, int]:
-        if isinstance(distribution, ShardMap):
-            return EXPLICIT, self._explicit.setdefault(distribution, len(self._explicit))
+    def _insert(self, sharding: MeshSharding | ShardMap) -> tuple[int, int]:
+        if isinstance(sharding, ShardMap):
+            return EXPLICIT, self._explicit.setdefault(sharding, len(self._explicit))
         return (
-            self._meshes.setdefault(distribution.mesh, len(self._meshes)),
-            self._placements.setdefault(distribution.placements, len(self._placements)),
+            self._meshes.setdefault(sharding.mesh, len(self._meshes)),
+            self._placements.setdefault(sharding.placements, len(self._placements)),
         )
 
     def layout(self, trainer_ranks: int, tensors: Iterable[SourceTensor]) -> SourceLayout:

@@ -1,10 +1,10 @@
-"""verl's ShardSpec, read by its attributes, and what its explicit blocks come down to.
+"""Reads verl's ShardSpec by its attributes, without importing verl.
 
-full_shape          of the whole tensor, elements
-mesh, placements    as of a DTensor; without a mesh every trainer rank holds the whole
-hf_slots            names and shapes of the checkpoint tensors that it stands for, if it is a stack
-to_hf_chunk         how the stack becomes those, if not row by row
-place               this rank's block, where no mesh says it: not read here, see `blocks`
+full_shape          global shape, elements
+mesh, placements    as of a DTensor; without a mesh every trainer rank holds the tensor in full
+hf_slots            names and shapes of the checkpoint tensors it represents, for a fused tensor
+to_hf_chunk         the converter of the fused tensor to those, if they are not its rows
+place               this rank's block, if no mesh tells it: not read here, see `blocks`
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap
-from sglang_reshard.sources.dtensor import DescribedTensor, Meshes, plain
+from sglang_reshard.sources.dtensor import DescribedTensor, MeshCache, replicated
 from sglang_reshard.sources.fused import FusedTensor
 from sglang_reshard.sources.layout_probe import fused_slices
 
 
-def from_shard_spec(where: str, local: torch.Tensor, spec: Any, meshes: Meshes) -> DescribedTensor:
-    """A flat local shard and its ShardSpec. Raises Unsupported, with `where`, for one with a `place`."""
+def from_shard_spec(where: str, local: torch.Tensor, spec: Any, meshes: MeshCache) -> DescribedTensor:
+    """Describes a flat local shard with a ShardSpec. Raises Unsupported, starting with `where`, for a `place`."""
     _check_place(where, spec)
     shape = tuple(spec.full_shape)
     if spec.mesh is None:
-        return plain(shape, local, meshes)
-    return DescribedTensor(shape, meshes.read(where, spec.mesh, tuple(spec.placements)), local)
+        return replicated(shape, local, meshes)
+    return DescribedTensor(shape, meshes.sharding(where, spec.mesh, tuple(spec.placements)), local)
 
 
-def stack_of(where: str, spec: Any) -> FusedTensor | None:
-    """The stack that a ShardSpec stands for; None if it stands for a tensor of its own name."""
+def fused_tensor_of(where: str, spec: Any) -> FusedTensor | None:
+    """Returns the fused tensor that a ShardSpec describes; None if it describes a tensor of its own name."""
     converter = getattr(spec, "to_hf_chunk", None)
     names = getattr(spec, "hf_slots", None)
     if converter is None and names is None:
         return None
     _check_place(where, spec)
     if names is None:
-        raise Unsupported(f"{where}: a ShardSpec with `to_hf_chunk` has to say by `hf_slots` what that makes")
+        raise Unsupported(f"{where}: its ShardSpec has `to_hf_chunk` without `hf_slots`; set both")
     try:
         return FusedTensor(fused_slices(names, tuple(spec.full_shape), converter), spec)
     except Unsupported as error:
@@ -47,7 +47,7 @@ def stack_of(where: str, spec: Any) -> FusedTensor | None:
 
 
 def blocks(shape: Sequence[int], boxes: Sequence[Box | None]) -> ExplicitSharding:
-    """How a tensor of `shape` is held by trainer ranks of which each has one box of it, or none.
+    """Returns the sharding of a tensor of global `shape` (elements) of which each trainer rank has one box, or None.
 
     A rank's local tensor is exactly its box, flat or in its shape; ranks with the same box hold replicas.
     """
@@ -59,7 +59,7 @@ def blocks(shape: Sequence[int], boxes: Sequence[Box | None]) -> ExplicitShardin
 def _check_place(where: str, spec: Any) -> None:
     if getattr(spec, "place", None) is not None:
         raise Unsupported(
-            f"{where}: a ShardSpec with an explicit `place` says where this trainer rank's block is, and nothing of "
-            "the others'. sglang_reshard.verl exchanges them among trainer ranks; elsewhere give what "
-            "sglang_reshard.sources.blocks makes of all of them"
+            f"{where}: its ShardSpec has an explicit `place`, which locates this trainer rank's block but not the "
+            "others'. sglang_reshard.verl exchanges them among trainer ranks; elsewhere pass what "
+            "sglang_reshard.sources.blocks returns for all of them"
         )

@@ -42,22 +42,22 @@ class BroadcastTransport:
         plan, groups, engine_rank = context.broadcast, context.broadcast_groups, context.engine_rank
         assert plan is not None
         assert groups is not None
-        own = [bucket for bucket in plan.rounds if engine_rank in plan.lanes[bucket.lane].members]
+        own = [bucket for bucket in plan.buckets if engine_rank in plan.groups[bucket.group].members]
         largest = max((bucket.nbytes for bucket in own), default=0)
         buffers = [torch.empty(largest, dtype=torch.uint8, device=context.device) for _ in own[:2]]
         self.extra_bytes = sum(b.numel() for b in buffers)
-        direct = plan.alone[engine_rank][context.intake.pieces(context.catalog)]
+        direct = plan.direct_reads[engine_rank][context.intake.shards(context.catalog)]
         self._direct = IpcTransport(context, np.flatnonzero(direct).tolist())  # shards that no other rank needs
         self.read_bytes = dict(self._direct.read_bytes)
         self.received_bytes = self._direct.received_bytes
-        for group in plan.lanes:
+        for group in plan.groups:
             if engine_rank in group.members:
                 groups.get(group.members)
         copies_of: dict[str, list[Copy]] = {}
         for copy in context.program.copies:
             copies_of.setdefault(copy.source, []).append(copy)
         self._ops = [
-            self._bucket_ops(context, groups, copies_of, plan.lanes[bucket.lane], bucket, buffers[i % 2])
+            self._bucket_ops(context, groups, copies_of, plan.groups[bucket.group], bucket, buffers[i % 2])
             for i, bucket in enumerate(own)
         ]
 
@@ -92,14 +92,14 @@ class BroadcastTransport:
         catalog, leads = context.catalog, group.leader == context.engine_rank
         pack, unpack = CopyList(), CopyList()
         payload_bytes = 0
-        for segment in context.broadcast.boxes(catalog, bucket):
-            tensor = int(catalog.tensor_of(segment.piece))
-            kind = catalog.kind(tensor)
+        for segment in context.broadcast.bucket_segments(catalog, bucket):
+            tensor = int(catalog.tensor_of(segment.shard))
+            kind = catalog.tensor_class(tensor)
             dtype = getattr(torch, kind.dtype)
             nbytes = segment.box.numel * kind.item_bytes
             data = buffer[segment.offset : segment.offset + nbytes].view(dtype).view(segment.box.shape)
             if leads:
-                region = catalog.piece(segment.piece).to_local(Region.of(segment.box))
+                region = catalog.shard(segment.shard).to_local(Region.of(segment.box))
                 pack.add(data, context.memory[group.trainer_rank].region(tensor, region, dtype))
             for copy in copies_of.get(catalog.layout.tensors[tensor].name, ()):
                 _unpack_box(unpack, context, copy, segment.box, data)

@@ -21,15 +21,15 @@ class IpcTransport:
     def __init__(self, context: TransportContext, rows: Iterable[int] | None = None) -> None:
         """`rows` defaults to all rows whose trainer rank sends nothing."""
         if rows is None:
-            read = (t for t in context.intake.links() if t not in context.round_bytes)
-            rows = (row for trainer_rank in read for row in context.intake.rows(trainer_rank))
+            read = (t for t in context.intake.traffic() if t not in context.round_bytes)
+            rows = (row for trainer_rank in read for row in context.intake.reads_from(trainer_rank))
         self.read_bytes: dict[int, int] = {}
         copies = []
         for row in rows:
-            copy, part, tensor = context.intake.row(row)
-            trainer_rank = int(context.intake.trainer[row])
-            kind = context.catalog.kind(tensor)
-            mapping, offset, strides = context.memory[trainer_rank].locate(tensor, part.shard, kind.item_bytes)
+            copy, part, tensor = context.intake.read(row)
+            trainer_rank = int(context.intake.trainer_ranks[row])
+            kind = context.catalog.tensor_class(tensor)
+            mapping, offset, strides = context.memory[trainer_rank].locate(tensor, part.local_region, kind.item_bytes)
             copies.append(
                 StridedCopy(
                     target=copy.target,
@@ -38,7 +38,7 @@ class IpcTransport:
                     source=(trainer_rank, mapping),
                     source_offset=offset,
                     source_strides=strides,
-                    size=part.shard.count,
+                    size=part.local_region.count,
                     dtype=kind.dtype,
                 )
             )

@@ -28,7 +28,7 @@ import torch
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import ReadPlan
 from sglang_reshard.plan.broadcast import ALIGN_BYTES
-from sglang_reshard.plan.p2p import BufferSlice, Message, SendRequest, messages, send_request, sent_rows
+from sglang_reshard.plan.p2p import BufferSlice, Message, SendRequest, cut_messages, send_request, sent_reads
 from sglang_reshard.transports.base import TransportContext
 from sglang_reshard.transports.communicator import P2pCommunicator, PeerBuffer, PendingOps
 from sglang_reshard.transports.copies import CopyList
@@ -63,7 +63,7 @@ class P2pSender:
         """
         links = {}
         for peer, nbytes in round_bytes.items():
-            views = [(shards[tensor][region.slices()],) for tensor, region in requests[peer].rows()]
+            views = [(shards[tensor][region.slices()],) for tensor, region in requests[peer].entries()]
             links[peer] = P2pLink.cut(layout, requests[peer], nbytes, views)
         self._rounds, self.extra_bytes = _build_rounds(links, device, pack=True)
         self.sent_bytes = sum(link.payload_bytes for link in links.values())
@@ -126,15 +126,15 @@ class P2pTransport:
 def destination_rows(plan: ReadPlan, trainer_rank: int) -> list[tuple[int, ...]]:
     """Returns, for each item that a trainer rank sends, the rows of the read plan that it is copied to."""
     repeats: dict[int, list[int]] = {}
-    for row, first in plan.repeats.items():
+    for row, first in plan.duplicates.items():
         repeats.setdefault(first, []).append(row)
-    return [(row, *repeats.get(row, ())) for row in sent_rows(plan, trainer_rank).tolist()]
+    return [(row, *repeats.get(row, ())) for row in sent_reads(plan, trainer_rank).tolist()]
 
 
 def destination_view(program: Program, plan: ReadPlan, row: int) -> torch.Tensor:
     """Returns the view of live memory that a row of the read plan is copied to."""
-    copy, part, _ = plan.row(row)
-    return program.targets[copy.target].as_strided(part.shard.count, copy.strides, copy.offset + part.offset)
+    copy, part, _ = plan.read(row)
+    return program.targets[copy.target].as_strided(part.local_region.count, copy.strides, copy.offset + part.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +156,8 @@ class P2pLink:
     ) -> P2pLink:
         """Cuts the link's stream into messages of at most `round_bytes`."""
         items = request.items(layout)
-        dtypes = [getattr(torch, layout.tensors[tensor].dtype) for tensor, _ in request.rows()]
-        return cls(messages(items, round_bytes), dtypes, views, sum(item.nbytes for item in items))
+        dtypes = [getattr(torch, layout.tensors[tensor].dtype) for tensor, _ in request.entries()]
+        return cls(cut_messages(items, round_bytes), dtypes, views, sum(item.nbytes for item in items))
 
     def own_views(self, part: BufferSlice) -> list[torch.Tensor]:
         """Returns this side's memory of a slice of a message."""
@@ -166,10 +166,10 @@ class P2pLink:
 
     def in_place(self, message: Message, device: torch.device) -> torch.Tensor | None:
         """Returns the bytes of a message if this side has them contiguously in its own memory, else None."""
-        if len(message.slots) > 1:
+        if len(message.slices) > 1:
             return None
-        own, *others = self.own_views(message.slots[0])
-        alike = own.dtype == self.dtypes[message.slots[0].item] and own.device.type == device.type
+        own, *others = self.own_views(message.slices[0])
+        alike = own.dtype == self.dtypes[message.slices[0].item] and own.device.type == device.type
         if others or not alike or not own.is_contiguous():
             return None
         return own.as_strided((own.numel(),), (1,)).view(torch.uint8)
@@ -200,7 +200,7 @@ def _build_rounds(links: Mapping[int, P2pLink], device: torch.device, *, pack: b
             message, own = link.messages[number], in_place[peer][number]
             buffer = bucket[begin[peer] : begin[peer] + message.nbytes] if own is None else own
             buffers.append((peer, buffer))
-            for part in message.slots if own is None else ():
+            for part in message.slices if own is None else ():
                 for view in link.own_views(part):
                     dtype = link.dtypes[part.item]
                     stop = part.offset + view.numel() * dtype.itemsize

@@ -59,8 +59,8 @@ def engine_load(catalog: TensorIndex, choice: Strategy, engine_rank: int, rank: 
     scratch = rank.program.scratch_bytes
     if choice.broadcast is not None:
         return _grouped(catalog, choice.broadcast, engine_rank, rank, scratch)
-    sending = choice.trainer_ranks_sending(engine_rank)
-    read = {t: nbytes for t, (nbytes, _) in rank.intake.links().items() if t not in sending}
+    sending = choice.senders(engine_rank)
+    read = {t: nbytes for t, (nbytes, _) in rank.intake.traffic().items() if t not in sending}
     sent = {t: _link(catalog, rank, t, share) for t, share in sending.items()}
     mine = [load for load, _ in sent.values()]
     return EngineLoad(
@@ -75,19 +75,19 @@ def engine_load(catalog: TensorIndex, choice: Strategy, engine_rank: int, rank: 
 def _link(catalog: TensorIndex, rank: RankModel, trainer_rank: int, share: int) -> tuple[LinkLoad, LinkLoad]:
     """Returns the load of a link on its engine rank and on its trainer rank; assumes contiguous local tensors."""
     request = send_request(rank.intake, trainer_rank)
-    rows, items = destination_rows(rank.intake, trainer_rank), list(request.rows())
+    rows, items = destination_rows(rank.intake, trainer_rank), list(request.entries())
 
     def destinations(item: int) -> tuple[torch.Tensor, ...]:
         return tuple(destination_view(rank.program, rank.intake, row) for row in rows[item])
 
     @functools.cache
     def shard_of(kind: int) -> torch.Tensor:
-        of = catalog.kinds[kind]
+        of = catalog.classes[kind]
         return torch.empty(of.shard_map.min_local_shape(trainer_rank) or (0,), dtype=getattr(torch, of.dtype), device=_META)
 
     def source(item: int) -> tuple[torch.Tensor, ...]:
         tensor, region = items[item]
-        return (shard_of(int(catalog.kind_of[tensor]))[region.slices()],)
+        return (shard_of(int(catalog.class_of[tensor]))[region.slices()],)
 
     def load(view_of: Callable[[int], tuple[torch.Tensor, ...]]) -> LinkLoad:
         link = P2pLink.cut(catalog.layout, request, share, _Views(len(rows), view_of))
@@ -119,20 +119,20 @@ class _Views(Sequence[tuple[torch.Tensor, ...]]):
 def _grouped(catalog: TensorIndex, plan: BroadcastPlan, engine_rank: int, rank: RankModel, scratch: int) -> EngineLoad:
     """Under broadcast: pieces that this rank needs alone are read, others come by its groups, whole."""
     taken = rank.intake
-    alone = plan.alone[engine_rank][taken.pieces(catalog)]
-    by_trainer = np.bincount(taken.trainer[alone], taken.nbytes[alone])
+    alone = plan.direct_reads[engine_rank][taken.shards(catalog)]
+    by_trainer = np.bincount(taken.trainer_ranks[alone], taken.nbytes[alone])
     read = {int(t): int(by_trainer[t]) for t in np.flatnonzero(by_trainer)}
     received = sum(read.values())
-    for lane, segments in zip(plan.lanes, plan.segments, strict=True):
+    for lane, segments in zip(plan.groups, plan.segments, strict=True):
         payload = int(segments.nbytes.sum())
         if engine_rank in lane.members:
             received += payload
         if engine_rank == lane.leader:
             read[lane.trainer_rank] = read.get(lane.trainer_rank, 0) + payload
-    mine = [r.nbytes for r in plan.rounds if engine_rank in plan.lanes[r.lane].members]
+    mine = [r.nbytes for r in plan.buckets if engine_rank in plan.groups[r.group].members]
     buckets = min(2, len(mine)) * max(mine, default=0)
     return EngineLoad({}, read, received, scratch + buckets, len(mine))
 
 
 def largest_tensor_bytes(catalog: TensorIndex) -> int:
-    return max((math.prod(kind.shape) * kind.item_bytes for kind in catalog.kinds), default=0)
+    return max((math.prod(kind.shape) * kind.item_bytes for kind in catalog.classes), default=0)

@@ -15,8 +15,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Box, Region
-from sglang_reshard.layout.shard_map import fault
-from sglang_reshard.layout.source_layout import EXPLICIT, shard_map
+from sglang_reshard.layout.shard_map import invalid_reason
+from sglang_reshard.layout.source_layout import EXPLICIT, compute_shard_map
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.sources import (
     ExplicitSharding,
@@ -73,12 +73,12 @@ def box_of(part, tensor):
 def test_every_ranks_view_is_what_its_pieces_say_and_all_of_them_are_the_part(job):
     shape, mesh, placements, parts = job
     whole = torch.arange(math.prod(shape)).view(shape)
-    held = shard_map(shape, mesh, placements)
+    held = compute_shard_map(shape, mesh, placements)
     named = tuple((str(i), part) for i, part in enumerate(parts))
     told = []
     for rank in range(len(mesh.ranks)):
         local = assembled(held, rank, whole)
-        members = list(fused.members("w", named, shape, held, local, rank))
+        members = list(fused.split_fused("w", named, shape, held, local, rank))
         told.append([(m.name, m.shape, m.sharding) for m in members])
         for member, part in zip(members, parts, strict=True):
             expected = box_of(part, whole)
@@ -86,12 +86,12 @@ def test_every_ranks_view_is_what_its_pieces_say_and_all_of_them_are_the_part(jo
             own = member.sharding.shards_of(rank)
             for piece in own:
                 inside = piece.to_local(Region.of(piece.box)).slices()
-                assert torch.equal(member.shard[inside], expected[piece.box.slices()])
-            assert tuple(member.shard.shape) == (member.sharding.min_local_shape(rank) if own else (0,))
+                assert torch.equal(member.tensor[inside], expected[piece.box.slices()])
+            assert tuple(member.tensor.shape) == (member.sharding.min_local_shape(rank) if own else (0,))
             if own:
-                assert member.shard.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-            assert fault(ExplicitSharding(member.shape, member.sharding), len(mesh.ranks)) is None
-            assert member.sharding.elements() == expected.numel()
+                assert member.tensor.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+            assert invalid_reason(ExplicitSharding(member.shape, member.sharding), len(mesh.ranks)) is None
+            assert member.sharding.covered_elements() == expected.numel()
     assert all(of_rank == told[0] for of_rank in told), "the same on every trainer rank"
 
 
@@ -114,7 +114,7 @@ def test_a_view_of_a_tensor_without_bytes_says_which_part_it_is(data):
 )  # fmt: skip
 def test_what_is_no_box_is_refused(view):
     whole = torch.empty(2, 4, 5, dtype=torch.bfloat16, device="meta")
-    with pytest.raises(Unsupported, match=r"no box of a tensor of shape \(2, 4, 5\)"):
+    with pytest.raises(Unsupported, match=r"not a box of a tensor of shape \(2, 4, 5\)"):
         slice_of(view(whole), (2, 4, 5))
 
 
@@ -169,7 +169,7 @@ def test_experts_are_views_of_the_stacks_in_one_layout(way):
         states.append(state)
         storages = {tensor._local_tensor.untyped_storage().data_ptr() for _, tensor, _ in given}
         assert {s.untyped_storage().data_ptr() for s in state.shards if s.numel()} <= storages, "nothing is copied"
-        assert [t.data_ptr() for t in state.locals] == [tensor._local_tensor.data_ptr() for _, tensor, _ in given]
+        assert [t.data_ptr() for t in state.inputs] == [tensor._local_tensor.data_ptr() for _, tensor, _ in given]
         held = sum(tensor._local_tensor.numel() * 4 for _, tensor, _ in given)
         assert state.layout.local_bytes()[rank] == held
     layout = states[0].layout
@@ -182,7 +182,7 @@ def test_experts_are_views_of_the_stacks_in_one_layout(way):
             parts = {"gate": gate_up[e, :INNER], "up": gate_up[e, INNER:], "down": down[e]}
             for name, expected in parts.items():
                 number = [t.name for t in layout.tensors].index(f"layers.{layer}.experts.{e}.{name}")
-                for piece in layout.shard_map(layout.tensors[number]).pieces:
+                for piece in layout.shard_map(layout.tensors[number]).shards:
                     for rank in piece.ranks:
                         shard = states[rank].shards[number]
                         inside = piece.to_local(Region.of(piece.box)).slices()
@@ -192,15 +192,15 @@ def test_experts_are_views_of_the_stacks_in_one_layout(way):
 def test_layers_share_the_table_and_are_worked_out_once():
     layouts = []
     for layers in (1, 10):
-        fused._cuts.cache_clear()
+        fused._local_slices.cache_clear()
         with as_rank(1, 4):
             given = given_by(init_device_mesh("cpu", (4,)), [Shard(0)], layers)
             layouts.append(describe(given, trainer_rank=1, global_ranks=(0, 1, 2, 3)).layout)
-        assert fused._cuts.cache_info().misses == 2
+        assert fused._local_slices.cache_info().misses == 2
     assert layouts[0].explicit == layouts[1].explicit
     # Two experts a rank, gate and up alike, and down.
     assert len(layouts[0].explicit) == 6
-    assert len(TensorIndex.of(layouts[1]).kinds) == 6
+    assert len(TensorIndex.of(layouts[1]).classes) == 6
     assert [len(layout.tensors) for layout in layouts] == [3 * EXPERTS, 30 * EXPERTS]
 
 
@@ -234,12 +234,12 @@ def test_a_flat_shard_with_a_spec_of_its_own_is_a_stack_too():
     for rank, box in enumerate(boxes):
         with as_rank(rank, 3):
             local = whole[box.slices()].flatten() if box else torch.empty(0)
-            given = [("down", local, FusedTensor(stack.parts, blocks(whole.shape, boxes)))]
+            given = [("down", local, FusedTensor(stack.slices, blocks(whole.shape, boxes)))]
             state = describe(given, trainer_rank=rank, global_ranks=(0, 1, 2))
         for e, shard in enumerate(state.shards):
             mine = box is not None and box.start[0] <= e < box.stop[0]
             assert torch.equal(shard, whole[e]) if mine else shard.numel() == 0
-        holders = [p.ranks for t in state.layout.tensors for p in state.layout.shard_map(t).pieces]
+        holders = [p.ranks for t in state.layout.tensors for p in state.layout.shard_map(t).shards]
         assert holders == [(0,)] * 2 + [(1,)] * 4
 
 
@@ -265,7 +265,7 @@ def test_between_forward_and_backward_the_parts_are_those_of_the_sharded_stack()
         assert not isinstance(model.weight, DTensor), "FSDP2 leaves its root unsharded"
         stack = FusedTensor(tuple((str(i), FusedSlice((i, 0), (i + 1, 3), (1,))) for i in range(4)))
         state = describe([("w", model.weight, stack)], trainer_rank=1, global_ranks=(0, 1))
-    assert state.locals[0].data_ptr() == sharded._local_tensor.data_ptr()
+    assert state.inputs[0].data_ptr() == sharded._local_tensor.data_ptr()
     assert [shard.numel() for shard in state.shards] == [0, 0, 3, 3]
 
 
@@ -281,15 +281,15 @@ def refused(parts, kind, says, tensor=None, spec=None):
 
 def test_parts_that_cannot_be_are_refused_by_name():
     refused(
-        [("a", FusedSlice((0, 0), (2, 4), (0, 1)))], Mismatch, r"w: its part a does not lie inside the shape \(2, 3\)"
+        [("a", FusedSlice((0, 0), (2, 4), (0, 1)))], Mismatch, r"w: its slice a exceeds shape \(2, 3\)"
     )
-    refused([("a", FusedSlice((0,), (2,), (0,)))], Mismatch, "w: its part a has not the 2 dimensions")
-    refused([("a", FusedSlice((0, 0), (2, 3), (0,)))], Mismatch, "w: its part a must name each of its dimensions once")
+    refused([("a", FusedSlice((0,), (2,), (0,)))], Mismatch, "w: its slice a does not have the 2 dimensions")
+    refused([("a", FusedSlice((0, 0), (2, 3), (0,)))], Mismatch, "w: its slice a must list each dimension once")
     refused(
-        [("a", FusedSlice((0, 0), (1, 3), (1, 1)))], Mismatch, "w: its part a must name each of its dimensions once"
+        [("a", FusedSlice((0, 0), (1, 3), (1, 1)))], Mismatch, "w: its slice a must list each dimension once"
     )
     row = FusedSlice((0, 0), (1, 3), (1,))
-    refused([("a", row), ("a", row)], Mismatch, "the name a was given twice")
+    refused([("a", row), ("a", row)], Mismatch, "the name a was passed twice")
 
 
 def test_a_part_whose_elements_are_scattered_over_a_local_tensor_is_refused_by_name():
@@ -297,4 +297,4 @@ def test_a_part_whose_elements_are_scattered_over_a_local_tensor_is_refused_by_n
     ends = [(Box((0, 0), (1, 2)), (0, 0), 0), (Box((0, 2), (1, 3)), (1, 0), 0), (Box((1, 0), (2, 3)), (0, 0), 1)]
     parts = [("b", FusedSlice((1, 0), (2, 3), (1,))), ("a", FusedSlice((0, 0), (1, 3), (1,)))]
     held = ExplicitSharding((2, 3), ShardMap.of(ends))
-    refused(parts, Unsupported, "its part a is no box of that rank's local tensor", torch.zeros(2, 3), held)
+    refused(parts, Unsupported, "its slice a are not a box of that rank's local tensor", torch.zeros(2, 3), held)

@@ -17,7 +17,7 @@ from support.toy import ToyRank, checkpoint
 from support.world import run_world
 
 
-def fleet_of(trainer: Any, **options: Any) -> tuple[MultiEngineSender, Session | None]:
+def sender_to_many(trainer: Any, **options: Any) -> tuple[MultiEngineSender, Session | None]:
     host = Session.host() if trainer.rank == 0 else None
     address = broadcast_message(host.address if host else None, Address, trainer.group)
     ranks = tuple(range(trainer.size))
@@ -25,16 +25,16 @@ def fleet_of(trainer: Any, **options: Any) -> tuple[MultiEngineSender, Session |
 
 
 def train(trainer, transport):
-    fleet, _host = fleet_of(trainer, transport=transport)
+    sender, _host = sender_to_many(trainer, transport=transport)
     first, second = trainer.send_one
     told = []
     for version, engines in enumerate([{"a": first}, {"a": first, "b": second}, {"b": second}], start=1):
-        fleet.attend(engines)
-        told.append(sorted(fleet.update(checkpoint(version).items(), weight_version=str(version))))
-    fleet.attend({})
-    with pytest.raises(Mismatch, match="attend"):
-        fleet.update(checkpoint(4).items())
-    fleet.close()
+        sender.set_engines(engines)
+        told.append(sorted(sender.update(checkpoint(version).items(), weight_version=str(version))))
+    sender.set_engines({})
+    with pytest.raises(Mismatch, match="set_engines"):
+        sender.update(checkpoint(4).items())
+    sender.close()
     return told
 
 
@@ -64,14 +64,14 @@ def refuse(_request):
 
 
 def train_with_one_that_refuses(trainer):
-    fleet, _host = fleet_of(trainer)
+    sender, _host = sender_to_many(trainer)
     refusing = refuse if trainer.rank == 0 else None
-    fleet.attend({"a": trainer.send_one[0], "b": refusing})
+    sender.set_engines({"a": trainer.send_one[0], "b": refusing})
     with pytest.raises(EngineRefused) as refused:
-        fleet.update(checkpoint(1).items(), weight_version="1")
-    fleet.attend({"a": trainer.send_one[0]})
-    fleet.update(checkpoint(2).items(), weight_version="2")
-    fleet.close()
+        sender.update(checkpoint(1).items(), weight_version="1")
+    sender.set_engines({"a": trainer.send_one[0]})
+    sender.update(checkpoint(2).items(), weight_version="2")
+    sender.close()
     return str(refused.value)
 
 
@@ -82,12 +82,13 @@ def test_one_engine_that_refuses_is_named_and_the_others_are_updated():
 
 
 def train_and_offload(trainer):
-    fleet, _host = fleet_of(trainer, transport="ipc")
-    fleet.attend({"a": trainer.send_one[0]})
+    sender, _host = sender_to_many(trainer, transport="ipc")
+    sender.set_engines({"a": trainer.send_one[0]})
     seconds = [
-        fleet.update(checkpoint(1).items(), weight_version="1", let_go=let_go)["a"].seconds for let_go in (True, False)
+        sender.update(checkpoint(1).items(), weight_version="1", unmap_after=unmap_after)["a"].seconds
+        for unmap_after in (True, False)
     ]
-    fleet.close()
+    sender.close()
     return [sorted(phases) for phases in seconds]
 
 
@@ -96,12 +97,12 @@ def serve_and_look(rank, size, requests):
     kept = []
     for request in requests:
         output = receiver.update(request)
-        kept.append(receiver._inbound.router.route is not None)
+        kept.append(receiver._executor.transfers.transfer is not None)
         requests.answer(output)
     return kept
 
 
-def test_memory_is_let_go_where_it_is_asked_for():
+def test_memory_is_unmapped_where_it_is_asked_for():
     told, kept = run_world(1, 1, train_and_offload, serve_and_look)
     assert kept == [[False, True]]
     assert "plan" in told[0][1]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan.broadcast import ALIGN_BYTES
-from sglang_reshard.plan.p2p import SendItem, SendRequest, messages, send_request, sent_rows, shares
+from sglang_reshard.plan.p2p import SendItem, SendRequest, cut_messages, round_bytes, send_request, sent_reads
 from sglang_reshard.sources import Placement
 from support.plans import copies_of, intakes, meshed_layouts, tensor_parallel, wanted
 
@@ -36,14 +36,14 @@ def elements(item, box):
 
 @given(items=ITEMS, share=st.integers(1, 40).map(lambda n: n * ALIGN_BYTES))
 def test_a_stream_is_cut_into_messages_of_at_most_a_share(items, share):
-    found = messages(items, share)
+    found = cut_messages(items, share)
     travelled = [[] for _ in items]
     last = -1
     for message in found:
         end = 0
-        assert message.slots
+        assert message.slices
         assert message.nbytes <= share
-        for slot in message.slots:
+        for slot in message.slices:
             item = items[slot.item]
             assert slot.item >= last
             last = slot.item
@@ -57,15 +57,15 @@ def test_a_stream_is_cut_into_messages_of_at_most_a_share(items, share):
 
 @given(items=ITEMS)
 def test_a_share_smaller_than_an_element_carries_one(items):
-    found = messages(items, 1)
-    assert sum(len(m.slots) for m in found) == sum(math.prod(i.shape) if i.nbytes > 1 else 1 for i in items)
+    found = cut_messages(items, 1)
+    assert sum(len(m.slices) for m in found) == sum(math.prod(i.shape) if i.nbytes > 1 else 1 for i in items)
     assert all(m.nbytes <= 8 for m in found)
 
 
 def test_many_small_items_fill_a_message_and_a_large_one_is_split_by_rows():
     small, large = SendItem((8,), 4), SendItem((10, 64), 2)
-    found = messages([small, small, large, small], 512)
-    assert [[(s.item, s.box and s.box.slices()[0], s.offset) for s in m.slots] for m in found] == [
+    found = cut_messages([small, small, large, small], 512)
+    assert [[(s.item, s.box and s.box.slices()[0], s.offset) for s in m.slices] for m in found] == [
         [(0, None, 0), (1, None, 32)],
         [(2, slice(0, 4), 0)],
         [(2, slice(4, 8), 0)],
@@ -75,7 +75,7 @@ def test_many_small_items_fill_a_message_and_a_large_one_is_split_by_rows():
 
 @given(links=LINKS, bucket=st.integers(1, 2 * 10**7))
 def test_the_shares_of_every_rank_add_up_to_a_bucket(links, bucket):
-    found = shares(links, bucket)
+    found = round_bytes(links, bucket)
     assert ((found > 0) == (links > 0)).all()
     assert (found % ALIGN_BYTES == 0).all()
     for axis in (0, 1):
@@ -87,7 +87,7 @@ def test_the_shares_of_every_rank_add_up_to_a_bucket(links, bucket):
 @given(links=LINKS)
 def test_all_links_end_together(links):
     """But those that would be cut into crumbs, which end earlier."""
-    found = shares(links, 4 * MIB)
+    found = round_bytes(links, 4 * MIB)
     rounds = -(-links // np.maximum(found, 1))
     large = set(rounds[found > 64 * 1024].tolist())
     assert len(large) <= 1
@@ -95,14 +95,14 @@ def test_all_links_end_together(links):
 
 
 def test_a_small_link_is_not_starved_and_not_cut_into_crumbs():
-    found = shares(np.array([[1000 * MIB, 100 * MIB, 1000]]), 64 * MIB)
+    found = round_bytes(np.array([[1000 * MIB, 100 * MIB, 1000]]), 64 * MIB)
     assert (found[0, :2] / MIB).tolist() == pytest.approx([1000 / 18, 100 / 18], abs=0.01)
     assert found[0, 2] == 1008
 
 
 def test_what_fits_into_a_bucket_goes_in_one_round():
     links = np.array([[16 * MIB, 16 * MIB], [0, 32 * MIB]])
-    assert (shares(links, 64 * MIB) == links).all()
+    assert (round_bytes(links, 64 * MIB) == links).all()
 
 
 @given(data=st.data())
@@ -110,14 +110,16 @@ def test_an_order_lists_what_a_trainer_rank_sends(data):
     layout = data.draw(meshed_layouts())
     _, (taken,) = intakes(layout, [data.draw(copies_of(layout))])
     sent = 0
-    for trainer_rank in taken.links():
+    for trainer_rank in taken.traffic():
         order = msgspec.msgpack.decode(msgspec.msgpack.encode(send_request(taken, trainer_rank)), type=SendRequest)
-        rows = sent_rows(taken, trainer_rank).tolist()
-        assert not set(rows) & set(taken.repeats)
-        assert list(order.rows()) == [(taken.tensor[taken.copy[r]], taken.parts[taken.part[r]].shard) for r in rows]
+        rows = sent_reads(taken, trainer_rank).tolist()
+        assert not set(rows) & set(taken.duplicates)
+        assert list(order.entries()) == [
+            (taken.tensor_ids[taken.copy_ids[r]], taken.items[taken.item_ids[r]].local_region) for r in rows
+        ]
         assert len(order.regions) == len(set(order.regions))
         items = order.items(layout)
-        assert [item.nbytes for item in items] == [taken.parts[taken.part[r]].nbytes for r in rows]
+        assert [item.nbytes for item in items] == [taken.items[taken.item_ids[r]].nbytes for r in rows]
         sent += sum(item.nbytes for item in items)
     assert sent == taken.least_bytes()
 
@@ -126,7 +128,7 @@ def test_elements_that_land_twice_are_sent_once():
     layout = tensor_parallel(2, [(4, 3)], [0])
     box = Box((0, 0), (2, 3))
     _, (taken,) = intakes(layout, [[wanted(layout, 0, box), wanted(layout, 0, box, offset=6)]])
-    assert len(taken.rows(0)) == 2
+    assert len(taken.reads_from(0)) == 2
     order = send_request(taken, 0)
     assert order.regions == (Region((0, 0), (2, 3), (1, 1)),)
     assert [item.nbytes for item in order.items(layout)] == [12]

@@ -27,7 +27,7 @@ def test_stacks_written_in_place_are_the_same():
     known = remembered(given)
     for _, tensor, _ in given:
         tensor.mul_(2)
-    assert known.same([(name, tensor.detach(), third) for name, tensor, third in given])
+    assert known.unchanged([(name, tensor.detach(), third) for name, tensor, third in given])
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_stacks_written_in_place_are_the_same():
 def test_stacks_that_changed_are_not(change):
     given = stacked_and_held()
     known = remembered(given)
-    assert known.same(given)
-    assert not known.same(change(given))
+    assert known.unchanged(given)
+    assert not known.unchanged(change(given))
 
 
 def test_a_stack_that_did_not_change_is_not_described_again(monkeypatch):

@@ -90,12 +90,12 @@ def test_what_moves_data_is_learned_from_indices(make):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda half: half * 2, r"experts.0.gate.weight is no box of a row of shape \(1, 8, 5\)"),
-        (lambda half: half.add_(1), "experts.0.gate.weight is no box"),
-        (lambda half: half.flip(0), "experts.0.gate.weight is no box"),
-        (lambda half: half.float(), "experts.0.gate.weight is no box"),
-        (lambda half: half[:, [0, 2, 1, 3, 4]], "experts.0.gate.weight is no box"),
-        (lambda half: half.sigmoid_().nope, "cannot be learned"),
+        (lambda half: half * 2, r"experts.0.gate.weight is not a box of a row of shape \(1, 8, 5\)"),
+        (lambda half: half.add_(1), "experts.0.gate.weight is not a box"),
+        (lambda half: half.flip(0), "experts.0.gate.weight is not a box"),
+        (lambda half: half.float(), "experts.0.gate.weight is not a box"),
+        (lambda half: half[:, [0, 2, 1, 3, 4]], "experts.0.gate.weight is not a box"),
+        (lambda half: half.sigmoid_().nope, "runs neither on a meta tensor nor on an int64 tensor"),
     ],
 )
 def test_what_computes_or_reorders_is_refused(make, says):
@@ -104,18 +104,18 @@ def test_what_computes_or_reorders_is_refused(make, says):
 
 
 def test_rows_too_large_for_indices_are_refused_before_they_are_made():
-    with pytest.raises(Unsupported, match="more than to slice and transpose"):
+    with pytest.raises(Unsupported, match="more than slice and transpose"):
         fused_slices([("a", (1 << 20, 1 << 20))], (1, 1 << 20, 1 << 20), lambda first, row: [("a", row[0] * 2)])
 
 
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (GATE_UP[:-1], "5 names were given for 3 rows of 2 tensors each"),
-        ([], "0 names were given"),
+        (GATE_UP[:-1], "got 5 names for 3 rows of 2 tensors each"),
+        ([], "got 0 names"),
         (
             [*GATE_UP[:2], *GATE_UP[2:4][::-1], *GATE_UP[4:]],
-            "experts.1.up.weight of .* makes experts.0.gate.weight",
+            "experts.1.up.weight of .* returns experts.0.gate.weight",
         ),
         ([*GATE_UP[2:4], *GATE_UP[2:]], "experts.1.gate.weight of shape"),
         ([*GATE_UP[:5], (GATE_UP[5][0], (INNER, 1))], r"experts.2.up.weight of shape \(4, 1\)"),
@@ -155,8 +155,8 @@ def test_a_shard_spec_with_slots_is_a_stack(rank):
     ("more", "says"),
     [
         ({"place": 0, "hf_slots": GATE_UP}, r"explicit `place`.*sglang_reshard\.verl exchanges"),
-        ({"to_hf_chunk": gate_up(lambda half: half)}, "has to say by `hf_slots`"),
-        ({"hf_slots": GATE_UP}, "6 names were given for 3 rows"),
+        ({"to_hf_chunk": gate_up(lambda half: half)}, "`to_hf_chunk` without `hf_slots`"),
+        ({"hf_slots": GATE_UP}, "got 6 names for 3 rows"),
     ],
 )
 def test_what_a_shard_spec_does_not_tell_is_refused_by_name_and_trainer_rank(more, says):

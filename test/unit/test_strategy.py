@@ -37,24 +37,24 @@ def asked(transport, trainer_hosts, engine_hosts, dims=(0, 1, -1), device="cpu",
 def test_on_one_host_memory_is_read():
     choice = asked("auto", "aaaa", "aaaa")
     assert choice.name == "ipc"
-    assert not choice.shares.any()
-    assert choice.why.startswith("auto: predicted to move in")
-    assert "p2p" in choice.why
-    assert "broadcast" in choice.why
+    assert not choice.round_bytes.any()
+    assert choice.reason.startswith("auto: predicted transfer time")
+    assert "p2p" in choice.reason
+    assert "broadcast" in choice.reason
 
 
 def test_between_hosts_trainer_ranks_send_and_on_one_they_are_read():
     choice = asked("auto", "aabb", "aabb")
     assert choice.name == "ipc+p2p"
-    for trainer_rank, engine_rank in np.argwhere(choice.shares):
+    for trainer_rank, engine_rank in np.argwhere(choice.round_bytes):
         assert "aabb"[trainer_rank] != "aabb"[engine_rank]
-    assert choice.shares.any()
+    assert choice.round_bytes.any()
 
 
 def test_trainer_and_engine_on_different_hosts():
     choice = asked("auto", "aaaa", "bb")
     assert choice.name == "p2p"
-    assert choice.shares.all()
+    assert choice.round_bytes.all()
     with pytest.raises(Unsupported, match=r"engine rank 0 on b .*trainer rank 0 on a .*transport='p2p'"):
         asked("ipc", "aaaa", "bb")
     with pytest.raises(Unsupported, match=r"trainer rank 0 .*transport='p2p'"):
@@ -64,8 +64,8 @@ def test_trainer_and_engine_on_different_hosts():
 @pytest.mark.parametrize("transport", ["ipc", "p2p", "broadcast"])
 def test_a_way_that_is_asked_for_is_gone(transport):
     choice = asked(transport, "aaaa", "aaaa")
-    assert (choice.name, choice.why) == (transport, "asked for")
-    assert choice.seconds > 0
+    assert (choice.name, choice.reason) == (transport, "requested")
+    assert choice.predicted_seconds > 0
 
 
 def test_a_way_that_does_not_exist_is_refused():
@@ -80,7 +80,7 @@ def test_what_many_ranks_of_another_host_need_whole_is_broadcast():
     choice = asked("auto", "aaaa", hosts, dims=(-1, -1, -1), costs=slow)
     assert choice.name == "broadcast"
     assert choice.broadcast is not None
-    assert choice.broadcast.rounds
+    assert choice.broadcast.buckets
 
 
 def test_two_ranks_on_one_gpu_are_not_put_into_one_group():
@@ -103,5 +103,5 @@ def test_auto_is_never_predicted_to_be_slower_than_a_fixed_way(trainer_hosts, en
             fixed = asked(transport, trainer_hosts, engine_hosts, dims, bucket_bytes=bucket_bytes)
         except Unsupported:
             continue
-        assert auto.seconds <= fixed.seconds
+        assert auto.predicted_seconds <= fixed.predicted_seconds
     assert auto.digest() == asked("auto", trainer_hosts, engine_hosts, dims, bucket_bytes=bucket_bytes).digest()

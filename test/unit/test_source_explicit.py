@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout.difference import first_difference
 from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Box, Region
-from sglang_reshard.layout.source_layout import EXPLICIT
+from sglang_reshard.layout.source_layout import EXPLICIT, first_difference
 from sglang_reshard.sources import (
     ExplicitSharding,
-    Shard,
+    ShardBox,
     ShardMap,
     SourceLayout,
     blocks,
@@ -50,7 +49,7 @@ def test_the_pieces_of_all_ranks_are_the_checkpoint(tp, ranks):
     assert {t.name for t in layout.tensors} == set(whole)
     for number, tensor in enumerate(layout.tensors):
         found = torch.full(tensor.shape, NAN)
-        for piece in layout.shard_map(tensor).pieces:
+        for piece in layout.shard_map(tensor).shards:
             for rank in piece.ranks:
                 shard = states[rank].shards[number]
                 found[piece.box.slices()] = shard[piece.to_local(Region.of(piece.box)).slices()]
@@ -77,7 +76,7 @@ def test_the_layout_is_the_same_after_the_wire():
     assert read == layout
     q = next(t for t in read.tensors if t.name == "q.weight")
     assert q.mesh == EXPLICIT
-    assert [(p.box.start, p.ranks, p.at) for p in read.shard_map(q).pieces] == [
+    assert [(p.box.start, p.ranks, p.local_start) for p in read.shard_map(q).shards] == [
         ((0, 0), (0, 2), (0, 0)),
         ((24, 0), (1, 3), (0, 0)),
     ]
@@ -105,7 +104,7 @@ def test_the_tensor_whose_piece_is_not_finite_is_named_and_what_is_around_pieces
     state = described(fused(whole, 2, 2, 1), 1, 2)
     told = first_not_finite(state.layout, state.shards, 1)
     assert told == (
-        "trainer rank 1: 1 of the 48 elements that it holds of v.weight are not finite (1 NaN), "
+        "trainer rank 1: 1 of the 48 elements of v.weight on this rank are not finite (1 NaN), "
         "the first at global index (4, 7)"
     )
     state = described(fused(whole, 2, 2, 0), 0, 2)
@@ -135,7 +134,7 @@ def test_blocks_are_flat_or_shaped_and_equal_ones_are_replicas():
     boxes = [Box((0, 0), (3, 2)), Box((0, 2), (3, 4)), Box((0, 2), (3, 4)), None]
     held = blocks(whole.shape, boxes)
     assert held.shape == (3, 4)
-    assert [(p.box, p.ranks, p.at) for p in held.shard_map.pieces] == [
+    assert [(p.box, p.ranks, p.local_start) for p in held.shard_map.shards] == [
         (boxes[0], (0,), (0, 0)),
         (boxes[1], (1, 2), (0, 0)),
     ]
@@ -156,7 +155,7 @@ def test_a_rank_that_holds_nothing_gives_the_dtype_and_any_shape():
 
 
 def test_the_order_in_which_pieces_are_told_does_not_count():
-    pieces = rows((0, 1, 0, 0), (1, 2, 0, 1)).pieces
+    pieces = rows((0, 1, 0, 0), (1, 2, 0, 1)).shards
     states = [
         described([("w", torch.ones(1, 2), ExplicitSharding((2, 2), ShardMap(p)))], 0, 2)
         for p in (pieces, pieces[::-1])
@@ -169,10 +168,10 @@ def test_the_order_in_which_pieces_are_told_does_not_count():
 
 REFUSED = {
     "hold 2 of its 4 elements": (rows((0, 1, 0, 0)), Unsupported),
-    "trainer ranks of which there are 2": (rows((0, 2, 0, 2)), Mismatch),
-    "elements in common": (rows((0, 2, 0, 0), (1, 2, 0, 1)), Mismatch),
-    r"not inside the shape \(2, 2\)": (rows((1, 3, 0, 0)), Mismatch),
-    "has not the 2 dimensions": (ShardMap((Shard(Box((0,), (4,)), (0,), (0,)),)), Mismatch),
+    "not among the 2 trainer ranks": (rows((0, 2, 0, 2)), Mismatch),
+    "overlap": (rows((0, 2, 0, 0), (1, 2, 0, 1)), Mismatch),
+    r"exceeds shape \(2, 2\)": (rows((1, 3, 0, 0)), Mismatch),
+    "does not have the 2 dimensions": (ShardMap((ShardBox(Box((0,), (4,)), (0,), (0,)),)), Mismatch),
     r"reach to \(5, 2\)": (rows((0, 2, 3, 1)), Mismatch),
 }
 
@@ -198,8 +197,8 @@ def test_ranks_that_disagree_are_told_the_first_piece():
     )
     told = first_difference(a, b, 3)
     assert "disagree at tensor w" in told
-    assert "at=(1, 0)" in told.split("trainer rank 3")[0]
-    assert "at=(2, 0)" in told.split("trainer rank 3")[1]
-    assert "at=(0, 0)" not in told
+    assert "local_start=(1, 0)" in told.split("trainer rank 3")[0]
+    assert "local_start=(2, 0)" in told.split("trainer rank 3")[1]
+    assert "local_start=(0, 0)" not in told
     plain = described([("w", torch.zeros(2, 2))]).layout
     assert "disagree at tensor w" in first_difference(a, plain, 1)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.source_layout import EXPLICIT
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads, rank_demand, unread_tensors
-from sglang_reshard.plan.demand import demanded_shards
+from sglang_reshard.plan.read_plan import demanded_shards
 from sglang_reshard.sources import Mesh, Placement, ShardMap, SourceLayout, SourceTensor
 from support.plans import (
     HOST,
@@ -53,10 +53,10 @@ def test_each_element_comes_once_from_a_holder_and_from_this_host_where_it_can(j
     catalog = TensorIndex.of(layout)
     taken = plan_reads(catalog, copies, seat)
     assert taken.nbytes.sum() == sum(
-        c.region.numel * catalog.kind(catalog.index_of[c.source]).item_bytes for c in copies
+        c.region.numel * catalog.tensor_class(catalog.index_of[c.source]).item_bytes for c in copies
     )
-    for number, trainer_rank in zip(taken.pieces(catalog).tolist(), taken.trainer.tolist(), strict=True):
-        holders = catalog.piece(number).ranks
+    for number, trainer_rank in zip(taken.shards(catalog).tolist(), taken.trainer_ranks.tolist(), strict=True):
+        holders = catalog.shard(number).ranks
         assert trainer_rank in holders
         near = [t for t in holders if seat.trainer_hosts[t] == seat.host]
         assert trainer_rank in (near or holders)
@@ -75,11 +75,11 @@ def test_what_is_landed_twice_comes_once(job):
     regions = sum(region.numel * item_bytes[source] for source, region in {(c.source, c.region) for c in copies})
     # Regions that overlap without being the same are brought each for itself; no loader has such.
     assert least <= taken.least_bytes() <= regions
-    for row, first in taken.repeats.items():
+    for row, first in taken.duplicates.items():
         assert first < row
-        assert taken.trainer[row] == taken.trainer[first]
-        assert taken.tensor[taken.copy[row]] == taken.tensor[taken.copy[first]]
-        assert taken.parts[taken.part[row]].shard == taken.parts[taken.part[first]].shard
+        assert taken.trainer_ranks[row] == taken.trainer_ranks[first]
+        assert taken.tensor_ids[taken.copy_ids[row]] == taken.tensor_ids[taken.copy_ids[first]]
+        assert taken.items[taken.item_ids[row]].local_region == taken.items[taken.item_ids[first]].local_region
 
 
 @given(jobs())
@@ -88,13 +88,13 @@ def test_rows_are_put_in_order_of_landing_for_each_trainer_rank(job):
     taken = plan_reads(TensorIndex.of(layout), copies, seat)
     targets = list(dict.fromkeys(c.target for c in copies))
     places = [
-        (int(t), targets.index(taken.copies[c].target), taken.copies[c].offset, taken.parts[p].offset)
-        for t, c, p in zip(taken.trainer, taken.copy, taken.part, strict=True)
+        (int(t), targets.index(taken.copies[c].target), taken.copies[c].offset, taken.items[p].offset)
+        for t, c, p in zip(taken.trainer_ranks, taken.copy_ids, taken.item_ids, strict=True)
     ]
     assert places == sorted(places)
-    assert sorted(row for t in taken.links() for row in taken.rows(t)) == list(range(len(places)))
-    for trainer_rank, (nbytes, rows) in taken.links().items():
-        own = taken.rows(trainer_rank)
+    assert sorted(row for t in taken.traffic() for row in taken.reads_from(t)) == list(range(len(places)))
+    for trainer_rank, (nbytes, rows) in taken.traffic().items():
+        own = taken.reads_from(trainer_rank)
         assert (int(taken.nbytes[own.start : own.stop].sum()), len(own)) == (nbytes, rows)
 
 
@@ -116,7 +116,7 @@ def test_replicas_share_the_sending_evenly():
     copies = tp_copies(layout, [0, 1, -1] * 100, 4)
     sent = np.zeros(8)
     for taken in intakes(layout, copies)[1]:
-        for trainer_rank, (nbytes, _) in taken.links().items():
+        for trainer_rank, (nbytes, _) in taken.traffic().items():
             sent[trainer_rank] += nbytes
     assert sent.max() <= 1.05 * sent.min()
 
@@ -125,8 +125,8 @@ def test_what_is_on_all_hosts_is_taken_from_this_one():
     layout = tensor_parallel(4, [(8, 4)] * 6, [-1] * 6)
     (copies,) = tp_copies(layout, [-1] * 6, 1)
     taken = plan_reads(TensorIndex.of(layout), copies, RankLocation(0, 1, "b", ("a", "a", "b", "b")))
-    assert set(taken.links()) == {2, 3}
-    assert len({nbytes for nbytes, _ in taken.links().values()}) == 1
+    assert set(taken.traffic()) == {2, 3}
+    assert len({nbytes for nbytes, _ in taken.traffic().values()}) == 1
 
 
 def test_a_replica_on_this_host_is_found_wherever_it_lies_in_its_local_tensor():
@@ -135,8 +135,8 @@ def test_a_replica_on_this_host_is_found_wherever_it_lies_in_its_local_tensor():
     layout = SourceLayout(2, (), (), (SourceTensor("t0", (8,), "float32", EXPLICIT, 0),), (held,))
     for host, trainer_rank, first in (("a", 0, 0), ("b", 1, 5)):
         taken = plan_reads(TensorIndex.of(layout), [wanted(layout, 0, box)], RankLocation(0, 1, host, ("a", "b")))
-        assert set(taken.links()) == {trainer_rank}
-        assert taken.parts[0].shard == Region((first,), (8,), (1,))
+        assert set(taken.traffic()) == {trainer_rank}
+        assert taken.items[0].local_region == Region((first,), (8,), (1,))
 
 
 def test_equal_and_shrinking_sizes_take_from_their_own_trainer_ranks():
@@ -144,7 +144,7 @@ def test_equal_and_shrinking_sizes_take_from_their_own_trainer_ranks():
         layout = tensor_parallel(trainers, [(96, 8), (8, 96)], [0, 1])
         _, taken = intakes(layout, tp_copies(layout, [0, 1], engines))
         per = trainers // engines
-        assert [tuple(t.links()) for t in taken] == [tuple(range(e * per, (e + 1) * per)) for e in range(engines)]
+        assert [tuple(t.traffic()) for t in taken] == [tuple(range(e * per, (e + 1) * per)) for e in range(engines)]
 
 
 @given(jobs())
@@ -153,11 +153,11 @@ def test_needs_say_which_pieces_and_names_without_use_are_found(job):
     catalog = TensorIndex.of(layout)
     needs = [rank_demand(catalog, plan_reads(catalog, copies, seat), HOST)]
     pieces = np.flatnonzero(demanded_shards(catalog, needs)[0]).tolist()
-    needed = [(int(catalog.tensor_of(number)), catalog.piece(number).box) for number in pieces]
+    needed = [(int(catalog.tensor_of(number)), catalog.shard(number).box) for number in pieces]
     expected = set()
     for copy in copies:
         tensor = catalog.index_of[copy.source]
-        for piece in catalog.kind(tensor).holdings.pieces:
+        for piece in catalog.tensor_class(tensor).shard_map.shards:
             if copy.region.intersect(piece.box):
                 expected.add((tensor, piece.box))
     assert set(needed) == expected
@@ -169,7 +169,7 @@ def test_needs_say_which_pieces_and_names_without_use_are_found(job):
 def test_a_rank_that_lacks_nothing_takes_in_nothing():
     layout = tensor_parallel(2, [(4, 4)], [0])
     catalog, needs = all_needs(layout, [[]])
-    assert needs[0].links == {}
+    assert needs[0].traffic == {}
     assert needs[0].least_bytes == 0
     assert unread_tensors(catalog, needs) == ("t0",)
 
@@ -179,5 +179,5 @@ def test_a_hundred_thousand_tensors_of_few_kinds_are_planned_by_kind():
     layout = tensor_parallel(64, [(64, 16), (128, 16)] * 50_000, [0, 0] * 50_000)
     (copies,) = tp_copies(layout, [0, 1] * 50_000, 1)
     taken = plan_reads(TensorIndex.of(layout), copies, RankLocation(0, 4, HOST, (HOST,) * 64))
-    assert len(taken.copy) == 50_000 * (64 + 64)
-    assert len(taken.parts) == 128
+    assert len(taken.copy_ids) == 50_000 * (64 + 64)
+    assert len(taken.items) == 128
