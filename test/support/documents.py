@@ -66,7 +66,7 @@ def anchors(document: str) -> set[str]:
 
 def table(document: str, heading: str) -> list[list[str]]:
     """Returns the rows of the first table under a heading, without its head."""
-    _, under = text(document).split(f"\n{heading}\n", 1)
+    _, under = f"\n{text(document)}".split(f"\n{heading}\n", 1)
     rows: list[list[str]] = []
     for line in under.splitlines():
         if line.startswith("|"):
@@ -80,11 +80,19 @@ def table(document: str, heading: str) -> list[list[str]]:
 def strings_of_the_code() -> tuple[str, ...]:
     """Returns every string of the code, adjacent ones joined; a replacement field of an f-string is a line break."""
     found = []
+    for node in _nodes_of_the_code():
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            found.append("".join(v.value if isinstance(v, ast.Constant) else "\n" for v in node.values))
+    return tuple(found)
+
+
+def classes_of_the_code() -> list[str]:
+    return [node.name for node in _nodes_of_the_code() if isinstance(node, ast.ClassDef)]
+
+
+def _nodes_of_the_code() -> Iterator[ast.AST]:
     for folder in ("python", "patches", "verl_integration"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(node.value)
-                elif isinstance(node, ast.JoinedStr):
-                    found.append("".join(v.value if isinstance(v, ast.Constant) else "\n" for v in node.values))
-    return tuple(found)
+            yield from ast.walk(ast.parse(path.read_text()))
