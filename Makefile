@@ -60,6 +60,7 @@ test-verl: setup
 test-all: setup
 	SGLANG_RESHARD_SWEEP=1 $(if $(PYTEST_ARGS),,SGLANG_RESHARD_SUMMARY=benchmark/results/test-all.json) \
 	  $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(if $(PYTEST_ARGS),,$(BIN)/python -m benchmark.pages test-all)
 
 # Ranks killed, stopped, short of memory and lied to, in every phase of an update: eight minutes on 2 cores. It prints
 # a table and writes benchmark/results/faults.json and docs/results/faults.md.

@@ -158,6 +158,26 @@ def demo(path: Path) -> str:
     return "\n".join(lines)
 
 
+def test_all(path: Path) -> str:
+    """Counts, minutes by folder, and the slowest tests of the last `make test-all`."""
+    if not path.exists():
+        return f"No run is recorded: `make test-all` writes benchmark/results/{path.name}."
+    head, rows = results.load(path)
+    lines = [
+        f"{_measured_by(head, path)}, commit {head['commit']}: {head['passed']:,} passed, {head['failed']:,} failed, "
+        f"{head['skipped']:,} skipped in {head['minutes']:.0f} minutes.",
+        "",
+        "| folder | minutes |",
+        "|---|---:|",
+        *(f"| `{folder}` | {minutes:.1f} |" for folder, minutes in head["minutes_by_folder"].items()),
+        "",
+        "| slowest tests | seconds |",
+        "|---|---:|",
+        *(f"| `{row['test'].replace('|', '')}` | {row['seconds']:.1f} |" for row in rows),
+    ]
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Table] = {
     "costs": Table("README.md", results.BENCH, lambda path: tables.costs(*results.load(path))),
     "benchmark": Table("docs/results/benchmark.md", results.BENCH, lambda path: tables.markdown(*results.load(path))),
@@ -168,6 +188,7 @@ TABLES: dict[str, Table] = {
     "faults": Table("docs/results/faults.md", results.FOLDER / "faults.json", faults),
     "fuzz": Table("docs/results/fuzz.md", results.FOLDER / "fuzz.json", fuzz),
     "soak": Table("docs/results/soak.md", results.FOLDER / "soak.json", soak),
+    "test-all": Table("docs/results/test-all.md", results.FOLDER / "test-all.json", test_all),
 }
 
 

@@ -102,6 +102,12 @@ def test_every_page_of_results_has_a_generated_table():
     assert {path for path in pages if f"<!-- {path.stem}: begin -->" in path.read_text()} == pages
 
 
+@pytest.mark.parametrize("document", ["README.md", "RESHARDING_GUIDE.md"])
+def test_the_number_of_architectures_is_that_of_the_results(document):
+    (passed,) = re.findall(r"(\d+) pass at tp 1, 2 and 4", text("docs/results/architectures.md"))
+    assert re.search(rf"\b{passed}\s(are|of)\b", text(document))
+
+
 def test_classes_of_the_glossary_exist():
     named = {name for row in table("docs/glossary.md", "# Glossary") for name in re.findall(r"`(\w+)`", row[1])}
     assert named <= set(classes_of_the_code())
