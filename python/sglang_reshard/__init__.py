@@ -1,7 +1,7 @@
 """Reshards a trainer's DTensor shards into the live parameters of an SGLang engine, shard to shard, without a gather.
 
-Public names are imported on first use: SGLang imports this package in every process that it starts, and most of
-them need little of it.
+Public names are imported on first use: SGLang imports this package in every process that it starts, and most of them
+use little of it.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
 """Keeps the public names of 0.1 importable, with a DeprecationWarning that gives the new name.
 
-A module that has moved is found by `_MovedModules`; a name that has changed in a package that has not moved is looked
-up by the package's `__getattr__`. Both will be removed in 1.0.
+`_MovedModules` finds modules that have moved; a package's `__getattr__` finds names that have changed in it, and
+`renamed_keywords` accepts old keywords. All will be removed in 1.0.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 _PACKAGE = "sglang_reshard"
 
@@ -55,22 +56,23 @@ NAMES: dict[str, dict[str, tuple[str, str]]] = {
     "layout.shard_map": {
         "Held": ("layout.shard_map", "ExplicitSharding"),
         "Holdings": ("layout.shard_map", "ShardMap"),
-        "Piece": ("layout.shard_map", "Shard"),
+        "Piece": ("layout.shard_map", "ShardBox"),
     },
     "layout.source_layout": {
         "Layout": ("layout.source_layout", "SourceLayout"),
         "Meshed": ("layout.source_layout", "MeshSharding"),
-        "holdings": ("layout.source_layout", "shard_map"),
+        "holdings": ("layout.source_layout", "compute_shard_map"),
     },
     "sources": {
         "Held": ("layout.shard_map", "ExplicitSharding"),
         "Holdings": ("layout.shard_map", "ShardMap"),
         "Layout": ("layout.source_layout", "SourceLayout"),
         "Part": ("sources.fused", "FusedSlice"),
-        "Piece": ("layout.shard_map", "Shard"),
+        "Piece": ("layout.shard_map", "ShardBox"),
         "Stack": ("sources.fused", "FusedTensor"),
-        "aliases": ("sources.tied", "tied_names"),
+        "aliases": ("sources.state", "tied_names"),
         "part_of": ("sources.fused", "slice_of"),
+        "listed": ("sources.state", "as_list"),
         "slots": ("sources.layout_probe", "fused_slices"),
     },
     "sources.fused": {
@@ -80,8 +82,28 @@ NAMES: dict[str, dict[str, tuple[str, str]]] = {
 }
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def renamed_keywords(**new_names: str) -> Callable[[F], F]:
+    """Decorates a function to accept keywords under their names of 0.1, `old="new"`; warns."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            for old, new in new_names.items():
+                if old in kwargs:
+                    warnings.warn(f"{old}= is deprecated; use {new}=", DeprecationWarning, stacklevel=2)
+                    kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return wrapper  # type: ignore[return-value]
+
+    return decorate
+
+
 def attribute(module: str, name: str) -> Any:
-    """Returns what `name` of 0.1 is called today in `module`; warns. Raises AttributeError for any other name."""
+    """Returns what `name` of 0.1 in `module` is today, and warns. Raises AttributeError for any other name."""
     new = NAMES.get(module.removeprefix(_PACKAGE).removeprefix("."), {}).get(name)
     if new is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -91,7 +113,7 @@ def attribute(module: str, name: str) -> Any:
 
 
 class _MovedModule(ModuleType):
-    """A module of 0.1: its names are those of the module that has taken its place."""
+    """A module of 0.1, which has the attributes of the module that has replaced it."""
 
     def __init__(self, name: str, target: str) -> None:
         super().__init__(name, f"Moved to {target}.")
@@ -107,7 +129,7 @@ class _MovedModule(ModuleType):
 
 
 class _MovedModules(MetaPathFinder, Loader):
-    """Finds modules of 0.1 under their old names. Comes last on `sys.meta_path`, so that it hides nothing."""
+    """Finds modules of 0.1 under their old names. Comes last on `sys.meta_path`, so that it shadows nothing."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -115,7 +137,7 @@ class _MovedModules(MetaPathFinder, Loader):
         new = MODULES.get(fullname.removeprefix(f"{_PACKAGE}."))
         if new is None or not fullname.startswith(f"{_PACKAGE}."):
             return None
-        # A package, so that the modules in it are asked for here, too.
+        # A package, so that the import system looks for its modules here, too.
         return ModuleSpec(fullname, self, origin=f"{_PACKAGE}.{new}", is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -124,10 +146,10 @@ class _MovedModules(MetaPathFinder, Loader):
         return _MovedModule(spec.name, spec.origin)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run: names are looked up in the new module when they are used."""
+        """Does nothing: attributes are looked up in the new module when they are used."""
 
 
 def install_module_finder() -> None:
-    """Lets modules that have moved since 0.1 be imported under their old names. Idempotent."""
+    """Makes modules that have moved since 0.1 importable under their old names. Idempotent."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(_MovedModules())

@@ -1,41 +1,41 @@
-"""Errors that users see. Each says what is wrong, which tensor, which rank, and what to do next."""
+"""Defines the exceptions of this package. Messages state what is wrong, which tensor, which rank, what to do next."""
 
 
 class ReshardError(RuntimeError):
-    """Base of every error this package raises on purpose."""
+    """Base class of all exceptions that this package raises on purpose."""
 
 
 class Unsupported(ReshardError):
-    """This configuration cannot be carried; nothing was written and the old weights keep serving."""
+    """The configuration is not supported. Nothing was written; the old weights keep serving."""
 
 
 class Mismatch(ReshardError):
-    """The two sides, or two ranks of one side, disagree; nothing was written."""
+    """Trainer and engine, or two ranks of one side, disagree. Nothing was written; the old weights keep serving."""
 
 
 class DeadlineExceeded(ReshardError):
-    """A wait ended without what it waited for. Names the phase, the rank and what was awaited."""
+    """A wait timed out. The message names the phase, the ranks and what they were waited for."""
 
 
 class TornWeights(ReshardError):
-    """An update broke off while weights were being written; the engine needs a successful update."""
+    """An update failed while weights were being written. The engine serves nothing until an update succeeds."""
 
 
 class EngineRefused(ReshardError):
-    """The engine answered an update with a failure; the message is the engine's own."""
+    """The engine reported a failure; the message is the engine's. The old weights keep serving."""
 
 
 class Aborted(ReshardError):
-    """Another rank failed or has gone, and the update was given up on all ranks."""
+    """Another rank failed or disconnected, which aborted the update on all ranks."""
 
 
 class ConnectionLost(ReshardError):
-    """Trainer rank 0's process, which all ranks meet in, cannot be reached any more."""
+    """The connection to trainer rank 0's process, which hosts the session, was lost."""
 
 
 class Unauthorized(ReshardError):
-    """The other side does not know this session's key."""
+    """A key was wrong: the session's between ranks, or an API key of a server."""
 
 
 class EngineDied(ReshardError):
-    """A process of the engine has ended. End the engine and start another one."""
+    """A process of the engine has died. Shut the engine down and start a new one."""

@@ -1,16 +1,17 @@
-"""The version of this package; both sides of an update must have the same."""
+"""Defines the version of this package, which must be the same on both sides of an update."""
 
 from __future__ import annotations
 
 from sglang_reshard.errors import Mismatch
 
 __version__ = "0.1.0"
-VERSION_KEY = "reshard_version"  # under which SGLang's schedulers tell theirs
+VERSION_KEY = "reshard_version"  # in the internal state that SGLang's schedulers report
 
 
-def check_same_version(trainers: str) -> None:
-    """On the engine's side: raise Mismatch unless the trainer has the version that this process has."""
-    if trainers != __version__:
+def check_same_version(trainer_version: str) -> None:
+    """Raises Mismatch unless the trainer has the version of this process, an engine rank's."""
+    if trainer_version != __version__:
         raise Mismatch(
-            f"the trainer has sglang-reshard {trainers}, the engine {__version__}; install the same version on both"
+            f"the trainer has sglang-reshard {trainer_version}, the engine {__version__}; install the same version on "
+            "both"
         )

@@ -16,7 +16,7 @@ def test_a_flipped_bit_is_found_named_and_healed(scene, case, transport, staged)
         row.outcome = scene.judge(new)
         assert row.outcome == ("old weights" if staged else "torn, declared")
         for ended in scene.failures().values():
-            assert "engine rank 1: what has arrived is not what was sent" in ended.message
+            assert "engine rank 1: the received weights differ from the trainer's" in ended.message
             assert "down.weight" in ended.message
         scene.make_good(transport, verify="full", staged=staged)
         row.outcome += "; the next update made it good"

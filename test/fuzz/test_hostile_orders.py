@@ -13,7 +13,7 @@ from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from sglang_reshard.plan.p2p import SendRequest, send_request
 from sglang_reshard.protocol.messages import PrepareSend
-from sglang_reshard.protocol.validation import check_connect, check_order
+from sglang_reshard.protocol.validation import check_prepare_send, check_send_request
 from sglang_reshard.transports.p2p import P2pSender
 
 CPU = torch.device("cpu")
@@ -30,8 +30,8 @@ def carry_out(order, layout, shards, share):
     boxes: dict[tuple[int, int], deque[torch.Tensor]] = {}
     outlet = P2pSender(layout, shards, {9: order}, {9: share}, CPU)
     outlet.send(Mail(0, boxes))
-    views = [shards[tensor][region.slices()] for tensor, region in order.rows()]
-    for view, (_, region) in zip(views, order.rows(), strict=True):
+    views = [shards[tensor][region.slices()] for tensor, region in order.entries()]
+    for view, (_, region) in zip(views, order.entries(), strict=True):
         assert tuple(view.shape) == region.count
     assert outlet.sent_bytes == sum(view.numel() * view.element_size() for view in views)
     assert sum(data.numel() for data in boxes.get((0, 9), ())) >= outlet.sent_bytes
@@ -44,13 +44,13 @@ def test_changed_orders_are_refused_or_carried_out(random):
         TensorIndex.of(layout), copies_of(layout, random), RankLocation(0, 1, "a", ("a",) * layout.trainer_ranks)
     )
     order = send_request(taken, rank)
-    check_order(order, layout, rank, 0)
+    check_send_request(order, layout, rank, 0)
     for _ in range(random.choice((0, 1, 1, 2, 3))):
         order = changed(order, random)
     try:
         digest, blob = pack_blob(order)
         order = unpack_blob(blob, SendRequest, digest)
-        check_order(order, layout, rank, 0)
+        check_send_request(order, layout, rank, 0)
     except Mismatch:
         return
     carry_out(order, layout, shards, random.choice((1, 16, 64, 1 << 20)))
@@ -61,7 +61,7 @@ def test_arbitrary_orders_are_refused_or_carried_out(random):
     layout, rank, shards = state_of(random)
     order = value_of(SendRequest, random)
     try:
-        check_order(order, layout, rank, 0)
+        check_send_request(order, layout, rank, 0)
     except Mismatch:
         return
     carry_out(order, layout, shards, 64)
@@ -76,13 +76,13 @@ def test_arbitrary_words_to_connect_are_refused_or_make_sense(random):
         connect = PrepareSend("route", ("intake",) * engines, shares, "gloo", 10.0)
         for _ in range(random.randrange(3)):
             connect = changed(connect, random)
-    trainer_ranks = len(connect.shares) if isinstance(connect.shares, tuple) and random.random() < 0.9 else 1
+    trainer_ranks = len(connect.round_bytes) if isinstance(connect.round_bytes, tuple) and random.random() < 0.9 else 1
     try:
         digest, blob = pack_blob(connect)
         connect = unpack_blob(blob, PrepareSend, digest)
-        check_connect(connect, trainer_ranks)
+        check_prepare_send(connect, trainer_ranks)
     except Mismatch:
         return
     members = connect.members()
-    assert all(0 <= member < trainer_ranks + len(connect.intakes) for member in members)
+    assert all(0 <= member < trainer_ranks + len(connect.read_plans) for member in members)
     assert 0 < connect.timeout_s < float("inf")

@@ -102,7 +102,7 @@ def test_an_engine_refuses_and_keeps_its_weights_or_takes_the_new_ones(stage, ra
     if request is None:
         return
     stage.reset()
-    stage.receiver._inbound.torn = ""
+    stage.receiver._executor.torn = ""
     output = stage.receiver.update(request)
     assert isinstance(output, DistributedUpdateWeightsOutput)
     if output.success:

@@ -128,7 +128,7 @@ def test_pieces_are_the_tensor(random):
     local = [shards_of(layout, whole, t, random) for t in range(layout.trainer_ranks)]
     for number, tensor in enumerate(layout.tensors):
         found = torch.zeros_like(whole[tensor.name])
-        for piece in layout.shard_map(tensor).shards:
-            for rank in piece.ranks:
-                found[piece.box.slices()] = local[rank][number][piece.to_local(Region.of(piece.box)).slices()]
+        for shard in layout.shard_map(tensor).shards:
+            for rank in shard.ranks:
+                found[shard.box.slices()] = local[rank][number][shard.to_local(Region.of(shard.box)).slices()]
         assert torch.equal(found, whole[tensor.name])

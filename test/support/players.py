@@ -179,8 +179,8 @@ def play_trainer(rank: int, size: int, meeting: str, timeout_s: float, url: str,
 def _updated(me: TrainerRank, order: Update) -> Ended:
     if order.version is not None:
         me.become(order.version)
-    if (lead := me.sender._lead) is not None:  # one sender goes all ways, so that what it keeps outlives each of them
-        lead._way = replace(lead._way, transport=order.transport, bucket_bytes=order.bucket_bytes)
+    if (coordinator := me.sender._coordinator) is not None:  # one sender, so that what it keeps outlives each transport
+        coordinator._config = replace(coordinator._config, transport=order.transport, bucket_bytes=order.bucket_bytes)
     try:
         me.sender.update(me.state, **order.options)
         return Ended("", "", time.monotonic())

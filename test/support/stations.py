@@ -67,7 +67,7 @@ class Stations:
     def install(self, side: Literal["engine", "trainer"]) -> Stations:
         self._before(CopyList, "run", "move", _half)
         if side == "engine":
-            self._before(UpdateExecutor, "_look", "look")
+            self._before(UpdateExecutor, "_prepare_target", "look")
             self._before(TransferCache, "plan", "plan")
             self._before(TransferCache, "connect", "connect")
             self._before(UpdateExecutor, "_verify", "verify", flip=_flip_a_bit)
@@ -75,11 +75,11 @@ class Stations:
             self._after_the_last_gather()
         else:
             self._before(ShardPublisher, "publish", "publish")
-            self._before(UpdateChannel, "announce", "announce")
-            self._before(TrainerWorker, "_prepared", "plan")
+            self._before(UpdateChannel, "publish_status", "announce")
+            self._before(TrainerWorker, "_prepare", "plan")
             self._before(Session, "connect_peers", "connect")
             self._before(P2pSender, "send", "send")
-            self._before(UpdateChannel, "vouch", "verify")
+            self._before(UpdateChannel, "put_checksums", "verify")
         return self
 
     def _come_to(self, station: str, begin: Callable[[], None], flip: Callable[[], None]) -> None:
@@ -120,16 +120,16 @@ class Stations:
 
     def _after_the_last_gather(self) -> None:
         """All ranks have agreed that the update succeeded; this one has not told anybody yet."""
-        stock = UpdateChannel.gather
+        stock = UpdateChannel.all_gather
 
         @functools.wraps(stock)
-        def gather(talk: UpdateChannel, phase: str, *args: Any) -> Any:
-            said = stock(talk, phase, *args)
+        def all_gather(channel: UpdateChannel, phase: str, *args: Any) -> Any:
+            messages = stock(channel, phase, *args)
             if phase == "commit":
                 self._come_to("agreed", lambda: None, lambda: None)
-            return said
+            return messages
 
-        UpdateChannel.gather = gather  # type: ignore[method-assign]
+        UpdateChannel.all_gather = all_gather  # type: ignore[method-assign]
 
 
 def _half(copies: CopyList) -> None:
@@ -140,9 +140,9 @@ def _half(copies: CopyList) -> None:
             torch._foreach_copy_(copies._destinations[:half], copies._sources[:half])
 
 
-def _flip_a_bit(inbound: UpdateExecutor) -> None:
+def _flip_a_bit(executor: UpdateExecutor) -> None:
     """Of what has arrived in `down`, where it is to be verified."""
-    route = inbound.route
-    targets = (route.staging.program if route.staging is not None else route.target.program).targets
+    transfer = executor.transfer
+    targets = (transfer.shadow.program if transfer.shadow is not None else transfer.target.program).targets
     landed = next(target for name, target in targets.items() if name.startswith("down"))
     landed.view(torch.int32)[5] ^= 1 << 7

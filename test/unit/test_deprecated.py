@@ -9,6 +9,10 @@ import sys
 import pytest
 
 from sglang_reshard import _deprecated
+from sglang_reshard.api.multi_engine import MultiEngineSender
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.control import Address
+from sglang_reshard.errors import Mismatch
 
 # What 0.1's documents told users to import.
 OF_0_1 = [
@@ -53,6 +57,17 @@ def test_what_has_moved_or_changed_its_name_exists():
             with pytest.warns(DeprecationWarning, match=new):
                 found = _deprecated.attribute(f"sglang_reshard.{module}", old)
             assert found is getattr(importlib.import_module(f"sglang_reshard.{target}"), new)
+
+
+def test_old_keywords_are_accepted():
+    sender = MultiEngineSender(Address("s", "127.0.0.1", 1, "00"), trainer_rank=0, global_ranks=(0,))
+    with pytest.warns(DeprecationWarning, match="unmap_after="), pytest.raises(Mismatch, match="set_engines"):
+        sender.update([], let_go=True)
+    with pytest.warns(DeprecationWarning, match="set_engines"):
+        sender.attend({})
+    sender = WeightSender.__new__(WeightSender)
+    with pytest.warns(DeprecationWarning, match="unmap_after="), pytest.raises(AttributeError, match="_updating"):
+        sender.update([], let_go=True)
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -131,9 +131,6 @@ def test_an_http_client_imports_no_process_groups():
     assert "sglang_reshard.api.remote_engine" in loaded
     ours = (f"sglang_reshard.{package}" for package in ("trainer", "transports", "trace", "engine", "plan", "sources"))
     assert within(loaded, "sglang", "verl", "ray", "torch.distributed", *ours) == []
-    known = modules()
-    using = [m for m in loaded if m in known and "torch.distributed" in known[m].read_text()]
-    assert using == []
 
 
 @pytest.mark.parametrize("name", ["DistributedUpdateWeightsReq", "UpdateReport", "WeightsInfo"])

@@ -94,8 +94,8 @@ def test_what_trainers_with_fused_tensors_hand_over_passes(tp, ranks):
         check_handles(handles, state.layout, rank)
         peer = PeerMemory(rank, handles)
         for number, tensor in enumerate(state.layout.tensors):
-            for piece in state.layout.shard_map(tensor).shards_of(rank):
-                at = piece.to_local(Region.of(piece.box))
+            for shard in state.layout.shard_map(tensor).shards_of(rank):
+                at = shard.to_local(Region.of(shard.box))
                 assert torch.equal(peer.region(number, at, torch.float32), state.shards[number][at.slices()])
 
 

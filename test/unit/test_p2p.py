@@ -11,7 +11,7 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.plan.p2p import round_bytes, send_request
 from sglang_reshard.transports.p2p import P2pSender, P2pTransport
-from support.plans import copies_of, empty_targets, intakes, loaded, meshed_layouts, values
+from support.plans import copies_of, empty_targets, loaded, meshed_layouts, read_plans, values
 from support.plans import shards as cut_shards
 from support.sent import CPU, context_of
 from support.sweep import only, sweep
@@ -63,7 +63,7 @@ class Arriving:
 def test_any_layout_and_any_copies(data, bucket):
     layout = data.draw(meshed_layouts())
     copies = [data.draw(copies_of(layout)) for _ in range(data.draw(st.integers(1, 3)))]
-    catalog, taken = intakes(layout, copies)
+    catalog, taken = read_plans(layout, copies)
     links = torch.zeros(layout.trainer_ranks, len(copies), dtype=torch.int64).numpy()
     for e, t in enumerate(taken):
         for trainer_rank, (nbytes, _) in t.traffic().items():

@@ -140,7 +140,7 @@ def test_tensors_go_as_lists(server):
 
 
 def test_what_cannot_go_over_http_is_refused_before_it_goes(server):
-    with pytest.raises(Unsupported, match="/generate: an argument cannot go over HTTP: object"):
+    with pytest.raises(Unsupported, match="/generate: an argument cannot be sent over HTTP: object"):
         RemoteEngine(server.url).generate("x", image_data=object())
     assert server.asked == []
 
@@ -173,7 +173,7 @@ def test_no_url_at_all_is_told_so():
     [
         (401, {"error": "Unauthorized"}, Unauthorized, "--api-key as api_key"),
         (403, {"error": "Forbidden"}, Unauthorized, "--admin-api-key as admin_api_key"),
-        (404, {"detail": "Not Found"}, Unsupported, f"Install {__version__} and start the server anew"),
+        (404, {"detail": "Not Found"}, Unsupported, f"Install {__version__} and restart the server"),
         (200, {"version": "7", "package_version": "0.0.1"}, Mismatch, "has sglang-reshard 0.0.1 and this trainer"),
         (200, {"hello": "world"}, Mismatch, "Is this the URL of an SGLang server"),
         (200, b"<html>", Mismatch, "Is this the URL of an SGLang server"),

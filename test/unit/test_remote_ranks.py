@@ -47,7 +47,7 @@ def test_every_rank_is_told_why_there_is_no_server(url, kind, says):
 
 def test_every_rank_is_told_that_an_interface_is_none():
     told, _ = run_world(3, 1, open_on, idle, "192.0.2.1")
-    assert all("interface='192.0.2.1' is no address of trainer rank 0's host" in words for words in told)
+    assert all("interface='192.0.2.1' is not an address of trainer rank 0's host" in words for words in told)
 
 
 def test_a_group_that_cannot_carry_metadata_is_told_so(monkeypatch):

@@ -73,7 +73,7 @@ def test_phases_come_in_their_order_with_the_slowest_rank() -> None:
 
 
 def test_what_is_said_is_no_markup_and_wide_enough() -> None:
-    said = "the engine has no use for [model.layers.61] " * 5
+    said = "the engine does not read [model.layers.61] " * 5
     text = str(report(Many(1, 1), message=said, weight_version=None))
     assert "[model.layers.61]" in text
     assert "(unchanged)" in text

@@ -133,7 +133,7 @@ def train_with_a_name_to_be_ignored(trainer):
 
 def test_names_that_are_to_be_ignored_are_told():
     told, _ = run_world(1, 2, train_with_a_name_to_be_ignored, serve_untouched, deadline_s=60)
-    assert told == ["the engine has no use for rotary.inv_freq"]
+    assert told == ["the engine does not read rotary.inv_freq"]
 
 
 def train_with_a_tied_head(trainer):
@@ -149,7 +149,7 @@ def train_with_a_tied_head(trainer):
 def test_a_tied_head_needs_no_mention_and_one_of_its_own_does():
     told, _ = run_world(1, 2, train_with_a_tied_head, serve_untouched)
     tied, untied = told[0]
-    assert tied == "the engine has no use for lm_head.weight"
+    assert tied == "the engine does not read lm_head.weight"
     assert "ignore=['lm_head.weight']" in untied
 
 

@@ -21,10 +21,10 @@ def mesh():
     ("dims", "options", "says"),
     [
         ("tp", {"backend": "native"}, "backend='native'"),
-        ("tp", {"url": "http://gpu7:30000"}, "takes no url: .* give backend='server'"),
-        ("tp", {"backend": "server", "tp_size": 2}, "takes no model_path, tp_size"),
+        ("tp", {"url": "http://gpu7:30000"}, "does not accept url: .* pass backend='server'"),
+        ("tp", {"backend": "server", "tp_size": 2}, "does not accept model_path, tp_size"),
         (("dp", "tp"), {}, "has 2 dimensions"),
-        ("tp", {"nnodes": 3}, "cannot be spread over 3 nodes"),
+        ("tp", {"nnodes": 3}, "cannot be spread evenly over 3 nodes"),
         ("tp", {"nnodes": 2}, "interface="),
     ],
 )

@@ -1,20 +1,23 @@
-"""Several engines that take the same weights: one session with each, all updated at the same time.
+"""Sends updated weights from the trainer ranks to several engines at once, in one session with each.
 
-    fleet = Fleet(address, trainer_rank=rank, global_ranks=ranks)      # on every trainer rank
-    fleet.attend({"replica 0": send_0, "replica 1": send_1})           # `send`s on trainer rank 0, None on others
-    reports = fleet.update(model.named_parameters(), weight_version="42")
+    sender = MultiEngineSender(address, trainer_rank=rank, global_ranks=ranks)    # on every trainer rank
+    sender.set_engines({"replica 0": send_0, "replica 1": send_1})                # trainer rank 0; None on others
+    reports = sender.update(model.named_parameters(), weight_version="42")
 
-All sessions share the hub of trainer rank 0's `Session.host`. Engines come and go between updates.
+All sessions share one control server, that of trainer rank 0's `Session.host`. Engines may join and leave between
+updates.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from sglang_reshard._deprecated import renamed_keywords
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, ReshardError, TornWeights
@@ -28,8 +31,8 @@ from sglang_reshard.trainer.coordinator import Send
 class MultiEngineSender:
     """One trainer rank's end of the sessions with all engines.
 
-    address       of the hub that trainer rank 0 hosts for all of them
-    global_ranks  the global rank of each trainer rank
+    address       of the control server that trainer rank 0 hosts
+    global_ranks  the rank of each trainer rank in torch.distributed's world
     options       transport, bucket_bytes and timeout_s, see `WeightSender`
     """
 
@@ -42,11 +45,11 @@ class MultiEngineSender:
     def engines(self) -> tuple[str, ...]:
         return tuple(self._senders)
 
-    def attend(self, engines: Mapping[str, Send | None]) -> None:
-        """These engines, and no others, from now on. Every trainer rank calls it, with the same names.
+    def set_engines(self, engines: Mapping[str, Send | None]) -> None:
+        """Opens sessions with new engines, and ends those with engines that are not listed. Collective.
 
-        A name stands for one life of an engine: one that was started anew needs another. What is kept for an engine
-        that stays (plan, handles, connections) is kept.
+        engines  name -> function that sends a request to the engine, on trainer rank 0; None on the others. An engine
+                 that was restarted needs a new name. Plans and connections of engines that remain are kept
         """
         for name in [known for known in self._senders if known not in engines]:
             self._senders.pop(name).close()
@@ -54,14 +57,20 @@ class MultiEngineSender:
             if name not in self._senders:
                 self._senders[name] = self._sender(name, send)
 
-    def update(self, named_tensors: NamedTensors | torch.nn.Module, **options: Any) -> dict[str, UpdateReport]:
-        """Bring all engines to these weights; see `WeightSender.update`. A report of each.
+    def attend(self, engines: Mapping[str, Send | None]) -> None:
+        """Deprecated name of `set_engines`."""
+        warnings.warn("attend is deprecated; use set_engines", DeprecationWarning, stacklevel=2)
+        self.set_engines(engines)
 
-        Raises what the update of an engine raises, naming all engines that failed. The others have the new weights
-        then; TornWeights if any engine's are torn.
+    @renamed_keywords(let_go="unmap_after")
+    def update(self, named_tensors: NamedTensors | torch.nn.Module, **options: Any) -> dict[str, UpdateReport]:
+        """Updates all engines to these weights, and returns a report of each; see `WeightSender.update`. Collective.
+
+        Raises what the update of an engine raises, with the names of all engines that failed; TornWeights if any of
+        them is torn. The other engines have the new weights then.
         """
         if not self._senders:
-            raise Mismatch(f"trainer rank {self._rank}: there is no engine to update; attend to one first")
+            raise Mismatch(f"trainer rank {self._rank}: there is no engine to update; call set_engines first")
         if not isinstance(named_tensors, (torch.nn.Module, Collection)):
             named_tensors = list(named_tensors)
         if len(self._senders) == 1:
@@ -71,27 +80,27 @@ class MultiEngineSender:
 
         def update(sender: WeightSender) -> UpdateReport | Exception:
             if gpu is not None:
-                torch.cuda.set_device(gpu)  # a thread begins at GPU 0
+                torch.cuda.set_device(gpu)  # a new thread starts at GPU 0
             try:
                 return sender.update(named_tensors, **options)
             except Exception as error:
                 return error
 
-        with ThreadPoolExecutor(len(self._senders), "sglang-reshard fleet") as threads:
+        with ThreadPoolExecutor(len(self._senders), "sglang-reshard engine") as threads:
             outcomes = dict(zip(self._senders, threads.map(update, self._senders.values()), strict=True))
         failed = {name: error for name, error in outcomes.items() if isinstance(error, Exception)}
         if failed:
-            raise _together(failed, len(outcomes)) from next(iter(failed.values()))
+            raise _joint_error(failed, len(outcomes)) from next(iter(failed.values()))
         return {name: report for name, report in outcomes.items() if isinstance(report, UpdateReport)}
 
     def release(self) -> None:
-        """Let go of the shards' memory on this side, see `WeightSender.release`."""
+        """Drops views of the shards, see `WeightSender.release`."""
         for sender in self._senders.values():
             sender.release()
 
     def close(self) -> None:
-        """End all sessions. Every trainer rank calls it."""
-        self.attend({})
+        """Ends all sessions. Collective."""
+        self.set_engines({})
 
     def _sender(self, name: str, send: Send | None) -> WeightSender:
         timeout_s = self._options.get("timeout_s", DEFAULT_TIMEOUT_S)
@@ -104,10 +113,10 @@ class MultiEngineSender:
         )
 
 
-def _together(failed: Mapping[str, Exception], engines: int) -> Exception:
-    """One error for several engines': the kind of the worst, the words of all."""
+def _joint_error(failed: Mapping[str, Exception], engines: int) -> Exception:
+    """Returns one error for several: the type of the worst, and the messages of all."""
     errors = list(failed.values())
     worst = next((e for e in errors if isinstance(e, TornWeights)), errors[0])
-    said = "; ".join(f"{name}: {error}" for name, error in failed.items())
+    messages = "; ".join(f"{name}: {error}" for name, error in failed.items())
     kind = type(worst) if isinstance(worst, ReshardError) else ReshardError
-    return kind(f"{len(failed)} of {engines} engines were not updated: {said}")
+    return kind(f"{len(failed)} of {engines} engines were not updated: {messages}")

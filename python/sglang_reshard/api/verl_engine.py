@@ -1,16 +1,16 @@
-"""VerlEngine: one engine, driven by all trainer ranks in step (SPMD), as SGLang once had it.
+"""Drives one engine from all trainer ranks in step (SPMD), with the interface of SGLang's former VerlEngine.
 
     engine = VerlEngine(device_mesh_cpu=mesh["tp"], tp_size=16, model_path=...)    # on every trainer rank
     report = engine.update_weights_from_tensor(model.named_parameters())           # DTensors stay local
     out = engine.generate(input_ids=[[1, 2, 3]], sampling_params={"max_new_tokens": 8})
     engine.shutdown()
 
-The engine runs on the first trainer rank of every node; the others hold none and only take part. A server that runs
-on its own takes its place with another constructor, and all else stays as it is:
+The engine runs on the first trainer rank of every node; the other ranks only participate. A server is used in its
+place by other constructor arguments:
 
     engine = VerlEngine(device_mesh_cpu=mesh["tp"], backend="server", url="http://gpu7:30000", admin_api_key=...)
 
-Everything that comes back, comes back on every rank.
+All methods are collective, and return their result on every rank.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 
 
 class VerlEngine:
-    """An SGLang engine that takes its weights from the trainer ranks of `device_mesh_cpu`.
+    """An SGLang engine that receives its weights from the trainer ranks of `device_mesh_cpu`.
 
     device_mesh_cpu  1-D mesh of the trainer ranks, with a CPU (gloo) backend
     nnodes           nodes that the engine spans; the mesh's ranks are spread evenly over them
-    backend          "engine": started here. "server": one that runs already, at `url`
-    url, api_key, admin_api_key   of the server, see `RemoteEngine`, also for where they are looked for otherwise
-    tp_size          the engine's tensor parallel size; the mesh's size when not given
-    interface        address of the first rank's host that engine ranks reach it by; loopback suits one node, and for
-                     a server it is the one from which this host reaches it
+    backend          "engine": started here. "server": one that is running at `url`
+    url, api_key, admin_api_key   of the server, see `RemoteEngine`, also for their defaults
+    tp_size          the engine's tensor parallel size; by default the mesh's size
+    interface        address of the first rank's host at which engine ranks connect to it; by default loopback, which
+                     suits one node, and for a server that of the interface towards it
     transport, bucket_bytes, timeout_s   of updates, see `WeightSender`
-    server_args      all else goes to `sglang.Engine`
+    server_args      passed to `sglang.Engine`
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class VerlEngine:
     ) -> None:
         if device_mesh_cpu.ndim != 1:
             raise Unsupported(
-                f"device_mesh_cpu has {device_mesh_cpu.ndim} dimensions; give one of them, mesh['tp'] for example"
+                f"device_mesh_cpu has {device_mesh_cpu.ndim} dimensions; pass one of them, mesh['tp'] for example"
             )
         self._group = device_mesh_cpu.get_group()
         self._rank = device_mesh_cpu.get_local_rank()
@@ -78,7 +78,7 @@ class VerlEngine:
         self._paused = False
         if backend == "engine":
             of_server = {"url": url, "api_key": api_key, "admin_api_key": admin_api_key}
-            _check_nothing_given(of_server, "backend='engine'", "they are a server's; give backend='server' for one")
+            _check_not_given(of_server, "backend='engine'", "they belong to a server; pass backend='server' to use one")
             require_main_guard()
             interface = interface or LOOPBACK
             _check_nodes(device_mesh_cpu.size(), nnodes, interface)
@@ -92,13 +92,13 @@ class VerlEngine:
             self._start(arguments, ranks_per_node)
         elif backend == "server":
             of_engine = {**server_args, "tp_size": tp_size, "nnodes": None if nnodes == 1 else nnodes}
-            _check_nothing_given(of_engine, "backend='server'", "the server has what it was started with")
+            _check_not_given(of_engine, "backend='server'", "a server's are set when it is started")
             self._local, reached = connect_server(
                 self._group, url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=timeout_s
             )
             interface = interface or reached
         else:
-            raise Unsupported(f"backend={backend!r} is not carried; use backend='engine' or backend='server'")
+            raise Unsupported(f"backend={backend!r} is not supported; use backend='engine' or backend='server'")
         self._sender = WeightSender.over(
             self._group,
             self._first.update_weights_distributed if self._rank == 0 else None,
@@ -114,14 +114,14 @@ class VerlEngine:
         load_format: str | None = None,
         **options: Any,
     ) -> UpdateReport:
-        """Bring the engine to these weights. Every rank calls it, with its own shards.
+        """Updates the engine to these weights. Every rank passes its own shards.
 
         named_tensors  all of the model's, under their checkpoint names: DTensors, or tensors that every rank holds;
                        or the module itself
-        options        weight_version and what else `WeightSender.update` takes
+        options        weight_version and the other options of `WeightSender.update`
         """
         if load_format is not None:
-            raise Unsupported(f"load_format={load_format!r}: the engine's own loader decides; leave it out")
+            raise Unsupported(f"load_format={load_format!r} is not supported: the engine's own loader is used; omit it")
         return self._sender.update(named_tensors, **options)
 
     def generate(
@@ -137,13 +137,13 @@ class VerlEngine:
         lora_path: list[str | None] | str | None = None,
         custom_logit_processor: list[str] | str | None = None,
     ) -> Any:
-        """SGLang's `Engine.generate` on the first rank, its output on every rank (tensors in it become lists).
+        """Calls SGLang's `Engine.generate` on the first rank; tensors in its output become lists.
 
-        Raises TornWeights while the last update broke off half-way, and Mismatch while paused. The other ranks wait for
-        as long as it generates; the group's own timeout bounds that.
+        Raises TornWeights if the weights are torn, and Mismatch while paused. The other ranks wait for the output; the
+        group's own timeout bounds that.
         """
         if self._paused:
-            raise Mismatch("generation is paused, so nothing would be generated; call continue_generation first")
+            raise Mismatch("generation is paused; call continue_generation first")
         arguments = {
             "prompt": prompt,
             "sampling_params": sampling_params,
@@ -159,14 +159,14 @@ class VerlEngine:
         return self._on_first_rank(lambda: self._first.generate(**arguments))
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:
-        """Let go of the memory of "weights", of "kv_cache", or of all. Weights come back with the next update."""
+        """Frees the memory of "weights", of "kv_cache", or of all. The next update restores the weights."""
         self._on_first_rank(lambda: self._first.release_memory_occupation(tags))
 
     def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
         self._on_first_rank(lambda: self._first.resume_memory_occupation(tags))
 
     def pause_generation(self, mode: PauseMode = "abort") -> None:
-        """Stop what others ask of the engine, so that an update need not wait for it; see the modes in the guide."""
+        """Pauses requests of other clients, so that an update need not wait for them; see `RemoteEngine`."""
         self._on_first_rank(lambda: self._first.pause_generation(mode))
         self._paused = True
 
@@ -175,18 +175,18 @@ class VerlEngine:
         self._paused = False
 
     def flush_cache(self) -> None:
-        """Forget all prefixes. Raises EngineRefused while requests run."""
+        """Flushes the prefix cache. Raises EngineRefused while requests run."""
         self._on_first_rank(lambda: self._first.flush_cache())
 
     def weights_info(self) -> WeightsInfo:
-        """Which weights are live, and how they came."""
-        told = self._on_first_rank(lambda: msgspec.to_builtins(self._first.weights_info()))
-        return msgspec.convert(told, WeightsInfo)
+        """Describes the live weights, and the update that brought them."""
+        info = self._on_first_rank(lambda: msgspec.to_builtins(self._first.weights_info()))
+        return msgspec.convert(info, WeightsInfo)
 
     def shutdown(self) -> None:
-        """End the session, and the processes of an engine that was started here. Every rank calls it.
+        """Ends the session, and the processes of an engine that was started here.
 
-        A server goes on with the weights that it has.
+        A server keeps running with the weights that it has.
         """
         self._sender.close()
         if self._local is not None:
@@ -195,12 +195,12 @@ class VerlEngine:
 
     @property
     def engine(self) -> Engine | None:
-        """SGLang's own, on the first rank of every node; None on others, and where the engine is a server."""
+        """SGLang's `Engine` on the first rank of every node; None on other ranks, and for a server."""
         return self._local.engine if isinstance(self._local, EmbeddedEngine) else None
 
     @property
     def _first(self) -> EmbeddedEngine | RemoteEngine:
-        assert self._local is not None, "only the first rank calls this"
+        assert self._local is not None, "must be called on the first rank only"
         return self._local
 
     def _start(self, arguments: dict[str, Any], ranks_per_node: int) -> None:
@@ -218,14 +218,14 @@ class VerlEngine:
 
 def _check_nodes(trainer_ranks: int, nnodes: int, interface: str) -> None:
     if trainer_ranks % nnodes:
-        raise Unsupported(f"{trainer_ranks} trainer ranks cannot be spread over {nnodes} nodes")
+        raise Unsupported(f"{trainer_ranks} trainer ranks cannot be spread evenly over {nnodes} nodes")
     if nnodes > 1 and interface.startswith("127."):
         raise Unsupported(
             f"nnodes={nnodes}, but the session listens on {interface}, which other nodes cannot reach; "
-            "pass interface=, the first node's address in your private network"
+            "pass interface=, the first node's address in the private network"
         )
 
 
-def _check_nothing_given(arguments: dict[str, Any], by: str, why: str) -> None:
+def _check_not_given(arguments: dict[str, Any], option: str, why: str) -> None:
     if given := sorted(name for name, value in arguments.items() if value is not None):
-        raise Unsupported(f"{by} takes no {', '.join(given)}: {why}")
+        raise Unsupported(f"{option} does not accept {', '.join(given)}: {why}")

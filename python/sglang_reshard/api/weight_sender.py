@@ -1,10 +1,10 @@
-"""What a trainer rank runs.
+"""Sends updated weights from the trainer ranks to one engine.
 
     sender = WeightSender("http://gpu7:30000", admin_api_key=...)     # on every trainer rank
     report = sender.update(model.named_parameters(), weight_version="42")
 
-A trainer rank hands out its shards by handle, and engine ranks on its host read its memory. To those that
-cannot it sends what they ask for, see `outbound`. Its weights must not change until `update` returns.
+A trainer rank publishes handles of its shards' memory, which engine ranks on the same host map and read. It sends to
+the others, see `trainer.worker`. Its weights must not change until `update` returns.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import functools
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from sglang_reshard._deprecated import renamed_keywords
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError, Unsupported
 from sglang_reshard.observability import spans
-from sglang_reshard.observability.logs import about, configure, get_logger
+from sglang_reshard.observability.logs import configure, get_logger, log_context
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Failure, TrainerStatus, Verify
 from sglang_reshard.protocol.session import LOOPBACK, Session
@@ -40,7 +41,7 @@ logger = get_logger(__name__)
 
 
 class WeightSender:
-    """One trainer rank's end of a session with one engine."""
+    """One trainer rank's end of a session with one engine. Not for use from several threads at once."""
 
     def __init__(
         self,
@@ -54,15 +55,15 @@ class WeightSender:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """For a server that runs on its own, on every trainer rank. Collective.
+        """Opens a session with a server. Collective over `group`.
 
-        url, api_key, admin_api_key   of the server, see `RemoteEngine`, also for where they are looked for otherwise
-        group        the trainer ranks', with a CPU backend; all ranks when not given
-        interface    address of rank 0's host that it listens on, and engine ranks reach it by; when not given, the one
-                     from which it reaches the server
-        transport    "auto", "ipc", "p2p" or "broadcast", see `plan.choice`
-        bucket_bytes size of a bucket; a rank holds at most two
-        timeout_s    seconds that any one wait may last
+        url, api_key, admin_api_key   of the server, see `RemoteEngine`, also for their defaults
+        group         process group of the trainer ranks, with a CPU backend; by default all ranks
+        interface     address of rank 0's host at which engine ranks connect to it; by default that of the interface
+                      towards the server
+        transport     "auto", "ipc", "p2p" or "broadcast", see `plan.strategy`
+        bucket_bytes  size of a bucket; a rank holds at most two
+        timeout_s     seconds that any one wait may last
 
         Raises, on every rank: EngineRefused for a server that does not answer, Unauthorized for a wrong key,
         Unsupported for a server without this package, Mismatch for one with another version of it.
@@ -72,7 +73,9 @@ class WeightSender:
         remote, reached = connect_server(group, url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=timeout_s)
         send = remote.update_weights_distributed if remote is not None else None
         self._begin(
-            _opened(group, interface or reached, timeout_s), send, SenderConfig(transport, bucket_bytes, timeout_s)
+            *_open_session(group, interface or reached, timeout_s),
+            send,
+            SenderConfig(transport, bucket_bytes, timeout_s),
         )
 
     @classmethod
@@ -86,12 +89,14 @@ class WeightSender:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> WeightSender:
-        """For an engine that is reached in another way. Collective over `group`, which has a CPU backend.
+        """Opens a session with an engine to which `send` sends requests. Collective over `group`.
 
-        send  used on rank 0 of the group; None on the others
+        group  process group of the trainer ranks, with a CPU backend
+        send   sends a request to the engine and returns its answer; on rank 0 of the group, None on the others
         """
         sender = cls.__new__(cls)
-        sender._begin(_opened(group, interface, timeout_s), send, SenderConfig(transport, bucket_bytes, timeout_s))
+        config = SenderConfig(transport, bucket_bytes, timeout_s)
+        sender._begin(*_open_session(group, interface, timeout_s), send, config)
         return sender
 
     @classmethod
@@ -106,33 +111,34 @@ class WeightSender:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> WeightSender:
-        """For a session that somebody else has opened.
+        """Uses a session that is open already.
 
-        global_ranks  the global rank of each trainer rank, to read device meshes by
-        send          how rank 0 reaches the engine; None on the others
+        global_ranks  the rank of each trainer rank in torch.distributed's world, as device meshes list them
+        send          sends a request to the engine and returns its answer; on trainer rank 0, None on the others
         """
         sender = cls.__new__(cls)
-        place = _Place(session, trainer_rank, global_ranks)
-        sender._begin(place, send, SenderConfig(transport, bucket_bytes, timeout_s))
+        sender._begin(session, trainer_rank, global_ranks, send, SenderConfig(transport, bucket_bytes, timeout_s))
         return sender
 
-    def _begin(self, place: _Place, send: Send | None, way: SenderConfig) -> None:
-        session, rank, ranks = place
+    def _begin(
+        self, session: Session, rank: int, global_ranks: tuple[int, ...], send: Send | None, config: SenderConfig
+    ) -> None:
         if (send is not None) != (rank == 0):
-            raise ValueError("trainer rank 0, and only it, sends the request to the engine")
-        if way.bucket_bytes < 1 or way.timeout_s <= 0:
-            raise ValueError(f"bucket_bytes={way.bucket_bytes} and timeout_s={way.timeout_s} must be positive")
+            raise ValueError("send must be given on trainer rank 0, and must be None on the others")
+        if config.bucket_bytes < 1 or config.timeout_s <= 0:
+            raise ValueError(f"bucket_bytes={config.bucket_bytes} and timeout_s={config.timeout_s} must be positive")
         configure()
-        self._session, self._rank, self._global_ranks = session, rank, ranks
-        self._lead = UpdateCoordinator(session, ranks, send, way) if send is not None else None
-        self._publisher = ShardPublisher(session, rank, ranks)
-        self._outbound = TrainerWorker(session, rank, way.timeout_s)
+        self._session, self._rank, self._global_ranks = session, rank, global_ranks
+        self._coordinator = UpdateCoordinator(session, global_ranks, send, config) if send is not None else None
+        self._publisher = ShardPublisher(session, rank, global_ranks)
+        self._worker = TrainerWorker(session, rank, config.timeout_s)
         self._update = 0
-        self._alone = threading.Lock()  # held by the thread that updates
-        self._talk: UpdateChannel | None = None  # of the update under way
-        self._gone = ""  # which trainer rank has gone, so that no update can succeed any more
-        session.attend(f"trainer rank {rank}", self._on_gone)
+        self._updating = threading.Lock()
+        self._channel: UpdateChannel | None = None  # of the update under way
+        self._lost_peer = ""  # which trainer rank has died, so that no update can succeed any more
+        session.watch_peers(f"trainer rank {rank}", self._on_lost_peer)
 
+    @renamed_keywords(let_go="unmap_after")
     def update(
         self,
         named_tensors: NamedTensors | torch.nn.Module,
@@ -144,80 +150,87 @@ class WeightSender:
         check_finite: bool = False,
         verify: Verify = "off",
         staged: bool = False,
-        let_go: bool = False,
+        unmap_after: bool = False,
     ) -> UpdateReport:
-        """Bring the engine to these weights. Every trainer rank calls it, with the same names in the same order.
+        """Updates the engine to these weights. Collective: all trainer ranks pass the same names in the same order.
 
-        named_tensors  (name, tensor) pairs, or the module itself, see `sglang_reshard.sources.describe`; nothing is
-                       gathered, the shards stay where they are
-        weight_version what the engine shall call the weights; None keeps its name
-        ignore         names that the engine may have no use for, as patterns of fnmatch ("model.layers.61.*");
-                       any other such name is refused, unless it is tied to a tensor that is sent too
-        check_finite   look for NaN and infinities in every shard first, and refuse them
-        verify         compare what has arrived with what was sent, by digests, before it counts: "full" looks at every
-                       element, "sample" at one row in 64, others in each update. Both sides read that much once more
-        staged         engine ranks keep the new weights beside the old ones until all have arrived and are verified: a
-                       failure before that leaves the old ones serving. Takes as much memory again as the weights
-        let_go         engine ranks unmap the shards' memory at the end: for a trainer that offloads it now. The next
-                       update maps it, and plans, anew. Memory that others have mapped is not free when it is freed
+        named_tensors   (name, tensor) pairs, or the module itself, see `sglang_reshard.sources.describe`; the shards
+                        are not gathered
+        weight_version  the engine's weight_version from now on; None leaves it unchanged
+        ignore          fnmatch patterns ("model.layers.61.*") of names that the engine need not read. Any other name
+                        that it does not read is refused, unless it is tied to a tensor that is sent
+        check_finite    refuse shards with NaN or infinite values
+        verify          compare checksums of the received weights with the trainer's: "full" reads every element on both
+                        sides once more, "sample" one row in 64, others in each update
+        staged          receive into shadow weights: a failure before all have arrived and been verified leaves the old
+                        weights serving. Takes as much memory again as the weights
+        unmap_after     engine ranks unmap the shards' memory at the end, for a trainer that offloads it now: freed
+                        memory that another process maps is not free. The next update maps it again, and plans again
 
-        Raises, on every trainer rank: Unsupported or Mismatch for what cannot be sent, DeadlineExceeded for a
-        rank that does not show up, EngineRefused for what the engine says. The old weights keep serving then,
-        except after TornWeights, which only a successful update heals. Aborted or ConnectionLost where a rank has gone
-        and the engine did not say how it stands; it refuses to generate then if its weights are torn.
+        Raises, on every trainer rank: Unsupported or Mismatch for weights that cannot be sent, DeadlineExceeded for a
+        rank that does not participate, EngineRefused for what the engine refuses. The old weights keep serving then,
+        except after TornWeights: only a successful update restores the engine. Raises Aborted or ConnectionLost if a
+        rank has died before the engine answered; if its weights are torn, it refuses to generate.
         """
-        if not self._alone.acquire(blocking=False):
+        if not self._updating.acquire(blocking=False):
             raise Mismatch(
                 f"trainer rank {self._rank}: update {self._update} is running in another thread; wait for it to return"
             )
         try:
             options = UpdateOptions(
-                weight_version, flush_cache, abort_all_requests, tuple(ignore), check_finite, verify, staged, let_go
+                weight_version,
+                flush_cache,
+                abort_all_requests,
+                tuple(ignore),
+                check_finite,
+                verify,
+                staged,
+                unmap_after,
             )
-            return self._update_alone(named_tensors, options)
+            return self._run_update(named_tensors, options)
         finally:
-            self._alone.release()
+            self._updating.release()
 
-    def _update_alone(self, named_tensors: NamedTensors | torch.nn.Module, options: UpdateOptions) -> UpdateReport:
+    def _run_update(self, named_tensors: NamedTensors | torch.nn.Module, options: UpdateOptions) -> UpdateReport:
         started = time.perf_counter()
         self._update += 1
-        who, session = f"trainer rank {self._rank}", self._session.address.session
-        named = {"session": session, "update": self._update, "version": options.weight_version or ""}
-        with about(**named, rank=who), self._span("reshard.update", **named) as span:
-            with self._session.update(self._update, who) as talk, self._unless_gone(talk):
-                published, shards = self._announce(talk, named_tensors, options.check_finite)
-                if self._lead is not None:
-                    self._lead.begin(talk, published, options, started)
-                done = self._outbound.follow(talk, published, shards)
-            if done.failure is not None:
-                raise done.failure.error()
-            report = done.report
+        rank_name, session = f"trainer rank {self._rank}", self._session.address.session
+        labels = {"session": session, "update": self._update, "version": options.weight_version or ""}
+        with log_context(**labels, rank=rank_name), self._span("reshard.update", **labels) as span:
+            with self._session.update_channel(self._update, rank_name) as channel, self._unless_peer_lost(channel):
+                published, shards = self._publish(channel, named_tensors, options.check_finite)
+                if self._coordinator is not None:
+                    self._coordinator.begin(channel, published, options, started)
+                result = self._worker.run(channel, published, shards)
+            if result.failure is not None:
+                raise result.failure.error()
+            report = result.report
             assert report is not None
-            spans.tell(span, transport=report.transport, received_bytes=report.received_bytes)
+            spans.set_attributes(span, transport=report.transport, received_bytes=report.received_bytes)
             if self._rank == 0:
                 logger.info("update %d: %s", self._update, report.line())
             return report
 
     def _span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager[Any]:
-        """Trainer rank 0's tell of the whole update: those of the others would be the same, each a trace of its own."""
+        """Opens a span on trainer rank 0 only; the others would duplicate it, each in a trace of its own."""
         return spans.span(name, **attributes) if self._rank == 0 else contextlib.nullcontext()
 
     def release(self) -> None:
-        """Let go of the shards' memory; to be called before weights are offloaded or freed between updates.
+        """Drops views of the shards; call it before weights are offloaded or freed between updates.
 
-        What is sent to engine ranks (transport="p2p", or engine ranks on other hosts) is kept ready as views
-        of the shards, which keep their memory. The next update makes it ready again. Elsewhere it does nothing.
+        Trainer ranks that send (transport="p2p", or engine ranks on other hosts) keep views of their shards, and so
+        their memory, between updates. The next update makes them again. Otherwise it does nothing.
         """
-        if not self._alone.acquire(blocking=False):
-            raise Mismatch(f"trainer rank {self._rank}: update {self._update} is running; release after it")
+        if not self._updating.acquire(blocking=False):
+            raise Mismatch(f"trainer rank {self._rank}: update {self._update} is running; call release after it")
         try:
-            self._outbound.drop()
+            self._worker.release()
         finally:
-            self._alone.release()
+            self._updating.release()
 
     def close(self) -> None:
-        """End the session; every rank calls it. Engine ranks let go of the memory that they have mapped."""
-        self._outbound.drop()
+        """Ends the session. Collective. Engine ranks unmap the shards' memory."""
+        self._worker.release()
         self._publisher.close()
         if self._rank == 0:
             self._session.end(len(self._global_ranks))
@@ -225,27 +238,27 @@ class WeightSender:
             self._session.leave(self._rank)
 
     @contextlib.contextmanager
-    def _unless_gone(self, talk: UpdateChannel) -> Iterator[None]:
-        """An update that can still succeed: one that waits for a rank which died before it would wait in vain."""
-        self._talk = talk
+    def _unless_peer_lost(self, channel: UpdateChannel) -> Iterator[None]:
+        """Aborts the update if a trainer rank has died: it would be waited for until the deadline."""
+        self._channel = channel
         try:
-            if self._gone:
-                raise Aborted(self._gone)
+            if self._lost_peer:
+                raise Aborted(self._lost_peer)
             yield
         finally:
-            self._talk = None
+            self._channel = None
 
-    def _on_gone(self, reason: str) -> None:
-        self._gone = f"{reason}; then make a new WeightSender on every trainer rank"
-        if (talk := self._talk) is not None:
-            talk.abort(self._gone)
+    def _on_lost_peer(self, reason: str) -> None:
+        self._lost_peer = f"{reason}; then make a new WeightSender on every trainer rank"
+        if (channel := self._channel) is not None:
+            channel.abort(self._lost_peer)
 
-    def _announce(
-        self, talk: UpdateChannel, named_tensors: NamedTensors | torch.nn.Module, check_finite: bool
+    def _publish(
+        self, channel: UpdateChannel, named_tensors: NamedTensors | torch.nn.Module, check_finite: bool
     ) -> tuple[PublishedShards | None, Shards]:
-        """Publish what is new about this rank's shards, and say to rank 0 that it is ready, or why not.
+        """Publishes what has changed about this rank's shards, and its status for rank 0.
 
-        Returns what is published, and a way to the shards, which are looked up only where they are sent.
+        Returns what is published, and a function that returns the shards, which is called only if they are sent.
         """
         published, failure = None, None
         try:
@@ -255,18 +268,18 @@ class WeightSender:
         except Exception as error:
             failure = Failure.of(error)
             if not isinstance(error, ReshardError):
-                logger.exception("trainer rank %d cannot take part in update %d", self._rank, self._update)
+                logger.exception("trainer rank %d cannot participate in update %d", self._rank, self._update)
         layout, handles = (published.layout, published.handles) if published else ("", "")
-        note = TrainerStatus(host_identity(), layout, handles, failure, self._outbound.standing(published))
-        talk.announce(self._rank, note)
+        prepared = self._worker.prepared_transfer(published)
+        channel.publish_status(self._rank, TrainerStatus(host_identity(), layout, handles, failure, prepared))
         return published, functools.partial(self._publisher.shards, named_tensors)
 
 
 def connect_server(group: dist.ProcessGroup, url: str | None, **options: Any) -> tuple[RemoteEngine | None, str]:
-    """Returns the checked server on the group's first rank (None on others), and the address that it can reach.
+    """Checks the server from the group's first rank. Collective.
 
-    The address is that of the first rank's interface towards the server. Collective; `options` are those of
-    `RemoteEngine`. Raises on every rank what `RemoteEngine.check` raises on the first.
+    Returns the client on the first rank (None on others), and the address of the first rank's interface towards the
+    server. `options` are those of `RemoteEngine`. Raises on every rank what `RemoteEngine.check` raises on the first.
     """
     remote: list[RemoteEngine] = []
 
@@ -279,30 +292,25 @@ def connect_server(group: dist.ProcessGroup, url: str | None, **options: Any) ->
     return (remote[0] if remote else None), address
 
 
-class _Place(NamedTuple):
-    """A trainer rank in its session; `ranks` are the global ranks of all."""
+def _open_session(group: dist.ProcessGroup, interface: str, timeout_s: float) -> tuple[Session, int, tuple[int, ...]]:
+    """Opens a session that the group's rank 0 hosts on `interface`. Collective.
 
-    session: Session
-    rank: int
-    ranks: tuple[int, ...]
-
-
-def _opened(group: dist.ProcessGroup, interface: str, timeout_s: float) -> _Place:
-    """A session of the group's ranks, which its rank 0 hosts on `interface`. Collective."""
+    Returns it with the trainer rank, and the global rank of each trainer rank.
+    """
     hosted: list[Session] = []
 
     def host() -> Any:
         try:
             hosted.append(Session.host(interface, timeout_s))
         except OSError as error:
-            raise Unsupported(f"interface={interface!r} is no address of trainer rank 0's host: {error}") from error
+            raise Unsupported(f"interface={interface!r} is not an address of trainer rank 0's host: {error}") from error
         return msgspec.to_builtins(hosted[0].address)
 
     address = msgspec.convert(on_first_rank(host, group), Address)
     session = hosted[0] if hosted else Session.join(address, timeout_s)
-    return _Place(session, dist.get_rank(group), tuple(dist.get_process_group_ranks(group)))
+    return session, dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
 
 
 def _repeatable(named_tensors: NamedTensors | torch.nn.Module) -> NamedTensors | torch.nn.Module:
-    """What can be gone through twice: first for what is published, then for the shards that are sent."""
+    """Returns tensors that can be iterated over twice: to publish them, and to send them."""
     return named_tensors if isinstance(named_tensors, (torch.nn.Module, Collection)) else list(named_tensors)

@@ -1,17 +1,21 @@
-"""One update under way on one engine rank: its phases, and what all engine ranks agree on between them."""
+"""Holds the state of one update on one engine rank, and the votes by which engine ranks proceed or fail together."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from enum import Enum
+from typing import TypeVar
+
+import msgspec
 
 from sglang_reshard.errors import Aborted, ReshardError
 from sglang_reshard.observability import spans
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.observability.peak_memory import PeakMemory
+from sglang_reshard.observability.report import RankReport
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import UpdateChannel
@@ -19,108 +23,120 @@ from sglang_reshard.protocol.update_channel import UpdateChannel
 T = TypeVar("T")
 logger = get_logger(__name__)
 
-# In the order in which ranks come to them. Verdicts are exchanged at some, and the words of a failure begin with one.
-PHASES = ("prepare", "trace", "plan", "call", "connect", "staged", "ready", "move", "verify", "commit")
+
+class Phase(str, Enum):
+    """The phases of an update, in order. Error messages, metrics and spans name them."""
+
+    PREPARE = "prepare"
+    TRACE = "trace"
+    PLAN = "plan"
+    CALL = "call"
+    CONNECT = "connect"
+    STAGED = "staged"
+    READY = "ready"
+    MOVE = "move"
+    VERIFY = "verify"
+    COMMIT = "commit"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 class PhaseFailed(Exception):
-    """Some rank failed, as all of them know. `what` they had agreed on to say."""
+    """Raised on every engine rank when any of them votes failure at the end of `phase`."""
 
-    def __init__(self, what: str, message: str) -> None:
+    def __init__(self, phase: Phase, message: str) -> None:
         super().__init__(message)
-        self.what = what
+        self.phase = phase
 
 
-class Vote(Protocol):
-    """What an engine rank says of a phase to the others; `error` is empty where it went well."""
+class Vote(msgspec.Struct, frozen=True):
+    """Reports to the other engine ranks how a phase ended on this one.
 
-    @property
-    def error(self) -> str: ...
+    error              why it failed; empty if it succeeded
+    reusable           prepare: the transfer of an earlier update can be used again
+    has_communicators  prepare: this rank has this session's broadcast communicators
+    plan               plan: digest of the strategy, which must be the same on all ranks
+    regions            plan: content hash of the regions that this rank wants checksums of
+    report, read_bytes commit: see `RankReport` and `DistributedUpdateWeightsOutput`
+    digest             commit: of all weights, by engine rank 0
+    """
 
-
-V = TypeVar("V", bound=Vote)
+    error: str = ""
+    reusable: bool = False
+    has_communicators: bool = False
+    plan: str = ""
+    regions: str = ""
+    report: RankReport | None = None
+    read_bytes: dict[int, int] = {}
+    digest: str = ""
 
 
 @dataclass(slots=True)
 class UpdateContext:
-    """See the module's text.
+    """The state of one update on engine rank `rank` of `size`.
 
-    rank, size  this engine rank, and how many there are
-    kept_bytes  of buffers that an earlier update left
+    kept_bytes  bytes of buffers that an earlier update left
     seconds     phase -> seconds
-    now         the phase that was entered last
+    phase       the phase that was entered last
     digest      of all weights, on engine rank 0, once they have been verified in full
     """
 
     request: DistributedUpdateWeightsReq
     session: Session
-    talk: UpdateChannel
+    channel: UpdateChannel
     rank: int
     size: int
-    meter: PeakMemory
+    memory: PeakMemory
     kept_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    now: str = "prepare"
+    phase: Phase = Phase.PREPARE
     digest: str = ""
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        started, self.now = time.perf_counter(), name
+    def enter(self, phase: Phase) -> Iterator[None]:
+        """Times a phase, and opens its span."""
+        started, self.phase = time.perf_counter(), phase
         try:
-            with spans.span(f"reshard.{name}", parent=self.request.traceparent, engine_rank=self.rank):
+            with spans.span(f"reshard.{phase}", parent=self.request.traceparent, engine_rank=self.rank):
                 yield
         finally:
-            self.seconds[name] = time.perf_counter() - started
+            self.seconds[phase.value] = time.perf_counter() - started
 
-    def gather(self, what: str, message: T) -> list[T]:
-        """Every engine rank's message; raises as `UpdateChannel.gather` does."""
-        return self.talk.gather(what, self.rank, self.size, message, self.request.timeout_s)
+    def all_gather(self, name: str, message: T) -> list[T]:
+        """Returns every engine rank's message; raises as `UpdateChannel.all_gather` does."""
+        return self.channel.all_gather(name, self.rank, self.size, message, self.request.timeout_s)
 
-    def agree(self, what: str, verdict: V) -> list[V]:
-        """All ranks' verdicts. Raises Refused if any has failed, with what the first of them said."""
-        verdicts = self.gather(what, verdict)
-        failed = [rank for rank, v in enumerate(verdicts) if v.error]
+    def all_gather_votes(self, phase: Phase, vote: Vote) -> list[Vote]:
+        """Returns all ranks' votes. Raises PhaseFailed on all of them, with the first error, if any rank failed."""
+        votes = self.all_gather(phase.value, vote)
+        failed = [rank for rank, v in enumerate(votes) if v.error]
         if failed:
-            raise PhaseFailed(what, refusal(what, failed, verdicts[failed[0]].error))
-        return verdicts
+            raise PhaseFailed(phase, failure_message(phase, failed, votes[failed[0]].error))
+        return votes
 
-    def together(self, step: Callable[[], None]) -> str:
-        """A step in which ranks wait for each other: one that fails gives the update up on all of them.
-
-        Returns what went wrong, if anything did.
-        """
-        try:
-            step()
-            return ""
-        except Exception as error:
-            said = told(error)
-            self.talk.fail(error, f"{self.now}, engine rank {self.rank}: {said}")
-            return said
+    def abort_because(self, error: Exception) -> str:
+        """Aborts the update on all ranks, which may be waiting for this one. Returns a description of `error`."""
+        description = describe_error(error)
+        self.channel.abort_because(error, f"{self.phase}, engine rank {self.rank}: {description}")
+        return description
 
 
-def phase_of(error: Exception, now: str) -> str:
-    """In which phase an update failed: as ranks have agreed, "aborted" if they did not say, else `now`, this rank's."""
-    said = str(error).partition(",")[0]
-    if said in PHASES:
-        return said
-    return "aborted" if isinstance(error, Aborted) else now
+def failed_phase(error: Exception, current: Phase) -> str:
+    """Returns the phase that an error's message begins with; "aborted", or this rank's `current`, if there is none."""
+    prefix = str(error).partition(",")[0]
+    if prefix in list(Phase):
+        return prefix
+    return "aborted" if isinstance(error, Aborted) else current.value
 
 
-def refusal(what: str, failed: Sequence[int], error: str) -> str:
-    """What the trainer hears when these engine ranks have failed, `error` being what the first of them said."""
+def failure_message(phase: Phase, failed: Sequence[int], error: str) -> str:
+    """Returns the message for the trainer; `error` is that of the first of the failed engine ranks."""
     others = f" (engine ranks {list(failed)} failed)" if len(failed) > 1 else ""
-    return f"{what}, engine rank {failed[0]}: {error}{others}"
+    return f"{phase}, engine rank {failed[0]}: {error}{others}"
 
 
-def attempt(step: Callable[[], T]) -> tuple[T | None, str]:
-    """A step's result, or what went wrong. The other ranks must hear of any failure, so all are caught."""
-    try:
-        return step(), ""
-    except Exception as error:
-        return None, told(error)
-
-
-def told(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     if isinstance(error, ReshardError):
         return str(error)
     logger.error("update failed", exc_info=error)

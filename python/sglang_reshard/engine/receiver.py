@@ -1,215 +1,219 @@
-"""What a ModelRunner runs: updates as one engine rank lives them, and what becomes of them when they fail.
+"""Receives updates on one engine rank: keeps the session, runs one update at a time, cleans up after failures.
 
-The phases themselves are in `inbound`. Here: which update is under way, in which session, in how many parts, and who
-is told when it ends.
+The phases of an update are in `update`. Here: which update is under way, in which session, and whether it runs at once
+or staged in parts.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 
-from sglang_reshard.engine.context import PhaseFailed, UpdateContext, phase_of
+from sglang_reshard.engine.context import Phase, PhaseFailed, UpdateContext, failed_phase
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import Aborted, ConnectionLost, Mismatch, ReshardError
-from sglang_reshard.observability.logs import about, get_logger
+from sglang_reshard.observability.logs import get_logger, log_context
 from sglang_reshard.observability.peak_memory import PeakMemory
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.validation import check_request
 
 logger = get_logger(__name__)
+_SUCCESS = DistributedUpdateWeightsOutput(success=True, message="")
 
 
-class _Overtaken(ReshardError):
-    """What was staged is not there any more."""
+class _UpdateFailed(Exception):
+    """Carries the output that reports a failure, once the rank has cleaned up."""
+
+    def __init__(self, output: DistributedUpdateWeightsOutput) -> None:
+        super().__init__(output.message)
+        self.output = output
 
 
 class WeightReceiver:
-    """One engine rank's. Keeps its session, and what `UpdateExecutor` keeps, between updates."""
+    """One engine rank's end of the session. Keeps it, and what `UpdateExecutor` keeps, between updates.
+
+    No method raises for an update that fails: the output says why, and whether the weights are torn.
+    """
 
     def __init__(self, model: torch.nn.Module, rank: int, size: int, device: torch.device) -> None:
-        """`rank` is this engine rank's among `size`."""
+        """`rank` is the engine rank among `size`."""
         self._rank, self._size, self._device = rank, size, device
-        self._inbound = UpdateExecutor(model, rank, size, device)
+        self._executor = UpdateExecutor(model, rank, size, device)
         self._session: Session | None = None
-        self._busy = threading.Lock()  # held during an update, and while a session that has ended is forgotten
-        self._course: UpdateContext | None = None  # the update under way
-        self._landing: threading.Thread | None = None
-        self._landed: list[DistributedUpdateWeightsOutput] = []  # what became of it, once it is known
+        self._lock = threading.Lock()  # held during an update, and while a session that has ended is dropped
+        self._context: UpdateContext | None = None  # of the update under way
+        self._stager: threading.Thread | None = None
+        self._staged: list[DistributedUpdateWeightsOutput] = []  # the stager's output, once it has ended
 
     @property
     def torn(self) -> str:
-        """Why the weights are partly written, while they are."""
-        return self._inbound.torn
+        """Why the weights are partly written; empty if they are sound."""
+        return self._executor.torn
 
     def update(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> DistributedUpdateWeightsOutput:
-        """Bring the live parameters to the trainer's weights. All engine ranks call it together.
+        """Updates the live parameters to the trainer's weights. Collective over all engine ranks.
 
-        refusal  why this rank must not be updated now, as its surroundings know it; the others are told
-
-        Never raises for a failed update: it returns what went wrong instead, and whether the weights are torn.
+        refusal  why this rank must not be updated now, by the caller's knowledge; fails the update on all ranks
         """
+        try:
+            with self._running(request):
+                context = self._begin(request)
+                self._executor.prepare(context, refusal)
+                if request.staged:
+                    self._executor.receive_staged(context)
+                output = self._executor.write(context)
+                self._end()
+                return output
+        except _UpdateFailed as failed:
+            return failed.output
 
-        def steps(course: UpdateContext) -> DistributedUpdateWeightsOutput:
-            self._inbound.make_ready(course, refusal)
-            if request.staged:
-                self._inbound.land(course)
-            return self._inbound.write(course)
-
-        return self._part(request, self._begun, steps)
-
-    # A staged update in parts, between which the engine goes on generating from the old weights.
+    # A staged update in parts, between which the engine continues to generate from the old weights.
 
     def stage(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> DistributedUpdateWeightsOutput:
-        """Make ready, and begin to take new weights in beside the live ones, in a thread. All ranks call it."""
-
-        landed: list[DistributedUpdateWeightsOutput] = []  # this one's: one that was given up may end after it began
-
-        def land() -> None:
-            with _aside(self._device):
-                landed.append(self._part(request, self._open_course, self._inbound.land, ends=False))
-
-        self._landed = landed
-        output = self._part(request, self._begun, lambda c: self._inbound.make_ready(c, refusal), ends=False)
-        if output.success:
-            self._landing = threading.Thread(target=land, name="sglang-reshard landing", daemon=True)
-            self._landing.start()
-        return output
+        """Prepares, and starts a thread that receives into the shadow weights. Collective over all engine ranks."""
+        staged: list[DistributedUpdateWeightsOutput] = []
+        self._staged = staged  # a stager of an aborted update may still be running, and keeps its own
+        try:
+            with self._running(request):
+                self._executor.prepare(self._begin(request), refusal)
+        except _UpdateFailed as failed:
+            return failed.output
+        arguments = request, staged
+        self._stager = threading.Thread(target=self._receive, args=arguments, name="sglang-reshard stage", daemon=True)
+        self._stager.start()
+        return _SUCCESS
 
     def staged(self) -> DistributedUpdateWeightsOutput | None:
-        """What became of `stage`; None while it is under way."""
-        return self._landed[0] if self._landed else None
+        """Returns the outcome of `stage`; None while it is receiving."""
+        return self._staged[0] if self._staged else None
 
     def commit(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> DistributedUpdateWeightsOutput:
-        """Make live what is staged, after `staged` has told of success on the first rank. All engine ranks call it."""
+        """Makes the shadow weights live, once `staged` reports success on the first rank. Collective."""
+        if self._stager is not None:
+            self._stager.join(request.timeout_s)
+        try:
+            with self._running(request):
+                context = self._staged_context(request)
+                self._executor.prepare_commit(context, refusal)
+                output = self._executor.write(context)
+                self._end()
+                return output
+        except _UpdateFailed as failed:
+            return failed.output
 
-        def steps(course: UpdateContext) -> DistributedUpdateWeightsOutput:
-            self._inbound.make_ready_to_commit(course, refusal)
-            return self._inbound.write(course)
+    def _receive(self, request: DistributedUpdateWeightsReq, staged: list[DistributedUpdateWeightsOutput]) -> None:
+        try:
+            with _own_stream(self._device), self._running(request):
+                self._executor.receive_staged(self._staged_context(request))
+        except _UpdateFailed as failed:
+            staged.append(failed.output)
+        else:
+            staged.append(_SUCCESS)
 
-        if self._landing is not None:
-            self._landing.join(request.timeout_s)
-        return self._part(request, self._open_course, steps)
+    # -- one update at a time, and what follows a failure
 
-    # -- the frame of an update
-
-    def _part(
-        self,
-        request: DistributedUpdateWeightsReq,
-        course_of: Callable[[DistributedUpdateWeightsReq], UpdateContext],
-        steps: Callable[[UpdateContext], DistributedUpdateWeightsOutput | None],
-        ends: bool = True,
-    ) -> DistributedUpdateWeightsOutput:
-        """What became of these steps of an update, said on this rank. With them it ends, or when they fail."""
+    @contextmanager
+    def _running(self, request: DistributedUpdateWeightsReq) -> Iterator[None]:
+        """Holds the lock. A failure of the block ends the update, and is raised as _UpdateFailed."""
         try:
             check_request(request)
-        except Mismatch as error:  # not from a sender of ours: no other rank is told
-            return self._failed(str(error))
-        if not self._busy.acquire(timeout=request.timeout_s):
-            return self._failed(f"engine rank {self._rank} was busy with another update for {request.timeout_s:.0f} s")
+        except Mismatch as error:  # not from a sender of ours: the session in it is not to be trusted
+            raise self._failed(str(error)) from None
+        if not self._lock.acquire(timeout=request.timeout_s):
+            raise self._failed(f"engine rank {self._rank} was busy with another update for {request.timeout_s:.0f} s")
         try:
-            with about(**request.named(), rank=f"engine rank {self._rank}"):
-                return self._tried(request, course_of, steps, ends)
+            with log_context(**request.labels(), rank=f"engine rank {self._rank}"):
+                try:
+                    yield
+                except _UpdateFailed:
+                    raise
+                except Exception as error:
+                    raise self._cleaned_up(error, request.update) from error
         finally:
-            self._busy.release()
+            self._lock.release()
 
-    def _tried(
-        self,
-        request: DistributedUpdateWeightsReq,
-        course_of: Callable[[DistributedUpdateWeightsReq], UpdateContext],
-        steps: Callable[[UpdateContext], DistributedUpdateWeightsOutput | None],
-        ends: bool,
-    ) -> DistributedUpdateWeightsOutput:
-        try:
-            course = course_of(request)
-            output = steps(course) or DistributedUpdateWeightsOutput(success=True, message="")
-            if ends:
-                self._end()
-            return output
-        except _Overtaken as error:  # what is under way now is another update's
-            return self._failed(str(error), "ready")
-        except PhaseFailed as refused:
-            message, phase = str(refused), self._phase_of(refused)
-            if refused.what != "prepare":  # until then nothing that stood was touched
-                self._inbound.router.forget()
-        except Aborted as error:
-            self._inbound.router.forget()  # a group that was made by some of its members only cannot be used
-            message, phase = str(error), self._phase_of(error)
-        except ReshardError as error:
-            self._inbound.router.forget()
-            message, phase = f"engine rank {self._rank}: {error}", self._phase_of(error)
-            if self._course is not None:
-                self._course.talk.abort(message)
-            if isinstance(error, ConnectionLost):
-                self._drop_session()
-        except Exception as error:
-            logger.exception("update %d failed", request.update)
-            self._inbound.router.forget()
-            message, phase = f"engine rank {self._rank}: {type(error).__name__}: {error}", self._phase_of(error)
-            if self._course is not None:
-                self._course.talk.abort(message)
-        self._end()
-        return self._failed(message, phase)
+    def _cleaned_up(self, error: Exception, update: int) -> _UpdateFailed:
+        """Ends a failed update: drops what it leaves unusable, and informs the other ranks if they do not know."""
+        message = str(error)
+        if isinstance(error, PhaseFailed):  # all engine ranks raise it
+            if error.phase is not Phase.PREPARE:  # until then nothing that is kept was changed
+                self._executor.transfers.clear()
+        elif isinstance(error, Aborted):  # all ranks raise it
+            self._executor.transfers.clear()  # a process group that only some members have made cannot be used
+        else:
+            if not isinstance(error, ReshardError):
+                logger.error("update %d failed", update, exc_info=error)
+                message = f"{type(error).__name__}: {error}"
+            message = f"engine rank {self._rank}: {message}"
+            self._executor.transfers.clear()
+            if self._context is not None:
+                self._context.channel.abort(message)
+        failed = self._failed(message, failed_phase(error, self._context.phase if self._context else Phase.PREPARE))
+        if isinstance(error, ConnectionLost):
+            self._drop_session()
+        else:
+            self._end()
+        return failed
 
-    def _failed(self, message: str, phase: str = "prepare") -> DistributedUpdateWeightsOutput:
-        return DistributedUpdateWeightsOutput(success=False, message=message, torn=bool(self.torn), phase=phase)
+    def _failed(self, message: str, phase: str = Phase.PREPARE.value) -> _UpdateFailed:
+        torn = bool(self.torn)
+        return _UpdateFailed(DistributedUpdateWeightsOutput(success=False, message=message, torn=torn, phase=phase))
 
-    def _phase_of(self, error: Exception) -> str:
-        return phase_of(error, self._course.now if self._course is not None else "prepare")
-
-    def _begun(self, request: DistributedUpdateWeightsReq) -> UpdateContext:
+    def _begin(self, request: DistributedUpdateWeightsReq) -> UpdateContext:
         self._end()
         session = self._join(request)
-        with ExitStack() as opened:  # whatever goes wrong from here on, the others hear of it
-            talk = opened.enter_context(session.update(request.update, f"engine rank {self._rank}"))
-            talk.watch(lambda _: self._inbound.router.break_off())
-            course = UpdateContext(request, session, talk, self._rank, self._size, PeakMemory(self._device))
-            opened.pop_all()
-        self._course = course
-        return course
+        with ExitStack() as stack:  # aborts the update if anything fails from here on
+            channel = stack.enter_context(session.update_channel(request.update, f"engine rank {self._rank}"))
+            channel.on_abort(lambda _: self._executor.transfers.abort())
+            memory = PeakMemory(self._device)
+            self._context = UpdateContext(request, session, channel, self._rank, self._size, memory)
+            stack.pop_all()
+        return self._context
 
-    def _open_course(self, request: DistributedUpdateWeightsReq) -> UpdateContext:
-        if self._course is None or self._course.request != request:
-            raise _Overtaken(f"engine rank {self._rank}: update {request.update} is not staged here; repeat it")
-        return self._course
+    def _staged_context(self, request: DistributedUpdateWeightsReq) -> UpdateContext:
+        """Returns the context of the staged update. Fails without ending the update that has replaced it, if any."""
+        if self._context is None or self._context.request != request:
+            message = f"engine rank {self._rank}: update {request.update} is not staged here; repeat it"
+            raise self._failed(message, Phase.READY.value)
+        return self._context
 
     def _end(self) -> None:
-        """Of the update under way, if there is one."""
-        course, self._course = self._course, None
-        if course is not None:
-            course.talk.__exit__(None, None, None)
-            if course.request.let_go:
-                self._inbound.router.let_go()
+        """Leaves the update that is under way, if there is one."""
+        context, self._context = self._context, None
+        if context is not None:
+            context.channel.__exit__(None, None, None)
+            if context.request.unmap_after:
+                self._executor.transfers.unmap()
 
     def _join(self, request: DistributedUpdateWeightsReq) -> Session:
         if self._session is None or self._session.address != request.address:
             self._drop_session()
             self._session = session = Session.join(request.address, request.timeout_s)
-            session.when_lost(lambda: self._leave(session))
+            session.on_lost(lambda: self._session_lost(session))
         return self._session
 
-    def _leave(self, session: Session) -> None:
-        """A trainer has ended its session, or has died: its memory is freed once nobody maps it."""
-        with self._busy:
+    def _session_lost(self, session: Session) -> None:
+        """Unmaps the memory of a trainer that has ended its session, or has died: else it would not be freed."""
+        with self._lock:
             if self._session is session:
                 self._drop_session()
 
     def _drop_session(self) -> None:
-        """Drop all that was agreed with others; the next update starts from a new connection."""
+        """Drops all that depends on other ranks; the next update starts from a new connection."""
         self._end()
-        self._inbound.router.forget()
+        self._executor.transfers.clear()
         session, self._session = self._session, None
         if session is not None:
-            session.line.close()
+            session.client.close()
 
 
 @contextmanager
-def _aside(device: torch.device) -> Iterator[None]:
-    """On a GPU: on a stream beside that on which the model runs. A thread begins at GPU 0."""
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU: a stream of its own, beside the one on which the model runs. A new thread starts at GPU 0."""
     if device.type != "cuda":
         yield
         return

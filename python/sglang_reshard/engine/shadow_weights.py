@@ -1,4 +1,4 @@
-"""Memory beside an engine rank's live weights, in which new ones arrive and are verified before they count."""
+"""Allocates shadow weights: memory beside an engine rank's live weights, in which a staged update arrives."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import psutil
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace import Program
+from sglang_reshard.trace.program import Program
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowWeights:
-    """`program` lands in this memory, and otherwise does what `live` does.
+    """Memory that `program` writes to, and otherwise does what `live` does.
 
-    Storages are kept apart whole: what no copy of the program writes comes along from the live weights, and goes
-    back to them as it was.
+    Storages are copied whole in both directions, so that what no copy of the program writes stays as it is.
     """
 
     live: Program
@@ -29,43 +28,41 @@ class ShadowWeights:
         }
         return cls(live, replace(live, targets=targets))
 
-    def refresh(self) -> None:
-        """Begin with what is live now."""
+    def copy_from_live(self) -> None:
         _copy(self.program, self.live)
 
-    def commit(self) -> None:
-        """Make what has arrived live: a copy within this rank's own memory."""
+    def copy_to_live(self) -> None:
         _copy(self.live, self.program)
 
 
-def staged_bytes(live: Program) -> int:
-    """Bytes that a `ShadowWeights` takes."""
+def shadow_bytes(live: Program) -> int:
+    """Returns the bytes that the shadow weights of `live` take."""
     return sum(t.numel() * t.element_size() for name, t in live.targets.items() if not _is_scratch(name))
 
 
-def check_room(nbytes: int, neighbours: int, engine_rank: int, device: torch.device) -> None:
-    """Raise Unsupported, saying how much is needed, where there is no memory for so many bytes more.
+def check_room(nbytes: int, ranks_on_host: int, engine_rank: int, device: torch.device) -> None:
+    """Raises Unsupported, with the figures, if there is no memory for `nbytes` more.
 
-    neighbours  engine ranks that take as much of the same memory, this one included; on a GPU it has its own
+    ranks_on_host  engine ranks that take as much of the same host memory, this one included; a GPU's is its own
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         needed, where = nbytes, f"GPU {device}"
     else:
-        free, needed, where = psutil.virtual_memory().available, nbytes * neighbours, "its host"
+        free, needed, where = psutil.virtual_memory().available, nbytes * ranks_on_host, "its host"
     if free < needed:
         raise Unsupported(
             f"engine rank {engine_rank}: staged=True takes {nbytes:,} bytes beside the weights "
-            f"({needed:,} in all there), but {where} has {free:,} bytes free; update without it"
+            f"({needed:,} in total there), but {where} has {free:,} bytes free; update without staged=True"
         )
 
 
-def _copy(to: Program, source: Program) -> None:
-    names = [name for name in to.targets if not _is_scratch(name)]
+def _copy(destination: Program, source: Program) -> None:
+    names = [name for name in destination.targets if not _is_scratch(name)]
     if names:
         with torch.inference_mode():
-            torch._foreach_copy_([to.targets[n] for n in names], [source.targets[n] for n in names])
+            torch._foreach_copy_([destination.targets[n] for n in names], [source.targets[n] for n in names])
 
 
 def _is_scratch(name: str) -> bool:

@@ -1,264 +1,328 @@
-"""The way from trainer ranks to one engine rank, built and ready: a choice, the memory it reads, a transport."""
+"""Plans, connects and keeps the transfer from trainer ranks to one engine rank.
+
+target    TargetPlan        the traced loader and the exact boxes that it reads; kept while layouts are the same
+plan      TransferPlan      the strategy of all engine ranks, and the memory that this rank reads
+transfer  PreparedTransfer  the transport with its views and buffers; kept while request and handles are the same
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 
 from sglang_reshard.digest.target import TargetChecksums
-from sglang_reshard.engine.shadow_weights import ShadowWeights, check_room, staged_bytes
-from sglang_reshard.engine.target import TargetPlan
-from sglang_reshard.engine.unused_names import check_used, remark
-from sglang_reshard.engine.verification import selection_of
+from sglang_reshard.engine.shadow_weights import ShadowWeights, check_room, shadow_bytes
+from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.source_layout import SourceLayout
-from sglang_reshard.plan import ClusterTopology, RankDemand, Strategy, choose_strategy, unread_tensors
-from sglang_reshard.plan.p2p import send_request
-from sglang_reshard.protocol.messages import (
-    ConnectPeers,
-    DistributedUpdateWeightsReq,
-    PrepareSend,
-    RequestChecksums,
-    StartTransfer,
+from sglang_reshard.plan import (
+    ClusterTopology,
+    RankDemand,
+    RankLocation,
+    ReadPlan,
+    Strategy,
+    TensorIndex,
+    choose_strategy,
+    plan_reads,
+    rank_demand,
+    unread_tensors,
 )
+from sglang_reshard.plan.p2p import send_request
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, PrepareSend
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.protocol.update_channel import UpdateChannel
-from sglang_reshard.protocol.validation import check_handles
-from sglang_reshard.trace import Program
+from sglang_reshard.protocol.validation import check_handles, check_layout
+from sglang_reshard.trace.program import Program
+from sglang_reshard.trace.tracer import trace
 from sglang_reshard.transports.base import Transport, TransportContext
 from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicator
 from sglang_reshard.transports.factory import create_transport
-from sglang_reshard.transports.memory import Handles, PeerMemory
+from sglang_reshard.transports.memory import Handles, PeerMemory, host_identity
+
+_SHOWN_NAMES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPlan:
+    """An engine rank's traced loader and read plan.
+
+    Valid for one source layout (by content hash), one set of live addresses and one set of trainer hosts.
+    """
+
+    layout: str
+    signature: int | str
+    trainer_hosts: tuple[str, ...]
+    tensor_index: TensorIndex
+    program: Program
+    read_plan: ReadPlan
+    demand: RankDemand
+
+    def is_current(self, request: DistributedUpdateWeightsReq, signature: int | str) -> bool:
+        return self._is_traced(request, signature) and self.trainer_hosts == request.trainer_hosts
+
+    def _is_traced(self, request: DistributedUpdateWeightsReq, signature: int | str) -> bool:
+        return (self.layout, self.signature) == (request.layout, signature)
+
+    @classmethod
+    def of(
+        cls,
+        model: torch.nn.Module,
+        signature: int | str,
+        request: DistributedUpdateWeightsReq,
+        session: Session,
+        rank: int,
+        size: int,
+        known: TargetPlan | None,
+    ) -> TargetPlan:
+        """Traces and plans for engine rank `rank` of `size`.
+
+        known  an earlier plan, whose trace is reused for a trainer that has the same tensors on other hosts
+        """
+        if known is not None and known._is_traced(request, signature):
+            tensor_index, program = known.tensor_index, known.program
+        else:
+            layout = session.get_layout(request.layout, SourceLayout, request.timeout_s)
+            check_layout(layout, len(request.trainer_hosts))
+            program = trace(model, [t.spec for t in layout.tensors])
+            tensor_index = TensorIndex.of(layout)
+        host = host_identity()
+        read_plan = plan_reads(tensor_index, program.copies, RankLocation(rank, size, host, request.trainer_hosts))
+        demand = rank_demand(tensor_index, read_plan, host, len(os.sched_getaffinity(0)))
+        return cls(request.layout, signature, request.trainer_hosts, tensor_index, program, read_plan, demand)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What the engine ranks have agreed on, seen from one of them.
+    """The strategy that all engine ranks have chosen, and one engine rank's side of it.
 
-    memory   trainer rank -> its mapped memory, of those that this rank reads
-    connect  what trainer ranks are told, where some of them send
-    auditor  of this rank's weights, where they are verified; its claims are in the session
-    claims   the key of these
-    remark   what the trainer should know about the plan
+    memory        trainer rank -> its mapped memory, for the trainer ranks whose memory this rank reads
+    prepare_send  command to the trainer ranks, if any of them sends
+    checksums     of this rank's weights, if they are verified; the regions are in the session
+    regions       content hash of these regions
+    remark        on the plan, for the trainer's report
     """
 
-    choice: Strategy
+    strategy: Strategy
     memory: dict[int, PeerMemory]
-    connect: PrepareSend | None
-    auditor: TargetChecksums | None
-    claims: str
+    prepare_send: PrepareSend | None
+    checksums: TargetChecksums | None
+    regions: str
     remark: str
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedTransfer:
-    """A transport ready to move, good for one target, one set of handles and the request's options.
+    """A transport that is ready to move, for one target plan, one set of handles and one set of options.
 
-    staging  where what moves arrives, if that is not the live weights
-    claims   of all engine ranks
+    shadow   where it writes, unless it writes to the live weights
+    regions  content hashes of all engine ranks' regions
     """
 
     target: TargetPlan
     request: DistributedUpdateWeightsReq
-    planned: TransferPlan
-    staging: ShadowWeights | None
-    claims: tuple[str, ...]
+    plan: TransferPlan
+    shadow: ShadowWeights | None
+    regions: tuple[str, ...]
     transport: Transport
 
-    def serves(self, request: DistributedUpdateWeightsReq, target: TargetPlan) -> bool:
-        """Whether an update can go this way again: nothing has changed, and trainer ranks that send are ready to."""
-        before, connect = self.request, self.planned.connect
-        unchanged = _options(before) == _options(request)
-        ready = connect is None or all(route == connect.route for route in request.routes)
-        return self.target is target and unchanged and ready
+    def is_current(self, request: DistributedUpdateWeightsReq, target: TargetPlan) -> bool:
+        """Returns True if nothing has changed for `request`, and the trainer ranks that send are still prepared."""
+        prepare = self.plan.prepare_send
+        unchanged = _options(self.request) == _options(request)
+        prepared = prepare is None or all(transfer == prepare.transfer for transfer in request.prepared)
+        return self.target is target and unchanged and prepared
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of buffers that stay between updates."""
-        return self.transport.extra_bytes + self.target.program.scratch_bytes + self.staged_bytes
+        """Bytes of buffers that are kept between updates."""
+        return self.transport.extra_bytes + self.target.program.scratch_bytes + self.shadow_bytes
 
     @property
-    def staged_bytes(self) -> int:
-        return staged_bytes(self.target.program) if self.staging is not None else 0
+    def shadow_bytes(self) -> int:
+        return shadow_bytes(self.target.program) if self.shadow is not None else 0
 
 
 class TransferCache:
-    """One engine rank's: makes routes, and keeps what they share (groups, mapped memory)."""
+    """Prepares one engine rank's transfers. Keeps the last one, communicators, mapped memory and shadow weights."""
 
     def __init__(self, engine_rank: int, device: torch.device) -> None:
         self._rank, self._device = engine_rank, device
-        self._groups: BroadcastCommunicators | None = None
-        self._peers: P2pCommunicator | None = None
-        self._staging: ShadowWeights | None = None  # kept from one staged update to the next
-        self._memory = _MappedMemory()
-        self.route: PreparedTransfer | None = None
+        self._broadcast_groups: BroadcastCommunicators | None = None
+        self._p2p: P2pCommunicator | None = None
+        self._shadow: ShadowWeights | None = None
+        self._mapped: dict[int, tuple[str, PeerMemory]] = {}  # by trainer rank, with the content hash of the handles
+        self.transfer: PreparedTransfer | None = None
 
     @property
-    def grouped(self) -> bool:
-        """Whether it has the groups of this session; when some rank has not, all make them anew."""
-        return self._groups is not None
+    def has_communicators(self) -> bool:
+        """True if it has this session's broadcast communicators. If any rank lacks them, all create new ones."""
+        return self._broadcast_groups is not None
 
-    def regroup(self) -> None:
-        self._groups = None
+    def drop_communicators(self) -> None:
+        self._broadcast_groups = None
 
-    def drop(self) -> None:
-        """The route, and the connections that only it uses."""
-        self.route = None
-        if self._peers is not None:
-            self._peers.close()
-            self._peers = None
+    def drop_transfer(self) -> None:
+        """Drops the prepared transfer, and the P2P connections that only it uses."""
+        self.transfer = None
+        if self._p2p is not None:
+            self._p2p.close()
+            self._p2p = None
 
-    def break_off(self) -> None:
-        """From another thread: end what this rank waits for of others."""
-        groups, peers = self._groups, self._peers
-        if groups is not None:
-            groups.abort()
-        if peers is not None:
-            peers.abort()
+    def unmap(self) -> None:
+        """Unmaps the trainer ranks' memory, and drops all that has views of it."""
+        self.drop_transfer()
+        self._shadow = None
+        self._mapped = {}
 
-    def let_go(self) -> None:
-        """The trainer ranks' memory, and the route, whose views keep it."""
-        self.drop()
-        self._staging = None
-        self._memory.forget()
+    def clear(self) -> None:
+        """Drops all that depends on other ranks."""
+        self.unmap()
+        self.drop_communicators()
 
-    def forget(self) -> None:
-        """All that was agreed with others."""
-        self.let_go()
-        self.regroup()
+    def abort(self) -> None:
+        """Ends this rank's waits for other ranks. Called from another thread."""
+        broadcast_groups, p2p = self._broadcast_groups, self._p2p
+        if broadcast_groups is not None:
+            broadcast_groups.abort()
+        if p2p is not None:
+            p2p.abort()
 
     def plan(
-        self, request: DistributedUpdateWeightsReq, needs: Sequence[RankDemand], session: Session, target: TargetPlan
+        self, request: DistributedUpdateWeightsReq, demands: Sequence[RankDemand], session: Session, target: TargetPlan
     ) -> TransferPlan:
-        """Choose the way, map what this rank reads, leave in the session what it is to be sent.
+        """Chooses the strategy, maps the memory that this rank reads, and publishes its send requests.
 
-        Raises Mismatch for names that no rank has a use for, and Unsupported for a way that cannot be gone, or for
-        memory that there is not.
+        Raises Mismatch for names that no engine rank reads, and Unsupported for an infeasible transport or
+        insufficient memory.
         """
-        unused = unread_tensors(target.catalog, needs)
-        check_used(unused, request.ignore)
-        setting = ClusterTopology.of(needs, request.trainer_hosts, self._device.type)
-        choice = choose_strategy(request.transport, target.catalog, needs, setting, request.bucket_bytes)
-        memory = self._memory.of(_read(choice, target, self._rank), request, session, target.catalog.layout)
-        connect = None
-        if choice.shares.any():
-            connect = PrepareSend(
-                route=f"{request.update}/{choice.digest()}",
-                intakes=tuple(need.digest for need in needs),
-                shares=tuple(tuple(row) for row in choice.shares.tolist()),
+        unread = unread_tensors(target.tensor_index, demands)
+        check_unread(unread, request.ignore)
+        topology = ClusterTopology.of(demands, request.trainer_hosts, self._device.type)
+        strategy = choose_strategy(request.transport, target.tensor_index, demands, topology, request.bucket_bytes)
+        memory = self._map(_trainer_ranks_read(strategy, target, self._rank), request, session, target)
+        prepare_send = None
+        if strategy.round_bytes.any():
+            prepare_send = PrepareSend(
+                transfer=f"{request.update}/{strategy.digest()}",
+                read_plans=tuple(demand.digest for demand in demands),
+                round_bytes=tuple(tuple(row) for row in strategy.round_bytes.tolist()),
                 backend="nccl" if self._device.type == "cuda" else "gloo",
                 timeout_s=request.timeout_s,
             )
-            for trainer_rank in choice.trainer_ranks_sending(self._rank):
-                session.put_order(
-                    target.needs.digest, self._rank, trainer_rank, send_request(target.intake, trainer_rank)
-                )
-        program = self._landing(request, needs, target)
-        auditor = TargetChecksums(target.catalog, program) if request.verify != "off" else None
-        claims = session.put_claims(auditor.claims) if auditor is not None else ""
-        return TransferPlan(choice, memory, connect, auditor, claims, remark(unused))
-
-    def _landing(
-        self, request: DistributedUpdateWeightsReq, needs: Sequence[RankDemand], target: TargetPlan
-    ) -> Program:
-        """The program as what moves lands: in memory beside the live weights, where that is asked for."""
-        staging = self._staging
-        if not request.staged:
-            self._staging = None
-            return target.program
-        if staging is None or staging.live is not target.program:
-            self._staging = None  # its memory counts as free
-            neighbours = sum(need.host == needs[self._rank].host for need in needs)
-            check_room(staged_bytes(target.program), neighbours, self._rank, self._device)
-            self._staging = staging = ShadowWeights.of(target.program)
-        return staging.program
-
-    def call_trainers(self, request: DistributedUpdateWeightsReq, planned: TransferPlan, talk: UpdateChannel) -> None:
-        """Engine rank 0: let trainer ranks make ready to send. Raises what keeps one of them from it."""
-        if planned.connect is None:
-            return
-        talk.say(planned.connect)
-        talk.collect_ready(len(request.trainer_hosts), request.timeout_s)
-        talk.say(ConnectPeers())
+            for trainer_rank in strategy.senders(self._rank):
+                asked = send_request(target.read_plan, trainer_rank)
+                session.put_send_request(target.demand.digest, self._rank, trainer_rank, asked)
+        self._allocate_shadow(request, demands, target)
+        checksums, regions = None, ""
+        if request.verify != "off":
+            checksums = TargetChecksums(target.tensor_index, self._program(target))
+            regions = session.put_regions(checksums.regions)
+        return TransferPlan(strategy, memory, prepare_send, checksums, regions, unread_remark(unread))
 
     def connect(
         self,
         request: DistributedUpdateWeightsReq,
-        planned: TransferPlan,
-        claims: tuple[str, ...],
+        plan: TransferPlan,
+        regions: tuple[str, ...],
         session: Session,
         scope: str,
         target: TargetPlan,
     ) -> None:
-        """Make groups, connections, buffers and views; together with all engine ranks, and trainer ranks that send."""
-        # By the number of this update all ranks find each other, and none what a broken group left behind.
-        if self._groups is None:
-            self._groups = BroadcastCommunicators(self._rank, self._device, request.timeout_s, epoch=request.update)
-        self._groups.use_store(session.store(request.timeout_s, scope))
-        shares = planned.choice.trainer_ranks_sending(self._rank)
-        if planned.connect is not None and shares:
-            me = len(request.trainer_hosts) + self._rank
-            self._peers = session.connect_peers(planned.connect, me, self._device, scope)
-        here = TransportContext(
+        """Creates communicators, buffers and views. Collective over engine ranks and the trainer ranks that send."""
+        if self._broadcast_groups is None:
+            # Named by the update, so that all ranks use the same name and none that an aborted update left behind.
+            self._broadcast_groups = BroadcastCommunicators(
+                self._rank, self._device, request.timeout_s, epoch=request.update
+            )
+        self._broadcast_groups.use_store(session.store(request.timeout_s, scope))
+        round_bytes = plan.strategy.senders(self._rank)
+        if plan.prepare_send is not None and round_bytes:
+            global_rank = len(request.trainer_hosts) + self._rank
+            self._p2p = session.connect_peers(plan.prepare_send, global_rank, self._device, scope)
+        context = TransportContext(
             engine_rank=self._rank,
             device=self._device,
-            catalog=target.catalog,
-            intake=target.intake,
-            program=self._staging.program if self._staging is not None else target.program,
-            memory=planned.memory,
-            broadcast=planned.choice.broadcast,
-            broadcast_groups=self._groups,
-            round_bytes=shares,
-            p2p=self._peers,
+            catalog=target.tensor_index,
+            intake=target.read_plan,
+            program=self._program(target),
+            memory=plan.memory,
+            broadcast=plan.strategy.broadcast,
+            broadcast_groups=self._broadcast_groups,
+            round_bytes=round_bytes,
+            p2p=self._p2p,
         )
-        self.route = PreparedTransfer(target, request, planned, self._staging, claims, create_transport(planned.choice, here))
+        transport = create_transport(plan.strategy, context)
+        self.transfer = PreparedTransfer(target, request, plan, self._shadow, regions, transport)
 
-    def start(self, request: DistributedUpdateWeightsReq, talk: UpdateChannel) -> None:
-        """Engine rank 0: let trainer ranks begin to send, and to vouch."""
-        assert self.route is not None
-        if self.route.planned.connect is not None:
-            talk.say(StartTransfer(self.route.planned.connect.route))
-        if request.verify != "off":
-            talk.say(RequestChecksums(self.route.claims, selection_of(request.verify, request.update)))
+    def _allocate_shadow(
+        self, request: DistributedUpdateWeightsReq, demands: Sequence[RankDemand], target: TargetPlan
+    ) -> None:
+        """Allocates the shadow weights of a staged update, unless they are there; frees those of another."""
+        shadow = self._shadow
+        if not request.staged:
+            self._shadow = None
+        elif shadow is None or shadow.live is not target.program:
+            self._shadow = shadow = None  # so that its memory counts as free
+            ranks_on_host = sum(demand.host == demands[self._rank].host for demand in demands)
+            check_room(shadow_bytes(target.program), ranks_on_host, self._rank, self._device)
+            self._shadow = ShadowWeights.of(target.program)
+
+    def _program(self, target: TargetPlan) -> Program:
+        """Returns the program that writes to where the transfer arrives."""
+        return self._shadow.program if self._shadow is not None else target.program
+
+    def _map(
+        self, trainer_ranks: Sequence[int], request: DistributedUpdateWeightsReq, session: Session, target: TargetPlan
+    ) -> dict[int, PeerMemory]:
+        """Maps the memory of these trainer ranks, and unmaps that of others."""
+        mapped = {}
+        for trainer_rank in trainer_ranks:
+            digest = request.handles[trainer_rank]
+            known = self._mapped.get(trainer_rank)
+            if known is None or known[0] != digest:
+                handles = session.get_handles(trainer_rank, digest, Handles, request.timeout_s)
+                check_handles(handles, target.tensor_index.layout, trainer_rank)
+                known = digest, PeerMemory(trainer_rank, handles)
+            mapped[trainer_rank] = known
+        self._mapped = mapped
+        return {trainer_rank: memory for trainer_rank, (_, memory) in mapped.items()}
 
 
 def _options(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:
-    """What a route was made for."""
+    """Returns what must be equal for a prepared transfer to be used again."""
     return request.handles, request.bucket_bytes, request.transport, request.staged, request.verify != "off"
 
 
-class _MappedMemory:
-    """The trainer ranks' memory that this engine rank has mapped, by trainer rank and content hash of the handles."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[str, PeerMemory]] = {}
-
-    def of(
-        self, trainer_ranks: Sequence[int], request: DistributedUpdateWeightsReq, session: Session, layout: SourceLayout
-    ) -> dict[int, PeerMemory]:
-        """Trainer rank -> its memory. What is not asked for any more is unmapped."""
-        kept = {}
-        for trainer_rank in trainer_ranks:
-            digest = request.handles[trainer_rank]
-            known = self._known.get(trainer_rank)
-            if known is None or known[0] != digest:
-                handles = session.get_handles(trainer_rank, digest, Handles, request.timeout_s)
-                check_handles(handles, layout, trainer_rank)
-                known = digest, PeerMemory(trainer_rank, handles)
-            kept[trainer_rank] = known
-        self._known = kept
-        return {trainer_rank: memory for trainer_rank, (_, memory) in kept.items()}
-
-    def forget(self) -> None:
-        self._known = {}
+def _trainer_ranks_read(strategy: Strategy, target: TargetPlan, engine_rank: int) -> tuple[int, ...]:
+    """Returns the trainer ranks whose memory an engine rank reads."""
+    plan = target.read_plan
+    if strategy.broadcast is None:
+        sending = strategy.senders(engine_rank)
+        return tuple(t for t in plan.traffic() if t not in sending)
+    read_alone = strategy.broadcast.direct_reads[engine_rank][plan.shards(target.tensor_index)]
+    led = {group.trainer_rank for group in strategy.broadcast.groups if group.leader == engine_rank}
+    return tuple(sorted(led | set(plan.trainer_ranks[read_alone].tolist())))
 
 
-def _read(choice: Strategy, target: TargetPlan, engine_rank: int) -> tuple[int, ...]:
-    """The trainer ranks whose memory an engine rank reads."""
-    if choice.broadcast is None:
-        sending = choice.trainer_ranks_sending(engine_rank)
-        return tuple(t for t in target.intake.links() if t not in sending)
-    alone = choice.broadcast.alone[engine_rank][target.intake.pieces(target.catalog)]
-    led = {lane.trainer_rank for lane in choice.broadcast.lanes if lane.leader == engine_rank}
-    return tuple(sorted(led | set(target.intake.trainer[alone].tolist())))
+def check_unread(unread: Sequence[str], ignore: Sequence[str]) -> None:
+    """Raises Mismatch unless each name that no engine rank reads matches one of the patterns in `ignore`.
+
+    A loader skips what it does not know and what it does not need (a tied head, a layer for speculative decoding)
+    alike, without reporting which. So the trainer declares what it means to be skipped.
+    """
+    mistaken = [name for name in unread if not any(fnmatchcase(name, pattern) for pattern in ignore)]
+    if mistaken:
+        raise Mismatch(
+            f"{unread_remark(mistaken)}: no rank's loader reads it. Correct the name, or if it is meant to be skipped, "
+            f"pass ignore=[{mistaken[0]!r}], patterns allowed, to the update"
+        )
+
+
+def unread_remark(unread: Sequence[str]) -> str:
+    """Returns the report's remark on names that no engine rank reads; empty if there are none."""
+    if not unread:
+        return ""
+    more = f" and {len(unread) - _SHOWN_NAMES} more" if len(unread) > _SHOWN_NAMES else ""
+    return f"the engine does not read {', '.join(unread[:_SHOWN_NAMES])}{more}"

@@ -1,17 +1,18 @@
-"""The phases of an update, as one engine rank lives them. The trainer's side of them is `outbound`.
+"""Executes the phases of an update on one engine rank. `trainer.worker` is the other side of them.
 
-Between the phases all engine ranks exchange verdicts, so that they go on or stop together:
+    prepare  trace the loader and plan reads, if anything has changed since the last update
+    plan     all demands are known: choose the strategy, map trainer memory, check what can be checked
+    call     trainer ranks that send prepare to do so
+    connect  create communicators, buffers and views, together with the trainer ranks that send
+    staged   a staged update has arrived in the shadow weights, and is verified
+    move     bytes arrive in the live parameters, or in the shadow weights of a staged update
+    verify   checksums of what has arrived are compared with the trainer's, if requested
+    commit   shadow weights are copied to the live ones; the loader's local steps run
 
-    look     alone: has anything changed? If so: fetch the layout, trace the loader, list what is lacking
-    plan     all needs are known: choose the way, map the trainer ranks' memory, check what can be checked
-    connect  make groups, connections and views; trainer ranks that send do the same
-    move     bytes into the live parameters, or beside them where the update is staged
-    verify   digests of what has arrived against the trainer's own, where that is asked for
-    commit   what is staged becomes live; the loader's local steps; all ranks say that they have the new weights
-
-The first byte into live memory is written after all ranks have said that they are ready: before `move`, or before
-`commit` of a staged update. A failure until then leaves the old weights as they were. One after that leaves the rank
-torn until an update succeeds. An update for which nothing has changed goes from `look` straight to `move`.
+All engine ranks vote between the phases, and so proceed or fail together. The first byte is written to live memory
+after all ranks have voted that they are ready: before `move`, or before `commit` of a staged update. A failure before
+that leaves the old weights untouched. A failure after it leaves the rank torn until an update succeeds. An update for
+which nothing has changed goes from `prepare` straight to `move`.
 """
 
 from __future__ import annotations
@@ -19,209 +20,237 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
+import numpy as np
 import torch
 
-from sglang_reshard.engine.context import UpdateContext, attempt
-from sglang_reshard.engine.target import TargetPlan
-from sglang_reshard.engine.transfer import PreparedTransfer, TransferCache
-from sglang_reshard.engine.verification import check_arrived, selection_of
-from sglang_reshard.errors import ConnectionLost, ReshardError
+from sglang_reshard.digest.selection import Selection
+from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_error
+from sglang_reshard.engine.transfer import PreparedTransfer, TargetPlan, TransferCache, TransferPlan
+from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError
 from sglang_reshard.observability.report import RankReport
 from sglang_reshard.plan import check_transport
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
-from sglang_reshard.trace import LiveSignature
+from sglang_reshard.protocol.messages import (
+    ConnectPeers,
+    DistributedUpdateWeightsOutput,
+    DistributedUpdateWeightsReq,
+    RequestChecksums,
+    StartTransfer,
+)
+from sglang_reshard.trace.live_signature import LiveSignature
 from sglang_reshard.version import check_same_version
 
 
-class _Looked(msgspec.Struct, frozen=True):
-    """A rank's verdict on `look`.
-
-    current  its way still stands
-    grouped  it has the groups of this session; when some rank has not, all make them anew
-    """
-
-    error: str = ""
-    current: bool = False
-    grouped: bool = False
-
-
-class _Planned(msgspec.Struct, frozen=True):
-    error: str = ""
-    plan: str = ""
-    claims: str = ""
-
-
-class _Verdict(msgspec.Struct, frozen=True):
-    error: str = ""
-
-
-class _Written(msgspec.Struct, frozen=True):
-    error: str = ""
-    report: RankReport | None = None
-    read_bytes: dict[int, int] = {}
-    digest: str = ""
-
-
 class UpdateExecutor:
-    """One engine rank's. Keeps what stands between updates: the traced loader, mapped memory, groups, views.
+    """Executes updates on one engine rank. Keeps the traced loader and the prepared transfer between them.
 
-    A failure of a phase is raised: Refused and Aborted where all ranks know of it, whatever it was where they do not.
+    A phase that fails raises PhaseFailed or Aborted if all ranks know of it, and any other error if they do not.
     """
 
     def __init__(self, model: torch.nn.Module, rank: int, size: int, device: torch.device) -> None:
-        """`rank` is this engine rank's among `size`."""
+        """`rank` is the engine rank among `size`."""
         self._model, self._rank, self._size, self._device = model, rank, size, device
         self._signature = LiveSignature(model)
         self._target: TargetPlan | None = None
-        self.router = TransferCache(rank, device)
-        self.torn = ""  # why the weights are partly written, while they are
+        self.transfers = TransferCache(rank, device)
+        self.torn = ""  # why the weights are partly written; empty if they are sound
 
-    def make_ready(self, course: UpdateContext, refusal: str) -> None:
-        """All that can be done before a byte is written anywhere."""
-        looked, error = (None, refusal) if refusal else attempt(lambda: self._look(course))
-        with self._opens(course, looked is not None and looked.current and not course.request.staged):
-            openings = course.agree("prepare", looked or _Looked(error))
-        if all(o.current for o in openings):
-            course.kept_bytes = self.route.held_bytes
+    def prepare(self, context: UpdateContext, refusal: str) -> None:
+        """Does all that can be done before a byte is written. `refusal` fails the update on all ranks."""
+        vote = Vote(error=refusal)
+        if not refusal:
+            try:
+                vote = self._prepare_target(context)
+            except Exception as error:
+                vote = Vote(error=describe_error(error))
+        with self._torn_if_vote_is_lost(context, may_write=vote.reusable and not context.request.staged):
+            votes = context.all_gather_votes(Phase.PREPARE, vote)
+        if all(v.reusable for v in votes):
+            context.kept_bytes = self.transfer.held_bytes
             return
-        if not all(o.grouped for o in openings):
-            self.router.regroup()
-        self._prepare(course)
+        if not all(v.has_communicators for v in votes):
+            self.transfers.drop_communicators()
+        self.transfers.drop_transfer()
+        plan, regions = self._plan(context)
+        self._connect(context, plan, regions)
 
-    def land(self, course: UpdateContext) -> None:
-        """What is staged arrives, and is verified."""
-        staging = self.route.staging
-        assert staging is not None
+    def receive_staged(self, context: UpdateContext) -> None:
+        """Receives into the shadow weights, and verifies them."""
+        shadow = self.transfer.shadow
+        assert shadow is not None
+        error = ""
+        try:
+            shadow.copy_from_live()
+            self._move(context)
+            self._verify(context)
+            self._synchronize()
+        except Exception as failure:
+            error = context.abort_because(failure)
+        context.all_gather_votes(Phase.STAGED, Vote(error))
 
-        def land() -> None:
-            staging.refresh()
-            self._move(course)
-            self._verify(course)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+    def prepare_commit(self, context: UpdateContext, refusal: str) -> None:
+        """Votes once more before the shadow weights become live, as time has passed since `prepare`."""
+        with self._torn_if_vote_is_lost(context):
+            context.all_gather_votes(Phase.READY, Vote(refusal))
 
-        course.agree("staged", _Verdict(course.together(land)))
+    def write(self, context: UpdateContext) -> DistributedUpdateWeightsOutput:
+        """Writes the live weights: everything that a failure leaves torn."""
+        transfer = self.transfer
+        self.torn = _torn(context.request)
+        error = ""
+        try:
+            if transfer.shadow is None:
+                self._move(context)
+                self._verify(context)
+            with context.enter(Phase.COMMIT):
+                if transfer.shadow is not None:
+                    transfer.shadow.copy_to_live()
+                transfer.target.program.run_steps()
+                self._synchronize()
+        except Exception as failure:
+            error = context.abort_because(failure)
+        # Buffers of an earlier update count too, and so do those that found room in freed memory.
+        peak_extra_bytes = max(context.memory.extra_bytes() + context.kept_bytes, transfer.held_bytes)
+        report = RankReport(
+            rank=self._rank,
+            received_bytes=transfer.transport.received_bytes,
+            least_bytes=transfer.target.demand.least_bytes,
+            peak_extra_bytes=peak_extra_bytes,
+            seconds=context.seconds,
+            staged_bytes=transfer.shadow_bytes,
+        )
+        vote = Vote(error, report=report, read_bytes=transfer.transport.read_bytes, digest=context.digest)
+        votes = context.all_gather_votes(Phase.COMMIT, vote)
+        self.torn = ""
+        return _output(transfer, votes)
 
-    def _look(self, course: UpdateContext) -> _Looked:
-        request = course.request
+    def _prepare_target(self, context: UpdateContext) -> Vote:
+        """Traces and plans this rank's reads, unless that was done for the same layout and live parameters."""
+        request = context.request
         check_same_version(request.package_version)
         check_transport(request.transport)
         signature = self._signature.current()
+        if self._target is None or not self._target.is_current(request, signature):
+            with context.enter(Phase.TRACE):
+                self._target = TargetPlan.of(
+                    self._model, signature, request, context.session, self._rank, self._size, known=self._target
+                )
+        transfer = self.transfers.transfer
+        return Vote(
+            reusable=transfer is not None and transfer.is_current(request, self._target),
+            has_communicators=self.transfers.has_communicators,
+        )
+
+    def _plan(self, context: UpdateContext) -> tuple[TransferPlan, tuple[str, ...]]:
+        """Returns the plan, and the content hashes of all engine ranks' regions."""
         target = self._target
-        if target is None or not target.serves(request, signature):
-            with course.phase("trace"):
-                place = self._rank, self._size
-                target = self._target = TargetPlan.of(self._model, signature, request, course.session, place, target)
-        route = self.router.route
-        return _Looked(current=route is not None and route.serves(request, target), grouped=self.router.grouped)
-
-    def _prepare(self, course: UpdateContext) -> None:
-        """Plan and connect, after a `look` that succeeded on all ranks."""
-        request, talk, session, target, router = course.request, course.talk, course.session, self._target, self.router
         assert target is not None
-        router.drop()
-        with course.phase("plan"):
-            needs = course.gather("needs", target.needs)
-            planned, error = attempt(lambda: router.plan(request, needs, session, target))
-            verdict = _Planned(error, planned.choice.digest(), planned.claims) if planned else _Planned(error)
-            verdicts = course.agree("plan", verdict)
-        if planned is None or len({v.plan for v in verdicts}) > 1:
+        plan, vote = None, Vote()
+        with context.enter(Phase.PLAN):
+            demands = context.all_gather("demands", target.demand)
+            try:
+                plan = self.transfers.plan(context.request, demands, context.session, target)
+                vote = Vote(plan=plan.strategy.digest(), regions=plan.regions)
+            except Exception as error:
+                vote = Vote(error=describe_error(error))
+            votes = context.all_gather_votes(Phase.PLAN, vote)
+        if plan is None or len({v.plan for v in votes}) > 1:
             raise ReshardError("engine ranks made different plans; this is a bug, please report it")
-        with course.phase("connect"):
-            if planned.connect is not None:  # trainer ranks have a say, which one engine rank listens to
-                leads = self._rank == 0
-                call = lambda: router.call_trainers(request, planned, talk)  # noqa: E731
-                _, error = attempt(call) if leads else (None, "")
-                course.agree("call", _Verdict(error))
-            claims = tuple(v.claims for v in verdicts)
-            connect = lambda: router.connect(request, planned, claims, session, talk.scope, target)  # noqa: E731
-            with self._opens(course, not request.staged):
-                course.agree("connect", _Verdict(course.together(connect)))
+        return plan, tuple(v.regions for v in votes)
 
-    def make_ready_to_commit(self, course: UpdateContext, refusal: str) -> None:
-        """Once more, where time has passed since the new weights were staged."""
-        with self._opens(course):
-            course.agree("ready", _Verdict(refusal))
+    def _connect(self, context: UpdateContext, plan: TransferPlan, regions: tuple[str, ...]) -> None:
+        request, channel, target = context.request, context.channel, self._target
+        assert target is not None
+        with context.enter(Phase.CONNECT):
+            if plan.prepare_send is not None:
+                error = ""
+                if self._rank == 0:
+                    try:
+                        channel.send_command(plan.prepare_send)
+                        channel.collect_ready(len(request.trainer_hosts), request.timeout_s)
+                        channel.send_command(ConnectPeers())
+                    except Exception as failure:
+                        error = describe_error(failure)
+                context.all_gather_votes(Phase.CALL, Vote(error))
+            with self._torn_if_vote_is_lost(context, may_write=not request.staged):
+                error = ""
+                try:
+                    self.transfers.connect(request, plan, regions, context.session, channel.scope, target)
+                except Exception as failure:
+                    error = context.abort_because(failure)
+                context.all_gather_votes(Phase.CONNECT, Vote(error))
 
-    def write(self, course: UpdateContext) -> DistributedUpdateWeightsOutput:
-        """All that writes into live memory."""
-        request, route = course.request, self.route
-        self.torn = _torn(request)
-
-        def write() -> None:
-            if route.staging is None:
-                self._move(course)
-                self._verify(course)
-            with course.phase("commit"):
-                if route.staging is not None:
-                    route.staging.commit()
-                route.target.program.finish()
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
-
-        error = course.together(write)
-        # Buffers of an earlier update count too, and so do those that found room in freed memory.
-        report = RankReport(
-            rank=self._rank,
-            received_bytes=route.transport.received_bytes,
-            least_bytes=route.target.needs.least_bytes,
-            peak_extra_bytes=max(course.meter.extra_bytes() + course.kept_bytes, route.held_bytes),
-            seconds=course.seconds,
-            staged_bytes=route.staged_bytes,
-        )
-        written = course.agree("commit", _Written(error, report, route.transport.read_bytes, course.digest))
-        self.torn = ""
-        read: dict[int, int] = {}
-        for w in written:
-            for trainer_rank, n in w.read_bytes.items():
-                read[trainer_rank] = read.get(trainer_rank, 0) + n
-        return DistributedUpdateWeightsOutput(
-            success=True,
-            message=route.planned.remark,
-            transport=route.planned.choice.name,
-            transport_reason=route.planned.choice.why,
-            predicted_seconds=route.planned.choice.seconds,
-            digest=written[0].digest,
-            tensors=len(route.target.catalog.layout.tensors),
-            source_bytes=route.target.catalog.nbytes,
-            read_bytes=read,
-            ranks=tuple(w.report for w in written if w.report is not None),
-        )
-
-    def _move(self, course: UpdateContext) -> None:
-        with course.phase("move"):
+    def _move(self, context: UpdateContext) -> None:
+        request, transfer = context.request, self.transfer
+        with context.enter(Phase.MOVE):
             if self._rank == 0:
-                self.router.start(course.request, course.talk)
-            self.route.transport.move()
+                if transfer.plan.prepare_send is not None:
+                    context.channel.send_command(StartTransfer(transfer.plan.prepare_send.transfer))
+                if request.verify != "off":
+                    context.channel.send_command(RequestChecksums(transfer.regions, _selection(request)))
+            transfer.transport.move()
 
-    def _verify(self, course: UpdateContext) -> None:
-        request, auditor = course.request, self.route.planned.auditor
-        if auditor is None:
+    def _verify(self, context: UpdateContext) -> None:
+        """Raises Mismatch, naming the tensors, if this rank's weights are not the trainer's."""
+        request, checksums = context.request, self.transfer.plan.checksums
+        if checksums is None:
             return
-        with course.phase("verify"):
-            selection = selection_of(request.verify, request.update)
-            trainer_ranks = len(request.trainer_hosts)
-            check_arrived(auditor, selection, course.talk, self._rank, trainer_ranks, request.timeout_s)
+        trainer_ranks = len(request.trainer_hosts)
+        with context.enter(Phase.VERIFY):
+            actual = checksums.compute(_selection(request))
+            expected = context.channel.get_checksums(self._rank, trainer_ranks, request.timeout_s)
+            if len(differing := np.flatnonzero(actual != expected)):
+                raise Mismatch(
+                    f"engine rank {self._rank}: the received weights differ from the trainer's: "
+                    f"{checksums.tensor_names(differing.tolist())}. Repeat the update; if it happens again, suspect this "
+                    "host's memory or its network"
+                )
             if self._rank == 0 and request.verify == "full":
-                course.digest = course.talk.whole_digest(trainer_ranks, request.timeout_s)
+                context.digest = context.channel.get_model_digest(trainer_ranks, request.timeout_s)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     @property
-    def route(self) -> PreparedTransfer:
-        route = self.router.route
-        assert route is not None
-        return route
+    def transfer(self) -> PreparedTransfer:
+        transfer = self.transfers.transfer
+        assert transfer is not None
+        return transfer
 
     @contextmanager
-    def _opens(self, course: UpdateContext, may_write: bool = True) -> Iterator[None]:
-        """What ranks say to each other here may let them write into live memory: who cannot hear it is torn."""
+    def _torn_if_vote_is_lost(self, context: UpdateContext, may_write: bool = True) -> Iterator[None]:
+        """Around a vote after which the other ranks may write: a rank that loses its connection then counts as torn."""
         try:
             yield
         except ConnectionLost:
             if may_write:
-                self.torn = _torn(course.request)
+                self.torn = _torn(context.request)
             raise
 
 
 def _torn(request: DistributedUpdateWeightsReq) -> str:
     return f"update {request.update} broke off while weights were being written"
+
+
+def _selection(request: DistributedUpdateWeightsReq) -> Selection:
+    """Returns the elements that are compared: all, or a sample that differs from update to update."""
+    return Selection.full() if request.verify == "full" else Selection.sample(request.update)
+
+
+def _output(transfer: PreparedTransfer, votes: list[Vote]) -> DistributedUpdateWeightsOutput:
+    read_bytes: dict[int, int] = {}
+    for vote in votes:
+        for trainer_rank, n in vote.read_bytes.items():
+            read_bytes[trainer_rank] = read_bytes.get(trainer_rank, 0) + n
+    return DistributedUpdateWeightsOutput(
+        success=True,
+        message=transfer.plan.remark,
+        transport=transfer.plan.strategy.name,
+        transport_reason=transfer.plan.strategy.reason,
+        predicted_seconds=transfer.plan.strategy.predicted_seconds,
+        digest=votes[0].digest,
+        tensors=len(transfer.target.tensor_index.layout.tensors),
+        source_bytes=transfer.target.tensor_index.nbytes,
+        read_bytes=read_bytes,
+        ranks=tuple(vote.report for vote in votes if vote.report is not None),
+    )

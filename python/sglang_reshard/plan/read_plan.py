@@ -11,7 +11,7 @@ import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,7 +21,9 @@ from sglang_reshard.layout.manifest import inflate
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.shard_map import ShardBox
 from sglang_reshard.plan.tensor_index import TensorIndex
-from sglang_reshard.trace.program import Copy
+
+if TYPE_CHECKING:  # trainer ranks load no tracer
+    from sglang_reshard.trace.program import Copy
 
 _ITEM_BITS, _COPY_BITS = 20, 26  # of a sort key, next to 17 for the trainer rank
 

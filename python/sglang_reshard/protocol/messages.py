@@ -1,4 +1,4 @@
-"""Everything that crosses a process boundary, and how: msgspec, typed, never a pickle."""
+"""Defines every message that crosses a process boundary, and its encoding: typed msgspec structs, never a pickle."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ DEFAULT_TIMEOUT_S = 300.0
 WAITS = 8  # an update waits at most this many times, each time for up to `timeout_s`
 Verify = Literal["off", "sample", "full"]
 PauseMode = Literal["abort", "retract", "in_place"]  # of SGLang's pause_generation
-Step = Literal["update", "stage", "staged", "commit"]  # what an engine's processes do of an update: all, or a part
+Step = Literal["update", "stage", "staged", "commit"]  # what an engine rank executes: a whole update, or a part of one
 
 
 class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
-    """The one request of an update. It carries no tensor and no handle, only where to find them.
+    """Requests one update of the engine. It carries no tensor and no handle, only where to find them.
 
-    address         of the session: engine ranks keep plans and open handles as long as it stays the same. It has the
-                    session's key in it, so whoever can read a request can take part in the session
-    update          number of the update within the session
-    layout          content hash of the source layout in the session
-    handles         content hash of each trainer rank's memory handles in the session
-    weight_version  what the engine calls the weights once all ranks have them; None keeps its name
-    routes          what each trainer rank still has ready to send, by the route of the `PrepareSend` it was made for
-    bucket_bytes    size of a bucket; a rank holds at most two
-    timeout_s       seconds that any one wait of this update may last
-    ignore          names that no engine rank need have a use for, as patterns of fnmatch
-    verify          compare digests of what has arrived with the trainer's own: "off", "sample" or "full"
-    staged          keep the weights apart until they have all arrived and been verified; takes as much memory again
-    let_go          unmap the trainer ranks' memory at the end, and map it again in the next update
-    package_version of the sender; the engine's must be the same
-    traceparent     the sender's span, see `spans`; empty where it has none
+    address          of the session: engine ranks keep plans and open handles as long as it stays the same. It
+                     contains the session's key, so whoever reads a request can join the session
+    update           number of the update within the session
+    layout           content hash of the source layout in the session
+    handles          content hash of each trainer rank's memory handles in the session
+    trainer_hosts    identity of each trainer rank's host
+    prepared         the transfer that each trainer rank is still prepared to send, by `PrepareSend.transfer`
+    weight_version   the engine's weight_version once all ranks have the weights; None leaves it unchanged
+    bucket_bytes     size of a bucket; a rank holds at most two
+    timeout_s        seconds that any one wait of this update may last
+    ignore           fnmatch patterns of names that no engine rank needs to read
+    verify           compare checksums of the weights with the trainer's: "off", "sample" or "full"
+    staged           receive into shadow weights, and commit them once all have arrived and been verified
+    unmap_after      unmap the trainer ranks' memory at the end; the next update maps it again
+    package_version  of the sender; the engine's must be the same
+    traceparent      W3C context of the sender's span; empty without one
     """
 
     address: Address
@@ -47,7 +48,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     handles: tuple[str, ...]
     trainer_hosts: tuple[str, ...]
-    routes: tuple[str, ...] = ()
+    prepared: tuple[str, ...] = msgspec.field(default=(), name="routes")
     weight_version: str | None = None
     transport: str = "auto"
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
@@ -57,24 +58,29 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     ignore: tuple[str, ...] = ()
     verify: Verify = "off"
     staged: bool = False
-    let_go: bool = False
+    unmap_after: bool = False
     package_version: str = ""
     traceparent: str = ""
 
-    def whose(self) -> str:
+    def name(self) -> str:
         return f"update {self.update} of session {self.address.session}"
 
-    def named(self) -> dict[str, Any]:
-        """What log lines and spans say of this update."""
+    def labels(self) -> dict[str, Any]:
+        """Returns the attributes that log lines and spans of this update have."""
         return {"session": self.address.session, "update": self.update, "version": self.weight_version or ""}
 
 
 class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's answer.
+    """Reports the outcome of an update.
 
-    torn       weights were partly written: only a successful update heals that
-    under_way  between the engine's processes: what was asked about goes on still
-    phase      in which it failed, see `course.PHASES`; empty where it did not, or before the first
+    torn               the weights are partly written; only a successful update restores them
+    under_way          between the engine's processes only: the step that was asked about is still running
+    predicted_seconds  of the transfer, by the cost model
+    digest             of all weights, see `digest.whole_model`; empty unless verify="full" compared them
+    tensors            number of tensors in the source layout
+    source_bytes       bytes of these
+    read_bytes         trainer rank -> bytes that engine ranks read from its memory, or are sent
+    phase              in which the update failed, see `engine.context.Phase`; empty if it did not, or before the first
     """
 
     success: bool
@@ -83,17 +89,17 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     under_way: bool = False
     transport: str = ""
     transport_reason: str = ""
-    predicted_seconds: float = 0.0  # of the move, by the cost model
-    digest: str = ""  # of all weights, see `digest.whole`, where verify="full" has compared them
-    tensors: int = 0  # of the source layout, and their bytes
+    predicted_seconds: float = 0.0
+    digest: str = ""
+    tensors: int = 0
     source_bytes: int = 0
-    read_bytes: dict[int, int] = {}  # trainer rank -> bytes that engine ranks get out of its memory
+    read_bytes: dict[int, int] = {}
     ranks: tuple[RankReport, ...] = ()
     phase: str = ""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An error on its way to another process; `kind` is the name of its class in `errors`."""
+    """An exception that is sent to another process; `kind` is the name of its class in `errors`."""
 
     kind: str
     message: str
@@ -110,65 +116,65 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class TrainerStatus(msgspec.Struct, frozen=True):
-    """What each trainer rank announces at the start of an update.
+    """Published by each trainer rank at the start of an update.
 
-    route    of the last `PrepareSend`, if what this rank sends is ready still; else empty
-    failure  why it cannot take part
+    failure   why it cannot participate
+    prepared  `PrepareSend.transfer` of the transfer that it is still prepared to send; empty if there is none
     """
 
     host: str
     layout: str
     handles: str
     failure: Failure | None = None
-    route: str = ""
+    prepared: str = ""
 
 
-class PrepareSend(msgspec.Struct, frozen=True, tag="connect"):
-    """Engine rank 0 to all trainer ranks: make ready to send, and say whether you are.
+class PrepareSend(msgspec.Struct, frozen=True, tag="prepare_send"):
+    """Command of engine rank 0: fetch the send requests, allocate views and buffers, and report ready.
 
-    route      names this preparation; a later `StartTransfer` is for it
-    intakes    the digest of each engine rank's intake, under which its orders are in the session
-    shares     bytes that each link carries in one round, [trainer ranks, engine ranks]; 0 where nothing is sent
-    backend    "gloo" or "nccl"
-    timeout_s  seconds that any one wait may last
+    transfer     identifies what is prepared; a later `StartTransfer` refers to it
+    read_plans   digest of each engine rank's read plan, under which its send requests are in the session
+    round_bytes  bytes sent in one round, [trainer ranks, engine ranks]; 0 where nothing is sent
+    backend      "gloo" or "nccl"
+    timeout_s    seconds that any one wait may last
     """
 
-    route: str
-    intakes: tuple[str, ...]
-    shares: tuple[tuple[int, ...], ...]
+    transfer: str
+    read_plans: tuple[str, ...]
+    round_bytes: tuple[tuple[int, ...], ...]
     backend: str
     timeout_s: float
 
     def members(self) -> tuple[int, ...]:
-        """Who sends or receives anything: trainer ranks, then engine ranks, numbered through."""
-        senders = [t for t, row in enumerate(self.shares) if any(row)]
-        receivers = [e for e, column in enumerate(zip(*self.shares, strict=True)) if any(column)]
-        return (*senders, *(len(self.shares) + e for e in receivers))
+        """Returns the global ranks that send or receive; trainer ranks come first, then engine ranks."""
+        senders = [t for t, row in enumerate(self.round_bytes) if any(row)]
+        receivers = [e for e, column in enumerate(zip(*self.round_bytes, strict=True)) if any(column)]
+        return (*senders, *(len(self.round_bytes) + e for e in receivers))
 
 
-class ConnectPeers(msgspec.Struct, frozen=True, tag="join"):
-    """Engine rank 0 to all trainer ranks: all are ready; connect."""
+class ConnectPeers(msgspec.Struct, frozen=True, tag="connect_peers"):
+    """Command of engine rank 0, once all trainer ranks have reported ready: connect to the engine ranks."""
 
 
-class StartTransfer(msgspec.Struct, frozen=True, tag="move"):
-    """Engine rank 0 to all trainer ranks: send."""
+class StartTransfer(msgspec.Struct, frozen=True, tag="start_transfer"):
+    """Command of engine rank 0: send what was prepared as `transfer`."""
 
-    route: str
+    transfer: str
 
 
-class RequestChecksums(msgspec.Struct, frozen=True, tag="vouch"):
-    """Engine rank 0 to all trainer ranks: say what the digests of the engine ranks' weights must be.
+class RequestChecksums(msgspec.Struct, frozen=True, tag="request_checksums"):
+    """Command of engine rank 0: compute the checksums that the engine ranks' weights must have.
 
-    claims     where each engine rank's claims are in the session
-    selection  which elements are looked at
+    regions    content hash of each engine rank's region set in the session
+    selection  the elements that are compared
     """
 
-    claims: tuple[str, ...]
+    regions: tuple[str, ...]
     selection: Selection
 
 
-class UpdateResult(msgspec.Struct, frozen=True, tag="done"):
-    """Trainer rank 0 to the others: how the update ended. One of the two is None."""
+class UpdateResult(msgspec.Struct, frozen=True, tag="update_result"):
+    """Command of trainer rank 0: the update has ended with a report, or with a failure."""
 
     report: UpdateReport | None
     failure: Failure | None
@@ -182,18 +188,18 @@ def encode(message: Any) -> bytes:
 
 
 def as_list(value: Any) -> Any:
-    """Tensors and arrays in an engine's output travel as lists."""
+    """Encodes tensors and arrays in an engine's output as lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
+    raise NotImplementedError(f"objects of type {type(value).__name__} cannot be sent")
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Raises Mismatch for what is no such message."""
+    """Raises Mismatch for data that is not a valid message of type `kind`."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Mismatch(
-            f"what came is no {getattr(kind, '__name__', kind)}: {error}; trainer and engine must run the same version "
+            f"invalid {getattr(kind, '__name__', kind)} message: {error}; trainer and engine must run the same version "
             "of sglang-reshard"
         ) from error

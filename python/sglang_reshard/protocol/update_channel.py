@@ -1,7 +1,7 @@
-"""What is said in one update, between all ranks of both sides, over the session's hub.
+"""Sends commands, statuses and votes of one update between its ranks, over the session's control server.
 
-Whoever takes part has entered the update's scope: a process that dies there, or a rank that gives up,
-ends the waits of all others at once, with the reason.
+Every participating rank has entered the update's scope on the control server: if a process in it dies, or aborts,
+the waits of all others end at once with the reason.
 """
 
 from __future__ import annotations
@@ -24,179 +24,185 @@ from sglang_reshard.protocol.messages import Command, TrainerStatus, UpdateResul
 from sglang_reshard.transports.abortable_group import PeerDisconnected
 
 T = TypeVar("T")
-_CAUSE_S = 0.5  # for the rank that failed, or the news that it has gone
-_ENDING_S = 5.0  # how long an update that was given up may take to say how it ended
+_CAUSE_S = 0.5  # head start of the rank that failed, whose reason explains a connection that broke
+_RESULT_S = 5.0  # how long an aborted update may take to report its result
 
 
-class _Said(msgspec.Struct, frozen=True, array_like=True):
-    word: Command
+class _Envelope(msgspec.Struct, frozen=True, array_like=True):
+    command: Command
 
 
 class UpdateChannel:
-    """One rank's part in one update: `with session.update(7, "engine rank 3") as talk: ...`"""
+    """One rank's end: `with session.update_channel(7, "engine rank 3") as channel: ...`"""
 
-    def __init__(self, line: ControlClient, update: int, who: str) -> None:
-        self._line, self.update, self._who = line, update, who
+    def __init__(self, client: ControlClient, update: int, owner: str) -> None:
+        self._client, self.update, self._owner = client, update, owner
         self.scope = f"update/{update}"
 
     def __enter__(self) -> UpdateChannel:
-        """Raises Aborted where another rank has given the update up already."""
-        self._line.enter(self.scope, self._who)
+        """Raises Aborted if another rank has already aborted the update."""
+        self._client.enter(self.scope, self._owner)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """An error that gets out of the block gives the update up on all ranks."""
+        """Leaves the scope. An exception that leaves the block aborts the update on all ranks."""
         if error is not None:
-            self.abort(f"{self._who} failed: {type(error).__name__}: {error}")
-        with contextlib.suppress(ReshardError):  # who cannot say that it leaves has left
-            self._line.leave(self.scope)
+            self.abort(f"{self._owner} failed: {type(error).__name__}: {error}")
+        with contextlib.suppress(ReshardError):  # a rank without a connection has left
+            self._client.leave(self.scope)
 
     def abort(self, reason: str) -> None:
-        """Give the update up on all ranks. The first reason that is given is the one that all of them see."""
-        with contextlib.suppress(ReshardError):  # who cannot say it has gone, which is noticed
-            self._line.abort(self.scope, reason)
+        """Aborts the update on all ranks. The first reason is the one that all of them raise."""
+        with contextlib.suppress(ReshardError):  # a lost connection aborts the update, too
+            self._client.cancel(self.scope, reason)
 
-    def fail(self, error: BaseException, reason: str) -> None:
-        """Give the update up on all ranks for an error of this one's. The cause of a broken connection speaks first."""
+    def abort_because(self, error: BaseException, reason: str) -> None:
+        """Aborts the update for an error of this rank. A rank that only lost its peer lets the peer report first."""
         if isinstance(error, PeerDisconnected):
             time.sleep(_CAUSE_S)
         self.abort(reason)
 
-    def watch(self, then: Callable[[str], None]) -> None:
-        """Call `then(reason)` in another thread when the update is given up: to break waits that are not the hub's."""
-        self._line.watch(self.scope, then)
+    def on_abort(self, callback: Callable[[str], None]) -> None:
+        """Calls `callback(reason)` in another thread when the update is aborted, to end other waits."""
+        self._client.watch(self.scope, callback)
 
     # -- trainer ranks
 
-    def announce(self, trainer_rank: int, note: TrainerStatus) -> None:
-        self._line.set({self._note(trainer_rank): encode(note)})
+    def publish_status(self, trainer_rank: int, status: TrainerStatus) -> None:
+        self._client.set({self._status(trainer_rank): encode(status)})
 
-    def collect_notes(self, ranks: int, timeout_s: float) -> list[TrainerStatus]:
-        """All trainer ranks' notes. Raises DeadlineExceeded naming the ranks that did not announce themselves."""
-        notes = self._get([self._note(rank) for rank in range(ranks)], timeout_s, lambda late: (
-            f"update {self.update}: trainer ranks {late} did not call update within {timeout_s:.0f} s; "
-            "every trainer rank must call it, look at their logs"
-        ))  # fmt: skip
-        return [decode(note, TrainerStatus) for note in notes]
+    def commands(self, timeout_s: float) -> Iterator[Command]:
+        """Yields the commands to trainer ranks in order, up to `UpdateResult`. `timeout_s` bounds each wait.
 
-    def words(self, timeout_s: float) -> Iterator[Command]:
-        """What is said to trainer ranks, in order; `UpdateResult` is the last. `timeout_s` bounds each wait.
-
-        After an abort only `UpdateResult` is waited for, for a few seconds: it tells best what happened.
+        After an abort it waits a few seconds for `UpdateResult` only, which explains the failure best.
         """
         for number in itertools.count():
             try:
-                (data,) = self._get([f"{self._words}/{number}"], timeout_s, lambda _: self._no_end(timeout_s))
+                (data,) = self._get([self._command(number)], timeout_s, lambda _: (
+                    f"update {self.update} did not end: trainer rank 0 reported nothing for {timeout_s:.0f} s; look at "
+                    "its log"
+                ))  # fmt: skip
             except Aborted as error:
-                yield self._last(number, error)
+                yield self._result_after_abort(number, error)
                 return
-            word = decode(data, _Said).word
-            yield word
-            if isinstance(word, UpdateResult):
+            command = decode(data, _Envelope).command
+            yield command
+            if isinstance(command, UpdateResult):
                 return
 
-    def ready(self, trainer_rank: int) -> None:
-        """A trainer rank's answer to `Connect`."""
-        self._line.set({self._ready(trainer_rank): b""})
+    def report_ready(self, trainer_rank: int) -> None:
+        """Answers `PrepareSend`."""
+        self._client.set({self._ready(trainer_rank): b""})
 
-    def vouch(self, trainer_rank: int, part: PartialChecksums) -> None:
-        """Answers `RequestChecksums` with this trainer rank's part of each engine rank's digests and of the model's."""
-        rows = part.digests.astype("<u8", copy=False)
-        said = {self._vouched(e, trainer_rank): row.tobytes() for e, row in enumerate(rows)}
-        self._line.set({**said, self._whole(trainer_rank): whole_model.packed(part.whole)})
+    def put_checksums(self, trainer_rank: int, part: PartialChecksums) -> None:
+        """Answers `RequestChecksums` with this trainer rank's part of the engine ranks' checksums and the model's."""
+        rows = part.engine_ranks.astype("<u8", copy=False)
+        items = {self._checksums(e, trainer_rank): row.tobytes() for e, row in enumerate(rows)}
+        self._client.set({**items, self._model_checksum(trainer_rank): whole_model.to_bytes(part.model)})
 
     # -- trainer rank 0
 
-    def forget(self, update: int, ranks: int, engine_ranks: int) -> None:
-        """Drop what was said in an earlier update that every trainer rank has finished."""
-        past = UpdateChannel(self._line, update, self._who)
-        words = self._line.add(past._words, 0)
-        keys = [f"{past._words}/{n}" for n in range(words)] + [past._words]
-        keys += [key(rank) for rank in range(ranks) for key in (past._note, past._ready, past._whole)]
-        keys += [past._vouched(e, t) for e in range(engine_ranks) for t in range(ranks)]
-        self._line.delete(keys)
-        self._line.forget(past.scope)
+    def collect_statuses(self, ranks: int, timeout_s: float) -> list[TrainerStatus]:
+        """Returns all trainer ranks' statuses. Raises DeadlineExceeded naming the ranks that published none."""
+        statuses = self._get([self._status(rank) for rank in range(ranks)], timeout_s, lambda missing: (
+            f"update {self.update}: trainer ranks {missing} did not call update within {timeout_s:.0f} s; "
+            "every trainer rank must call it, look at their logs"
+        ))  # fmt: skip
+        return [decode(status, TrainerStatus) for status in statuses]
+
+    def delete_update(self, update: int, ranks: int, engine_ranks: int) -> None:
+        """Deletes the messages of an earlier update that every trainer rank has finished."""
+        past = UpdateChannel(self._client, update, self._owner)
+        commands = self._client.add(past._commands, 0)
+        keys = [past._command(number) for number in range(commands)] + [past._commands]
+        keys += [key(rank) for rank in range(ranks) for key in (past._status, past._ready, past._model_checksum)]
+        keys += [past._checksums(e, t) for e in range(engine_ranks) for t in range(ranks)]
+        self._client.delete_keys(keys)
+        self._client.delete_scope(past.scope)
 
     # -- engine ranks
 
-    def say(self, word: Command) -> None:
-        """Put a word to all trainer ranks, after those that were said before."""
-        self._line.append(self._words, encode(_Said(word)))
+    def send_command(self, command: Command) -> None:
+        """Sends a command to all trainer ranks, after those that were sent before."""
+        self._client.append(self._commands, encode(_Envelope(command)))
 
     def collect_ready(self, ranks: int, timeout_s: float) -> None:
-        """Wait for all trainer ranks' answers. Raises DeadlineExceeded naming who is late."""
-        self._get([self._ready(rank) for rank in range(ranks)], timeout_s, lambda late: (
-            f"trainer ranks {late} were not ready to send within {timeout_s:.0f} s; look at their logs"
+        """Waits until all trainer ranks have reported ready. Raises DeadlineExceeded naming those that have not."""
+        self._get([self._ready(rank) for rank in range(ranks)], timeout_s, lambda missing: (
+            f"trainer ranks {missing} were not ready to send within {timeout_s:.0f} s; look at their logs"
         ))  # fmt: skip
 
-    def vouched(self, engine_rank: int, trainer_ranks: int, timeout_s: float) -> np.ndarray:
-        """What the trainer's weights say an engine rank's digests must be: uint64, [groups]."""
-        rows = self._get([self._vouched(engine_rank, t) for t in range(trainer_ranks)], timeout_s, lambda late: (
-            f"trainer ranks {late} did not vouch for their shards within {timeout_s:.0f} s; look at their logs"
-        ))  # fmt: skip
+    def get_checksums(self, engine_rank: int, trainer_ranks: int, timeout_s: float) -> np.ndarray:
+        """Returns the checksums that the trainer's weights give an engine rank: uint64, [groups]."""
+        keys = [self._checksums(engine_rank, t) for t in range(trainer_ranks)]
+        rows = self._get(keys, timeout_s, lambda missing: _no_checksums(missing, timeout_s))
         parts = np.stack([np.frombuffer(row, "<u8").astype(np.uint64) for row in rows])
         return np.add.reduce(parts, axis=0)
 
-    def whole_digest(self, trainer_ranks: int, timeout_s: float) -> str:
-        """Of the weights that have been vouched for, see `digest.whole`; empty if they have none."""
-        return whole_model.digest_of(self._get([self._whole(t) for t in range(trainer_ranks)], timeout_s, lambda late: (
-            f"trainer ranks {late} did not vouch for their shards within {timeout_s:.0f} s; look at their logs"
-        )))  # fmt: skip
+    def get_model_digest(self, trainer_ranks: int, timeout_s: float) -> str:
+        """Returns the digest of all weights, see `digest.whole_model`; empty if they have none."""
+        keys = [self._model_checksum(t) for t in range(trainer_ranks)]
+        return whole_model.model_digest(self._get(keys, timeout_s, lambda missing: _no_checksums(missing, timeout_s)))
 
-    def gather(self, phase: str, engine_rank: int, engine_ranks: int, message: T, timeout_s: float) -> list[T]:
-        """Every engine rank's message, in rank order.
+    def all_gather(self, phase: str, engine_rank: int, engine_ranks: int, message: T, timeout_s: float) -> list[T]:
+        """Returns every engine rank's message, in rank order. A rank that failed must still call it, with its error.
 
-        A rank that fails must still come here and say so. Raises DeadlineExceeded naming who did not come, on all
-        ranks, Aborted, and ConnectionLost; only after the last can others have gone on.
+        Raises, on all ranks, DeadlineExceeded naming the ranks that did not call it, and Aborted. After ConnectionLost
+        the other ranks may have got the messages.
         """
         try:
-            said = self._line.gather(
+            data = self._client.all_gather(
                 f"{self.scope}/{phase}", engine_rank, engine_ranks, encode(message), timeout_s, self.scope
             )
-        except WaitTimedOut as late:
+        except WaitTimedOut as error:
             raise DeadlineExceeded(
-                f"engine ranks {list(late.missing)} did not come to the end of '{phase}' within {timeout_s:.0f} s; "
-                "are they stuck? Look at their logs"
+                f"engine ranks {list(error.missing)} did not reach the end of phase '{phase}' within "
+                f"{timeout_s:.0f} s; look at their logs"
             ) from None
-        return [decode(m, type(message)) for m in said]
+        return [decode(m, type(message)) for m in data]
 
     # -- keys
 
-    def _get(self, keys: Sequence[str], timeout_s: float, late: Callable[[list[int]], str]) -> list[bytes]:
+    def _get(self, keys: Sequence[str], timeout_s: float, explain: Callable[[list[int]], str]) -> list[bytes]:
+        """`explain` makes the message of DeadlineExceeded from the indices of the missing keys."""
         try:
-            return self._line.get(keys, timeout_s, self.scope)
+            return self._client.get(keys, timeout_s, self.scope)
         except WaitTimedOut as error:
-            raise DeadlineExceeded(late(list(error.missing))) from None
+            raise DeadlineExceeded(explain(list(error.missing))) from None
 
-    def _last(self, number: int, error: Aborted) -> UpdateResult:
-        """`UpdateResult`, if it is still said; words before it are for nobody now."""
+    def _result_after_abort(self, number: int, error: Aborted) -> UpdateResult:
+        """Skips the commands from `number` on, which are obsolete. Raises `error` if no result follows them."""
         try:
             while True:
-                (data,) = self._line.get([f"{self._words}/{number}"], _ENDING_S)
-                word = decode(data, _Said).word
-                if isinstance(word, UpdateResult):
-                    return word
+                (data,) = self._client.get([self._command(number)], _RESULT_S)
+                command = decode(data, _Envelope).command
+                if isinstance(command, UpdateResult):
+                    return command
                 number += 1
         except WaitTimedOut:
             raise error from None
 
-    def _no_end(self, timeout_s: float) -> str:
-        return f"update {self.update} did not end: nothing was heard of trainer rank 0 for {timeout_s:.0f} s"
-
     @property
-    def _words(self) -> str:
-        return f"words/{self.update}"
+    def _commands(self) -> str:
+        return f"commands/{self.update}"
 
-    def _note(self, trainer_rank: int) -> str:
-        return f"note/{self.update}/{trainer_rank}"
+    def _command(self, number: int) -> str:
+        return f"{self._commands}/{number}"
+
+    def _status(self, trainer_rank: int) -> str:
+        return f"status/{self.update}/{trainer_rank}"
 
     def _ready(self, trainer_rank: int) -> str:
         return f"ready/{self.update}/{trainer_rank}"
 
-    def _whole(self, trainer_rank: int) -> str:
-        return f"whole/{self.update}/{trainer_rank}"
+    def _model_checksum(self, trainer_rank: int) -> str:
+        return f"model_checksum/{self.update}/{trainer_rank}"
 
-    def _vouched(self, engine_rank: int, trainer_rank: int) -> str:
-        return f"vouched/{self.update}/{engine_rank}/{trainer_rank}"
+    def _checksums(self, engine_rank: int, trainer_rank: int) -> str:
+        return f"checksums/{self.update}/{engine_rank}/{trainer_rank}"
+
+
+def _no_checksums(missing: list[int], timeout_s: float) -> str:
+    return f"trainer ranks {missing} did not compute checksums within {timeout_s:.0f} s; look at their logs"

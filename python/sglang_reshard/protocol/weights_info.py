@@ -1,4 +1,4 @@
-"""What a server says of its live weights: `GET /weights_info`, as JSON."""
+"""Defines the JSON response of `GET /weights_info`, which describes a server's live weights."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import msgspec
 
 
 class LayoutInfo(msgspec.Struct, frozen=True):
-    """The layout of the trainer whose update is live.
+    """The source layout of the live weights.
 
-    hash           of the whole layout: equal for trainers that hold the same tensors in the same way
-    trainer_ranks  among whom it is spread
-    tensors        of the checkpoint
-    nbytes         of all tensors together, each once, in the trainer's dtypes
+    hash           content hash: equal for trainers that hold the same tensors in the same way
+    trainer_ranks  number of trainer ranks
+    tensors        number of checkpoint tensors
+    nbytes         of all tensors together, each counted once, in the trainer's dtypes
     """
 
     hash: str
@@ -21,21 +21,21 @@ class LayoutInfo(msgspec.Struct, frozen=True):
 
 
 class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """All but `version`, `torn`, `under_way` and `package_version` is of the update that brought the live weights.
+    """Describes a server's live weights, and the update that brought them.
 
-    It is empty where no update of this package did: before the first one, after an update by SGLang's own ways, while
-    the weights are torn or released.
+    The fields of the update (`digest` to `layout`) are empty unless an update of this package brought the live weights:
+    before the first one, after an update by SGLang's own methods, and while the weights are torn or released.
 
     version          SGLang's weight_version
-    package_version  of sglang-reshard, on the server; a trainer's must be the same
+    package_version  of sglang-reshard on the server; a trainer's must be the same
     torn             why no request is served; empty while the weights are sound
-    under_way        whether an update is running now
-    digest           of all weights, see `digest.whole`: equal for equal weights, whatever the sizes of trainer and
-                     engine. Empty unless the update had verify="full"
-    verified         how far the update was verified: "off", "sample" or "full"
-    session, update  which update of which session. It is the session's name, not its key
-    transport        by which the weights came
-    engine_ranks     that hold them
+    under_way        True while an update is running
+    digest           of all weights, see `digest.whole_model`: equal for equal weights, whatever the parallelism of
+                     trainer and engine. Empty unless the update had verify="full"
+    verified         how the update was verified: "off", "sample" or "full"
+    session, update  the session's name (not its key), and the number of the update in it
+    transport        that moved the weights
+    engine_ranks     number of engine ranks that hold them
     """
 
     version: str

@@ -1,6 +1,6 @@
-"""Small typed messages over process groups of the trainer's own; nothing is pickled.
+"""Sends small typed messages over the trainer's own process groups. Nothing is pickled.
 
-The group's own timeout bounds each wait. DeadlineExceeded says when it has passed, or a rank has gone.
+The group's own timeout bounds each wait. DeadlineExceeded is raised when it has passed, or a rank has disconnected.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def _explained(group: dist.ProcessGroup) -> Iterator[None]:
+def _translated_errors(group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         raise DeadlineExceeded(
-            f"trainer rank {dist.get_rank(group)} (host {socket.gethostname()}): the other trainer ranks did not come "
-            f"to exchange a message, or have gone; look at their logs: {error}"
+            f"trainer rank {dist.get_rank(group)} (host {socket.gethostname()}): the other trainer ranks did not join "
+            f"the collective, or have died; look at their logs: {error}"
         ) from error
 
 
 def as_tensor(message: object) -> torch.Tensor:
-    """An encoded message as bytes that a collective can carry."""
+    """Returns an encoded message as a tensor of bytes."""
     return torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
 
 
@@ -41,11 +41,11 @@ def from_tensor(data: torch.Tensor, kind: type[T]) -> T:
 
 
 def broadcast_message(message: T | None, kind: type[T], group: dist.ProcessGroup) -> T:
-    """The message of the group's first rank, on every rank. Collective over a CPU group."""
+    """Returns the message of the group's first rank on every rank. Collective over a CPU group."""
     root = dist.get_process_group_ranks(group)[0]
     data = as_tensor(message) if message is not None else None
     size = torch.tensor([data.numel() if data is not None else 0])
-    with _explained(group):
+    with _translated_errors(group):
         dist.broadcast(size, root, group=group)
         if data is None:
             data = torch.empty(int(size), dtype=torch.uint8)
@@ -54,18 +54,18 @@ def broadcast_message(message: T | None, kind: type[T], group: dist.ProcessGroup
 
 
 def require_cpu_backend(group: dist.ProcessGroup) -> None:
-    """Raise Unsupported for a group of trainer ranks that cannot carry messages, which are in host memory."""
+    """Raises Unsupported for a group without a CPU backend: messages are in host memory."""
     if "cpu:" not in (backends := dist.get_backend_config(group)):
         raise Unsupported(
-            f"the process group has no CPU backend ({backends}), which metadata is exchanged over; start with "
-            "init_process_group('cpu:gloo,cuda:nccl'), or give a gloo group"
+            f"the process group has no CPU backend ({backends}), which metadata is sent over; call "
+            "init_process_group('cpu:gloo,cuda:nccl'), or pass a gloo group"
         )
 
 
 def on_first_rank(call: Callable[[], Any], group: dist.ProcessGroup) -> Any:
-    """Make the call on the group's first rank; its result, or its error, on every rank. Collective over a CPU group.
+    """Calls `call` on the group's first rank, and returns its result, or raises its error, on every rank.
 
-    What comes back has been through msgpack on all ranks alike: tuples and tensors are lists.
+    The result is decoded from msgpack on all ranks alike: tuples and tensors become lists. Collective over a CPU group.
     """
     require_cpu_backend(group)
     outcome = cause = None
@@ -82,20 +82,22 @@ def on_first_rank(call: Callable[[], Any], group: dist.ProcessGroup) -> Any:
 
 
 class _Outcome(msgspec.Struct, frozen=True):
+    """A returned value, or the exception that was raised instead."""
+
     value: Any = None
     failure: Failure | None = None
 
 
 def gather_messages(message: object, kind: type[T], group: dist.ProcessGroup) -> list[T]:
-    """Every rank's message, in the order of the group's ranks, on every rank. Collective over a CPU group."""
+    """Returns every rank's message, in rank order, on every rank. Collective over a CPU group."""
     data, ranks = as_tensor(message), dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
-    with _explained(group):
+    with _translated_errors(group):
         dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
     longest = max(map(int, sizes))
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: data.numel()] = data
     gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(ranks)]
-    with _explained(group):
+    with _translated_errors(group):
         dist.all_gather(gathered, padded, group=group)
     return [from_tensor(all_[: int(size)], kind) for all_, size in zip(gathered, sizes, strict=True)]

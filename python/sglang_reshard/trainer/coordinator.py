@@ -1,4 +1,4 @@
-"""Trainer rank 0's part beside its own: the engine is asked once for all trainer ranks, who are told how it went."""
+"""Sends the single update request to the engine, and broadcasts its result. Runs on trainer rank 0 only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sglang_reshard.errors import DeadlineExceeded, EngineRefused, Mismatch, ReshardError, TornWeights
-from sglang_reshard.layout.difference import first_difference
+from sglang_reshard.layout.source_layout import SourceLayout, first_difference
 from sglang_reshard.observability import spans
 from sglang_reshard.observability.report import TrainerRankReport, UpdateReport, slowest_seconds
 from sglang_reshard.protocol.messages import (
@@ -24,7 +24,6 @@ from sglang_reshard.protocol.messages import (
 )
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import UpdateChannel
-from sglang_reshard.sources import SourceLayout
 from sglang_reshard.trainer.publisher import PublishedShards
 from sglang_reshard.version import __version__
 
@@ -33,7 +32,7 @@ Send = Callable[[DistributedUpdateWeightsReq], DistributedUpdateWeightsOutput]
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptions:
-    """What one update is asked for; see `WeightSender.update`."""
+    """Options of one update; see `WeightSender.update`."""
 
     weight_version: str | None
     flush_cache: bool
@@ -42,12 +41,12 @@ class UpdateOptions:
     check_finite: bool
     verify: Verify
     staged: bool
-    let_go: bool
+    unmap_after: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SenderConfig:
-    """How all updates of a session go; see `WeightSender`."""
+    """Options of all updates of a session; see `WeightSender`."""
 
     transport: str
     bucket_bytes: int
@@ -55,131 +54,131 @@ class SenderConfig:
 
 
 class UpdateCoordinator:
-    """See the module's text. `send` reaches the engine."""
+    """Requests updates for all trainer ranks. `send` sends a request to the engine, and returns its answer."""
 
-    def __init__(self, session: Session, global_ranks: Sequence[int], send: Send, way: SenderConfig) -> None:
-        self._session, self._size, self._send, self._way = session, len(global_ranks), send, way
-        self._engine_ranks = 0  # as the last successful update reported
-        self._asking: threading.Thread | None = None
+    def __init__(self, session: Session, global_ranks: Sequence[int], send: Send, config: SenderConfig) -> None:
+        self._session, self._size, self._send, self._config = session, len(global_ranks), send, config
+        self._engine_ranks = 0  # of the last successful update
+        self._thread: threading.Thread | None = None
 
     def begin(
-        self, talk: UpdateChannel, published: PublishedShards | None, options: UpdateOptions, started: float
+        self, channel: UpdateChannel, published: PublishedShards | None, options: UpdateOptions, started: float
     ) -> None:
-        """In a thread of its own, as this rank has a part in the update like all others.
+        """Starts a thread that runs the update, so that this rank can execute commands like all others.
 
-        published  what this rank has; None where it has failed, which its note tells
+        published  what this rank has published; None if it has failed, which its status reports
         started    when the update began, by `time.perf_counter`
         """
-        arguments = self._run, talk, published, options, started, self._asking
-        run = contextvars.copy_context().run  # this thread's span and what its log lines are of
-        self._asking = threading.Thread(target=run, args=arguments, name="sglang-reshard lead", daemon=True)
-        self._asking.start()
+        arguments = self._run, channel, published, options, started, self._thread
+        run = contextvars.copy_context().run  # for the current span, and the attributes of log lines
+        self._thread = threading.Thread(target=run, args=arguments, name="sglang-reshard coordinator", daemon=True)
+        self._thread.start()
 
     def _run(
         self,
-        talk: UpdateChannel,
+        channel: UpdateChannel,
         published: PublishedShards | None,
         options: UpdateOptions,
         started: float,
-        before: threading.Thread | None,
+        previous: threading.Thread | None,
     ) -> None:
-        """Have the engine updated, and say to all trainer ranks how it went.
+        """Runs the update, and sends its result to all trainer ranks.
 
-        before  the thread of the update before this one, whose answer is waited for still if that was given up
+        previous  thread of the update before, which may still wait for the engine's answer if that was aborted
         """
         seconds = {"publish": time.perf_counter() - started}
         try:
-            if before is not None:
-                before.join(self._way.timeout_s)
-                if before.is_alive():
+            if previous is not None:
+                previous.join(self._config.timeout_s)
+                if previous.is_alive():
                     raise DeadlineExceeded(
-                        f"the engine has not answered update {talk.update - 1} yet; look at its log, and start it "
-                        "anew if it does not go on"
+                        f"the engine has not answered update {channel.update - 1} yet; look at its log, and restart "
+                        "it if it hangs"
                     )
-            answer = self._ask(talk, published, options)
+            output = self._request(channel, published, options)
             seconds["total"] = time.perf_counter() - started
-            assert published is not None  # an error of this rank's own is among the notes and was raised
-            done = UpdateResult(_report(answer, published.shard_bytes, options, self._way.bucket_bytes, seconds), None)
-            self._engine_ranks = len(answer.ranks)
+            assert published is not None  # else this rank's own status has failed the update
+            report = _report(output, published.shard_bytes, options, self._config.bucket_bytes, seconds)
+            result = UpdateResult(report, None)
+            self._engine_ranks = len(output.ranks)
         except Exception as error:
-            done = UpdateResult(None, Failure.of(error))
-        with contextlib.suppress(ReshardError):  # nobody is there any more to be told
-            talk.say(done)
+            result = UpdateResult(None, Failure.of(error))
+        with contextlib.suppress(ReshardError):  # no rank is left to receive it
+            channel.send_command(result)
 
-    def _ask(
-        self, talk: UpdateChannel, published: PublishedShards | None, options: UpdateOptions
+    def _request(
+        self, channel: UpdateChannel, published: PublishedShards | None, options: UpdateOptions
     ) -> DistributedUpdateWeightsOutput:
-        """All ranks ready and agreed? Then one request, which carries metadata only."""
-        notes = talk.collect_notes(self._size, self._way.timeout_s)
-        if talk.update > 1:  # every rank has announced this update, so every rank has read the last one's result
-            talk.forget(talk.update - 1, self._size, self._engine_ranks)
-        for note in notes:
-            if note.failure is not None:
-                raise note.failure.error()
-        self._check_agreement(notes)
+        """Waits until all trainer ranks are ready and agree, and sends the request. It carries metadata only."""
+        statuses = channel.collect_statuses(self._size, self._config.timeout_s)
+        if channel.update > 1:  # every rank has published its status, so every rank has read the last result
+            channel.delete_update(channel.update - 1, self._size, self._engine_ranks)
+        for status in statuses:
+            if status.failure is not None:
+                raise status.failure.error()
+        self._check_same_layout(statuses)
         assert published is not None
         tied = tuple(glob.escape(name) for name in published.tied)
         with spans.span("reshard.request"):
-            answer = self._send(
+            output = self._send(
                 DistributedUpdateWeightsReq(
                     address=self._session.address,
-                    update=talk.update,
-                    layout=notes[0].layout,
-                    handles=tuple(note.handles for note in notes),
-                    trainer_hosts=tuple(note.host for note in notes),
-                    routes=tuple(note.route for note in notes),
+                    update=channel.update,
+                    layout=statuses[0].layout,
+                    handles=tuple(status.handles for status in statuses),
+                    trainer_hosts=tuple(status.host for status in statuses),
+                    prepared=tuple(status.prepared for status in statuses),
                     weight_version=options.weight_version,
-                    transport=self._way.transport,
-                    bucket_bytes=self._way.bucket_bytes,
-                    timeout_s=self._way.timeout_s,
+                    transport=self._config.transport,
+                    bucket_bytes=self._config.bucket_bytes,
+                    timeout_s=self._config.timeout_s,
                     flush_cache=options.flush_cache,
                     abort_all_requests=options.abort_all_requests,
                     ignore=options.ignore + tied,
                     verify=options.verify,
                     staged=options.staged,
-                    let_go=options.let_go,
+                    unmap_after=options.unmap_after,
                     package_version=__version__,
                     traceparent=spans.traceparent(),
                 )
             )
-        if answer.success:
-            return answer
-        if answer.torn:
-            raise TornWeights(f"{answer.message}. The engine's weights are torn: repeat the update before generating")
-        raise EngineRefused(answer.message)
+        if output.success:
+            return output
+        if output.torn:
+            raise TornWeights(f"{output.message}. The engine's weights are torn: repeat the update before generating")
+        raise EngineRefused(output.message)
 
-    def _check_agreement(self, notes: list[TrainerStatus]) -> None:
-        for rank, note in enumerate(notes):
-            if note.layout == notes[0].layout:
-                continue
-            mine, other = (
-                self._session.get_layout(digest, SourceLayout, self._way.timeout_s)
-                for digest in (notes[0].layout, note.layout)
-            )
-            raise Mismatch(first_difference(mine, other, rank))
+    def _check_same_layout(self, statuses: list[TrainerStatus]) -> None:
+        for rank, status in enumerate(statuses):
+            if status.layout != statuses[0].layout:
+                first, other = (
+                    self._session.get_layout(digest, SourceLayout, self._config.timeout_s)
+                    for digest in (statuses[0].layout, status.layout)
+                )
+                raise Mismatch(first_difference(first, other, rank))
 
 
 def _report(
-    answer: DistributedUpdateWeightsOutput,
+    output: DistributedUpdateWeightsOutput,
     shard_bytes: Sequence[int],
     options: UpdateOptions,
     bucket_bytes: int,
     seconds: dict[str, float],
 ) -> UpdateReport:
-    trainers = tuple(
-        TrainerRankReport(rank, held, answer.read_bytes.get(rank, 0)) for rank, held in enumerate(shard_bytes)
+    trainer_ranks = tuple(
+        TrainerRankReport(rank, nbytes, output.read_bytes.get(rank, 0)) for rank, nbytes in enumerate(shard_bytes)
     )
     return UpdateReport(
         success=True,
-        message=answer.message,
+        message=output.message,
         weight_version=options.weight_version,
         verified=options.verify,
-        transport=answer.transport,
-        transport_reason=answer.transport_reason,
-        predicted_seconds=answer.predicted_seconds,
-        digest=answer.digest,
+        transport=output.transport,
+        transport_reason=output.transport_reason,
+        predicted_seconds=output.predicted_seconds,
+        digest=output.digest,
         bucket_bytes=bucket_bytes,
-        seconds=seconds | slowest_seconds(answer.ranks),
-        engine_ranks=answer.ranks,
-        trainer_ranks=trainers,
+        seconds=seconds | slowest_seconds(output.ranks),
+        engine_ranks=output.ranks,
+        trainer_ranks=trainer_ranks,
     )

@@ -1,4 +1,4 @@
-"""A trainer rank's shards, made known in the session: layout and handles, when something about them changed."""
+"""Publishes one trainer rank's shards in the session: their layout and memory handles, whenever these change."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from sglang_reshard.sources import (
     NamedTensors,
     SourceLayout,
     TrainerState,
+    as_list,
     describe,
     first_not_finite,
-    listed,
     tied_names,
 )
-from sglang_reshard.sources.change_detector import ChangeDetector, Given
+from sglang_reshard.sources.change_detector import ChangeDetector, NamedTensorList
 from sglang_reshard.transports.memory import Handles, MemoryExporter
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedShards:
-    """What is in the session of this rank's shards.
+    """What the session holds of this rank's shards.
 
-    layout, handles  content hashes, under which they are there
+    layout, handles  content hashes under which they are published
     shard_bytes      bytes that each trainer rank holds
-    tied             names of tensors that are the memory of another one, too
-    on_gpu           whether a shard is on a GPU
+    tied             names of tensors that share the memory of another one
+    on_gpu           True if a shard is on a GPU
     """
 
     source: SourceLayout
@@ -43,49 +43,49 @@ class PublishedShards:
 
 
 class ShardPublisher:
-    """One trainer rank's. Holds no tensor: a trainer that offloads its weights gets their memory back."""
+    """Publishes one trainer rank's shards. Holds no tensor: a trainer that offloads its weights frees their memory."""
 
     def __init__(self, session: Session, trainer_rank: int, global_ranks: tuple[int, ...]) -> None:
         self._session, self._rank, self._global_ranks = session, trainer_rank, global_ranks
         self._memory = MemoryExporter(trainer_rank)
-        self._remembered: ChangeDetector | None = None
+        self._changes: ChangeDetector | None = None
         self._published: PublishedShards | None = None
         self._handles: Handles | None = None
 
     def publish(self, named_tensors: NamedTensors | torch.nn.Module, *, check_finite: bool) -> PublishedShards:
-        """Bring the session up to date, and the shards to where other processes can read them.
+        """Publishes what has changed, and moves the shards to memory that other processes can map.
 
-        Raises Unsupported and Mismatch as `describe` does, and Mismatch for what is not finite, where asked.
+        Raises Unsupported and Mismatch as `describe` does, and Mismatch for values that are not finite, if
+        `check_finite` is set.
         """
         with _garbage_collector_paused():
-            given = self._news(named_tensors, always=check_finite)
-        if given is not None:
-            self._remembered = None
-            state = describe(given, trainer_rank=self._rank, global_ranks=self._global_ranks)
+            changed = self._changed(named_tensors, always=check_finite)
+        if changed is not None:
+            self._changes = None
+            state = describe(changed, trainer_rank=self._rank, global_ranks=self._global_ranks)
             if check_finite:
                 _check_finite(state, self._rank)
             self._published = self._publish(state)
-            self._remembered = ChangeDetector.of(given, state.locals)
+            self._changes = ChangeDetector.of(changed, state.inputs)
         published = self._published
-        assert published is not None  # otherwise there were news
+        assert published is not None  # the first call publishes
         if published.on_gpu:
             torch.cuda.synchronize()  # an engine rank reads from another process: no stream orders us
         return published
 
     def shards(self, named_tensors: NamedTensors | torch.nn.Module) -> tuple[torch.Tensor, ...]:
-        """The shards of what was published last, in the layout's order."""
+        """Returns the shards of what was published last, in the layout's order."""
         return describe(named_tensors, trainer_rank=self._rank, global_ranks=self._global_ranks).shards
 
     def close(self) -> None:
         self._memory.close()
-        self._remembered = None
+        self._changes = None
 
-    def _news(self, named_tensors: NamedTensors | torch.nn.Module, always: bool) -> Given | None:
-        """What is given; None for what was published last, unless it is wanted `always`."""
-        given = listed(named_tensors, self._rank)
-        remembered = self._remembered
-        known = remembered is not None and remembered.same(given)
-        return given if always or not known else None
+    def _changed(self, named_tensors: NamedTensors | torch.nn.Module, always: bool) -> NamedTensorList | None:
+        """Returns the tensors as a list; None if they are what was published last, unless `always` is set."""
+        tensors = as_list(named_tensors, self._rank)
+        unchanged = self._changes is not None and self._changes.unchanged(tensors)
+        return tensors if always or not unchanged else None
 
     def _publish(self, state: TrainerState) -> PublishedShards:
         known, self._published = self._published, None
@@ -101,17 +101,17 @@ class ShardPublisher:
             any(shard.is_cuda for shard in state.shards),
         )
         if known is not None and published.handles != known.handles:
-            self._session.forget_handles(self._rank, known.handles)
+            self._session.delete_handles(self._rank, known.handles)
         self._handles = handles
         return published
 
 
 @contextmanager
 def _garbage_collector_paused() -> Iterator[None]:
-    """For a (name, tensor) pair of every tensor, made and dropped again.
+    """Pauses the garbage collector while a (name, tensor) pair is made for every tensor, and dropped again.
 
-    So many new objects, update after update, would set off a search for garbage through all that a trainer
-    has, half a second in which every rank waits; and there is none among them.
+    So many new objects, update after update, would trigger a full collection of the trainer's heap: half a second in
+    which every rank waits, though none of the objects is garbage.
     """
     enabled = gc.isenabled()
     gc.disable()

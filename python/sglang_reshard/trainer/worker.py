@@ -1,16 +1,14 @@
-"""What one trainer rank does for engine ranks, when and as they ask for it.
+"""Executes the commands of engine rank 0 on one trainer rank, until trainer rank 0 reports the result.
 
-Where engine ranks read trainer memory by themselves, and nothing is verified, nothing here happens but the wait for
-the result. Else engine rank 0 says what to do, in words that every trainer rank follows:
+    PrepareSend       fetch the send requests of engine ranks, make views and buffers, report ready
+    ConnectPeers      connect to the engine ranks
+    StartTransfer     send
+    RequestChecksums  compute the checksums that the engine ranks' weights must have
+    UpdateResult      the update has ended
 
-    Connect  get the orders of engine ranks, make views and buffers, answer `ready`
-    Join     connect to those who send and receive
-    Move     send
-    Vouch    say what the digests of the engine ranks' weights must be
-    Done     trainer rank 0's word: how the update ended
-
-Send requests, views, buffers and connections are kept: the next update needs only `StartTransfer` and
-`RequestChecksums`.
+Engine ranks that can map this rank's memory read it without a command: then a trainer rank only waits for the result,
+unless the update is verified. Send requests, views, buffers and connections are kept, so that the next update needs
+only `StartTransfer` and `RequestChecksums`.
 """
 
 from __future__ import annotations
@@ -35,172 +33,168 @@ from sglang_reshard.protocol.messages import (
 )
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import UpdateChannel
-from sglang_reshard.protocol.validation import check_connect, check_order
+from sglang_reshard.protocol.validation import check_prepare_send, check_send_request
 from sglang_reshard.trainer.publisher import PublishedShards
-from sglang_reshard.transports.p2p import P2pSender
 from sglang_reshard.transports.communicator import P2pCommunicator
+from sglang_reshard.transports.p2p import P2pSender
 
 logger = get_logger(__name__)
-Shards = Callable[[], Sequence[torch.Tensor]]  # this rank's, in the layout's order
+Shards = Callable[[], Sequence[torch.Tensor]]  # returns this rank's, in the layout's order
 
 
 @dataclass(slots=True)
-class _Route:
-    """What stands between updates. `peers` is None until all have joined, and where this rank sends nothing."""
+class _PreparedSend:
+    """What is kept between updates. `communicator` is None for a rank that sends nothing."""
 
-    connect: PrepareSend
+    command: PrepareSend
     layout: str
     handles: str
     device: torch.device
-    outlet: P2pSender
-    peers: P2pCommunicator | None = None
-    joined: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Vouching:
-    """What this rank vouches with, for one set of claims and shards."""
-
-    asked: tuple[str, ...]
-    layout: str
-    handles: str
-    voucher: SourceChecksums
+    sender: P2pSender
+    communicator: P2pCommunicator | None = None
+    connected: bool = False
 
 
 class TrainerWorker:
-    """One trainer rank's."""
+    """Executes commands on one trainer rank."""
 
     def __init__(self, session: Session, trainer_rank: int, timeout_s: float) -> None:
         self._session, self._rank, self._timeout_s = session, trainer_rank, timeout_s
-        self._orders: dict[int, tuple[str, SendRequest]] = {}  # by engine rank, with the digest of its intake
-        self._claims: dict[str, RegionSet] = {}
-        self._route: _Route | None = None
-        self._vouching: _Vouching | None = None
+        self._send_requests: dict[int, tuple[str, SendRequest]] = {}  # by engine rank, with its read plan's digest
+        self._regions: dict[str, RegionSet] = {}
+        self._prepared: _PreparedSend | None = None
+        self._checksums: tuple[tuple[object, ...], SourceChecksums] | None = None  # with what they were made for
 
-    def standing(self, published: PublishedShards | None) -> str:
-        """The route that is ready for these shards; empty if there is none.
+    def prepared_transfer(self, published: PublishedShards | None) -> str:
+        """Returns the transfer that is prepared for these shards; empty if there is none.
 
         One for other shards is kept until the next `PrepareSend`: an update that is refused for its names is followed
         by one with the right ones.
         """
-        route = self._route
-        if route is None or published is None or not route.joined:
+        prepared = self._prepared
+        if prepared is None or published is None or not prepared.connected:
             return ""
-        ready = (route.layout, route.handles) == (published.layout, published.handles)
-        return route.connect.route if ready else ""
+        current = (prepared.layout, prepared.handles) == (published.layout, published.handles)
+        return prepared.command.transfer if current else ""
 
-    def follow(self, talk: UpdateChannel, published: PublishedShards | None, shards: Shards) -> UpdateResult:
-        """Do what is said in an update, until its end.
+    def run(self, channel: UpdateChannel, published: PublishedShards | None, shards: Shards) -> UpdateResult:
+        """Executes commands until the update ends.
 
-        A failure here gives the update up on all ranks, who are told why, and is not raised: the last word tells how
-        the update ended. Raises Aborted where no such word comes.
+        A failure here aborts the update on all ranks and is not raised: the result reports it. Raises Aborted if no
+        result arrives.
         """
-        talk.watch(self._break_off)
-        said = False
+        channel.on_abort(self._abort)
+        called = False
         try:
-            for word in talk.words(2 * self._timeout_s):
-                if isinstance(word, UpdateResult):
-                    if said and word.failure is not None:
-                        self.drop()
-                    return word
-                said = True
+            for command in channel.commands(2 * self._timeout_s):
+                if isinstance(command, UpdateResult):
+                    if called and command.failure is not None:
+                        self.release()
+                    return command
+                called = True
                 try:
-                    self._heed(talk, word, published, shards)
+                    self._handle(channel, command, published, shards)
                 except Aborted:
-                    pass  # as the next word will tell
+                    pass  # the result reports it
                 except Exception as error:
                     if not isinstance(error, ReshardError):
-                        logger.exception("trainer rank %d failed in update %d", self._rank, talk.update)
-                    talk.fail(error, _told(self._rank, error))
+                        logger.exception("trainer rank %d failed in update %d", self._rank, channel.update)
+                    channel.abort_because(error, _describe(self._rank, error))
         except BaseException:
-            self.drop()
+            self.release()
             raise
-        raise AssertionError("words end with Done")
+        raise AssertionError("the last command is UpdateResult")
 
-    def drop(self) -> None:
-        """Give up what is ready: connections, buffers, and the views that keep the shards' memory."""
-        self._vouching = None
-        route, self._route = self._route, None
-        if route is not None and route.peers is not None:
-            route.peers.close()
+    def release(self) -> None:
+        """Drops connections, buffers, and the views that keep the shards' memory."""
+        self._checksums = None
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared.communicator is not None:
+            prepared.communicator.close()
 
-    def _break_off(self, _reason: str) -> None:
-        """From another thread: end a wait for messages."""
-        route = self._route
-        if route is not None and route.peers is not None:
-            route.peers.abort()
+    def _abort(self, _reason: str) -> None:
+        """Ends this rank's waits for its peers. Called from another thread."""
+        prepared = self._prepared
+        if prepared is not None and prepared.communicator is not None:
+            prepared.communicator.abort()
 
-    def _heed(self, talk: UpdateChannel, word: Command, published: PublishedShards | None, shards: Shards) -> None:
-        assert not isinstance(word, UpdateResult)
+    def _handle(
+        self, channel: UpdateChannel, command: Command, published: PublishedShards | None, shards: Shards
+    ) -> None:
         if published is None:
             raise Mismatch(f"trainer rank {self._rank} has published nothing that it could send")
-        if isinstance(word, PrepareSend):
-            check_connect(word, published.source.trainer_ranks)
-            self.drop()
-            self._route = self._prepared(word, published, shards())
-            talk.ready(self._rank)
-        elif isinstance(word, RequestChecksums):
-            talk.vouch(self._rank, self._voucher(word, published, shards).part(word.selection))
-        elif self._route is not None:
-            self._go(talk, self._route, word)
-
-    def _go(self, talk: UpdateChannel, route: _Route, word: Command) -> None:
-        if isinstance(word, ConnectPeers):
-            route.peers = self._session.connect_peers(route.connect, self._rank, route.device, talk.scope)
-            route.joined = True
-            return
-        assert isinstance(word, StartTransfer)
-        if word.route != route.connect.route or not route.joined:
-            raise Mismatch(
-                f"trainer rank {self._rank} was asked to send for another preparation than its last; "
-                "this is a bug, please report it"
+        if isinstance(command, PrepareSend):
+            check_prepare_send(command, published.source.trainer_ranks)
+            self.release()
+            self._prepared = self._prepare(command, published, shards())
+            channel.report_ready(self._rank)
+        elif isinstance(command, RequestChecksums):
+            checksums = self._source_checksums(command, published, shards)
+            channel.put_checksums(self._rank, checksums.compute(command.selection))
+        elif (prepared := self._prepared) is None:
+            return  # PrepareSend failed, which has aborted the update
+        elif isinstance(command, ConnectPeers):
+            prepared.communicator = self._session.connect_peers(
+                prepared.command, self._rank, prepared.device, channel.scope
             )
-        if route.peers is not None:
-            route.outlet.send(route.peers)
+            prepared.connected = True
+        elif isinstance(command, StartTransfer):
+            if command.transfer != prepared.command.transfer or not prepared.connected:
+                raise Mismatch(
+                    f"trainer rank {self._rank} was asked to start transfer {command.transfer!r}, but has prepared "
+                    f"{prepared.command.transfer!r}; this is a bug, please report it"
+                )
+            if prepared.communicator is not None:
+                prepared.sender.send(prepared.communicator)
 
-    def _prepared(self, connect: PrepareSend, published: PublishedShards, shards: Sequence[torch.Tensor]) -> _Route:
-        own = connect.shares[self._rank]
-        orders = {}
-        for engine_rank in (e for e, share in enumerate(own) if share):
-            digest = connect.intakes[engine_rank]
-            known = self._orders.get(engine_rank)
+    def _prepare(
+        self, command: PrepareSend, published: PublishedShards, shards: Sequence[torch.Tensor]
+    ) -> _PreparedSend:
+        round_bytes = command.round_bytes[self._rank]
+        requests = {}
+        for engine_rank in (e for e, nbytes in enumerate(round_bytes) if nbytes):
+            digest = command.read_plans[engine_rank]
+            known = self._send_requests.get(engine_rank)
             if known is None or known[0] != digest:
-                known = digest, self._session.get_order(digest, engine_rank, self._rank, connect.timeout_s)
-                check_order(known[1], published.source, self._rank, engine_rank)
-            self._session.forget_order(digest, engine_rank, self._rank)  # nobody else reads it
-            orders[engine_rank] = known
-        self._orders = orders
-        trainer_ranks = len(connect.shares)
-        device = _device(connect.backend, shards)
-        outlet = P2pSender(
+                request = self._session.get_send_request(digest, engine_rank, self._rank, command.timeout_s)
+                check_send_request(request, published.source, self._rank, engine_rank)
+                known = digest, request
+            self._session.delete_send_request(digest, engine_rank, self._rank)  # no other rank reads it
+            requests[engine_rank] = known
+        self._send_requests = requests
+        trainer_ranks = len(command.round_bytes)
+        device = _message_device(command.backend, shards)
+        sender = P2pSender(
             published.source,
             shards,
-            {trainer_ranks + e: order for e, (_, order) in orders.items()},
-            {trainer_ranks + e: own[e] for e in orders},
+            {trainer_ranks + e: request for e, (_, request) in requests.items()},
+            {trainer_ranks + e: round_bytes[e] for e in requests},
             device,
         )
-        return _Route(connect, published.layout, published.handles, device, outlet)
+        return _PreparedSend(command, published.layout, published.handles, device, sender)
 
-    def _voucher(self, asked: RequestChecksums, published: PublishedShards, shards: Shards) -> SourceChecksums:
-        known = self._vouching
-        key = asked.claims, published.layout, published.handles
-        if known is None or (known.asked, known.layout, known.handles) != key:
-            self._claims = {
-                digest: self._claims.get(digest) or self._session.get_claims(rank, digest, self._timeout_s)
-                for rank, digest in enumerate(asked.claims)
+    def _source_checksums(
+        self, command: RequestChecksums, published: PublishedShards, shards: Shards
+    ) -> SourceChecksums:
+        key = command.regions, published.layout, published.handles
+        if self._checksums is None or self._checksums[0] != key:
+            self._regions = {
+                digest: self._regions.get(digest) or self._session.get_regions(rank, digest, self._timeout_s)
+                for rank, digest in enumerate(command.regions)
             }
-            claims = [self._claims[digest] for digest in asked.claims]
-            known = self._vouching = _Vouching(*key, SourceChecksums(published.source, shards(), self._rank, claims))
-        return known.voucher
+            regions = [self._regions[digest] for digest in command.regions]
+            self._checksums = key, SourceChecksums(published.source, shards(), self._rank, regions)
+        return self._checksums[1]
 
 
-def _told(trainer_rank: int, error: Exception) -> str:
-    said = str(error) if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
-    return said if said.startswith("trainer rank") else f"trainer rank {trainer_rank}: {said}"
+def _describe(trainer_rank: int, error: Exception) -> str:
+    description = str(error) if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
+    named = description.startswith("trainer rank")
+    return description if named else f"trainer rank {trainer_rank}: {description}"
 
 
-def _device(backend: str, shards: Sequence[torch.Tensor]) -> torch.device:
-    """Where messages are packed: NCCL takes a GPU's memory only, gloo the host's."""
+def _message_device(backend: str, shards: Sequence[torch.Tensor]) -> torch.device:
+    """Returns where messages are packed: NCCL sends from a GPU's memory only, gloo from the host's."""
     if backend != "nccl":
         return torch.device("cpu")
     on_gpu = next((shard.device for shard in shards if shard.is_cuda), None)

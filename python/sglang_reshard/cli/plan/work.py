@@ -85,7 +85,7 @@ def forecast(request: PlanRequest) -> Forecast:
         "question": request,
         "tensors": len(layout.tensors),
         "model_bytes": sum(t.spec.nbytes for t in layout.tensors),
-        "layout_pieces": catalog.pieces,
+        "layout_pieces": catalog.num_shards,
     }
     if refused:
         return _finished(clock, known | {"refused": refused})
@@ -94,7 +94,7 @@ def forecast(request: PlanRequest) -> Forecast:
     setting = _setting(request, needs)
     unused = unread_tensors(catalog, needs)
     try:
-        check_used(unused, request.ignore)
+        check_unread(unused, request.ignore)
         choice = choose_strategy(request.transport, catalog, needs, setting, request.bucket_bytes)
     except ReshardError as error:
         return _finished(clock, known | {"refused": (refusal("plan", range(request.target.tp), str(error)),)})
@@ -103,7 +103,7 @@ def forecast(request: PlanRequest) -> Forecast:
     loads = _loads(request, catalog, choice, outlines, clock)
     return _finished(
         clock,
-        known | _figures(request, catalog, needs, choice, loads) | {"ways": tuple(ways), "remark": remark(unused)},
+        known | _figures(request, catalog, needs, choice, loads) | {"ways": tuple(ways), "remark": unread_remark(unused)},
     )
 
 
@@ -147,7 +147,7 @@ def _way(
     name: str, request: PlanRequest, catalog: TensorIndex, needs: Sequence[RankDemand], setting: ClusterTopology
 ) -> Way:
     try:
-        return Way(name, choose_strategy(name, catalog, needs, setting, request.bucket_bytes).seconds)
+        return Way(name, choose_strategy(name, catalog, needs, setting, request.bucket_bytes).predicted_seconds)
     except ReshardError as error:
         return Way(name, refused=str(error))
 
@@ -189,8 +189,8 @@ def _figures(
     model_bytes = sum(t.spec.nbytes for t in catalog.layout.tensors)
     return {
         "transport": choice.name,
-        "transport_reason": choice.why,
-        "predicted_seconds": choice.seconds,
+        "transport_reason": choice.reason,
+        "predicted_seconds": choice.predicted_seconds,
         "engine_ranks": engine_ranks,
         "trainer_ranks": tuple(trainer_ranks),
         "link_bytes": tuple(link_bytes),

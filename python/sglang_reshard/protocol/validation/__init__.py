@@ -1,27 +1,27 @@
-"""What one process tells another about tensors and memory, checked before it is used.
+"""Validates what one process sends to another about tensors and memory, before it is used.
 
-A process knows who wrote a manifest, not that what it says is so: a trainer that is broken, or of another
-make, must not end the engine that reads its memory, nor the other way round. How they travel, bounded and
-under a content hash, is in `blobs`. After these checks every index is in its table, every view inside its
-memory, and every piece of work bounded:
+A message is authenticated, but its content may be wrong: a broken trainer must not crash the engine that reads its
+memory, nor the other way round. `layout.manifest` decodes manifests, with a bound on their size and under a content
+hash. After these checks every index is within its table, every view within its memory, and all work is bounded:
 
-    layouts   `check_layout`   engine ranks, before anything is made of a trainer's layout
-    handles   `check_handles`  engine ranks, before a trainer rank's memory is mapped
-    orders    `check_order`    trainer ranks, before views for an engine rank's order are made
-    words     `check_request`, `check_connect`  the numbers in what is said itself
+    check_layout        engine ranks, before a trainer's layout is used
+    check_handles       engine ranks, before a trainer rank's memory is mapped
+    check_send_request  trainer ranks, before views for an engine rank are made
+    check_request       engine ranks, before an update begins
+    check_prepare_send  trainer ranks, before they prepare to send
 
-All raise Mismatch. They run where a manifest is new, not in every update.
+All raise Mismatch. Manifests are checked when they are new, not in every update.
 """
 
-from sglang_reshard.protocol.validation.commands import check_connect, check_request
+from sglang_reshard.protocol.validation.commands import check_prepare_send, check_request
 from sglang_reshard.protocol.validation.handles import check_handles
 from sglang_reshard.protocol.validation.layouts import check_layout
-from sglang_reshard.protocol.validation.send_requests import check_order
+from sglang_reshard.protocol.validation.send_requests import check_send_request
 
 __all__ = [
-    "check_connect",
     "check_handles",
     "check_layout",
-    "check_order",
+    "check_prepare_send",
     "check_request",
+    "check_send_request",
 ]

@@ -1,64 +1,71 @@
-"""The numbers in what is said between the two sides."""
+"""Validates the fields of update requests and commands."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, PrepareSend
 from sglang_reshard.protocol.validation.layouts import MAX_TRAINER_RANKS
-
-if TYPE_CHECKING:  # its module may use this one
-    from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, PrepareSend
 
 MAX_BUCKET_BYTES = 1 << 40
 MAX_TIMEOUT_S = 1e9
 _MAX_UPDATE = (1 << 62) - 1
-_MAX_WORD_LENGTH = 4096  # characters of a name, a hash, a host
+_MAX_NAME_LENGTH = 4096  # characters of a name, a hash, a host
 
 
 def check_request(request: DistributedUpdateWeightsReq) -> None:
-    """Raise Mismatch for a request of an update that no sender makes."""
-    ranks = len(request.trainer_hosts)
-    if not 1 <= ranks <= MAX_TRAINER_RANKS or len(request.handles) != ranks or len(request.routes) not in (0, ranks):
-        raise Mismatch(
-            f"the request is of {ranks} trainer ranks, with {len(request.handles)} memory handles and "
-            f"{len(request.routes)} routes; send it with sglang_reshard.api.weight_sender"
+    """Raises Mismatch for a request that no sender makes."""
+    ranks, prepared = len(request.trainer_hosts), len(request.prepared)
+    if not 1 <= ranks <= MAX_TRAINER_RANKS or len(request.handles) != ranks or prepared not in (0, ranks):
+        raise _invalid_request(
+            f"it has {ranks} trainer hosts, {len(request.handles)} memory handles and {prepared} prepared transfers, "
+            f"expected the same number of each, from 1 to {MAX_TRAINER_RANKS:,}"
         )
     if not 0 <= request.update <= _MAX_UPDATE:
-        raise Mismatch(f"the request has the number {request.update}, which no update has")
-    _check_bucket(request.bucket_bytes, "the request")
-    _check_timeout(request.timeout_s, "the request")
+        raise _invalid_request(f"the update number {request.update} is not from 0 to {_MAX_UPDATE:,}")
+    if not 1 <= request.bucket_bytes <= MAX_BUCKET_BYTES:
+        raise _invalid_request(f"bucket_bytes={request.bucket_bytes:,} is not from 1 to {MAX_BUCKET_BYTES:,}")
+    if not _is_timeout(request.timeout_s):
+        raise _invalid_request(f"timeout_s={request.timeout_s} is not above 0 and at most {MAX_TIMEOUT_S:.0f}")
     version = request.weight_version or ""
-    words = (request.layout, request.transport, version, request.package_version, request.traceparent)
-    for word in (*words, *request.handles, *request.trainer_hosts, *request.routes, *request.ignore):
-        if len(word) > _MAX_WORD_LENGTH:
-            raise Mismatch(f"the request has a name of {len(word):,} characters: {word[:40]!r}...")
+    names = (request.layout, request.transport, version, request.package_version, request.traceparent)
+    for name in (*names, *request.handles, *request.trainer_hosts, *request.prepared, *request.ignore):
+        if len(name) > _MAX_NAME_LENGTH:
+            raise _invalid_request(f"a name of {len(name):,} characters is too long: {name[:40]!r}...")
 
 
-def check_connect(connect: PrepareSend, trainer_ranks: int) -> None:
-    """Raise Mismatch for what engine rank 0 cannot mean, where there are so many trainer ranks."""
-    who = "engine rank 0's word to connect"
-    if len(connect.shares) != trainer_ranks:
-        raise Mismatch(f"{who} is for {len(connect.shares)} trainer ranks, and there are {trainer_ranks}")
-    engine_ranks = len(connect.intakes)
-    for trainer_rank, row in enumerate(connect.shares):
+def check_prepare_send(command: PrepareSend, trainer_ranks: int) -> None:
+    """Raises Mismatch for a command that is not valid for this number of trainer ranks."""
+    if len(command.round_bytes) != trainer_ranks:
+        raise _invalid_command(f"it is for {len(command.round_bytes)} trainer ranks, and there are {trainer_ranks}")
+    engine_ranks = len(command.read_plans)
+    for trainer_rank, row in enumerate(command.round_bytes):
         if len(row) != engine_ranks:
-            raise Mismatch(f"{who} gives trainer rank {trainer_rank} {len(row)} shares for {engine_ranks} engine ranks")
-        if any(not 0 <= share <= MAX_BUCKET_BYTES for share in row):
-            raise Mismatch(f"{who} has a share of trainer rank {trainer_rank} that is no number of bytes: {row}")
-    if connect.backend not in ("gloo", "nccl"):
-        raise Mismatch(f"{who} is for the backend {connect.backend[:40]!r}, which is neither gloo nor nccl")
-    if any(len(word) > _MAX_WORD_LENGTH for word in (connect.route, *connect.intakes)):
-        raise Mismatch(f"{who} has a name of more than {_MAX_WORD_LENGTH:,} characters")
-    _check_timeout(connect.timeout_s, who)
+            raise _invalid_command(
+                f"trainer rank {trainer_rank} has {len(row)} sizes of a round for {engine_ranks} engine ranks"
+            )
+        if any(not 0 <= nbytes <= MAX_BUCKET_BYTES for nbytes in row):
+            raise _invalid_command(
+                f"a size of a round of trainer rank {trainer_rank} is not from 0 to {MAX_BUCKET_BYTES:,} bytes: {row}"
+            )
+    if command.backend not in ("gloo", "nccl"):
+        raise _invalid_command(f"the backend {command.backend[:40]!r} is neither gloo nor nccl")
+    if any(len(name) > _MAX_NAME_LENGTH for name in (command.transfer, *command.read_plans)):
+        raise _invalid_command(f"a name has more than {_MAX_NAME_LENGTH:,} characters")
+    if not _is_timeout(command.timeout_s):
+        raise _invalid_command(f"timeout_s={command.timeout_s} is not above 0 and at most {MAX_TIMEOUT_S:.0f}")
 
 
-def _check_bucket(nbytes: int, who: str) -> None:
-    if not 1 <= nbytes <= MAX_BUCKET_BYTES:
-        raise Mismatch(f"{who} has buckets of {nbytes:,} bytes; they are from 1 to {MAX_BUCKET_BYTES:,}")
+def _is_timeout(seconds: float) -> bool:
+    return math.isfinite(seconds) and 0 < seconds <= MAX_TIMEOUT_S
 
 
-def _check_timeout(seconds: float, who: str) -> None:
-    if not math.isfinite(seconds) or not 0 < seconds <= MAX_TIMEOUT_S:
-        raise Mismatch(f"{who} has waits of {seconds} s; they are more than 0 and at most {MAX_TIMEOUT_S:.0f} s")
+def _invalid_request(why: str) -> Mismatch:
+    return Mismatch(f"invalid update request: {why}. Send it with sglang_reshard.WeightSender")
+
+
+def _invalid_command(why: str) -> Mismatch:
+    return Mismatch(
+        f"invalid PrepareSend command of engine rank 0: {why}. Do both sides run the same version of sglang-reshard?"
+    )

@@ -1,4 +1,4 @@
-"""A trainer rank's memory handles, before its memory is mapped and read."""
+"""Validates a trainer rank's memory handles, before its memory is mapped and read."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ MAX_STORAGE_BYTES = 1 << 46  # half of the addresses that a process has on commo
 _MAX_NUMBER = (1 << 31) - 1  # of processes and descriptors
 _MAX_CUDA_HANDLE_BYTES = 1 << 20
 _CUDA_EVENT_BYTES = 64
-# torch counts who uses a CUDA storage in a file of so many counters, and writes to the one it is told of.
+# torch counts the users of a CUDA storage in a file of so many counters, and writes to the one in the handle.
 _CUDA_COUNTERS = 10_000
 _CUDA_COUNTER_FILE = re.compile(rb"/torch_[0-9_]{1,64}")
 
 
 def check_handles(handles: Handles, layout: SourceLayout, trainer_rank: int) -> None:
-    """Raise Mismatch, naming trainer rank and tensor, unless all that a rank holds lies in the storages it announces.
+    """Raises Mismatch, naming trainer rank and tensor, unless all shards of the rank lie within its storages.
 
-    That the storages are what they say is checked when they are mapped. `layout` was checked by `check_layout`.
+    The storages themselves are checked when they are mapped. `layout` was checked by `check_layout`.
     """
     if len(handles.shards) != len(layout.tensors):
         raise Mismatch(
-            f"trainer rank {trainer_rank} hands over {len(handles.shards)} shards of a layout of "
-            f"{len(layout.tensors)} tensors; it must take part in the update with all of them"
+            f"invalid memory handles of trainer rank {trainer_rank}: {len(handles.shards)} shards of a layout of "
+            f"{len(layout.tensors)} tensors; all of them are required"
         )
     for number, storage in enumerate(handles.storages):
-        if why := _storage_fault(storage):
-            raise Mismatch(f"storage number {number} of trainer rank {trainer_rank} cannot be: {why}")
+        if why := _invalid_storage_reason(storage):
+            raise Mismatch(f"invalid storage number {number} of trainer rank {trainer_rank}: {why}")
     total = sum(storage.nbytes for storage in handles.storages if isinstance(storage, ShmStorage))
     if total > MAX_STORAGE_BYTES:
-        raise Mismatch(f"trainer rank {trainer_rank} hands over {total:,} bytes of memory, more than can be mapped")
+        raise Mismatch(
+            f"invalid memory handles of trainer rank {trainer_rank}: {total:,} bytes are more than can be mapped"
+        )
     sizes = [storage.nbytes for storage in handles.storages]
     reaches: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     shapes = layout.min_local_shapes(trainer_rank)
@@ -41,48 +43,50 @@ def check_handles(handles: Handles, layout: SourceLayout, trainer_rank: int) -> 
         if shape is None:
             if -1 <= view.storage < len(sizes):
                 continue
-            raise _misplaced(trainer_rank, tensor.name, view, f"there are {len(sizes)} storages")
+            raise _invalid_shard(trainer_rank, tensor.name, view, f"there are {len(sizes)} storages")
         if not 0 <= view.storage < len(sizes):
-            raise _misplaced(trainer_rank, tensor.name, view, f"it holds {shape}, and there are {len(sizes)} storages")
+            raise _invalid_shard(
+                trainer_rank, tensor.name, view, f"its shape is {shape}, and there are {len(sizes)} storages"
+            )
         key = view.strides, shape
         reach = reaches.get(key)
         if reach is None:
             reach = reaches[key] = _reach(view.strides, shape)
         if reach < 0:
-            raise _misplaced(trainer_rank, tensor.name, view, f"these are no strides of a shard of {shape}")
+            raise _invalid_shard(trainer_rank, tensor.name, view, f"the strides do not fit a shard of {shape}")
         end = (view.offset + reach) * ITEM_BYTES[tensor.dtype]
         if view.offset < 0 or end > sizes[view.storage]:
             why = f"a shard of {shape} reaches to byte {end:,} of {sizes[view.storage]:,}"
-            raise _misplaced(trainer_rank, tensor.name, view, why)
+            raise _invalid_shard(trainer_rank, tensor.name, view, why)
 
 
 def _reach(strides: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Elements from a view's first to one past its last; -1 for strides that are none of a tensor of that shape."""
+    """Returns the elements from a view's first to one past its last; -1 for strides that do not fit the shape."""
     if len(strides) != len(shape) or any(s < 0 for s in strides):
         return -1
     return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
-def _misplaced(trainer_rank: int, name: str, view: ShardView, why: str) -> Mismatch:
+def _invalid_shard(trainer_rank: int, name: str, view: ShardView, why: str) -> Mismatch:
     return Mismatch(
-        f"trainer rank {trainer_rank}: the shard of {name} cannot be at offset {view.offset} with strides "
+        f"trainer rank {trainer_rank}: the shard of {name} is invalid at offset {view.offset} with strides "
         f"{view.strides} of storage number {view.storage}: {why}. Was the tensor replaced? Start a new session"
     )
 
 
-def _storage_fault(storage: ShmStorage | CudaStorage) -> str:
+def _invalid_storage_reason(storage: ShmStorage | CudaStorage) -> str:
     if not 1 <= storage.nbytes <= MAX_STORAGE_BYTES:
         return f"it has {storage.nbytes:,} bytes"
     if isinstance(storage, ShmStorage):
         if not 1 <= storage.pid <= _MAX_NUMBER or not 0 <= storage.fd <= _MAX_NUMBER or storage.inode < 0:
-            return f"descriptor {storage.fd} of process {storage.pid}, inode {storage.inode}, is none"
+            return f"descriptor {storage.fd} of process {storage.pid}, inode {storage.inode}, cannot exist"
         return ""
     if not 0 <= storage.offset_bytes <= MAX_STORAGE_BYTES:
-        return f"it begins at byte {storage.offset_bytes:,} of its allocation"
+        return f"it starts at byte {storage.offset_bytes:,} of its allocation"
     if not 0 <= storage.ref_counter_offset < _CUDA_COUNTERS:
         return f"torch has no counter number {storage.ref_counter_offset}"
     if not _CUDA_COUNTER_FILE.fullmatch(storage.ref_counter_handle):
-        return f"{storage.ref_counter_handle[:80]!r} is no file of torch's counters"
+        return f"{storage.ref_counter_handle[:80]!r} is not a file of torch's counters"
     if len(storage.event_handle) not in (0, _CUDA_EVENT_BYTES) or len(storage.handle) > _MAX_CUDA_HANDLE_BYTES:
         return f"its handles have {len(storage.handle)} and {len(storage.event_handle)} bytes"
     if not storage.handle or (storage.event_sync_required and not storage.event_handle):
