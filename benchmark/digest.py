@@ -60,17 +60,17 @@ class DigestRow(msgspec.Struct, frozen=True):
 class PreparationRow(msgspec.Struct, frozen=True):
     """What is made once for a trace: by one engine rank, and by one trainer rank for all engine ranks.
 
-    claims_bytes  that one engine rank tells, before they are compressed
+    regions_bytes  of one engine rank's region set, encoded and not compressed
     """
 
     case: str
     tensors: int
     trainer_ranks: int
     engine_ranks: int
-    auditor_seconds: float
-    voucher_seconds: float
-    claims: int
-    claims_bytes: int
+    target_seconds: float
+    source_seconds: float
+    regions: int
+    regions_bytes: int
 
 
 class Weight(NamedTuple):
@@ -200,10 +200,10 @@ def prepare(case: str, layout: SourceLayout, copied: Sequence[Sequence[Copy]]) -
         tensors=len(layout.tensors),
         trainer_ranks=layout.trainer_ranks,
         engine_ranks=len(regions),
-        auditor_seconds=target_seconds,
-        voucher_seconds=source_seconds,
-        claims=len(regions[-1]),
-        claims_bytes=len(msgspec.msgpack.encode(regions[-1])),
+        target_seconds=target_seconds,
+        source_seconds=source_seconds,
+        regions=len(regions[-1]),
+        regions_bytes=len(msgspec.msgpack.encode(regions[-1])),
     )
 
 
@@ -230,8 +230,8 @@ def main() -> None:
     for made in (prepare_moe(), prepare_deepseek()):
         rows.append(made)
         print(
-            f"{made.case}: {made.tensors} tensors, auditor {made.auditor_seconds:.2f} s, voucher for "
-            f"{made.engine_ranks} engine ranks {made.voucher_seconds:.2f} s, claims {made.claims_bytes / 1e6:.2f} MB"
+            f"{made.case}: {made.tensors} tensors, TargetChecksums {made.target_seconds:.2f} s, SourceChecksums for "
+            f"{made.engine_ranks} engine ranks {made.source_seconds:.2f} s, regions {made.regions_bytes / 1e6:.2f} MB"
         )
     load = f"The host's {os.cpu_count()} cores had a load of {os.getloadavg()[0]:.1f}, this run included."
     results.save(results.FOLDER / "digest.json", results.header("python -m benchmark.digest", [load]), rows)

@@ -1,49 +1,47 @@
-"""Digests of weights that compare across shardings: do engine ranks have what the trainer ranks sent?
+"""Checksums of weights that are equal for any sharding: do engine ranks hold what the trainer ranks sent?
 
-    auditor = Auditor(catalog, program)                                # on an engine rank, once a trace
-    voucher = Voucher(layout, shards, trainer_rank, claims_of_all)     # on a trainer rank, once a set of claims
-    parts = [voucher.digests(selection) for voucher in vouchers]       # once an update, selection agreed upon
-    differing = np.flatnonzero(auditor.digests(selection) != sum(parts)[engine_rank])
-    auditor.explain(differing.tolist())                                # names of tensors
+In:  the engine ranks' traced copies, and the trainer ranks' local tensors. Out: per engine rank at most MAX_GROUPS
+numbers, computed from its own memory (`target.TargetChecksums`) and, in parts that add up, from the trainer's
+(`source.SourceChecksums`); and one digest of the whole model (`whole_model`).
 
-The sum over the trainer ranks is modulo 2^64, as numpy's of uint64 is.
+    target = TargetChecksums(tensor_index, program)                          # on an engine rank, once per trace
+    source = SourceChecksums(layout, shards, trainer_rank, regions_of_all)   # on a trainer rank, once per trace
+    parts = [source.compute(selection) for source in sources]                # once per update, on every trainer rank
+    expected = sum(part.engine_ranks for part in parts)                      # modulo 2^64, as numpy adds uint64
+    differing = np.flatnonzero(target.compute(selection) != expected[engine_rank])
+    target.tensor_names(differing.tolist())
 
-**What is computed.** An element in row `r` and column `c` of a whole tensor (a column is an index of the last
-dimension, a row one of those before it in row-major order) contributes
+region set    what an engine rank keeps of the checkpoint: regions of tensors, each with a dtype and a number of copies
+selection     the elements that a checksum covers: all of them, or a sample
+coefficient   the odd number by which an element is multiplied, from its position in the whole tensor
 
-    rows(r) * columns(c) * (bits + 1)        modulo 2^64
+**Definition.** An element in row `r` and column `c` of a whole tensor (the column is its index in the last dimension,
+the row its row-major index in the other dimensions) contributes
 
-`bits` is its pattern, as an unsigned number, in the dtype that the engine keeps: a trainer rank casts a chunk as the
-copy does, and so float32 weights compare with bfloat16 ones. `rows` and `columns` are pseudo-random odd numbers;
-elements of fewer than 32 bits that share a word of a row share its number, shifted as they are in it, and one of
-64 bits is two words. The sum depends neither on the order of the elements nor on how they are cut, so that any two
-layouts agree; the 1 makes zeros count, and so a part that is missing. A tensor's sum is multiplied by an odd number
-of its own, once for each place in which the engine rank keeps the region, and tensors that follow each other are
-added up, so that a rank has at most GROUPS numbers. Fills are no elements of the checkpoint: no copy brings them, and
-padding does not enter into a digest.
+    row_coefficient(r) * column_coefficient(c) * (bits + 1)        modulo 2^64
 
-**What is noticed.** When one 32-bit word of a rank's group differs (one flipped bit, one wrong element), always: odd
-numbers have an inverse. When more differ, unless they cancel. Let `v` be the number of low zero bits that all of the
-words' differences have; for numbers that are random, the difference of two digests is
+`bits` is its bit pattern as an unsigned integer, in the engine's dtype: trainer ranks cast each chunk as the copy does,
+so that float32 weights are comparable with bfloat16 ones. Coefficients are pseudo-random odd numbers. Elements of fewer
+than 32 bits that share a 32-bit word of a row share its coefficient, shifted by their position in the word; an element
+of 64 bits is two words. The sum depends neither on the order of the elements nor on how they are split, so it is the
+same for any two layouts; because of the 1, zeros count, and so does a part that is missing. A tensor's sum is
+multiplied by an odd number of its own, once for each copy that the engine rank keeps. Sums of neighbouring tensors
+are added up into groups. Fills and padding are not elements of the checkpoint and have no checksum.
 
-    sum over columns of columns(c) * (sum over rows of rows(r) * difference(r, c))
+**What is detected.** A difference in one 32-bit word of a rank's group (one flipped bit, one wrong element) is always
+detected, because odd numbers are invertible modulo 2^64. Several differing words are detected unless they cancel. Let
+`v` be the number of low zero bits that the differences of all these words have in common. For random coefficients, the
+difference of two checksums is
 
-the inner sum has k low zero bits with a probability of at most 2^-(k - v - 1), and then the outer one is 0 with at
-most 2^-(63 - k): (64 - v) * 2^-(62 - v) in all, less than 2^-55 when any word differs in its lowest bit (exchanged
-rows, slices or shards, a transposed slice, a stale tensor) and less than 2^-25 when words differ in nothing but
-their highest bit. Exchanged tensors of one shape are noticed alike, by the numbers of the tensors. A sample notices
-what differs in the rows that it looks at.
+    sum over columns of column_coefficient(c) * (sum over rows of row_coefficient(r) * difference(r, c))
 
-**What is not.** The numbers are no secret: this is no defence against somebody who forges weights. It is about the
-way of the elements along the traced loader's copies; whether those are the loader's is for `oracle`
-to say. NaNs that a cast made count as one NaN.
+The inner sum has k low zero bits with a probability of at most 2^-(k - v - 1), and the outer sum is then 0 with
+a probability of at most 2^-(63 - k). Together: (64 - v) * 2^-(62 - v), which is less than 2^-55 if any word differs in
+its lowest bit (exchanged rows, slices or shards, a transposed slice, a stale tensor), and less than 2^-25 if words
+differ in nothing but their highest bit. Exchanged tensors of equal shape are detected in the same way, by the
+tensors' own numbers. A sample detects what differs in the rows that it covers.
 
-weights    the numbers, by index
-selection  all elements, or a sample
-claims     what an engine rank keeps, as trainer ranks are told
-bits       elements as integers
-sums       views of memory -> digests, in chunks
-whole      one number for a whole model, whatever its layouts
-auditor    the engine rank's side
-voucher    the trainer rank's side
+**What is not detected.** The coefficients are not secret, so this is no protection against forged weights. Checksums
+cover the path of the elements along the traced copies; that these are the loader's is tested by `oracle`. All NaNs that
+a cast produces count as the same NaN.
 """

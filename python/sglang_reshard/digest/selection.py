@@ -1,31 +1,26 @@
-"""Which elements a digest is of: all, or some rows of every tensor, others in every update. Without torch."""
+"""Selects the elements that a checksum covers: all, or some rows of every tensor, others in every update.
+
+Sent from engine ranks to trainer ranks; without torch.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import msgspec
 
 from sglang_reshard.layout.regions import Region
 
-WHOLE_ELEMENTS = 4096  # tensors with no more than these are never sampled
-
-
-class Narrowed(NamedTuple):
-    """The selected part of a region, and where it is in it: `view_of_region[slices]`."""
-
-    region: Region
-    slices: tuple[slice, ...]
+WHOLE_ELEMENTS = 4096  # tensors of up to so many elements are never sampled
 
 
 class Selection(msgspec.Struct, frozen=True, array_like=True):
-    """All elements where `one_in` is 1; otherwise those whose index along one dimension is `number` modulo `one_in`.
+    """All elements if `one_in` is 1; else those whose index along one dimension is `number` modulo `one_in`.
 
-    The dimension is the longest of those before the last, so that rows stay whole and contiguous; the last one where
-    no other is as long as `one_in`, as in a vector. Where even that is shorter, one index of it is taken. Tensors of
-    up to WHOLE_ELEMENTS elements are selected whole. All of this depends on the whole tensor's shape only, and so is
-    the same on both sides.
+    The dimension is the longest before the last, so that rows stay whole and contiguous. It is the last one if no other
+    is as long as `one_in`, as in a vector; if that is shorter, too, one index of it is selected. Tensors of up to
+    WHOLE_ELEMENTS elements are selected whole. All of this depends on the whole tensor's shape only, so that trainer
+    and engine ranks select the same elements.
     """
 
     number: int = 0
@@ -33,7 +28,7 @@ class Selection(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         if self.one_in < 1:
-            raise ValueError(f"one row in {self.one_in} is no sample: one_in must be at least 1")
+            raise ValueError(f"one_in must be at least 1, not {self.one_in}")
 
     @classmethod
     def full(cls) -> Selection:
@@ -41,18 +36,21 @@ class Selection(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def sample(cls, number: int, one_in: int = 64) -> Selection:
-        """number  of the update: `one_in` updates one after the other see every element."""
+        """number: of the update. `one_in` consecutive updates cover every element."""
         return cls(number, one_in)
 
-    def narrow(self, shape: tuple[int, ...], region: Region) -> Narrowed | None:
-        """The part of a region of a tensor of `shape` that is selected; None if nothing is."""
+    def narrow(self, shape: tuple[int, ...], region: Region) -> tuple[Region, tuple[slice, ...]] | None:
+        """Returns the selected part of a region of a tensor of `shape`, and its index in a view of the region.
+
+        None if no element is selected.
+        """
         everything = tuple(slice(None) for _ in shape)
         if self.one_in == 1 or math.prod(shape) <= WHOLE_ELEMENTS:
-            return Narrowed(region, everything)
+            return region, everything
         dim = self._dimension(shape)
         modulus = min(self.one_in, shape[dim])
         start, count, step = region.start[dim], region.count[dim], region.step[dim]
-        # start + i * step is number modulo modulus for i = first, first + period, ...
+        # start + i * step equals number modulo modulus for i = first, first + period, ...
         wanted = (self.number - start) % modulus
         common = math.gcd(step, modulus)
         if wanted % common:
@@ -61,15 +59,12 @@ class Selection(msgspec.Struct, frozen=True, array_like=True):
         first = wanted // common * pow(step // common, -1, period) % period
         if first >= count:
             return None
-        slices = (*everything[:dim], slice(first, None, period), *everything[dim + 1 :])
-        return Narrowed(
-            Region(
-                (*region.start[:dim], start + first * step, *region.start[dim + 1 :]),
-                (*region.count[:dim], (count - 1 - first) // period + 1, *region.count[dim + 1 :]),
-                (*region.step[:dim], step * period, *region.step[dim + 1 :]),
-            ),
-            slices,
+        selected = Region(
+            (*region.start[:dim], start + first * step, *region.start[dim + 1 :]),
+            (*region.count[:dim], (count - 1 - first) // period + 1, *region.count[dim + 1 :]),
+            (*region.step[:dim], step * period, *region.step[dim + 1 :]),
         )
+        return selected, (*everything[:dim], slice(first, None, period), *everything[dim + 1 :])
 
     def _dimension(self, shape: tuple[int, ...]) -> int:
         last = len(shape) - 1

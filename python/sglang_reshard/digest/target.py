@@ -1,59 +1,63 @@
-"""The engine rank's side of a digest: what it claims to keep, and the digests of its live memory."""
+"""Computes checksums of one engine rank's live memory, and lists the regions that they cover."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from sglang_reshard.digest.coefficients import of_tensors
-from sglang_reshard.digest.regions import RegionCount, RegionKind, RegionSet, group_of, groups_of
+from sglang_reshard.digest.checksum import RegionBatch, RegionSpec
+from sglang_reshard.digest.coefficients import tensor_coefficients
+from sglang_reshard.digest.regions import RegionKind, RegionSet, groups_of, num_groups
 from sglang_reshard.digest.selection import Selection
-from sglang_reshard.digest.sums import Extent, RegionBatch
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.plan import TensorIndex
-from sglang_reshard.trace import Copy, Program
+
+if TYPE_CHECKING:
+    from sglang_reshard.trace.program import Copy, Program
 
 _NAMED = 5
 
 
 class TargetChecksums:
-    """Digests of one engine rank's live memory, for its traced loader. Holds views of it, no bytes."""
+    """Checksums of what a traced program's copies write. Holds views of live memory, and no memory of its own.
 
-    def __init__(self, catalog: TensorIndex, program: Program) -> None:
-        self._names = [tensor.name for tensor in catalog.layout.tensors]
-        places: dict[tuple[int, str, Region], list[Copy]] = {}
+    regions  for the trainer ranks, which compute the checksums that these must equal
+    """
+
+    def __init__(self, tensor_index: TensorIndex, program: Program) -> None:
+        self._names = [tensor.name for tensor in tensor_index.layout.tensors]
+        copies: dict[tuple[int, str, Region], list[Copy]] = {}
         for copy in program.copies:
             dtype = str(program.targets[copy.target].dtype).removeprefix("torch.")
-            places.setdefault((catalog.index_of[copy.source], dtype, copy.region), []).append(copy)
-        self.claims = RegionSet.of(
-            RegionCount(tensor, RegionKind(dtype, region.start, region.count, region.step, len(copies)))
-            for (tensor, dtype, region), copies in places.items()
+            copies.setdefault((tensor_index.index_of[copy.source], dtype, copy.region), []).append(copy)
+        self.regions = RegionSet.of(
+            (tensor, RegionKind(dtype, region.start, region.count, region.step, len(same)))
+            for (tensor, dtype, region), same in copies.items()
         )
-        self._series = RegionBatch()
-        for row, claim in enumerate(self.claims):
-            kept, kind = claim.kept, catalog.kind(claim.tensor)
-            dtype = getattr(torch, kept.dtype)
-            extent = Extent.of(kind.shape, kept.region, dtype, kept.dtype != kind.dtype)
-            for copy in places[claim.tensor, kept.dtype, kept.region]:
-                self._series.add(extent, copy.landing(program.targets[copy.target]), row)
-        self._tensors, _ = self.claims.columns()
-        self._group = group_of(self._tensors, len(self._names))
+        self._batch = RegionBatch()
+        for row, (tensor, kind) in enumerate(self.regions):
+            of = tensor_index.tensor_class(tensor)
+            spec = RegionSpec.of(of.shape, kind.region, getattr(torch, kind.dtype), kind.dtype != of.dtype)
+            for copy in copies[tensor, kind.dtype, kind.region]:
+                self._batch.add(spec, copy.destination(program.targets[copy.target]), row)
+        self._tensors, _ = self.regions.columns()
+        self._group = groups_of(self._tensors, len(self._names))
 
-    def digests(self, selection: Selection) -> np.ndarray:
-        """uint64 [groups], of what the live memory holds now.
+    def compute(self, selection: Selection) -> np.ndarray:
+        """Returns uint64 [groups], of what live memory holds now.
 
-        To be asked when all copies of an update have landed, and before its local steps run: those may write over
-        what was copied.
+        Must be called after all copies of an update and before its local steps, which may overwrite what was copied.
         """
-        found = np.zeros(groups_of(len(self._names)), np.uint64)
-        own = self._series.digests(len(self.claims), selection)
-        np.add.at(found, self._group, own * of_tensors(self._tensors))
+        found = np.zeros(num_groups(len(self._names)), np.uint64)
+        own = self._batch.checksums(len(self.regions), selection)
+        np.add.at(found, self._group, own * tensor_coefficients(self._tensors))
         return found
 
-    def explain(self, groups: Iterable[int]) -> str:
-        """The names of the tensors that this rank keeps in groups which differ."""
+    def tensor_names(self, groups: Iterable[int]) -> str:
+        """Returns the names of the tensors that this rank keeps in these groups, the first few of them."""
         among = self._tensors[np.isin(self._group, list(groups))]
         names = [self._names[number] for number in np.unique(among).tolist()]
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""

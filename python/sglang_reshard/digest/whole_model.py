@@ -1,8 +1,8 @@
-"""One number for all the weights of a model, the same however trainer and engine cut it.
+"""Computes one digest of a whole model's weights, the same for any sharding of trainer and engine.
 
-The digests of all that engine ranks keep, each element counted once, each tensor's multiplied by an odd number that
-its name gives; modulo 2^64. Neither the engine's size nor the trainer's layout nor the order of the tensors enters
-into it. What does: names, shapes, and the bits of the elements in the dtype that the engine keeps.
+The sum, modulo 2^64, of the checksums of all that engine ranks keep, with each element counted once and each tensor's
+checksum multiplied by an odd number derived from its name. It depends on names, shapes and the bits of the elements in
+the engine's dtype, and not on the engine's size, the trainer's layout or the order of the tensors.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from sglang_reshard.plan import TensorIndex
 _BYTES = 8
 
 
-def weights_of_regions(
-    catalog: TensorIndex, tensors: np.ndarray, ways: np.ndarray, kept: Sequence[tuple[str, Region]]
+def region_coefficients(
+    tensor_index: TensorIndex, tensors: np.ndarray, view_of: np.ndarray, views: Sequence[tuple[str, Region]]
 ) -> np.ndarray | None:
-    """uint64, by what the digest of each region counts; None where regions are not each element exactly once.
+    """Returns uint64, the factor of each region's checksum; None unless the regions cover each element exactly once.
 
-    tensors, ways  of each region: the number of the tensor, and of the way in `kept` (dtype, region); no two alike
+    tensors, view_of  of each region: the number of its tensor, and of its (dtype, region) in `views`; no two alike
 
-    Regions of one tensor overlap, and are not counted, where engine ranks share more than whole shards: scales of
-    blocks that a cut goes through, for example.
+    Regions of one tensor overlap, and the model has no digest, if engine ranks share more than whole shards, such as
+    scales of blocks that are split between ranks.
     """
-    dtypes = sorted({dtype for dtype, _ in kept})
-    dtype_of = np.array([dtypes.index(dtype) for dtype, _ in kept], np.int64)
-    elements_of = np.zeros(len(kept), np.int64)
-    for way in np.unique(ways).tolist():  # nobody has checked the others
-        elements_of[way] = kept[way][1].numel
-    places = tensors.astype(np.int64) * len(dtypes) + dtype_of[ways]
-    counted = np.zeros(len(catalog.kind_of) * len(dtypes), np.int64)
-    np.add.at(counted, places, elements_of[ways])
-    there = np.unique(places)
-    whole = np.array([math.prod(kind.shape) for kind in catalog.kinds], np.int64)[catalog.kind_of]
-    if not np.array_equal(counted[there], whole[there // max(1, len(dtypes))]):
+    dtypes = sorted({dtype for dtype, _ in views})
+    dtype_of = np.array([dtypes.index(dtype) for dtype, _ in views], np.int64)
+    elements_of = np.zeros(len(views), np.int64)
+    for number in np.unique(view_of).tolist():  # the others are unchecked
+        elements_of[number] = views[number][1].numel
+    tensor_dtypes = tensors.astype(np.int64) * len(dtypes) + dtype_of[view_of]
+    counted = np.zeros(len(tensor_index.class_of) * len(dtypes), np.int64)
+    np.add.at(counted, tensor_dtypes, elements_of[view_of])
+    present = np.unique(tensor_dtypes)
+    numel = np.array([math.prod(c.shape) for c in tensor_index.classes], np.int64)[tensor_index.class_of]
+    if not np.array_equal(counted[present], numel[present // max(1, len(dtypes))]):
         return None
-    of_tensor = np.zeros(len(catalog.kind_of), np.uint64)
+    factors = np.zeros(len(tensor_index.class_of), np.uint64)
     for number in np.unique(tensors).tolist():
-        of_tensor[number] = _of_name(catalog.layout.tensors[number].name)
-    return of_tensor[tensors]
+        factors[number] = _name_coefficient(tensor_index.layout.tensors[number].name)
+    return factors[tensors]
 
 
-def packed(part: int | None) -> bytes:
-    """A trainer rank's part, to be sent; empty for none."""
+def to_bytes(part: int | None) -> bytes:
+    """Returns a trainer rank's part as it is sent; empty for None."""
     return b"" if part is None else part.to_bytes(_BYTES, "little")
 
 
-def digest_of(parts: Iterable[bytes]) -> str:
-    """Of all trainer ranks' parts: 16 hexadecimal digits; empty where one of them has none."""
+def model_digest(parts: Iterable[bytes]) -> str:
+    """Returns the sum of all trainer ranks' parts as 16 hexadecimal digits; empty if one of them has none."""
     total = 0
     for part in parts:
         if len(part) != _BYTES:
@@ -63,5 +63,5 @@ def digest_of(parts: Iterable[bytes]) -> str:
     return f"{total % MODULUS:0{2 * _BYTES}x}"
 
 
-def _of_name(name: str) -> int:
+def _name_coefficient(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=_BYTES).digest(), "little") | 1
