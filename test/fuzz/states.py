@@ -46,8 +46,8 @@ def layout_of(random: Random) -> SourceLayout:
 def _moved(held: ShardMap, random: Random) -> ShardMap:
     """The same, where each trainer rank's local tensor has something else before it."""
     dims = len(held.shards[0].local_start) if held.shards else 0
-    by = {r: tuple(random.randint(0, 2) for _ in range(dims)) for piece in held.shards for r in piece.ranks}
-    own = [(piece, rank) for piece in held.shards for rank in piece.ranks]
+    by = {r: tuple(random.randint(0, 2) for _ in range(dims)) for shard in held.shards for r in shard.ranks}
+    own = [(shard, rank) for shard in held.shards for rank in shard.ranks]
     return ShardMap.of(
         (p.box, tuple(a + b for a, b in zip(p.local_start, by[rank], strict=True)), rank) for p, rank in own
     )

@@ -42,12 +42,12 @@ def bits(tensor):
 
 
 def read_all(layout, handles, trainer_rank, storages):
-    """Every piece that a rank holds, as a transport would read it; the bytes are those of the storage that is named."""
+    """Every shard that a rank holds, as a transport would read it; the bytes are those of the storage that is named."""
     peer = PeerMemory(trainer_rank, handles)
     for number, tensor in enumerate(layout.tensors):
         dtype = getattr(torch, tensor.dtype)
-        for piece in layout.shard_map(tensor).shards_of(trainer_rank):
-            at = piece.to_local(Region.of(piece.box))
+        for shard in layout.shard_map(tensor).shards_of(trainer_rank):
+            at = shard.to_local(Region.of(shard.box))
             seen = peer.region(number, at, dtype)
             memory = seen.untyped_storage()
             reach = 1 + sum((n - 1) * s for n, s in zip(seen.shape, seen.stride(), strict=True))

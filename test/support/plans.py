@@ -1,4 +1,4 @@
-"""Layouts and copies for the planner's tests, and plans carried out in one process with real tensors."""
+"""Layouts and copies for the planner's tests, and plans executed in one process on real tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tensor_parallel(
 
 
 def wanted(layout: SourceLayout, tensor: int, box: Box, offset: int = 0) -> Copy:
-    """A box of a tensor, landing in row-major order at `offset` of the one target, "live"."""
+    """Returns the copy of a box of a tensor to `offset` of the one target, "live", in row-major order."""
     strides = tuple(math.prod(box.shape[d + 1 :]) for d in range(len(box.start)))
     return Copy(layout.tensors[tensor].name, Region.of(box), "live", offset, strides)
 
@@ -65,7 +65,7 @@ def tp_copies(layout: SourceLayout, dims: list[int], engines: int) -> list[list[
 def meshed_layouts(draw: Any) -> SourceLayout:
     """Tensors on meshes of one or two dimensions: sharded, replicated, strided as by FSDP2 over TP, uneven, empty.
 
-    The holdings of some are stated, and their local tensors larger than what is held of them.
+    Some have an explicit sharding, and local tensors that are larger than their shards.
     """
     mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
     trainers = math.prod(mesh_shape)
@@ -96,11 +96,11 @@ def meshed_layouts(draw: Any) -> SourceLayout:
 
 @st.composite
 def moved(draw: Any, held: ShardMap) -> ShardMap:
-    """The same, where each trainer rank's local tensor has something else before it."""
-    ranks = sorted({rank for piece in held.shards for rank in piece.ranks})
+    """The same shards, at another start of each trainer rank's local tensor."""
+    ranks = sorted({rank for shard in held.shards for rank in shard.ranks})
     dims = len(held.shards[0].local_start) if held.shards else 0
     by = {rank: tuple(draw(st.integers(0, 2)) for _ in range(dims)) for rank in ranks}
-    own = [(piece, rank) for piece in held.shards for rank in piece.ranks]
+    own = [(shard, rank) for shard in held.shards for rank in shard.ranks]
     return ShardMap.of(
         (p.box, tuple(a + b for a, b in zip(p.local_start, by[rank], strict=True)), rank) for p, rank in own
     )
@@ -151,10 +151,10 @@ def shards(layout: SourceLayout, whole: dict[str, torch.Tensor], trainer_rank: i
         local = torch.zeros(
             held.min_local_shape(trainer_rank) or (0,) * len(tensor.shape), dtype=getattr(torch, tensor.dtype)
         )
-        for piece in held.shards:
-            if trainer_rank in piece.ranks:
-                at = piece.to_local(Region.of(piece.box))
-                local[at.slices()] = whole[tensor.name][piece.box.slices()]
+        for shard in held.shards:
+            if trainer_rank in shard.ranks:
+                at = shard.to_local(Region.of(shard.box))
+                local[at.slices()] = whole[tensor.name][shard.box.slices()]
         found.append(local)
     return found
 
@@ -175,32 +175,30 @@ def loaded(copies: list[Copy], whole: dict[str, torch.Tensor]) -> dict[str, torc
     return targets
 
 
-def taken_in(taken: ReadPlan, local: dict[int, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The targets as an intake's rows fill them from trainer ranks' local tensors."""
-    targets = empty_targets(list(taken.copies))
-    for copy, part, trainer_rank in zip(taken.copy_ids, taken.item_ids, taken.trainer_ranks, strict=True):
-        c, p = taken.copies[copy], taken.items[part]
-        shard = local[int(trainer_rank)][taken.tensor_ids[copy]]
+def run_reads(plan: ReadPlan, local: dict[int, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Returns the targets as a plan's reads fill them from trainer ranks' local tensors."""
+    targets = empty_targets(list(plan.copies))
+    for copy, part, trainer_rank in zip(plan.copy_ids, plan.item_ids, plan.trainer_ranks, strict=True):
+        c, p = plan.copies[copy], plan.items[part]
+        shard = local[int(trainer_rank)][plan.tensor_ids[copy]]
         targets[c.target].as_strided(p.local_region.count, c.strides, c.offset + p.offset).copy_(
             shard[p.local_region.slices()]
         )
     return targets
 
 
-def intakes(
+def read_plans(
     layout: SourceLayout, copies: list[list[Copy]], hosts: tuple[str, ...] | None = None
 ) -> tuple[TensorIndex, list[ReadPlan]]:
-    """All engine ranks' intakes, on one host unless `hosts` (of the trainer ranks) says otherwise."""
-    catalog = TensorIndex.of(layout)
+    """Returns all engine ranks' read plans, on one host unless `hosts` (of the trainer ranks) says otherwise."""
+    index = TensorIndex.of(layout)
     hosts = hosts or (HOST,) * layout.trainer_ranks
-    return catalog, [
-        plan_reads(catalog, c, RankLocation(rank, len(copies), HOST, hosts)) for rank, c in enumerate(copies)
-    ]
+    return index, [plan_reads(index, c, RankLocation(rank, len(copies), HOST, hosts)) for rank, c in enumerate(copies)]
 
 
-def all_needs(
+def rank_demands(
     layout: SourceLayout, copies: list[list[Copy]], hosts: list[str] | None = None
 ) -> tuple[TensorIndex, list[Any]]:
-    """All engine ranks' needs; `hosts` are theirs."""
-    catalog, taken = intakes(layout, copies)
-    return catalog, [rank_demand(catalog, t, hosts[e] if hosts else HOST) for e, t in enumerate(taken)]
+    """Returns all engine ranks' demands; `hosts` are theirs."""
+    index, plan = read_plans(layout, copies)
+    return index, [rank_demand(index, t, hosts[e] if hosts else HOST) for e, t in enumerate(plan)]

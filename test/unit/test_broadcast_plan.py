@@ -1,4 +1,4 @@
-"""Laws of a broadcast plan: everything needed moves once, to those who need it, in buckets of the stated size."""
+"""Properties of broadcast plans: every needed element is received once, in buckets of bounded size."""
 
 import math
 
@@ -10,7 +10,7 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.plan import plan_broadcast
 from sglang_reshard.plan.broadcast import ALIGN_BYTES
-from support.plans import HOST, all_needs, tensor_parallel, tp_copies, wanted
+from support.plans import HOST, rank_demands, tensor_parallel, tp_copies, wanted
 
 
 @st.composite
@@ -26,54 +26,54 @@ def jobs(draw):
 
 
 def plan_of(layout, copies, bucket_bytes, hosts=None):
-    catalog, needs = all_needs(layout, copies)
-    return catalog, plan_broadcast(catalog, needs, hosts or [HOST] * layout.trainer_ranks, bucket_bytes)
+    index, demands = rank_demands(layout, copies)
+    return index, plan_broadcast(index, demands, hosts or [HOST] * layout.trainer_ranks, bucket_bytes)
 
 
-def arrivals(catalog, plan, engine_rank):
-    """(tensor, box) of all that reaches an engine rank."""
+def arrivals(index, plan, engine_rank):
+    """Yields (tensor, box) of everything that reaches an engine rank."""
     for i in plan.direct_reads[engine_rank].nonzero()[0].tolist():
-        yield int(catalog.tensor_of(i)), catalog.shard(i).box
-    for r in plan.buckets:
-        if engine_rank in plan.groups[r.group].members:
-            yield from ((int(catalog.tensor_of(s.shard)), s.box) for s in plan.bucket_segments(catalog, r))
+        yield int(index.tensor_of(i)), index.shard(i).box
+    for bucket in plan.buckets:
+        if engine_rank in plan.groups[bucket.group].members:
+            yield from ((int(index.tensor_of(s.shard)), s.box) for s in plan.bucket_segments(index, bucket))
 
 
 @given(jobs())
 def test_every_needed_element_reaches_its_engine_rank_exactly_once(job):
     layout, copies, bucket_bytes = job
-    catalog, plan = plan_of(layout, copies, bucket_bytes)
+    index, plan = plan_of(layout, copies, bucket_bytes)
     for rank, own in enumerate(copies):
-        arrived = list(arrivals(catalog, plan, rank))
+        arrived = list(arrivals(index, plan, rank))
         for copy in own:
-            tensor = catalog.index_of[copy.source]
+            tensor = index.index_of[copy.source]
             hits = [copy.region.intersect(box) for t, box in arrived if t == tensor]
             assert sum(hit[0].numel for hit in hits if hit) == copy.region.numel
 
 
 @given(jobs())
-def test_a_trainer_rank_is_only_asked_for_what_it_holds(job):
-    catalog, plan = plan_of(*job)
-    for r in plan.buckets:
-        lane = plan.groups[r.group]
-        assert lane.leader in lane.members
-        for segment in plan.bucket_segments(catalog, r):
-            assert lane.trainer_rank in catalog.shard(segment.shard).ranks
-            assert segment.box.intersect(catalog.shard(segment.shard).box) == segment.box
+def test_trainer_ranks_are_read_only_for_shards_they_hold(job):
+    index, plan = plan_of(*job)
+    for bucket in plan.buckets:
+        group = plan.groups[bucket.group]
+        assert group.leader in group.members
+        for segment in plan.bucket_segments(index, bucket):
+            assert group.trainer_rank in index.shard(segment.shard).ranks
+            assert segment.box.intersect(index.shard(segment.shard).box) == segment.box
 
 
 @given(jobs())
-def test_buckets_keep_their_size_and_segments_do_not_overlap(job):
+def test_buckets_are_bounded_and_segments_do_not_overlap(job):
     layout, copies, bucket_bytes = job
-    catalog, plan = plan_of(layout, copies, bucket_bytes)
-    for r in plan.buckets:
+    index, plan = plan_of(layout, copies, bucket_bytes)
+    for bucket in plan.buckets:
         end = 0
-        for segment in plan.bucket_segments(catalog, r):
-            item = catalog.item_bytes(segment.shard)
+        for segment in plan.bucket_segments(index, bucket):
+            item = index.item_bytes(segment.shard)
             assert segment.offset >= end
             assert segment.offset % ALIGN_BYTES == 0
             end = segment.offset + segment.box.numel * item
-        assert end <= r.nbytes <= max(bucket_bytes, item) + ALIGN_BYTES
+        assert end <= bucket.nbytes <= max(bucket_bytes, item) + ALIGN_BYTES
         assert end <= max(bucket_bytes, item)
 
 
@@ -85,13 +85,15 @@ def test_the_plan_is_the_same_on_every_rank(job):
 def test_tp4_to_tp16_is_four_groups_of_four_led_by_rank_4k():
     dims = [0, 1, -1]
     layout = tensor_parallel(4, [(64, 32), (32, 64), (32,)], dims)
-    catalog, plan = plan_of(layout, tp_copies(layout, dims, 16), 1 << 20)
+    index, plan = plan_of(layout, tp_copies(layout, dims, 16), 1 << 20)
     assert not plan.direct_reads.any()
-    assert [(lane.trainer_rank, lane.leader, lane.members) for lane in plan.groups] == [
+    assert [(group.trainer_rank, group.leader, group.members) for group in plan.groups] == [
         (k, 4 * k, tuple(range(4 * k, 4 * k + 4))) for k in range(4)
     ]
     shard_bytes = 2 * (64 * 32 // 4 + 32 * 64 // 4 + 32)
-    assert [sum(s.box.numel * 2 for s in plan.bucket_segments(catalog, r)) for r in plan.buckets] == [shard_bytes] * 4
+    assert [sum(s.box.numel * 2 for s in plan.bucket_segments(index, bucket)) for bucket in plan.buckets] == [
+        shard_bytes
+    ] * 4
 
 
 def test_equal_and_shrinking_sizes_need_no_group_for_sharded_tensors():
@@ -105,26 +107,26 @@ def test_equal_and_shrinking_sizes_need_no_group_for_sharded_tensors():
 def test_a_replicated_tensor_comes_from_the_nearest_trainer_rank():
     layout = tensor_parallel(4, [(8,)], [-1])
     _, plan = plan_of(layout, tp_copies(layout, [-1], 8), 1 << 20)
-    assert [(lane.trainer_rank, lane.members) for lane in plan.groups] == [(k, (2 * k, 2 * k + 1)) for k in range(4)]
+    assert [(group.trainer_rank, group.members) for group in plan.groups] == [(k, (2 * k, 2 * k + 1)) for k in range(4)]
 
 
-def test_a_bucket_smaller_than_an_element_carries_one():
+def test_a_bucket_smaller_than_an_element_has_one():
     layout = tensor_parallel(1, [(3,)], [0], "float32")
-    catalog, plan = plan_of(layout, tp_copies(layout, [-1], 2), 1)
-    assert [plan.bucket_segments(catalog, r)[0].box.numel for r in plan.buckets] == [1, 1, 1]
+    index, plan = plan_of(layout, tp_copies(layout, [-1], 2), 1)
+    assert [plan.bucket_segments(index, bucket)[0].box.numel for bucket in plan.buckets] == [1, 1, 1]
 
 
-def test_lanes_take_turns():
+def test_groups_take_turns():
     layout = tensor_parallel(2, [(64,)], [0], "float32")
     _, plan = plan_of(layout, tp_copies(layout, [0], 4), 32)
-    assert [r.group for r in plan.buckets] == [0, 1] * math.ceil(64 * 4 / 2 / 32)
+    assert [bucket.group for bucket in plan.buckets] == [0, 1] * math.ceil(64 * 4 / 2 / 32)
 
 
 def test_memory_is_read_on_its_own_host_and_a_rank_outside_the_audience_may_relay():
     layout = tensor_parallel(2, [(8,)], [0])
     box = Box((4,), (8,))  # trainer rank 1's, on host b
-    catalog, needs = all_needs(layout, [[wanted(layout, 0, box)], [wanted(layout, 0, box)], []], ["a", "a", "b"])
-    plan = plan_broadcast(catalog, needs, ["a", "b"], 64)
-    assert [(lane.trainer_rank, lane.leader, lane.members) for lane in plan.groups] == [(1, 2, (0, 1, 2))]
+    index, demands = rank_demands(layout, [[wanted(layout, 0, box)], [wanted(layout, 0, box)], []], ["a", "a", "b"])
+    plan = plan_broadcast(index, demands, ["a", "b"], 64)
+    assert [(group.trainer_rank, group.leader, group.members) for group in plan.groups] == [(1, 2, (0, 1, 2))]
     with pytest.raises(Unsupported, match=r"trainer rank 1 .*c"):
-        plan_broadcast(catalog, needs, ["a", "c"], 64)
+        plan_broadcast(index, demands, ["a", "c"], 64)

@@ -24,7 +24,7 @@ from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.sources import Placement
 from sglang_reshard.trace.tracer import trace
 from sglang_reshard.transports.p2p import P2pSender, P2pTransport
-from support.plans import HOST, copies_of, empty_targets, intakes, meshed_layouts, values
+from support.plans import HOST, copies_of, empty_targets, meshed_layouts, read_plans, values
 from support.plans import shards as cut_shards
 from support.sent import CPU, context_of
 from support.toy import ToyRank, checkpoint
@@ -178,7 +178,7 @@ def outline_of(needs, taken, targets):
 def test_loads_are_those_of_the_transports(data, bucket):
     layout = data.draw(meshed_layouts())
     copies = [data.draw(copies_of(layout)) for _ in range(data.draw(st.integers(1, 3)))]
-    catalog, taken = intakes(layout, copies)
+    catalog, taken = read_plans(layout, copies)
     needs = [rank_demand(catalog, t, HOST) for t in taken]
     setting = ClusterTopology.of(needs, (HOST,) * layout.trainer_ranks, "cpu")
     choice = choose_strategy("p2p", catalog, needs, setting, bucket)
@@ -201,7 +201,7 @@ def test_loads_are_those_of_the_transports(data, bucket):
 def test_nothing_is_sent_where_memory_is_read():
     layout = layout_of([TensorSpec("a.weight", (8, 8), "bfloat16")], Source(tensor_parallel=2))
     copies = [[c] for c in _halves()]
-    catalog, taken = intakes(layout, copies)
+    catalog, taken = read_plans(layout, copies)
     needs = [rank_demand(catalog, t, HOST) for t in taken]
     choice = choose_strategy("ipc", catalog, needs, ClusterTopology.of(needs, (HOST, HOST), "cuda"), 1 << 20)
     load = engine_load(catalog, choice, 1, outline_of(needs[1], taken[1], empty_targets(copies[1])).rank_model())

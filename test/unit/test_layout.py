@@ -1,4 +1,4 @@
-"""The box algebra agrees with sets of indices."""
+"""Boxes and regions intersect and split as sets of indices do."""
 
 import itertools
 

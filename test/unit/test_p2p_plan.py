@@ -1,4 +1,4 @@
-"""Laws of streams: every element once and in order, in messages whose sizes add up to one bucket a round."""
+"""Properties of message streams: every element once, in order, and at most one bucket per round."""
 
 import math
 
@@ -12,13 +12,13 @@ from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan.broadcast import ALIGN_BYTES
 from sglang_reshard.plan.p2p import SendItem, SendRequest, cut_messages, round_bytes, send_request, sent_reads
 from sglang_reshard.sources import Placement
-from support.plans import copies_of, intakes, meshed_layouts, tensor_parallel, wanted
+from support.plans import copies_of, meshed_layouts, read_plans, tensor_parallel, wanted
 
 MIB = 1 << 20
 ITEMS = st.lists(
     st.builds(SendItem, st.lists(st.integers(1, 7), max_size=3).map(tuple), st.sampled_from([1, 2, 4, 8])), max_size=12
 )
-LINKS = st.tuples(st.integers(1, 5), st.integers(1, 5)).flatmap(
+NBYTES = st.tuples(st.integers(1, 5), st.integers(1, 5)).flatmap(
     lambda shape: st.lists(
         st.lists(st.one_of(st.just(0), st.integers(1, 10**7)), min_size=shape[1], max_size=shape[1]),
         min_size=shape[0],
@@ -34,29 +34,29 @@ def elements(item, box):
     )
 
 
-@given(items=ITEMS, share=st.integers(1, 40).map(lambda n: n * ALIGN_BYTES))
-def test_a_stream_is_cut_into_messages_of_at_most_a_share(items, share):
-    found = cut_messages(items, share)
-    travelled = [[] for _ in items]
+@given(items=ITEMS, message_bytes=st.integers(1, 40).map(lambda n: n * ALIGN_BYTES))
+def test_a_stream_is_cut_into_messages_of_bounded_size(items, message_bytes):
+    found = cut_messages(items, message_bytes)
+    sent = [[] for _ in items]
     last = -1
     for message in found:
         end = 0
         assert message.slices
-        assert message.nbytes <= share
-        for slot in message.slices:
-            item = items[slot.item]
-            assert slot.item >= last
-            last = slot.item
-            assert slot.offset % item.item_bytes == 0
-            assert slot.offset >= end  # no overlap
-            travelled[slot.item] += (own := elements(item, slot.box))
-            end = slot.offset + len(own) * item.item_bytes
+        assert message.nbytes <= message_bytes
+        for part in message.slices:
+            item = items[part.item]
+            assert part.item >= last
+            last = part.item
+            assert part.offset % item.item_bytes == 0
+            assert part.offset >= end  # no overlap
+            sent[part.item] += (own := elements(item, part.box))
+            end = part.offset + len(own) * item.item_bytes
         assert message.nbytes == end
-    assert travelled == [list(range(math.prod(item.shape))) for item in items]
+    assert sent == [list(range(math.prod(item.shape))) for item in items]
 
 
 @given(items=ITEMS)
-def test_a_share_smaller_than_an_element_carries_one(items):
+def test_a_message_smaller_than_an_element_has_one(items):
     found = cut_messages(items, 1)
     assert sum(len(m.slices) for m in found) == sum(math.prod(i.shape) if i.nbytes > 1 else 1 for i in items)
     assert all(m.nbytes <= 8 for m in found)
@@ -73,64 +73,64 @@ def test_many_small_items_fill_a_message_and_a_large_one_is_split_by_rows():
     ]
 
 
-@given(links=LINKS, bucket=st.integers(1, 2 * 10**7))
-def test_the_shares_of_every_rank_add_up_to_a_bucket(links, bucket):
-    found = round_bytes(links, bucket)
-    assert ((found > 0) == (links > 0)).all()
+@given(nbytes=NBYTES, bucket=st.integers(1, 2 * 10**7))
+def test_the_bytes_of_a_round_fit_a_bucket_on_every_rank(nbytes, bucket):
+    found = round_bytes(nbytes, bucket)
+    assert ((found > 0) == (nbytes > 0)).all()
     assert (found % ALIGN_BYTES == 0).all()
     for axis in (0, 1):
-        room = np.maximum(bucket, ALIGN_BYTES * (links > 0).sum(axis=axis))  # at the least one element of every link
+        room = np.maximum(bucket, ALIGN_BYTES * (nbytes > 0).sum(axis=axis))  # at least one element for every peer
         assert (found.sum(axis=axis) <= room).all()
 
 
 @settings(max_examples=50)
-@given(links=LINKS)
-def test_all_links_end_together(links):
-    """But those that would be cut into crumbs, which end earlier."""
-    found = round_bytes(links, 4 * MIB)
-    rounds = -(-links // np.maximum(found, 1))
+@given(nbytes=NBYTES)
+def test_all_streams_end_together(nbytes):
+    """Except those at the minimum message size, which end earlier."""
+    found = round_bytes(nbytes, 4 * MIB)
+    rounds = -(-nbytes // np.maximum(found, 1))
     large = set(rounds[found > 64 * 1024].tolist())
     assert len(large) <= 1
     assert not large or rounds.max() in large
 
 
-def test_a_small_link_is_not_starved_and_not_cut_into_crumbs():
+def test_a_small_stream_is_neither_starved_nor_cut_below_the_minimum():
     found = round_bytes(np.array([[1000 * MIB, 100 * MIB, 1000]]), 64 * MIB)
     assert (found[0, :2] / MIB).tolist() == pytest.approx([1000 / 18, 100 / 18], abs=0.01)
     assert found[0, 2] == 1008
 
 
-def test_what_fits_into_a_bucket_goes_in_one_round():
-    links = np.array([[16 * MIB, 16 * MIB], [0, 32 * MIB]])
-    assert (round_bytes(links, 64 * MIB) == links).all()
+def test_transfers_that_fit_a_bucket_take_one_round():
+    nbytes = np.array([[16 * MIB, 16 * MIB], [0, 32 * MIB]])
+    assert (round_bytes(nbytes, 64 * MIB) == nbytes).all()
 
 
 @given(data=st.data())
-def test_an_order_lists_what_a_trainer_rank_sends(data):
+def test_a_send_request_lists_what_a_trainer_rank_sends(data):
     layout = data.draw(meshed_layouts())
-    _, (taken,) = intakes(layout, [data.draw(copies_of(layout))])
+    _, (plan,) = read_plans(layout, [data.draw(copies_of(layout))])
     sent = 0
-    for trainer_rank in taken.traffic():
-        order = msgspec.msgpack.decode(msgspec.msgpack.encode(send_request(taken, trainer_rank)), type=SendRequest)
-        rows = sent_reads(taken, trainer_rank).tolist()
-        assert not set(rows) & set(taken.duplicates)
-        assert list(order.entries()) == [
-            (taken.tensor_ids[taken.copy_ids[r]], taken.items[taken.item_ids[r]].local_region) for r in rows
+    for trainer_rank in plan.traffic():
+        request = msgspec.msgpack.decode(msgspec.msgpack.encode(send_request(plan, trainer_rank)), type=SendRequest)
+        reads = sent_reads(plan, trainer_rank).tolist()
+        assert not set(reads) & set(plan.duplicates)
+        assert list(request.entries()) == [
+            (plan.tensor_ids[plan.copy_ids[r]], plan.items[plan.item_ids[r]].local_region) for r in reads
         ]
-        assert len(order.regions) == len(set(order.regions))
-        items = order.items(layout)
-        assert [item.nbytes for item in items] == [taken.items[taken.item_ids[r]].nbytes for r in rows]
+        assert len(request.regions) == len(set(request.regions))
+        items = request.items(layout)
+        assert [item.nbytes for item in items] == [plan.items[plan.item_ids[r]].nbytes for r in reads]
         sent += sum(item.nbytes for item in items)
-    assert sent == taken.least_bytes()
+    assert sent == plan.least_bytes()
 
 
-def test_elements_that_land_twice_are_sent_once():
+def test_duplicate_reads_are_sent_once():
     layout = tensor_parallel(2, [(4, 3)], [0])
     box = Box((0, 0), (2, 3))
-    _, (taken,) = intakes(layout, [[wanted(layout, 0, box), wanted(layout, 0, box, offset=6)]])
-    assert len(taken.reads_from(0)) == 2
-    order = send_request(taken, 0)
-    assert order.regions == (Region((0, 0), (2, 3), (1, 1)),)
-    assert [item.nbytes for item in order.items(layout)] == [12]
-    assert taken.least_bytes() == 12
+    _, (plan,) = read_plans(layout, [[wanted(layout, 0, box), wanted(layout, 0, box, offset=6)]])
+    assert len(plan.reads_from(0)) == 2
+    request = send_request(plan, 0)
+    assert request.regions == (Region((0, 0), (2, 3), (1, 1)),)
+    assert [item.nbytes for item in request.items(layout)] == [12]
+    assert plan.least_bytes() == 12
     assert layout.placements == ((Placement(0),),)

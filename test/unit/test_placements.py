@@ -1,4 +1,4 @@
-"""Where a trainer rank's elements are, against torch's own DTensor."""
+"""Shard maps and local shapes of meshes and placements, against torch's own DTensor."""
 
 import contextlib
 import itertools
@@ -21,7 +21,7 @@ from sglang_reshard.sources import Mesh, Placement, describe
 
 @contextlib.contextmanager
 def as_rank(rank, size):
-    """This process plays one rank of a world: no process group of torch's talks to anyone."""
+    """Runs as one rank of a world, with a fake process group."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
@@ -30,12 +30,12 @@ def as_rank(rank, size):
 
 
 def assembled(held, rank, tensor):
-    """What a rank's pieces say its local tensor is, cut from the whole tensor."""
+    """Returns a rank's local tensor, cut from the whole tensor by its shards."""
     local = torch.full(held.min_local_shape(rank) or (0,) * tensor.dim(), -1, dtype=tensor.dtype)
-    for piece in held.shards:
-        if rank in piece.ranks:
-            stop = (a + n for a, n in zip(piece.local_start, piece.box.shape, strict=True))
-            local[tuple(slice(a, b) for a, b in zip(piece.local_start, stop, strict=True))] = tensor[piece.box.slices()]
+    for shard in held.shards:
+        if rank in shard.ranks:
+            stop = (a + n for a, n in zip(shard.local_start, shard.box.shape, strict=True))
+            local[tuple(slice(a, b) for a, b in zip(shard.local_start, stop, strict=True))] = tensor[shard.box.slices()]
     return local
 
 
@@ -104,11 +104,11 @@ def test_uneven_fsdp2_over_tp_splits_tp_first(length, dp, tp):
 
 
 @given(layouts())
-def test_pieces_cover_every_element_once(layout):
+def test_shards_cover_every_element_once(layout):
     shape, mesh_shape, placements = layout
     held = compute_shard_map(shape, Mesh(mesh_shape, tuple(range(world_of(mesh_shape)))), tuple(map(ours, placements)))
     count = torch.zeros(shape, dtype=torch.int64)
-    for box in {piece.box for piece in held.shards}:
+    for box in {shard.box for shard in held.shards}:
         count[box.slices()] += 1
     assert (count == 1).all()
 
@@ -121,8 +121,8 @@ def test_a_tensor_on_the_tp_part_of_a_mesh_is_replicated_over_the_rest():
             tensor = distribute_tensor(torch.arange(8.0), mesh["tp"], [Shard(0)], src_data_rank=None)
             descriptions.append(describe([("w", tensor)], trainer_rank=rank, global_ranks=(0, 1, 2, 3)).layout)
     assert all(d == descriptions[0] for d in descriptions)
-    pieces = descriptions[0].shard_map(descriptions[0].tensors[0]).shards
-    assert [(p.box.start, p.ranks) for p in pieces] == [((0,), (0, 2)), ((4,), (1, 3))]
+    shards = descriptions[0].shard_map(descriptions[0].tensors[0]).shards
+    assert [(p.box.start, p.ranks) for p in shards] == [((0,), (0, 2)), ((4,), (1, 3))]
 
 
 def test_views_and_plain_tensors_stay_where_they_are():
@@ -163,7 +163,7 @@ def test_a_shard_spec_on_the_tp_part_of_a_mesh_is_replicated_over_the_rest():
     assert [p.ranks for p in layouts[0].shard_map(layouts[0].tensors[0]).shards] == [(0, 2), (1, 3)]
 
 
-def test_a_mesh_whose_ranks_do_not_all_take_part_is_refused():
+def test_a_mesh_with_ranks_outside_the_update_is_refused():
     with as_rank(0, 4):
         mesh = DeviceMesh("cpu", torch.arange(4))
         sharded = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)], src_data_rank=None)
@@ -171,7 +171,7 @@ def test_a_mesh_whose_ranks_do_not_all_take_part_is_refused():
             describe([("w", sharded)], trainer_rank=0, global_ranks=(0, 1))
 
 
-def test_a_name_given_twice_and_no_tensors_are_refused():
+def test_a_name_passed_twice_and_no_tensors_are_refused():
     with as_rank(0, 1):
         with pytest.raises(Mismatch, match="passed twice"):
             describe([("w", torch.zeros(1)), ("w", torch.zeros(1))], trainer_rank=0, global_ranks=(0,))
@@ -179,22 +179,22 @@ def test_a_name_given_twice_and_no_tensors_are_refused():
             describe([], trainer_rank=0, global_ranks=(0,))
 
 
-def test_piece_positions_tile_the_local_tensor():
+def test_shards_tile_the_local_tensor():
     of_mesh = (11, 4), Mesh((3, 2), tuple(range(6))), (Placement(0, 2), Placement(0))
     held = compute_shard_map(*of_mesh)
     for rank, shape in compute_local_shapes(*of_mesh).items():
         seen = [
             index
-            for piece in held.shards
-            if rank in piece.ranks
+            for shard in held.shards
+            if rank in shard.ranks
             for index in itertools.product(
-                *(range(a, a + n) for a, n in zip(piece.local_start, piece.box.shape, strict=True))
+                *(range(a, a + n) for a, n in zip(shard.local_start, shard.box.shape, strict=True))
             )
         ]
         assert sorted(seen) == list(itertools.product(*map(range, shape)))
 
 
-def test_bytes_held_are_those_of_the_local_tensors():
+def test_local_bytes_are_those_of_the_local_tensors():
     shapes = [(7, 3), (7, 3), (2, 5), (1,), (4, 4)]
     dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.int8, torch.float64]
     held, told = [], []

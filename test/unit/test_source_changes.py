@@ -1,4 +1,4 @@
-"""The same tensors at the same addresses are known again, and nothing else is taken for them."""
+"""Change detection: the same memory in the same sharding is unchanged, everything else is changed."""
 
 import gc
 import weakref
@@ -23,13 +23,13 @@ def state():
     return [("a", flat[:12].view(3, 4)), ("b", flat[12:]), ("c", torch.nn.Parameter(torch.ones(2, 2)))]
 
 
-def remembered(given):
+def detector(given):
     return ChangeDetector.of(given, describe(given, trainer_rank=0, global_ranks=(0,)).inputs)
 
 
-def test_written_in_place_they_are_the_same():
+def test_tensors_written_in_place_are_unchanged():
     given = state()
-    known = remembered(given)
+    known = detector(given)
     with torch.no_grad():
         for _, tensor in given:
             tensor.mul_(2)
@@ -54,47 +54,47 @@ def moved(given):
     ],
     ids=["moved", "fewer", "reversed", "renamed", "copy", "spec"],
 )
-def test_anything_else_is_not(change):
+def test_anything_else_is_changed(change):
     given = state()
-    known = remembered(given)
+    known = detector(given)
     assert known.unchanged(given)
     assert not known.unchanged(change(given))
 
 
-def test_a_transposed_tensor_in_the_same_memory_is_not():
+def test_a_transposed_tensor_in_the_same_memory_is_changed():
     given = [("a", torch.nn.Parameter(torch.ones(2, 2)))]
-    known = remembered(given)
+    known = detector(given)
     given[0][1].data = given[0][1].data.t()
     assert not known.unchanged(given)
 
 
-def test_other_bits_in_the_same_memory_are_not():
+def test_another_dtype_in_the_same_memory_is_changed():
     given = [("a", torch.ones(2, 2))]
-    known = remembered(given)
+    known = detector(given)
     given[0][1].data = given[0][1].data.view(torch.int32)
     assert not known.unchanged(given)
 
 
-def test_a_part_of_the_same_memory_is_not():
+def test_a_part_of_the_same_memory_is_changed():
     given = [("a", torch.ones(4, 2))]
-    known = remembered(given)
+    known = detector(given)
     given[0][1].data = given[0][1].data[:2]
     assert not known.unchanged(given)
 
 
-def test_freed_memory_is_not():
+def test_freed_memory_is_changed():
     given = state()
-    known = remembered(given)
+    known = detector(given)
     given[2][1].untyped_storage().resize_(0)
     assert not known.unchanged(given)
 
 
 @pytest.mark.parametrize("freed", [False, True])
-def test_memory_that_took_the_place_of_other_memory_is_not(freed):
-    """A storage that was freed, or resized, makes room, which the next one of its size is likely to get."""
+def test_reused_memory_is_changed(freed):
+    """The next storage of its size is likely to reuse the memory of one that was freed or resized."""
     room = bytearray(16)
     tensor = torch.frombuffer(room, dtype=torch.float32)
-    known, kept = remembered([("a", tensor)]), [] if freed else [tensor]
+    known, kept = detector([("a", tensor)]), [] if freed else [tensor]
     del tensor
     for _ in range(10):
         another = torch.frombuffer(room, dtype=torch.float32)
@@ -102,21 +102,21 @@ def test_memory_that_took_the_place_of_other_memory_is_not(freed):
     assert known.unchanged([("a", tensor) for tensor in kept]) != freed
 
 
-def test_the_opposite_signs_are_not():
+def test_a_negated_view_is_changed():
     numbers = torch.ones(3, dtype=torch.complex64)
-    known = remembered([("a", numbers.imag)])
+    known = detector([("a", numbers.imag)])
     assert known.unchanged([("a", numbers.imag)])
     assert not known.unchanged([("a", numbers.conj().imag)])
 
 
-def test_other_objects_for_the_same_memory_are_the_same():
-    """As state_dict() makes new ones every time."""
+def test_new_tensor_objects_of_the_same_memory_are_unchanged():
+    """As state_dict() creates them every time."""
     given = state()
-    known = remembered(given)
+    known = detector(given)
     assert known.unchanged([(name, tensor.detach()) for name, tensor in given])
 
 
-def test_tensors_that_stand_for_others_are_not_remembered():
+def test_tensors_whose_memory_is_not_read_have_no_detector():
     given = state()
     others = tuple(tensor.detach().clone() for _, tensor in given)
     assert ChangeDetector.of(given, others) is None
@@ -124,7 +124,7 @@ def test_tensors_that_stand_for_others_are_not_remembered():
 
 def test_nothing_is_kept_alive():
     given = state()
-    known = remembered(given)
+    known = detector(given)
     kept = weakref.ref(given[2][1]), StorageWeakRef(given[2][1].untyped_storage())
     del given
     gc.collect()
@@ -133,7 +133,7 @@ def test_nothing_is_kept_alive():
     assert not known.unchanged(state())
 
 
-def test_what_did_not_change_is_not_described_again(monkeypatch):
+def test_unchanged_tensors_are_not_described_again(monkeypatch):
     publisher = ShardPublisher(Session.host(), 0, (0,))
     given = state()
     first = publisher.publish(given, check_finite=False)
@@ -151,8 +151,8 @@ def test_what_did_not_change_is_not_described_again(monkeypatch):
     publisher.close()
 
 
-def test_no_collection_is_set_off_by_what_did_not_change():
-    """A search for garbage costs all ranks half a second, and each pair handed over counts towards the next."""
+def test_unchanged_tensors_do_not_trigger_the_garbage_collector():
+    """A full collection costs all ranks half a second, and every pair that is passed counts towards the next."""
     publisher = ShardPublisher(Session.host(), 0, (0,))
     state = {f"tensor.{i}": view for i, view in enumerate(torch.zeros(5000).split(1))}
     publisher.publish(state.items(), check_finite=False)
@@ -232,7 +232,7 @@ def plain_moved(given):
     given[4][1].data = given[4][1].data.clone()
 
 
-def test_distributed_tensors_written_in_place_are_the_same(mesh):
+def test_dtensors_written_in_place_are_unchanged(mesh):
     given = distributed(mesh)
     known = as_rank_0_of_2(given)
     with torch.no_grad():
@@ -255,7 +255,7 @@ def test_distributed_tensors_written_in_place_are_the_same(mesh):
     ],
     ids=lambda change: change.__name__,
 )
-def test_distributed_tensors_that_changed_are_not(mesh, change):
+def test_changed_dtensors_are_changed(mesh, change):
     given = distributed(mesh)
     known = as_rank_0_of_2(given)
     assert known.unchanged(given)
@@ -263,7 +263,7 @@ def test_distributed_tensors_that_changed_are_not(mesh, change):
     assert not known.unchanged(given)
 
 
-def test_the_local_parts_of_distributed_tensors_are_not_kept_alive(mesh):
+def test_local_tensors_of_dtensors_are_not_kept_alive(mesh):
     given = distributed(mesh)
     known = as_rank_0_of_2(given)
     kept = [weakref.ref(tensor._local_tensor) for _, tensor, *_ in given if isinstance(tensor, DTensor)]
@@ -273,8 +273,8 @@ def test_the_local_parts_of_distributed_tensors_are_not_kept_alive(mesh):
     assert not known.unchanged(distributed(mesh))
 
 
-def test_a_module_of_distributed_tensors_can_be_moved(mesh):
-    """Which torch refuses while anything, be it weakly, refers to one of its parameters."""
+def test_a_module_of_dtensors_can_be_moved(mesh):
+    """torch refuses that while anything refers to one of its parameters, even weakly."""
     model = torch.nn.Linear(4, 4)
     fully_shard(model, mesh=mesh)
     known = as_rank_0_of_2(list(model.named_parameters()))

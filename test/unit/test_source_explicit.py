@@ -1,4 +1,4 @@
-"""Tensors whose holdings are stated: fused local tensors, padding, blocks that no mesh describes."""
+"""Tensors with an explicit sharding: fused local tensors, padding, blocks that no mesh describes."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def described(given, rank=0, size=1):
 
 
 def rows(*held):
-    """Holdings of a tensor of columns 0 to 2, from (first row, stop, row of the local tensor, trainer rank)."""
+    """Returns the shard map of a tensor of two columns, from (first row, stop, first local row, trainer rank)."""
     return ShardMap.of((Box((a, 0), (b, 2)), (at, 0), rank) for a, b, at, rank in held)
 
 
@@ -42,17 +42,17 @@ def states_of(tp, ranks):
 
 
 @pytest.mark.parametrize(("tp", "ranks"), [(1, 1), (2, 2), (2, 4)])
-def test_the_pieces_of_all_ranks_are_the_checkpoint(tp, ranks):
+def test_the_shards_of_all_ranks_are_the_checkpoint(tp, ranks):
     states, whole = states_of(tp, ranks), checkpoint(1)
     layout = states[0].layout
     assert all(state.layout == layout for state in states)
     assert {t.name for t in layout.tensors} == set(whole)
     for number, tensor in enumerate(layout.tensors):
         found = torch.full(tensor.shape, NAN)
-        for piece in layout.shard_map(tensor).shards:
-            for rank in piece.ranks:
-                shard = states[rank].shards[number]
-                found[piece.box.slices()] = shard[piece.to_local(Region.of(piece.box)).slices()]
+        for shard in layout.shard_map(tensor).shards:
+            for rank in shard.ranks:
+                local = states[rank].shards[number]
+                found[shard.box.slices()] = local[shard.to_local(Region.of(shard.box)).slices()]
         assert torch.equal(found, whole[tensor.name]), tensor.name
 
 
@@ -64,7 +64,7 @@ def test_a_fused_local_tensor_is_the_shard_of_each():
     assert shard["embed.weight"].shape[0] > 10, "padding is part of it"
 
 
-def test_bytes_are_those_of_the_pieces():
+def test_local_bytes_are_those_of_the_shards():
     (state,) = states_of(1, 1)
     assert state.layout.local_bytes() == (sum(t.numel() * 4 for t in checkpoint(1).values()),)
     assert sum(s.numel() * 4 for s in state.shards) > 1.5 * state.layout.local_bytes()[0]
@@ -154,11 +154,11 @@ def test_a_rank_that_holds_nothing_gives_the_dtype_and_any_shape():
         assert state.layout.local_bytes() == (0, 8)
 
 
-def test_the_order_in_which_pieces_are_told_does_not_count():
-    pieces = rows((0, 1, 0, 0), (1, 2, 0, 1)).shards
+def test_the_order_of_shards_does_not_matter():
+    shards = rows((0, 1, 0, 0), (1, 2, 0, 1)).shards
     states = [
         described([("w", torch.ones(1, 2), ExplicitSharding((2, 2), ShardMap(p)))], 0, 2)
-        for p in (pieces, pieces[::-1])
+        for p in (shards, shards[::-1])
     ]
     assert states[0].layout == states[1].layout
 
@@ -177,10 +177,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("says", REFUSED)
-def test_what_cannot_be_is_refused_by_name_and_trainer_rank(says):
-    holdings, error = REFUSED[says]
+def test_invalid_shardings_are_refused_by_name_and_trainer_rank(says):
+    shard_map, error = REFUSED[says]
     with pytest.raises(error, match=says) as caught:
-        described([("w", torch.zeros(4, 2), ExplicitSharding((2, 2), holdings))], 1, 2)
+        described([("w", torch.zeros(4, 2), ExplicitSharding((2, 2), shard_map))], 1, 2)
     assert str(caught.value).startswith("trainer rank 1: w")
 
 
@@ -190,15 +190,15 @@ def test_a_local_tensor_of_another_shape_is_refused(local):
         described([("w", local, ExplicitSharding((2, 2), rows((0, 2, 0, 0))))])
 
 
-def test_ranks_that_disagree_are_told_the_first_piece():
+def test_ranks_that_disagree_get_the_first_shard_that_differs():
     a, b = (
         described([("w", torch.zeros(4, 2), ExplicitSharding((2, 2), rows((0, 1, 0, 0), (1, 2, at, 0))))]).layout
         for at in (1, 2)
     )
-    told = first_difference(a, b, 3)
-    assert "disagree at tensor w" in told
-    assert "local_start=(1, 0)" in told.split("trainer rank 3")[0]
-    assert "local_start=(2, 0)" in told.split("trainer rank 3")[1]
-    assert "local_start=(0, 0)" not in told
+    message = first_difference(a, b, 3)
+    assert "disagree at tensor w" in message
+    assert "local_start=(1, 0)" in message.split("trainer rank 3")[0]
+    assert "local_start=(2, 0)" in message.split("trainer rank 3")[1]
+    assert "local_start=(0, 0)" not in message
     plain = described([("w", torch.zeros(2, 2))]).layout
     assert "disagree at tensor w" in first_difference(a, plain, 1)

@@ -1,4 +1,4 @@
-"""The look for NaN and infinity before an update: finds all, says where, and copies next to nothing."""
+"""The check for NaN and infinity before an update: finds all, gives the index, and copies next to nothing."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def found(**tensors):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_one_bad_element_is_found_and_placed(dtype, value):
+def test_one_bad_element_is_found_with_its_index(dtype, value):
     weight = torch.zeros(5, 7, dtype=dtype)
     assert found(w=weight) is None
     weight[3, 6] = value
@@ -42,7 +42,7 @@ def test_the_largest_finite_values_are_finite():
         assert found(w=torch.tensor([limits.max, limits.min, limits.tiny, 0.0, -0.0] * 1000, dtype=dtype)) is None
 
 
-def test_the_first_bad_tensor_is_told_and_all_its_elements_counted():
+def test_the_first_bad_tensor_is_named_and_its_elements_counted():
     second = torch.tensor([[1.0, INF], [NAN, NAN]])
     told = found(first=torch.ones(2), second=second, third=torch.tensor(NAN))
     assert "3 of the 4 elements of second" in told
@@ -52,7 +52,7 @@ def test_the_first_bad_tensor_is_told_and_all_its_elements_counted():
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
-def test_eight_bit_floats_by_their_own_rules(dtype):
+def test_eight_bit_floats(dtype):
     nans, infinities = EIGHT_BITS[dtype]
     every = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     good = [b for b in range(256) if b not in nans + infinities]
@@ -68,7 +68,7 @@ def test_integers_and_empty_shards_are_finite():
     assert found(**integers, none=torch.empty(0, 3)) is None
 
 
-def test_views_of_a_buffer_are_looked_at_and_nothing_around_them(monkeypatch):
+def test_views_of_a_buffer_are_checked_and_nothing_beside_them(monkeypatch):
     monkeypatch.setattr(finite, "CHUNK", 4)
     buffer = torch.full((60,), NAN)
     view = buffer[7:55:2].view(4, 6)
@@ -81,24 +81,24 @@ def test_views_of_a_buffer_are_looked_at_and_nothing_around_them(monkeypatch):
 
 @pytest.mark.parametrize("rank", range(6))
 def test_indices_are_those_of_the_whole_tensor(rank):
-    """FSDP2 over tensor parallelism, uneven: what a rank holds is several intervals."""
+    """FSDP2 over uneven tensor parallelism: a rank holds several intervals."""
     mesh, placements = Mesh((3, 2), tuple(range(6))), (Placement(0, 2), Placement(0))
     layout = SourceLayout(6, (mesh,), (placements,), (SourceTensor("w", (11, 4), "float32", 0, 0),))
     held = compute_shard_map((11, 4), mesh, placements)
     whole = torch.arange(44.0).view(11, 4)
-    for piece in held.shards:
-        if rank not in piece.ranks:
+    for shard in held.shards:
+        if rank not in shard.ranks:
             continue
         local = torch.zeros(held.min_local_shape(rank))
-        local[piece.local_start] = NAN
+        local[shard.local_start] = NAN
         told = first_not_finite(layout, [local], rank)
-        assert told.endswith(f"index {piece.box.start}")
+        assert told.endswith(f"index {shard.box.start}")
         assert f"trainer rank {rank}: 1 of" in told
-        assert whole[piece.box.start] == piece.box.start[0] * 4 + piece.box.start[1]
+        assert whole[shard.box.start] == shard.box.start[0] * 4 + shard.box.start[1]
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_temporaries_stay_small_whatever_the_shards(bad):
+def test_temporaries_stay_small(bad):
     n = 3 * finite.CHUNK
     tensors = {
         "contiguous": torch.zeros(n + 5),

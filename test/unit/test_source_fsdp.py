@@ -1,4 +1,4 @@
-"""FSDP2's unsharded copies are never what is sent: the sharded parameters are, whatever state the module is in."""
+"""The sharded parameters of FSDP2 modules are read in any state of the module, never the unsharded copies."""
 
 import gc
 import sys
@@ -46,7 +46,7 @@ def same_memory(state, other):
 
 
 def follow(trainer, kinds):
-    """What differs from the description before any forward, at each moment of two training steps."""
+    """Returns what differs from the state before any forward, at each point of two training steps."""
     wrong = []
     for kind in kinds:
         model = make(kind)

@@ -1,4 +1,4 @@
-"""A stacked tensor stands for its parts: every rank's views, put together, are the parts, whatever the placements."""
+"""Fused tensors: the views of all ranks together are the checkpoint tensors, with any placements."""
 
 import math
 
@@ -36,7 +36,7 @@ from test_placements import as_rank, assembled
 EXPERTS, INNER, HIDDEN = 6, 4, 10
 
 
-# -- any parts of any stack
+# -- any slices of any fused tensor
 
 
 @st.composite
@@ -60,7 +60,7 @@ def jobs(draw):
 
 
 def box_of(part, tensor):
-    """The part, by indexing."""
+    """Returns the slice, by indexing."""
     gone = {axis for axis in range(tensor.dim()) if axis not in part.axes}
     bounds = zip(part.start, part.stop, strict=True)
     box = tensor[tuple(a if axis in gone else slice(a, b) for axis, (a, b) in enumerate(bounds))]
@@ -70,7 +70,7 @@ def box_of(part, tensor):
 
 @settings(max_examples=300)
 @given(jobs())
-def test_every_ranks_view_is_what_its_pieces_say_and_all_of_them_are_the_part(job):
+def test_every_ranks_view_is_its_shards_and_all_views_are_the_slice(job):
     shape, mesh, placements, parts = job
     whole = torch.arange(math.prod(shape)).view(shape)
     held = compute_shard_map(shape, mesh, placements)
@@ -84,9 +84,9 @@ def test_every_ranks_view_is_what_its_pieces_say_and_all_of_them_are_the_part(jo
             expected = box_of(part, whole)
             assert member.shape == tuple(expected.shape)
             own = member.sharding.shards_of(rank)
-            for piece in own:
-                inside = piece.to_local(Region.of(piece.box)).slices()
-                assert torch.equal(member.tensor[inside], expected[piece.box.slices()])
+            for shard in own:
+                inside = shard.to_local(Region.of(shard.box)).slices()
+                assert torch.equal(member.tensor[inside], expected[shard.box.slices()])
             assert tuple(member.tensor.shape) == (member.sharding.min_local_shape(rank) if own else (0,))
             if own:
                 assert member.tensor.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
@@ -96,7 +96,7 @@ def test_every_ranks_view_is_what_its_pieces_say_and_all_of_them_are_the_part(jo
 
 
 @given(st.data())
-def test_a_view_of_a_tensor_without_bytes_says_which_part_it_is(data):
+def test_a_view_of_a_meta_tensor_tells_its_slice(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
     part = data.draw(parts_of(shape).filter(lambda part: math.prod(part.shape) > 0))
     found = slice_of(box_of(part, torch.empty(shape, dtype=torch.bfloat16, device="meta")), shape)
@@ -112,17 +112,17 @@ def test_a_view_of_a_tensor_without_bytes_says_which_part_it_is(data):
         lambda w: w.view(2, 2, 2, 5), lambda w: w.view(torch.int8), lambda w: w[:0], lambda w: w[:1, ..., None, None],
     ],
 )  # fmt: skip
-def test_what_is_no_box_is_refused(view):
+def test_views_that_are_not_boxes_are_refused(view):
     whole = torch.empty(2, 4, 5, dtype=torch.bfloat16, device="meta")
     with pytest.raises(Unsupported, match=r"not a box of a tensor of shape \(2, 4, 5\)"):
         slice_of(view(whole), (2, 4, 5))
 
 
-# -- experts, as a trainer gives them
+# -- experts, as trainers pass them
 
 
 def expert_stacks(layer):
-    """Names of gate, up and down of all experts of a layer, as transformers 5 stacks them."""
+    """Returns the fused gate_up and down of all experts of a layer, as in transformers 5."""
     at = f"layers.{layer}.experts"
     gate_up = [
         (f"{at}.{e}.{name}", FusedSlice((e, first, 0), (e + 1, first + INNER, HIDDEN), (1, 2)))
@@ -158,7 +158,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_experts_are_views_of_the_stacks_in_one_layout(way):
+def test_experts_are_views_of_the_fused_tensors_in_one_layout(way):
     mesh_shape, placements = WAYS[way]
     world = math.prod(mesh_shape)
     states = []
@@ -182,14 +182,14 @@ def test_experts_are_views_of_the_stacks_in_one_layout(way):
             parts = {"gate": gate_up[e, :INNER], "up": gate_up[e, INNER:], "down": down[e]}
             for name, expected in parts.items():
                 number = [t.name for t in layout.tensors].index(f"layers.{layer}.experts.{e}.{name}")
-                for piece in layout.shard_map(layout.tensors[number]).shards:
-                    for rank in piece.ranks:
-                        shard = states[rank].shards[number]
-                        inside = piece.to_local(Region.of(piece.box)).slices()
-                        assert torch.equal(shard[inside], expected[piece.box.slices()])
+                for shard in layout.shard_map(layout.tensors[number]).shards:
+                    for rank in shard.ranks:
+                        local = states[rank].shards[number]
+                        inside = shard.to_local(Region.of(shard.box)).slices()
+                        assert torch.equal(local[inside], expected[shard.box.slices()])
 
 
-def test_layers_share_the_table_and_are_worked_out_once():
+def test_layers_share_shard_maps_and_are_computed_once():
     layouts = []
     for layers in (1, 10):
         fused._local_slices.cache_clear()
@@ -204,7 +204,7 @@ def test_layers_share_the_table_and_are_worked_out_once():
     assert [len(layout.tensors) for layout in layouts] == [3 * EXPERTS, 30 * EXPERTS]
 
 
-def test_a_stacked_layout_is_as_small_on_the_wire_as_one_of_separate_experts():
+def test_a_fused_layout_is_as_small_on_the_wire_as_one_of_separate_experts():
     """Qwen3-30B-A3B's 48 layers of 128 experts on 64 trainer ranks: the names are what takes room."""
     shape = (128, 8, 4)
     parts = [FusedSlice((e, a, 0), (e + 1, a + 4, 4), (1, 2)) for e in range(128) for a in (0, 4)]
@@ -227,8 +227,8 @@ def test_a_stacked_layout_is_as_small_on_the_wire_as_one_of_separate_experts():
     assert unpack_blob(blob, SourceLayout) == layout
 
 
-def test_a_flat_shard_with_a_spec_of_its_own_is_a_stack_too():
-    """As verl exports stacks: by mesh and placements, or as explicit blocks."""
+def test_a_flat_shard_with_a_spec_can_be_fused_too():
+    """As verl exports fused tensors: by mesh and placements, or as explicit blocks."""
     whole, (_, stack) = wholes(0)[1], expert_stacks(0)[1]
     boxes = [Box((0, 0, 0), (2, HIDDEN, INNER)), Box((2, 0, 0), (6, HIDDEN, INNER)), None]
     for rank, box in enumerate(boxes):
@@ -243,7 +243,7 @@ def test_a_flat_shard_with_a_spec_of_its_own_is_a_stack_too():
         assert holders == [(0,)] * 2 + [(1,)] * 4
 
 
-def test_the_dtype_is_the_stacks_also_where_a_rank_holds_nothing():
+def test_the_dtype_is_the_fused_tensors_also_on_a_rank_that_holds_nothing():
     with as_rank(0, 2):
         mesh = dist.device_mesh.DeviceMesh("cpu", [1])
         tensor = DTensor.from_local(
@@ -256,7 +256,7 @@ def test_the_dtype_is_the_stacks_also_where_a_rank_holds_nothing():
     assert [shard.numel() for shard in state.shards] == [0, 0]
 
 
-def test_between_forward_and_backward_the_parts_are_those_of_the_sharded_stack():
+def test_between_forward_and_backward_slices_are_those_of_the_sharded_parameter():
     with as_rank(1, 2):
         model = torch.nn.Linear(3, 4, bias=False)
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -279,20 +279,16 @@ def refused(parts, kind, says, tensor=None, spec=None):
     assert str(caught.value).startswith("trainer rank 1: ")
 
 
-def test_parts_that_cannot_be_are_refused_by_name():
-    refused(
-        [("a", FusedSlice((0, 0), (2, 4), (0, 1)))], Mismatch, r"w: its slice a exceeds shape \(2, 3\)"
-    )
+def test_invalid_slices_are_refused_by_name():
+    refused([("a", FusedSlice((0, 0), (2, 4), (0, 1)))], Mismatch, r"w: its slice a exceeds shape \(2, 3\)")
     refused([("a", FusedSlice((0,), (2,), (0,)))], Mismatch, "w: its slice a does not have the 2 dimensions")
     refused([("a", FusedSlice((0, 0), (2, 3), (0,)))], Mismatch, "w: its slice a must list each dimension once")
-    refused(
-        [("a", FusedSlice((0, 0), (1, 3), (1, 1)))], Mismatch, "w: its slice a must list each dimension once"
-    )
+    refused([("a", FusedSlice((0, 0), (1, 3), (1, 1)))], Mismatch, "w: its slice a must list each dimension once")
     row = FusedSlice((0, 0), (1, 3), (1,))
     refused([("a", row), ("a", row)], Mismatch, "the name a was passed twice")
 
 
-def test_a_part_whose_elements_are_scattered_over_a_local_tensor_is_refused_by_name():
+def test_a_slice_scattered_over_a_local_tensor_is_refused_by_name():
     """Of one row, a rank has the ends in rows 0 and 1 of its local tensor: there is no view of them."""
     ends = [(Box((0, 0), (1, 2)), (0, 0), 0), (Box((0, 2), (1, 3)), (1, 0), 0), (Box((1, 0), (2, 3)), (0, 0), 1)]
     parts = [("b", FusedSlice((1, 0), (2, 3), (1,))), ("a", FusedSlice((0, 0), (1, 3), (1,)))]

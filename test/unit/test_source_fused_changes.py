@@ -1,4 +1,4 @@
-"""Stacks and tensors whose holdings are stated are known again by the objects that say so."""
+"""Change detection of fused and explicitly sharded tensors, by the identity of their descriptions."""
 
 import pytest
 import torch
@@ -7,24 +7,28 @@ from sglang_reshard.layout.regions import Box
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import FusedSlice, FusedTensor, blocks
 from sglang_reshard.trainer.publisher import ShardPublisher
-from test_source_remembered import remembered
+from test_source_changes import detector
 
 
-def stack():
+def fused_tensor():
     return FusedTensor((("a", FusedSlice((0, 0), (1, 4), (1,))), ("b", FusedSlice((1, 0), (2, 4), (1,)))))
 
 
-def held():
+def explicit():
     return blocks((2, 2), [Box((0, 0), (2, 2))])
 
 
-def stacked_and_held():
-    return [("stack", torch.ones(2, 4), stack()), ("c", torch.ones(2, 2), held()), ("d", torch.ones(2), None)]
+def fused_and_explicit():
+    return [
+        ("fused_tensor", torch.ones(2, 4), fused_tensor()),
+        ("c", torch.ones(2, 2), explicit()),
+        ("d", torch.ones(2), None),
+    ]
 
 
-def test_stacks_written_in_place_are_the_same():
-    given = stacked_and_held()
-    known = remembered(given)
+def test_fused_tensors_written_in_place_are_unchanged():
+    given = fused_and_explicit()
+    known = detector(given)
     for _, tensor, _ in given:
         tensor.mul_(2)
     assert known.unchanged([(name, tensor.detach(), third) for name, tensor, third in given])
@@ -33,24 +37,24 @@ def test_stacks_written_in_place_are_the_same():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda given: [(*given[0][:2], stack()), *given[1:]],
-        lambda given: [given[0], (*given[1][:2], held()), *given[2:]],
+        lambda given: [(*given[0][:2], fused_tensor()), *given[1:]],
+        lambda given: [given[0], (*given[1][:2], explicit()), *given[2:]],
         lambda given: [given[0][:2], *given[1:]],
-        lambda given: [("stack", given[0][1].clone(), given[0][2]), *given[1:]],
+        lambda given: [("fused_tensor", given[0][1].clone(), given[0][2]), *given[1:]],
         lambda given: [given[0], ("c", given[1][1].t(), given[1][2]), *given[2:]],
     ],
-    ids=["another stack", "another Held", "a stack no more", "moved", "transposed"],
+    ids=["another fused tensor", "another sharding", "no longer fused", "moved", "transposed"],
 )
-def test_stacks_that_changed_are_not(change):
-    given = stacked_and_held()
-    known = remembered(given)
+def test_changed_fused_tensors_are_changed(change):
+    given = fused_and_explicit()
+    known = detector(given)
     assert known.unchanged(given)
     assert not known.unchanged(change(given))
 
 
-def test_a_stack_that_did_not_change_is_not_described_again(monkeypatch):
+def test_unchanged_fused_tensors_are_not_described_again(monkeypatch):
     publisher = ShardPublisher(Session.host(), 0, (0,))
-    given = stacked_and_held()
+    given = fused_and_explicit()
     first = publisher.publish(given, check_finite=False)
     assert [t.name for t in first.source.tensors] == ["a", "b", "c", "d"]
     assert [shard.numel() for shard in publisher.shards(given)] == [4, 4, 4, 2]

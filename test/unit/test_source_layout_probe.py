@@ -1,4 +1,4 @@
-"""What each checkpoint tensor is of a stack, learned from the converter: by its views, or by where indices go."""
+"""Slices of fused tensors, determined by running the converter on a meta tensor or on element indices."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ GATE_UP = [(f"experts.{e}.{name}.weight", (INNER, HIDDEN)) for e in range(EXPERT
 
 
 def gate_up(make):
-    """A converter of a run of experts, each half made by `make`."""
+    """Returns a converter of experts whose halves go through `make`."""
 
     def convert(first, segment):
         for i in range(segment.shape[0]):
@@ -52,7 +52,7 @@ def test_without_a_converter_each_row_is_a_tensor():
         lambda half: half.contiguous(), lambda half: half.detach().to(torch.bfloat16), lambda half: half[None][0],
     ],
 )  # fmt: skip
-def test_views_and_copies_are_learned_without_bytes(make, monkeypatch):
+def test_views_and_copies_run_on_a_meta_tensor(make, monkeypatch):
     seen = []
     convert = gate_up(make)
 
@@ -64,12 +64,12 @@ def test_views_and_copies_are_learned_without_bytes(make, monkeypatch):
     assert seen == [(0, (1, *SHAPE[1:]), "meta")], "one row, once"
 
 
-def test_transposed_parts():
+def test_transposed_slices():
     for make in (torch.t, lambda half: half.t().contiguous()):
         assert fused_slices(transposed(), SHAPE, gate_up(make)) == expected((2, 1))
 
 
-def test_a_part_that_keeps_the_dimension_of_the_rows():
+def test_a_slice_that_keeps_the_dimension_of_the_rows():
     names = [(f"experts.{e}", (1, 2 * INNER, HIDDEN)) for e in range(EXPERTS)]
     parts = fused_slices(names, SHAPE, lambda first, segment: [(f"experts.{first}", segment)])
     assert [part.axes for _, part in parts] == [(0, 1, 2)] * EXPERTS
@@ -83,7 +83,7 @@ def test_a_part_that_keeps_the_dimension_of_the_rows():
         lambda half: torch.from_numpy(half.t().numpy()),
     ],
 )
-def test_what_moves_data_is_learned_from_indices(make):
+def test_converters_that_move_data_run_on_indices(make):
     assert fused_slices(transposed(), SHAPE, gate_up(make)) == expected((2, 1))
 
 
@@ -98,12 +98,12 @@ def test_what_moves_data_is_learned_from_indices(make):
         (lambda half: half.sigmoid_().nope, "runs neither on a meta tensor nor on an int64 tensor"),
     ],
 )
-def test_what_computes_or_reorders_is_refused(make, says):
+def test_converters_that_compute_or_reorder_are_refused(make, says):
     with pytest.raises(Unsupported, match=says):
         fused_slices(GATE_UP, SHAPE, gate_up(make))
 
 
-def test_rows_too_large_for_indices_are_refused_before_they_are_made():
+def test_rows_too_large_for_indices_are_refused_before_they_are_allocated():
     with pytest.raises(Unsupported, match="more than slice and transpose"):
         fused_slices([("a", (1 << 20, 1 << 20))], (1, 1 << 20, 1 << 20), lambda first, row: [("a", row[0] * 2)])
 
@@ -121,12 +121,12 @@ def test_rows_too_large_for_indices_are_refused_before_they_are_made():
         ([*GATE_UP[:5], (GATE_UP[5][0], (INNER, 1))], r"experts.2.up.weight of shape \(4, 1\)"),
     ],
 )
-def test_names_that_are_not_what_the_converter_makes_are_refused(names, says):
+def test_names_that_the_converter_does_not_return_are_refused(names, says):
     with pytest.raises(Unsupported, match=says):
         fused_slices(names, SHAPE, gate_up(lambda half: half))
 
 
-# -- ShardSpecs that stand for several tensors
+# -- ShardSpecs of fused tensors
 
 
 def spec(**more):
@@ -134,7 +134,7 @@ def spec(**more):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_shard_spec_with_slots_is_a_stack(rank):
+def test_a_shard_spec_with_slots_is_a_fused_tensor(rank):
     whole = torch.arange(120.0).view(SHAPE)
     with as_rank(rank, 2):
         of_mesh = spec(
@@ -159,6 +159,6 @@ def test_a_shard_spec_with_slots_is_a_stack(rank):
         ({"hf_slots": GATE_UP}, "got 6 names for 3 rows"),
     ],
 )
-def test_what_a_shard_spec_does_not_tell_is_refused_by_name_and_trainer_rank(more, says):
+def test_incomplete_shard_specs_are_refused_by_name_and_trainer_rank(more, says):
     with as_rank(1, 2), pytest.raises(Unsupported, match=f"^trainer rank 1: stack: .*{says}"):
         describe([("stack", torch.zeros(120), spec(**more))], trainer_rank=1, global_ranks=(0, 1))

@@ -1,6 +1,6 @@
-"""What every trainer rank holds, put together again, is the tensor: on real process groups, against torch's DTensor.
+"""What every trainer rank holds, put together, is the tensor: on real process groups, against torch's DTensor.
 
-All pieces of all holders are compared, so replicas are too. `full_tensor` may be called here and nowhere else.
+All shards of all holders are compared, so replicas are too. `full_tensor` may be called here and nowhere else.
 """
 
 import logging
@@ -25,13 +25,13 @@ def put_together(layout, shards_of_all, number):
     source = layout.tensors[number]
     whole = torch.zeros(source.shape, dtype=getattr(torch, source.dtype))
     times = torch.zeros(source.shape, dtype=torch.int64)
-    for piece in layout.shard_map(source).shards:
-        inside = tuple(slice(a, a + n) for a, n in zip(piece.local_start, piece.box.shape, strict=True))
-        held = [shards_of_all[rank][number][inside] for rank in piece.ranks]
+    for shard in layout.shard_map(source).shards:
+        inside = tuple(slice(a, a + n) for a, n in zip(shard.local_start, shard.box.shape, strict=True))
+        held = [shards_of_all[rank][number][inside] for rank in shard.ranks]
         if any(not torch.equal(bits(h), bits(held[0])) for h in held):
             return whole, "replicas differ"
-        whole[piece.box.slices()] = held[0]
-        times[piece.box.slices()] += 1
+        whole[shard.box.slices()] = held[0]
+        times[shard.box.slices()] += 1
     return whole, "" if bool((times == 1).all()) else "not every element exactly once"
 
 

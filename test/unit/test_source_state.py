@@ -1,4 +1,4 @@
-"""Tensors of every kind that a training state may hold: read where they are, or refused by name and trainer rank."""
+"""Tensors of every kind in a training state: read in place, or refused by name and trainer rank."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ def on_mesh(local, placements, shape=None):
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def test_shards_are_the_memory_itself_whatever_wraps_it():
+def test_shards_are_the_memory_itself():
     """Gradients, inference mode, 0-dim, no elements, any strides, a parameter, a view in a flat buffer."""
     flat = torch.arange(24.0)
     leaf = torch.ones(3, requires_grad=True)
@@ -53,7 +53,7 @@ def test_shards_are_the_memory_itself_whatever_wraps_it():
         assert described(tensors.items()).shards[0].data_ptr() == leaf.data_ptr()
 
 
-def test_distributed_tensors_of_any_class_are_read_by_their_mesh():
+def test_dtensors_of_any_class_are_read_by_their_mesh():
     class Ours(DTensor):
         pass
 
@@ -72,7 +72,7 @@ def test_distributed_tensors_of_any_class_are_read_by_their_mesh():
     assert [tuple(s.shape) for s in state.shards] == [(2, 3), (2, 3), (), (2, 0)]
 
 
-def test_what_is_still_on_its_way_is_waited_for():
+def test_async_collectives_are_waited_for():
     def given():
         sharded = on_mesh(torch.ones(2, 3), [Shard(0)])
         yield "w", sharded.redistribute(placements=[Replicate()], async_op=True)
@@ -114,7 +114,7 @@ def freed(tensor):
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("says", REFUSED)
-def test_what_cannot_be_carried_is_refused_by_name_and_trainer_rank(says):
+def test_unsupported_tensors_are_refused_by_name_and_trainer_rank(says):
     make, error = REFUSED[says]
     with as_rank(1, 4), pytest.raises(error, match=says) as caught:
         describe([("layers.0.w", make())], trainer_rank=1, global_ranks=(0, 1))
@@ -130,7 +130,7 @@ def test_shard_specs_are_refused_by_name_and_trainer_rank():
 # -- tied weights
 
 
-def test_one_tensor_under_several_names_is_one_memory():
+def test_tied_tensors_are_one_memory():
     embed = torch.nn.Parameter(torch.ones(4, 3))
     named = [("embed", embed), ("norm", torch.ones(3)), ("head", embed), ("copy", embed.detach().clone())]
     state = described([*named, ("detached", embed.detach())])
@@ -138,7 +138,7 @@ def test_one_tensor_under_several_names_is_one_memory():
     assert state.shards[0].data_ptr() == state.shards[2].data_ptr()
 
 
-def test_what_shares_memory_but_is_another_tensor_is_no_alias():
+def test_other_tensors_in_the_same_memory_are_not_tied():
     weight = torch.ones(4, 4)
     named = [
         ("w", weight),
@@ -152,7 +152,7 @@ def test_what_shares_memory_but_is_another_tensor_is_no_alias():
     assert tied_names(state.layout, state.shards) == {}
 
 
-def test_one_memory_by_other_placements_is_no_alias():
+def test_the_same_memory_with_other_placements_is_not_tied():
     shard = torch.ones(2, 2)
 
     def given():
