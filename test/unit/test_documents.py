@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from sglang_reshard import WeightSender, _deprecated
+from sglang_reshard import WeightSender, _deprecated, errors
 from sglang_reshard.patches import metrics
 from sglang_reshard.patches.metrics import METRICS
 from support.documents import (
@@ -133,6 +133,13 @@ def test_the_table_of_metrics_is_the_metrics():
 def test_the_table_of_phases_is_the_label_of_failures():
     told = [phase for row in table(OBSERVABILITY, "### Phases of failures") for phase in re.findall(r"`(\w+)`", row[0])]
     assert sorted(told) == sorted(metrics.FAILURE_PHASES)
+
+
+def test_the_table_of_errors_has_all_of_them():
+    there = {
+        name for name, kind in vars(errors).items() if isinstance(kind, type) and kind.__bases__ != (RuntimeError,)
+    }
+    assert {row[0].strip("`") for row in table(OPTIONS, "## Errors")} == there
 
 
 @pytest.mark.parametrize(
