@@ -17,7 +17,7 @@ def run_script(
     script: Path, *arguments: str, timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> list[str]:
     """The answers that a script gave, one after the other. Its errors fail the test."""
-    path = os.pathsep.join([str(TEST), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(TEST), str(TEST.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.NamedTemporaryFile("r") as answers:
         run = subprocess.run(
             [sys.executable, str(script), *arguments],

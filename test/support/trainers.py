@@ -35,7 +35,9 @@ def run_trainers(
     """What `function` ("module:name" of a module beside the tests) returned on each of `ranks` trainer ranks."""
     results = folder / "results"
     results.mkdir()
-    path = os.pathsep.join([str(TEST), str(TEST / "engine" / "live"), cpu_host.environment(1)["PYTHONPATH"]])
+    path = os.pathsep.join(
+        [str(TEST), str(TEST.parent), str(TEST / "engine" / "live"), cpu_host.environment(1)["PYTHONPATH"]]
+    )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
                "-m", "support.trainers", function, json.dumps({"folder": str(folder), **job})]  # fmt: skip
     variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})}

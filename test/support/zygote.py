@@ -48,6 +48,7 @@ from typing import Any, NoReturn
 
 import setproctitle
 
+from sglang_reshard.testing.cpu_host import verl_settings
 from support import sglangs
 
 _TEST = Path(__file__).parent.parent
@@ -56,6 +57,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _LENGTH = struct.Struct("!I")
 _PID = struct.Struct("!i")
 _MOST_DESCRIPTORS = 64
+LOW_NUMBERS = 400
 _COMMAND_LINE = 1 << 15  # bytes that a fork has for its own
 # Read at import, of what the tests set. Whoever wants another value than the zygote has is started the ordinary way.
 _READ_AT_IMPORT = ("TRITON_INTERPRET",)
@@ -266,6 +268,9 @@ def _await_parent(parent: int) -> None:
 
 # -- the fork
 
+# Objects that imports have made have them, event loops for example, and close them by number.
+_opened_by_imports: set[int] = set()
+
 
 def _become(order: _Order) -> None:
     """Everything that a process has from its start, as it was ordered."""
@@ -289,16 +294,18 @@ def _become(order: _Order) -> None:
 
 
 def _take(order: _Order) -> None:
-    """The descriptors that were given, under their numbers, and no others."""
-    above = max([*order.descriptors, *order.received, 2]) + 1
-    high = [_dup_above(fd, above) for fd in order.received]
-    os.closerange(0, above)
+    """The descriptors that were given, under their numbers, and of others only those that imports have opened."""
+    keep = {*order.descriptors, *_opened_by_imports}
+    high = [_dup_above(fd, max(keep) + 1) for fd in order.received]
     for number, fd in zip(order.descriptors, high, strict=True):
         os.dup2(fd, number)
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd not in order.descriptors:
-            with contextlib.suppress(OSError):
-                os.close(fd)
+    for fd in _descriptors() - keep:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def _descriptors() -> set[int]:
+    return set(map(int, os.listdir("/proc/self/fd")))
 
 
 def _dup_above(fd: int, least: int) -> int:
@@ -392,9 +399,17 @@ def _execute(arguments: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """What is imported."""
+    """What is imported, and with what in the environment."""
 
     modules: tuple[str, ...]
+    variables: Callable[[], Environment] = dict
+
+
+def _for_verl() -> dict[str, str]:
+    return {
+        **{name: value for name, value in verl_settings.environment(1).items() if name != "PYTHONPATH"},
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's, which would be a second thread
+    }
 
 
 _ENGINE = (
@@ -413,6 +428,23 @@ _ENGINE = (
 KINDS = {
     "cpu": Kind(_ENGINE),
     "newest": Kind(_ENGINE),
+    "verl": Kind(
+        (
+            *_ENGINE,
+            "ray",
+            "verl.checkpoint_engine",
+            "verl.trainer.main_ppo",
+            "verl.trainer.ppo.v1",
+            "verl.workers.engine_workers",
+            "verl.workers.rollout.sglang_rollout.async_sglang_server",
+            "verl.workers.rollout.sglang_rollout.sglang_rollout",
+            "sglang_reshard.verl",
+            "demo.reference",
+            "demo.verl_run",
+            "oracle.digests",
+        ),
+        _for_verl,
+    ),
     "gpu": Kind(("sglang.srt.model_loader", "sglang.srt.models.registry", "sglang.srt.server_args")),
 }
 
@@ -428,6 +460,7 @@ class Zygote:
         environment = {
             **sglangs.environment("newest" if kind == "newest" else "pinned"),
             **ORDINARY,
+            **KINDS[kind].variables(),
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",  # it starts its threads when it is imported
             "HF_HUB_OFFLINE": "1",
@@ -498,15 +531,33 @@ def forks(*kinds: str) -> Iterator[None]:
         _ask_from_now_on(before)
 
 
+def is_fork() -> bool:
+    """Whether this process and all that comes of it are forks."""
+    return _choose is not None
+
+
 def _of_session(environment: Environment) -> Forker | None:
-    newest = str(sglangs.NEWEST) in environment.get("PYTHONPATH", "").split(os.pathsep)
-    kind = environment.get(VARIABLE) or ("newest" if newest else "cpu")
-    return None if kind == "none" else zygote(kind).forker
+    path = list(map(Path, filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))))
+    kind = environment.get(VARIABLE) or ("newest" if sglangs.NEWEST in path else "cpu")
+    another = [p for p in path if p != sglangs.NEWEST and (p / "sglang").exists()]
+    return None if kind == "none" or another else zygote(kind).forker
 
 
 def end_all() -> None:
     while _zygotes:
         _zygotes.popitem()[1].end()
+
+
+@contextlib.contextmanager
+def _low_numbers_taken() -> Iterator[None]:
+    """What is opened meanwhile gets numbers above those that a fork will be given descriptors under."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    taken = [_dup_above(nothing, 3) for _ in range(LOW_NUMBERS)]
+    try:
+        yield
+    finally:
+        for fd in (nothing, *taken):
+            os.close(fd)
 
 
 def _import(kind: str) -> None:
@@ -526,7 +577,10 @@ def begin(kind: str, descriptor: int) -> None:
     del sys.path[0]  # the directory that this was started in
     connection = socket.socket(fileno=descriptor)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _import(kind)
+    with _low_numbers_taken():
+        before = _descriptors()
+        _import(kind)
+        _opened_by_imports.update(_descriptors() & _descriptors() - before)  # twice: looking opens one, too
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads in the zygote: {threading.enumerate()}"
     sys.stdout.flush()

@@ -44,7 +44,7 @@ class PairHost:
             text=True,
             env={
                 **os.environ,
-                "PYTHONPATH": str(TEST),
+                "PYTHONPATH": os.pathsep.join([str(TEST), str(TEST.parent)]),
                 "OMP_NUM_THREADS": "1",
                 zygote.VARIABLE: kind,
             },
