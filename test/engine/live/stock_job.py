@@ -21,6 +21,7 @@ from sglang_reshard.testing import cpu_host
 
 Digests = list[dict[str, str]]
 LONG = [[(7 * i) % 400 + 3 for i in range(40)]]  # long enough for its beginning to be cached
+IN_FLIGHT = 150  # new tokens of a request that is served while weights change: seconds, and a pause comes at the first
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
@@ -169,7 +170,7 @@ def pauses(run: Job, first: Any) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for mode in ("abort", "retract", "in_place"):
         to_weights(run, "1")
-        flight = Flight(first, PROMPTS[0], 400) if first else None
+        flight = Flight(first, PROMPTS[0], IN_FLIGHT) if first else None
         had = flight.pause(mode) if flight else 0
         refusal = to_weights(run, "2", refused=mode == "in_place")
         if mode == "in_place":
