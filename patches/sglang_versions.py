@@ -110,7 +110,7 @@ def record_weight_version(scheduler: Scheduler, version: str | None) -> None:
 
 
 def batches(scheduler: Scheduler) -> list[Any]:
-    """Returns the batches in flight. Until 0.5.15 `cur_batch` may have finished; from 0.5.16 it is for debugging only."""
+    """Returns the batches in flight. Until 0.5.15 `cur_batch` may be finished; from 0.5.16 it is only for debugging."""
     found = (scheduler.running_batch, scheduler.last_batch, getattr(scheduler, "cur_batch", None))
     return [batch for batch in found if batch is not None]
 

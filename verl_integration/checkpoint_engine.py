@@ -1,12 +1,12 @@
-"""verl's `CheckpointEngine` for standalone replicas: from trainer memory to live parameters in one hop.
+"""Implements verl's `CheckpointEngine` for standalone replicas: from trainer memory directly to live parameters.
 
-One sync, as verl drives it:
+The methods of one sync, in the order in which verl calls them:
 
-    prepare             trainer rank 0 opens the hub where all meet; a replica's first worker names its life
-    build_topology      in the driver: which replicas there are, told to all
-    init_process_group  trainer ranks open a session with each new replica and close those of replicas that went
-    send_weights        on trainer ranks; trainer rank 0 asks each replica's server to update itself
-    receive_weights     on rollout workers: no weights pass through them, they wait for how it ended
+    prepare             trainer rank 0 starts the control server; a replica's first worker generates the replica's name
+    build_topology      in the driver: sends the list of replicas to all workers
+    init_process_group  trainer ranks open a session with each new replica, and close those of replicas that left
+    send_weights        on trainer ranks; trainer rank 0 requests the update from each replica's server
+    receive_weights     on rollout workers: no weights pass through them, they wait for the outcome
     finalize            nothing: plans, handles and connections are kept for the next sync
 """
 
@@ -26,18 +26,18 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Failure
 from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.verl import server_adapter
-from sglang_reshard.verl.meeting import Arrival, Meeting
+from sglang_reshard.verl.engine_weights import engine_of, install
+from sglang_reshard.verl.replica_sender import ReplicaSender
 from sglang_reshard.verl.settings import BACKEND, Settings
-from sglang_reshard.verl.trainer import TrainerRank
-from sglang_reshard.verl.weights import engine_of, install
+from sglang_reshard.verl.sync_channel import PendingSync, SyncChannel
 
 
-class Place(msgspec.Struct, frozen=True):
-    """What a worker says of itself in `prepare`.
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """What a worker returns from `prepare`.
 
-    address  on trainer rank 0: of the hub
+    address  on trainer rank 0: of the control server
     sync     on trainer rank 0: number of the sync that begins
-    replica  on a replica's first worker: the name of its life
+    replica  on a replica's first worker: the replica's name, which changes when it is restarted
     """
 
     address: Address | None = None
@@ -46,7 +46,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """Who takes part in one sync. `replica` is a rollout worker's own."""
+    """The participants of one sync. `replica` is the one that a rollout worker belongs to."""
 
     address: Address
     sync: int
@@ -56,11 +56,11 @@ class Topology(msgspec.Struct, frozen=True):
 
 @CheckpointEngineRegistry.register(BACKEND)
 class ReshardCheckpointEngine(CheckpointEngine):
-    """One worker's, on either side.
+    """The checkpoint engine of one worker, on either side.
 
     bucket_size  verl's, for staging whole tensors; not used
-    is_master    given to trainer ranks only
-    settings     of `engine_kwargs.reshard`, see `Settings`
+    is_master    passed to trainer ranks only
+    settings     `engine_kwargs.reshard`, see `Settings`
     """
 
     wire_format = BACKEND
@@ -68,87 +68,86 @@ class ReshardCheckpointEngine(CheckpointEngine):
     def __init__(self, bucket_size: int, is_master: bool | None = None, **settings: Any) -> None:
         self._settings = Settings.of(settings)
         self._is_trainer = is_master is not None
-        self._trainer: TrainerRank | None = None
+        self._sender: ReplicaSender | None = None
         self._topology: Topology | None = None
-        self._meeting: Meeting | None = None
+        self._channel: SyncChannel | None = None
         self._sync = 0
-        # A replica that is started anew has new workers, and so another name.
-        leads = not self._is_trainer and int(os.environ.get("RANK", "0")) == 0
-        self._replica = secrets.token_hex(8) if leads else ""
+        # A restarted replica has new workers, and therefore another name.
+        is_first = not self._is_trainer and int(os.environ.get("RANK", "0")) == 0
+        self._replica = secrets.token_hex(8) if is_first else ""
         if self._is_trainer:
             install()
-        # A trainer that hosts no rollout need not import SGLang for it.
+        # Does not import SGLang into a trainer that hosts no rollout.
         if not self._is_trainer or server_adapter.STOCK_MODULE in sys.modules:
             server_adapter.install()
 
     def prepare(self) -> dict[str, Any]:
         address = None
         if self._is_trainer:
-            self._trainer = self._trainer or TrainerRank(self._settings)
-            address = self._trainer.host()
+            self._sender = self._sender or ReplicaSender(self._settings)
+            address = self._sender.host()
             self._sync += 1
-        return msgspec.to_builtins(Place(address, self._sync, self._replica))
+        return msgspec.to_builtins(WorkerInfo(address, self._sync, self._replica))
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        places = [msgspec.convert(place, Place) for place in metadata]
-        trainers, workers = places[:actor_wg_world_size], places[actor_wg_world_size:]
-        leader = next((place for place in trainers if place.address is not None), None)
-        if leader is None or leader.address is None:
+        infos = [msgspec.convert(info, WorkerInfo) for info in metadata]
+        trainers, workers = infos[:actor_wg_world_size], infos[actor_wg_world_size:]
+        rank0 = next((info for info in trainers if info.address is not None), None)
+        if rank0 is None or rank0.address is None:
             raise Unsupported("no actor worker is trainer rank 0; were actor workers and rollout workers swapped?")
-        owner, owners = "", []
-        for place in workers:  # of one replica after the other, its first worker first
-            owner = place.replica or owner
-            owners.append(owner)
-        replicas = tuple(dict.fromkeys(owners))
-        topology = Topology(leader.address, leader.sync, replicas)
-        told = [msgspec.to_builtins(msgspec.structs.replace(topology, replica=owner)) for owner in owners]
-        return {"topology": [msgspec.to_builtins(topology)] * len(trainers)}, {"topology": told}
+        replica, replica_of = "", []
+        for info in workers:  # one replica after the other, each with its first worker first
+            replica = info.replica or replica
+            replica_of.append(replica)
+        topology = Topology(rank0.address, rank0.sync, tuple(dict.fromkeys(replica_of)))
+        own = [msgspec.to_builtins(msgspec.structs.replace(topology, replica=replica)) for replica in replica_of]
+        return {"topology": [msgspec.to_builtins(topology)] * len(trainers)}, {"topology": own}
 
     def init_process_group(self, **kwargs: Any) -> None:
-        """`topology`: this worker's of `build_topology`."""
-        self._topology = told = msgspec.convert(kwargs["topology"], Topology)
-        if self._meeting is None or self._meeting.address != told.address:
-            self._meeting = Meeting(told.address, self._settings.timeout)
-        if self._trainer is not None:
-            leads = self._trainer.rank == 0
-            engines = {name: self._send(self._meeting, name) if leads else None for name in told.replicas}
-            self._trainer.attend(told.address, engines)
+        """`topology` is what `build_topology` returned for this worker."""
+        self._topology = topology = msgspec.convert(kwargs["topology"], Topology)
+        if self._channel is None or self._channel.address != topology.address:
+            self._channel = SyncChannel(topology.address, self._settings.timeout)
+        if self._sender is not None:
+            is_rank0 = self._sender.rank == 0
+            sends = {name: self._send_to(self._channel, name) if is_rank0 else None for name in topology.replicas}
+            self._sender.set_replicas(topology.address, sends)
 
     def finalize(self) -> None:
         return
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
-        """The metrics of the sync on trainer rank 0; nothing on the others, whose metrics are the same."""
-        trainer, topology, meeting = self._trainer, self._topology, self._meeting
-        assert trainer is not None
+        """Returns the metrics of the sync on trainer rank 0, and an empty dict on the others."""
+        sender, topology, channel = self._sender, self._topology, self._channel
+        assert sender is not None
         assert topology is not None
-        assert meeting is not None
+        assert channel is not None
         failure = None
         try:
-            metrics = trainer.update(engine_of(weights), global_steps)
+            metrics = sender.update(engine_of(weights), global_steps)
         except BaseException as error:
             failure = Failure.of(error)
             raise
         finally:
-            if trainer.rank == 0:
-                meeting.say_outcome(topology.sync, topology.replicas, failure)
-        return metrics if trainer.rank == 0 else {}
+            if sender.rank == 0:
+                channel.put_outcome(topology.sync, topology.replicas, failure)
+        return metrics if sender.rank == 0 else {}
 
-    def receive_weights(self, global_steps: int | None = None) -> Arrival:
+    def receive_weights(self, global_steps: int | None = None) -> PendingSync:
         assert self._topology is not None
-        assert self._meeting is not None
-        return Arrival(self._meeting, self._topology.sync, self._topology.replica, bool(self._replica))
+        assert self._channel is not None
+        return PendingSync(self._channel, self._topology.sync, self._topology.replica, bool(self._replica))
 
-    def _send(self, meeting: Meeting, replica: str) -> Send:
+    def _send_to(self, channel: SyncChannel, replica: str) -> Send:
         timeout = self._settings.timeout
         known: list[Send] = []
 
         def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
             if not known:
-                known.append(RemoteEngine(meeting.url_of(replica), timeout_s=timeout).update_weights_distributed)
+                known.append(RemoteEngine(channel.get_url(replica), timeout_s=timeout).update_weights_distributed)
             return known[0](request)
 
         return send

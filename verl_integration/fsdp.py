@@ -1,4 +1,4 @@
-"""verl's FSDP2 engines: the DTensors of the state dict, under the names of the checkpoint."""
+"""Reads verl's FSDP2 engines: the DTensors of the state dict, under their names in the checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from sglang_reshard.sources.fused import slice_of
 
 
 def is_fsdp2(engine: Any) -> bool:
-    """Whether the DTensors of an engine's state dict say all. VeOmni's are FSDP2's, too, of experts split by hand."""
+    """Returns True if the DTensors of an engine's state dict describe its shards completely.
+
+    VeOmni's engines use FSDP2, too, but shard experts outside of it.
+    """
     from verl.utils.fsdp_utils import fsdp_version
     from verl.workers.engine.fsdp import FSDPEngine
 
@@ -27,7 +30,7 @@ def is_peft(engine: Any) -> bool:
 
 @contextlib.contextmanager
 def merged(engine: Any) -> Iterator[None]:
-    """Adapters, if there are any, are merged into the weights for as long as they are read, as verl merges them."""
+    """Merges LoRA adapters, if there are any, into the weights inside the block, as verl does."""
     if not is_peft(engine):
         yield
         return
@@ -38,10 +41,10 @@ def merged(engine: Any) -> Iterator[None]:
 
 
 class Fsdp2:
-    """Keeps how stacked experts split, by name: a `FusedTensor` that is the same object stands for no change."""
+    """Reads shards. Keeps the `FusedTensor` of each tensor of fused experts: the same object means no change."""
 
     def __init__(self) -> None:
-        self._stacks: dict[str, FusedTensor | None] = {}
+        self._fused: dict[str, FusedTensor | None] = {}
 
     def tensors(self, engine: Any) -> list[tuple[Any, ...]]:
         from verl.utils.fsdp_utils import normalize_peft_param_name
@@ -52,24 +55,24 @@ class Fsdp2:
             state = normalize_peft_param_name(state)
         state = convert_weight_keys(state, engine.module)
         model_type = engine.model_config.hf_config.model_type
-        given: list[tuple[Any, ...]] = []
+        shards: list[tuple[Any, ...]] = []
         for name, tensor in state.items():
-            stack = self._stack(name, tensor, model_type)
-            given.append((name, tensor) if stack is None else (name, tensor, stack))
-        return given
+            fused = self._fused_tensor(name, tensor, model_type)
+            shards.append((name, tensor) if fused is None else (name, tensor, fused))
+        return shards
 
-    def _stack(self, name: str, tensor: torch.Tensor, model_type: str) -> FusedTensor | None:
-        """What verl's own rule makes of a tensor of stacked experts, learned on a tensor without bytes."""
-        if name not in self._stacks:
-            self._stacks[name] = _split(name, tuple(tensor.shape), model_type)
-        return self._stacks[name]
+    def _fused_tensor(self, name: str, tensor: torch.Tensor, model_type: str) -> FusedTensor | None:
+        if name not in self._fused:
+            self._fused[name] = _unfused(name, tuple(tensor.shape), model_type)
+        return self._fused[name]
 
 
-def _split(name: str, shape: tuple[int, ...], model_type: str) -> FusedTensor | None:
+def _unfused(name: str, shape: tuple[int, ...], model_type: str) -> FusedTensor | None:
+    """Returns the slices that verl makes of a tensor of fused experts, found on the meta device; None for others."""
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
     whole = torch.empty(shape, device="meta")
-    parts = list(unfuse_moe_params([(name, whole)], model_type))
-    if len(parts) == 1 and parts[0][1] is whole:
+    slices = list(unfuse_moe_params([(name, whole)], model_type))
+    if len(slices) == 1 and slices[0][1] is whole:
         return None
-    return FusedTensor(tuple((part, slice_of(view, shape)) for part, view in parts))
+    return FusedTensor(tuple((member, slice_of(view, shape)) for member, view in slices))

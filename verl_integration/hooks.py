@@ -1,4 +1,4 @@
-"""Wrapping a method of verl's, once in a process."""
+"""Wraps methods of verl's classes, once per process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _MARK = "_sglang_reshard"
 
 
 def around(
-    owner: type, name: str, ours: Callable[..., Any], dressed: Callable[[Any], Any] = lambda method: method
+    owner: type, name: str, hook: Callable[..., Any], decorator: Callable[[Any], Any] = lambda method: method
 ) -> None:
-    """Call `ours(stock, self, ...)` where `owner.name(self, ...)` is called; `stock` is the method as it was.
+    """Makes `owner.name(self, ...)` call `hook(stock, self, ...)`, where `stock` is the original method.
 
-    Only a method that `owner` itself defines. A second call does nothing.
+    Only for methods that `owner` itself defines. A second call does nothing.
 
-    dressed  a decorator of the result, for methods whose decorator looks at who calls them
+    decorator  applied to the result, for methods whose decorator inspects the caller
     """
     stock = vars(owner)[name]
     if hasattr(stock, _MARK):
@@ -24,8 +24,8 @@ def around(
 
     @functools.wraps(stock)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours(stock, self, *args, **kwargs)
+        return hook(stock, self, *args, **kwargs)
 
-    outermost = dressed(method)
+    outermost = decorator(method)
     setattr(outermost, _MARK, True)
     setattr(owner, name, outermost)

@@ -1,10 +1,10 @@
-"""verl's Megatron engine: the live parameters of Megatron-Core, under the names of the checkpoint.
+"""Reads verl's Megatron engine: the live parameters of Megatron-Core, under their names in the checkpoint.
 
-Megatron-Bridge has a converter to the checkpoint for each parameter, which gathers first. verl makes a probe of it
-that runs the same code without communication: other ranks' elements are placeholders. That is run once, without
-bytes, by `HeldParameters`.
+Megatron-Bridge has a converter to the checkpoint for each parameter, which gathers first. verl makes a probe of it that
+runs the same code without communication: other ranks' elements are placeholders. `TracedParameters` traces it once, on
+tensors without data.
 
-verl's own index of probes (`_mcore_export_index`) is not used: to make it, every probe is run on real tensors of the
+verl's own index of probes (`_mcore_export_index`) is not used: to build it, every probe is run on real tensors of the
 checkpoint's size, and placeholders as large as the shards are kept.
 """
 
@@ -17,41 +17,41 @@ import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import ExplicitSharding
-from sglang_reshard.verl.exchange import Exchange
-from sglang_reshard.verl.held_parameters import Conversion, HeldParameters
+from sglang_reshard.verl.shard_exchange import AllGather
+from sglang_reshard.verl.traced_parameters import Conversion, TracedParameters
 
-# Megatron pads these to a multiple of the tensor parallel size; checkpoints end where the vocabulary does.
-_OVER_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+# Megatron pads these to a multiple of the tensor parallel size; checkpoints are not padded.
+_PADDED_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class Megatron:
-    """One trainer rank's reading of a Megatron engine. Its parameters are probed at the first sync."""
+    """Reads one trainer rank's parameters. Traces their converters at the first sync."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._parameters: HeldParameters | None = None
+    def __init__(self, all_gather: AllGather) -> None:
+        self._all_gather = all_gather
+        self._parameters: TracedParameters | None = None
 
     def tensors(self, engine: Any) -> list[tuple[str, torch.Tensor, ExplicitSharding]]:
-        """What `describe` takes. Raises Unsupported and Mismatch as `HeldParameters` does, the first time."""
+        """Returns the arguments of `describe`. Raises as `TracedParameters` does, the first time."""
         if self._parameters is None:
             _check(engine)
-            self._parameters = HeldParameters(_conversions(engine), self._exchange)
+            self._parameters = TracedParameters(_conversions(engine), self._all_gather)
         return self._parameters.tensors()
 
 
 def _check(engine: Any) -> None:
     if engine.vanilla_bridge:
-        raise Unsupported("the old mbridge has no converters to probe; set megatron.vanilla_mbridge=False")
+        raise Unsupported("the old mbridge has no converters to trace; set megatron.vanilla_mbridge=False")
     if engine.peft_cls is not None:
-        raise Unsupported("LoRA adapters on Megatron's parameters are not carried")
+        raise Unsupported("LoRA adapters on Megatron's parameters are not supported")
 
 
 def _conversions(engine: Any) -> Iterator[Conversion]:
-    """Every parameter of all pipeline stages; Megatron-Bridge lists them alike on all ranks."""
+    """Yields every parameter of all pipeline stages; Megatron-Bridge lists them in the same order on all ranks."""
     vocabulary = engine.model_config.hf_config.get_text_config().vocab_size
     finish = _finish(engine.bridge)
     for task in engine.bridge.get_conversion_tasks(engine.module):
-        if task is None or task.param_weight is None:  # of no use to the checkpoint, or of another pipeline stage
+        if task is None or task.param_weight is None:  # not in the checkpoint, or of another pipeline stage
             yield Conversion("", None, _nothing)
         else:
             yield Conversion(task.global_param_name, task.param_weight, _converter(task, finish, vocabulary))
@@ -62,7 +62,7 @@ def _nothing(shard: torch.Tensor) -> Mapping[str, torch.Tensor]:
 
 
 def _finish(bridge: Any) -> Callable[[Any, Any], Mapping[str, torch.Tensor]]:
-    """What the architecture's bridge does to the tensors that one task was converted to."""
+    """Returns the function by which the architecture's bridge modifies the converted tensors of a task."""
     hook = getattr(getattr(bridge, "_model_bridge", None), "maybe_modify_converted_hf_weight", None)
     if hook is None:
         return lambda task, tensors: tensors
@@ -77,10 +77,10 @@ def _converter(
         from verl.workers.engine.megatron.delta_export import make_probe
 
         if getattr(task.mapping, "is_grouped_export", False):
-            raise Unsupported("it is one of the experts that the checkpoint has stacked in one tensor")
+            raise Unsupported("it is one of several experts that the checkpoint has fused in one tensor")
         probe = make_probe(task.mapping, task.megatron_module)
         tensors = finish(task, probe.megatron_to_hf(shard, task.megatron_module))
-        if task.global_param_name.endswith(_OVER_VOCABULARY):
+        if task.global_param_name.endswith(_PADDED_VOCABULARY):
             return {name: tensor[:vocabulary] for name, tensor in tensors.items()}
         return tensors
 

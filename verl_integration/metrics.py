@@ -1,4 +1,4 @@
-"""What a sync tells verl's logger."""
+"""Computes the metrics of a sync for verl's logger."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from sglang_reshard.observability.report import UpdateReport
 
 
-def metrics_of(reports: Mapping[str, UpdateReport], seconds: float) -> dict[str, float]:
-    """The metrics of one sync, from the report of each engine (replica).
+def sync_metrics(reports: Mapping[str, UpdateReport], seconds: float) -> dict[str, float]:
+    """Returns the metrics of one sync from the reports of all engines (replicas).
 
-    seconds  of the whole sync, as trainer rank 0 saw it
+    seconds  of the whole sync on trainer rank 0
 
     reshard/seconds             of the whole sync
-    reshard/bytes_per_rank      bytes that the engine rank with the most received
-    reshard/gb_per_s            those, over the whole sync, in 10^9 bytes per second
-    reshard/peak_extra_bytes    the most memory that an engine rank took beyond its own
-    reshard/sent_bytes_rank0    bytes that engine ranks took of trainer rank 0's shards: each what it lacks, so what all
-                                of them hold, as norms, counts for each
-    reshard/seconds/PHASE       of the slowest rank
-    reshard/predicted_seconds   what the cost model expected `move` to take
-    reshard/transport/NAME      how many engines were reached this way
+    reshard/bytes_per_rank      bytes received, on the engine rank that received the most
+    reshard/gb_per_s            these over the whole sync, in 10^9 bytes per second
+    reshard/peak_extra_bytes    peak memory beyond its own, on the engine rank that used the most
+    reshard/sent_bytes_rank0    bytes that engine ranks read or received of trainer rank 0's shards; tensors that
+                                several engine ranks hold, such as norms, count for each
+    reshard/seconds/PHASE       on the slowest rank
+    reshard/predicted_seconds   the cost model's prediction of `move`
+    reshard/transport/NAME      number of engines updated by this transport
     """
     ranks = [rank for report in reports.values() for rank in report.engine_ranks]
     received = max((rank.received_bytes for rank in ranks), default=0)
@@ -41,9 +41,9 @@ def metrics_of(reports: Mapping[str, UpdateReport], seconds: float) -> dict[str,
     return found
 
 
-def reasons_of(reports: Mapping[str, UpdateReport]) -> str:
-    """Which transport each engine was reached by, and why, in words."""
-    said: dict[str, list[str]] = {}
+def transport_reasons(reports: Mapping[str, UpdateReport]) -> str:
+    """Returns a sentence on each engine's transport and the reason for it."""
+    engines: dict[str, list[str]] = {}
     for name, report in reports.items():
-        said.setdefault(f"{report.transport}: {report.transport_reason}", []).append(name)
-    return "; ".join(f"{', '.join(names)}: {what}" for what, names in said.items())
+        engines.setdefault(f"{report.transport}: {report.transport_reason}", []).append(name)
+    return "; ".join(f"{', '.join(names)}: {what}" for what, names in engines.items())

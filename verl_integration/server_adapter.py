@@ -1,9 +1,9 @@
-"""SGLang's `ServerAdapter` in verl: `update_weights` takes a training engine's shards instead of gathered tensors.
+"""Hooks verl's SGLang `ServerAdapter`: `update_weights` uses a training engine's shards instead of gathered tensors.
 
-    a hybrid worker   trainer ranks reshard into the servers of all replicas; trainer rank 0 asks each server once
-    a rollout worker  of a standalone replica: says where its server is, and waits for how the sync ended
+    a hybrid worker   trainer ranks update the servers of all replicas; trainer rank 0 sends each server one request
+    a rollout worker  of a standalone replica: publishes its server's URL, and waits for the outcome of the sync
 
-What is not carried goes the way that verl itself would go, and a warning says so.
+Weights that are not supported are synced by verl's own method, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ import msgspec
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.control import Address
 from sglang_reshard.trainer.collectives import broadcast_message, gather_messages
-from sglang_reshard.verl.export import not_carried
+from sglang_reshard.verl.engine_shards import unsupported_reason
+from sglang_reshard.verl.engine_weights import engine_of
 from sglang_reshard.verl.hooks import around
-from sglang_reshard.verl.meeting import Arrival
+from sglang_reshard.verl.replica_sender import ReplicaSender, world
 from sglang_reshard.verl.settings import BACKEND, Settings
-from sglang_reshard.verl.trainer import TrainerRank, world
-from sglang_reshard.verl.weights import engine_of
+from sglang_reshard.verl.sync_channel import PendingSync
 
 logger = logging.getLogger(__name__)
 STOCK_MODULE = "verl.workers.rollout.sglang_rollout.sglang_rollout"
-_COLOCATED = "_sglang_reshard_colocated"
+_SENDER = "_sglang_reshard_sender"  # on the adapter
+_WARNED = "_sglang_reshard_warned"
 Stock = Callable[..., Awaitable[Any]]
 
 
 class _Server(msgspec.Struct, frozen=True):
-    """The server that a worker leads; no URL if it leads none."""
+    """The server that a worker is the first of; no URL for other workers."""
 
     url: str = ""
 
@@ -50,51 +51,51 @@ async def _update_weights(
     global_steps: int | None = None,
     **kwargs: Any,
 ) -> Any:
-    if isinstance(weights, Arrival):
-        return await _arrive(adapter, weights, global_steps)
-    # A checkpoint engine's worker says in which form its weights come; a hybrid worker, which has the engine, does not.
+    if isinstance(weights, PendingSync):
+        return await _wait_for_sync(adapter, weights, global_steps)
+    # A checkpoint engine's worker passes the wire format of its weights; a hybrid worker has the engine, and does not.
     if "wire_format" not in kwargs and adapter.config.checkpoint_engine.backend == BACKEND:
         engine = engine_of(weights)
-        reason = not_carried(engine, adapter, kwargs.get("peft_config"))
+        reason = unsupported_reason(engine, adapter, kwargs.get("peft_config"))
         if not reason:
             return await _reshard(adapter, engine, global_steps)
-        _say_once(adapter, f"reshard: {reason}; this sync takes verl's own path, which gathers every tensor")
+        _warn_once(adapter, f"reshard: {reason}; this sync uses verl's own method, which gathers every tensor")
     return await stock(adapter, weights, global_steps=global_steps, **kwargs)
 
 
-async def _arrive(adapter: Any, arrival: Arrival, global_steps: int | None) -> None:
+async def _wait_for_sync(adapter: Any, pending: PendingSync, global_steps: int | None) -> None:
     await adapter._init_server_adapter()
-    if not arrival.leads:
+    if not pending.is_first:
         return
-    arrival.meeting.say_url(arrival.replica, adapter._engine.server_args.url())
-    await asyncio.to_thread(arrival.meeting.await_outcome, arrival.sync, arrival.replica)
+    pending.channel.put_url(pending.replica, adapter._engine.server_args.url())
+    await asyncio.to_thread(pending.channel.wait_for_outcome, pending.sync, pending.replica)
     await _set_global_steps(adapter, global_steps)
 
 
 async def _reshard(adapter: Any, engine: Any, global_steps: int | None) -> dict[str, float]:
     await adapter._init_server_adapter()
-    trainer = getattr(adapter, _COLOCATED, None)
-    if trainer is None:
-        trainer = _colocated(adapter)
-        setattr(adapter, _COLOCATED, trainer)
-    metrics = trainer.update(engine, global_steps)
+    sender = getattr(adapter, _SENDER, None)
+    if sender is None:
+        sender = _colocated_sender(adapter)
+        setattr(adapter, _SENDER, sender)
+    metrics = sender.update(engine, global_steps)
     if adapter._engine is not None and adapter._is_server_tp_leader():
         await _set_global_steps(adapter, global_steps)
     return metrics
 
 
-def _colocated(adapter: Any) -> TrainerRank:
-    """Sessions with the servers of all hybrid replicas. Collective over the trainer ranks."""
+def _colocated_sender(adapter: Any) -> ReplicaSender:
+    """Opens sessions with the servers of all hybrid replicas. Collective over the trainer ranks."""
     settings = Settings.of_rollout(adapter.config.checkpoint_engine)
-    trainer = TrainerRank(settings)
+    sender = ReplicaSender(settings)
     url = adapter._engine.server_args.url() if adapter._engine is not None else ""
     servers = gather_messages(_Server(url), _Server, world())
-    address = broadcast_message(trainer.host(), Address, world())
+    address = broadcast_message(sender.host(), Address, world())
     urls = dict.fromkeys(server.url for server in servers if server.url)
-    engines = (RemoteEngine(url, timeout_s=settings.timeout) if trainer.rank == 0 else None for url in urls)
+    engines = (RemoteEngine(url, timeout_s=settings.timeout) if sender.rank == 0 else None for url in urls)
     sends = {url: e.update_weights_distributed if e else None for url, e in zip(urls, engines, strict=True)}
-    trainer.attend(address, sends)
-    return trainer
+    sender.set_replicas(address, sends)
+    return sender
 
 
 async def _set_global_steps(adapter: Any, global_steps: int | None) -> None:
@@ -102,7 +103,7 @@ async def _set_global_steps(adapter: Any, global_steps: int | None) -> None:
         await adapter.server_actor.set_global_steps.remote(global_steps)
 
 
-def _say_once(adapter: Any, what: str) -> None:
-    if getattr(adapter, "_sglang_reshard_said", "") != what:
-        adapter._sglang_reshard_said = what
-        logger.warning("%s", what)
+def _warn_once(adapter: Any, message: str) -> None:
+    if getattr(adapter, _WARNED, "") != message:
+        setattr(adapter, _WARNED, message)
+        logger.warning("%s", message)

@@ -1,4 +1,4 @@
-"""What a user can set: `checkpoint_engine.engine_kwargs.reshard` in verl's configuration."""
+"""Parses the user's settings: `checkpoint_engine.engine_kwargs.reshard` in verl's configuration."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Settings of all syncs of a run.
 
     transport     "auto", "ipc", "p2p" or "broadcast", see `sglang_reshard.plan.strategy`
-    bucket_bytes  size of a bucket; a rank holds at most two. verl's update_weights_bucket_megabytes is for staging
-                  whole tensors, of which there is none here
-    check_finite  look for NaN and infinities in every shard first, and refuse them
-    verify        "off", "sample" or "full": compare what has arrived with what was sent before it counts
+    bucket_bytes  size of a bucket; a rank holds at most two. verl's update_weights_bucket_megabytes, for staging whole
+                  tensors, has no effect
+    check_finite  check every shard for NaN and infinities first, and refuse them
+    verify        "off", "sample" or "full": compare checksums of the received weights with the trainer's
     staged        keep new weights beside the old ones until all have arrived
     timeout       seconds that any one wait of a sync may last
-    ignore        names that the engine may have no use for, as patterns of fnmatch
-    interface     address of trainer rank 0's host that rollout hosts reach; Ray's address of that node if empty
+    ignore        fnmatch patterns of names that the engine need not use
+    interface     address of trainer rank 0's host that rollout hosts can reach; Ray's address of that node if empty
     """
 
     transport: str = "auto"
@@ -39,13 +39,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
-        """Raises Unsupported for a setting that there is not, and for values that it cannot have."""
+        """Raises Unsupported for an unknown setting and for an invalid value."""
         try:
             settings = msgspec.convert(_plain(given), cls, strict=False)
         except msgspec.ValidationError as error:
             names = ", ".join(cls.__struct_fields__)
             raise Unsupported(
-                f"checkpoint_engine.engine_kwargs.{BACKEND}: {error}. Its settings are {names}"
+                f"checkpoint_engine.engine_kwargs.{BACKEND}: {error}. The settings are {names}"
             ) from error
         check_transport(settings.transport)
         if settings.bucket_bytes < 1 or settings.timeout <= 0:
@@ -57,12 +57,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @classmethod
     def of_rollout(cls, checkpoint_engine: Any) -> Settings:
-        """The settings in a rollout's `checkpoint_engine` configuration."""
+        """Reads the settings of a rollout's `checkpoint_engine` configuration."""
         return cls.of((checkpoint_engine.engine_kwargs or {}).get(BACKEND) or {})
 
 
 def _plain(given: Any) -> Any:
-    """Hydra's own dictionaries and lists, as Python's."""
+    """Converts Hydra's dictionaries and lists to Python's."""
     if isinstance(given, Mapping):
         return {str(key): _plain(value) for key, value in given.items()}
     return list(given) if not isinstance(given, (str, bytes)) and hasattr(given, "__iter__") else given

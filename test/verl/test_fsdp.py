@@ -14,7 +14,7 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import describe
 from sglang_reshard.trainer.publisher import ShardPublisher
 from support.world import run_world
-from test_contract import assembled
+from test_shard_contract import assembled
 
 RANKS = 3
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_reshard.observability.report import RankReport, TrainerRankReport, UpdateReport
-from sglang_reshard.verl.metrics import metrics_of, reasons_of
+from sglang_reshard.verl.metrics import sync_metrics, transport_reasons
 
 
 def report(transport: str, received: int, move: float) -> UpdateReport:
@@ -12,7 +12,7 @@ def report(transport: str, received: int, move: float) -> UpdateReport:
         message="",
         weight_version=None,
         transport=transport,
-        transport_reason="asked for",
+        transport_reason="requested",
         predicted_seconds=0.1,
         bucket_bytes=1,
         seconds={"move": move},
@@ -23,7 +23,7 @@ def report(transport: str, received: int, move: float) -> UpdateReport:
 
 def test_the_slowest_and_the_largest_count() -> None:
     reports = {"a": report("ipc", 1_000, 0.25), "b": report("p2p", 4_000, 0.5)}
-    assert metrics_of(reports, 2.0) == {
+    assert sync_metrics(reports, 2.0) == {
         "reshard/seconds": 2.0,
         "reshard/bytes_per_rank": 4_000.0,
         "reshard/gb_per_s": 2e-6,
@@ -34,5 +34,5 @@ def test_the_slowest_and_the_largest_count() -> None:
         "reshard/transport/ipc": 1.0,
         "reshard/transport/p2p": 1.0,
     }
-    assert reasons_of(reports) == "a: ipc: asked for; b: p2p: asked for"
-    assert reasons_of({"a": reports["a"], "c": reports["a"]}) == "a, c: ipc: asked for"
+    assert transport_reasons(reports) == "a: ipc: requested; b: p2p: requested"
+    assert transport_reasons({"a": reports["a"], "c": reports["a"]}) == "a, c: ipc: requested"

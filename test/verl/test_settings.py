@@ -23,7 +23,7 @@ def test_nothing_need_be_set() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"transprt": "p2p"}, ["transprt", "Its settings are transport, bucket_bytes"]),
+        ({"transprt": "p2p"}, ["transprt", "The settings are transport, bucket_bytes"]),
         ({"transport": "rdma"}, ["rdma", "ipc"]),
         ({"verify": "finite"}, ["finite", "verify"]),
         ({"bucket_bytes": "much"}, ["bucket_bytes"]),

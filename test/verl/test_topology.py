@@ -9,18 +9,18 @@ import pytest
 
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.verl.checkpoint_engine import Place, ReshardCheckpointEngine
+from sglang_reshard.verl.checkpoint_engine import ReshardCheckpointEngine, WorkerInfo
 
 ADDRESS = Address("s", "127.0.0.1", 1, "00" * 32)
 
 
-def said(*places: Place) -> list[dict[str, Any]]:
-    return [msgspec.to_builtins(place) for place in places]
+def said(*infos: WorkerInfo) -> list[dict[str, Any]]:
+    return [msgspec.to_builtins(info) for info in infos]
 
 
 def test_workers_belong_to_the_replica_whose_first_worker_came_before_them() -> None:
-    trainers = said(Place(ADDRESS, sync=3), Place(sync=3))
-    workers = said(Place(replica="a"), Place(), Place(replica="b"), Place())
+    trainers = said(WorkerInfo(ADDRESS, sync=3), WorkerInfo(sync=3))
+    workers = said(WorkerInfo(replica="a"), WorkerInfo(), WorkerInfo(replica="b"), WorkerInfo())
     to_trainers, to_workers = ReshardCheckpointEngine.build_topology(2, 4, trainers + workers)
     assert [told["replica"] for told in to_workers["topology"]] == ["a", "a", "b", "b"]
     assert [told["replica"] for told in to_trainers["topology"]] == ["", ""]
@@ -31,4 +31,4 @@ def test_workers_belong_to_the_replica_whose_first_worker_came_before_them() -> 
 
 def test_no_trainer_rank_0_is_an_error() -> None:
     with pytest.raises(Unsupported, match="trainer rank 0"):
-        ReshardCheckpointEngine.build_topology(1, 1, said(Place(), Place(replica="a")))
+        ReshardCheckpointEngine.build_topology(1, 1, said(WorkerInfo(), WorkerInfo(replica="a")))

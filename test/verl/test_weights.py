@@ -11,8 +11,8 @@ import pytest
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.verl import server_adapter
+from sglang_reshard.verl.engine_weights import EngineWeights, engine_of, install
 from sglang_reshard.verl.hooks import around
-from sglang_reshard.verl.weights import EngineWeights, engine_of, install
 
 GATHERED: list[str] = []
 UNMERGED = {"module": SimpleNamespace(peft_config={}), "model_config": SimpleNamespace(lora={})}
@@ -65,11 +65,11 @@ def adapter(**settings: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("settings", "engine", "peft", "why"),
     [
-        ({}, {}, {"r": 8}, "served as an adapter"),
+        ({}, {}, {"r": 8}, "a LoRA adapter that is not merged"),
         ({"quantization": "fp8"}, {}, None, "rollout.quantization=fp8"),
         ({"role": "prefill"}, {}, None, "rollout.disaggregation"),
         ({}, {"_qat_enabled": True}, None, "quantization-aware"),
-        ({}, UNMERGED, None, "served as an adapter"),
+        ({}, UNMERGED, None, "a LoRA adapter that is not merged"),
     ],
 )
 def test_what_is_not_carried_takes_verls_own_path_and_a_warning_says_so(

@@ -89,4 +89,4 @@ def test_deepseek_v3_is_as_its_shapes_say() -> None:
 def test_what_would_be_refused_is_said_in_the_refusals_own_words() -> None:
     code, out, _ = plan("qwen3-8b", "--layers", "2", "--source", "tp=2", "--target", "tp=1,pp=2")
     assert code == 1
-    assert "pp_size=2: pipeline stages are not carried yet; use tensor parallelism" in " ".join(out.split())
+    assert "pp_size=2: pipeline parallelism is not supported; use tensor parallelism" in " ".join(out.split())

@@ -1,4 +1,4 @@
-"""What a training engine hands out as its weights: verl's own generator, and the way to the engine behind it."""
+"""Makes the weights that a training engine returns refer to the engine, so that its shards can be used instead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_reshard.verl.hooks import around
 
 
 class EngineWeights:
-    """verl's generator of gathered tensors, untouched, for those who iterate; `engine` for those who need not."""
+    """verl's generator of gathered tensors, unchanged, and the `engine` that it is of. Iterating it gathers."""
 
     def __init__(self, engine: Any, gathered: Iterator[Any]) -> None:
         self.engine = engine
@@ -24,17 +24,17 @@ class EngineWeights:
 
 
 def engine_of(weights: Any) -> Any:
-    """The training engine whose weights these are. Raises Unsupported for weights that do not say."""
+    """Returns the training engine of `weights`. Raises Unsupported if they do not refer to it."""
     if not isinstance(weights, EngineWeights):
         raise Unsupported(
-            f"verl handed out weights as a {type(weights).__name__}, which gathers them. Was the training engine's "
-            "class registered after this worker imported sglang_reshard.verl? Import it earlier (model.external_lib)"
+            f"verl passed weights as a {type(weights).__name__}, which gathers them. The training engine's class was "
+            "probably registered after this worker imported sglang_reshard.verl; import it earlier (model.external_lib)"
         )
     return weights.engine
 
 
 def install() -> None:
-    """Let every training engine that verl knows hand out `EngineWeights`. Nothing is gathered until one iterates."""
+    """Makes every training engine in verl's registry return `EngineWeights`. Nothing is gathered until one iterates."""
     from verl.workers.engine.base import BaseEngine, EngineRegistry
 
     registered = [

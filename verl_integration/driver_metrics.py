@@ -1,4 +1,4 @@
-"""In the driver: the metrics of a colocated sync, which verl itself drops, reach verl's logger."""
+"""Passes the metrics of a colocated sync, which verl itself drops, to verl's logger in the driver."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from verl.utils.ray_utils import auto_await
 
 from sglang_reshard.verl.hooks import around
 
-_pending: dict[str, float] = {}  # of the last colocated sync, until the next line of the log
+_pending: dict[str, float] = {}  # of the last colocated sync, until the next call of `Tracking.log`
 
 
 def install() -> None:
     from verl.checkpoint_engine.base import CheckpointEngineManager
     from verl.utils.tracking import Tracking
 
-    # verl's method tells by its caller's frame whether it is awaited, so ours has to be of the same make.
-    around(CheckpointEngineManager, "update_weights", _update_weights, dressed=auto_await)
+    # verl's method inspects its caller's frame to find out if it is awaited, so the wrapper needs the same decorator.
+    around(CheckpointEngineManager, "update_weights", _update_weights, decorator=auto_await)
     around(Tracking, "log", _log)
 
 
 async def _update_weights(stock: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     metrics = await stock(manager, *args, **kwargs)
     if manager.backend == "naive":
-        taken = await manager.actor_wg.workers[0].__ray_call__.remote(_take_metrics)
+        sync_metrics = await manager.actor_wg.workers[0].__ray_call__.remote(_take_metrics)
         _pending.clear()
-        _pending.update(taken)
-        metrics = {**(metrics or {}), **taken}
+        _pending.update(sync_metrics)
+        metrics = {**(metrics or {}), **sync_metrics}
     return metrics
 
 
 def _take_metrics(_worker: Any) -> dict[str, float]:
-    from sglang_reshard.verl.trainer import take_metrics
+    from sglang_reshard.verl.replica_sender import take_metrics
 
     return take_metrics()
 

@@ -1,0 +1,173 @@
+"""verl's shard contract as its engines fill it in, by verl's own ShardSpec and converters: the tensors come out.
+
+The engines of VeOmni and torchtitan are not installed here; what they export is built as they build it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
+from sglang_reshard.sources import TrainerState, describe
+from sglang_reshard.verl.shard_contract import ShardContract
+
+EXPERTS, INNER, HIDDEN, LAYER = 4, 6, 5, "model.layers.3.mlp"
+EP, FSDP = 2, 3
+
+
+def _veomni_utils() -> ModuleType:
+    """verl's converters of VeOmni's experts. They need no VeOmni, but the package around them does."""
+    package = Path(importlib.util.find_spec("verl").origin).parent
+    spec = importlib.util.spec_from_file_location("veomni_utils", package / "workers/engine/veomni/utils.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.get_device_id = lambda: "cpu"  # where the converters move experts to
+    return module
+
+
+VEOMNI = _veomni_utils()
+
+
+class Engine:
+    """As much of a training engine as exports shards."""
+
+    def __init__(self, exported: list[tuple[str, torch.Tensor, Any]]) -> None:
+        self.exported = exported
+
+    def get_per_tensor_param_shard(self) -> tuple[Any, None]:
+        return iter(self.exported), None
+
+
+class World:
+    """An exchange between trainer ranks that are threads."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=30)
+        self._said: list[Any] = [None] * ranks
+        self.rounds = 0
+
+    def exchange(self, rank: int) -> Callable[[Any, type], list[Any]]:
+        def call(message: Any, kind: type) -> list[Any]:
+            self._said[rank] = message
+            self._barrier.wait()
+            heard = list(self._said)
+            if self._barrier.wait() == 0:
+                self.rounds += 1
+            return heard
+
+        return call
+
+
+def described(ranks: int, exported: Callable[[int], list[Any]], syncs: int = 1) -> tuple[World, list[TrainerState]]:
+    """What every trainer rank makes of its export, in the last of some syncs."""
+    world = World(ranks)
+
+    def one(rank: int) -> TrainerState:
+        contract = ShardContract(world.exchange(rank))
+        for _ in range(syncs):
+            given = contract.tensors(Engine(exported(rank)))
+        return describe(given, trainer_rank=rank, global_ranks=tuple(range(ranks)))
+
+    with ThreadPoolExecutor(ranks) as threads:
+        return world, list(threads.map(one, range(ranks)))
+
+
+def assembled(states: list[TrainerState]) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors, out of all ranks' shards."""
+    layout = states[0].layout
+    assert all(state.layout == layout for state in states)
+    found = {}
+    for i, tensor in enumerate(layout.tensors):
+        whole = torch.full(tensor.shape, float("nan"), dtype=states[0].shards[i].dtype)
+        for piece in layout.shard_map(tensor).shards:
+            box = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
+            for rank in piece.ranks:
+                at = tuple(slice(p, p + n) for p, n in zip(piece.local_start, piece.box.shape, strict=True))
+                whole[box] = states[rank].shards[i][at]
+        found[tensor.name] = whole
+    return found
+
+
+def veomni(rank: int, stack: torch.Tensor) -> list[Any]:
+    """Experts split by hand over EP, and each rank's experts by FSDP2 along dimension 1, as VeOmni exports them."""
+    from verl.workers.engine.spec import BlockPlacement, ShardSpec
+
+    name, handler = f"{LAYER}.experts.gate_up_proj", VEOMNI.get_moe_param_handler("qwen3_moe", True)
+    ep, fsdp = divmod(rank, FSDP)
+    experts = EXPERTS // EP
+    columns = [c.start for c in _chunks(2 * INNER, FSDP)] + [2 * INNER]
+    start, stop = columns[fsdp], columns[fsdp + 1]
+    block = stack[ep * experts : (ep + 1) * experts, start:stop]
+    spec = ShardSpec(
+        full_shape=tuple(stack.shape),
+        place=BlockPlacement(tuple(block.shape), (ep * experts, start, 0), tuple(stack.shape)),
+        gather_group=object(),
+        to_hf_chunk=lambda first, rows: list(handler(name, rows, expert_id_base=first)),
+        hf_slots=VEOMNI.enumerate_hf_slots(handler, name, tuple(stack.shape), stack.dtype),
+    )
+    dense = ShardSpec(full_shape=(3,))
+    return [(f"{LAYER}.gate.weight", torch.arange(3.0), dense), (name, block.reshape(-1), spec)]
+
+
+def _chunks(length: int, parts: int) -> list[slice]:
+    size = -(-length // parts)
+    return [slice(min(i * size, length), min((i + 1) * size, length)) for i in range(parts)]
+
+
+def test_blocks_and_a_converter_as_veomni_exports_them() -> None:
+    stack = torch.randn(EXPERTS, 2 * INNER, HIDDEN)
+    world, states = described(EP * FSDP, lambda rank: veomni(rank, stack), syncs=3)
+    found = assembled(states)
+    expected = {f"{LAYER}.gate.weight": torch.arange(3.0)}
+    for e in range(EXPERTS):
+        expected[f"{LAYER}.experts.{e}.gate_proj.weight"] = stack[e, :INNER]
+        expected[f"{LAYER}.experts.{e}.up_proj.weight"] = stack[e, INNER:]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert world.rounds == 1, "the ranks tell each other their blocks once"
+
+
+def test_an_expert_stack_row_by_row_as_torchtitan_exports_it() -> None:
+    from verl.workers.engine.spec import ShardSpec
+
+    stack = torch.randn(EXPERTS, INNER, HIDDEN)
+    slots = [(f"{LAYER}.experts.{e}.up_proj.weight", (INNER, HIDDEN)) for e in range(EXPERTS)]
+
+    def exported(rank: int) -> list[Any]:
+        return [("layers.3.moe.experts.w3", stack.reshape(-1), ShardSpec(tuple(stack.shape), hf_slots=slots))]
+
+    _, states = described(2, exported)
+    found = assembled(states)
+    assert [found[name].tolist() for name, _ in slots] == stack.tolist()
+
+
+def test_a_block_that_moved_is_refused() -> None:
+    stack = torch.randn(EXPERTS, 2 * INNER, HIDDEN)
+    contract = ShardContract(lambda message, kind: [message])
+    contract.tensors(Engine(veomni(0, stack)))
+    with pytest.raises(Mismatch, match="have changed"):
+        contract.tensors(Engine(veomni(1, stack)))
+
+
+def test_what_says_nothing_of_a_shape_is_refused_by_name() -> None:
+    from verl.workers.engine.spec import ShardSpec
+
+    flat = [("some.weight", torch.zeros(6), ShardSpec((2, 3), place=0, gather_group=object()))]
+    with pytest.raises(Unsupported, match=r"some\.weight.*flat offset"):
+        ShardContract(lambda message, kind: [message]).tensors(Engine(flat))
+
+
+def test_an_engine_without_shards_is_refused_by_its_name() -> None:
+    from verl.workers.engine.base import BaseEngine
+
+    with pytest.raises(ReshardError, match="BaseEngine exports no shards"):
+        ShardContract(lambda message, kind: [message]).tensors(BaseEngine())

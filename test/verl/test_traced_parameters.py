@@ -1,0 +1,248 @@
+"""Every trainer rank finds out what its own parameters hold; one exchange, and all know the same of all tensors.
+
+Ranks are simulated: each is asked twice, first for its message alone.
+"""
+
+import contextlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout.regions import Box
+from sglang_reshard.protocol.messages import decode, encode
+from sglang_reshard.sources import ShardBox, describe
+from sglang_reshard.verl.megatron import Megatron
+from sglang_reshard.verl.traced_parameters import Conversion, TracedParameters
+from support.moves import elsewhere
+
+
+class _MessageTaken(Exception):
+    """Instead of an exchange."""
+
+
+def message_of(conversions):
+    """What a rank tells the others."""
+    taken = []
+
+    def take(message, kind):
+        taken.append(decode(encode(message), kind))
+        raise _MessageTaken
+
+    with contextlib.suppress(_MessageTaken):
+        TracedParameters(conversions, take)
+    return taken[0]
+
+
+def on_ranks(*ranks):
+    """What TracedParameters are on every rank, given each rank's conversions."""
+    messages = list(map(message_of, ranks))
+    return [TracedParameters(conversions, lambda message, kind: messages) for conversions in ranks]
+
+
+def rows(name, rank, size, of=2):
+    """A parameter that is `rank`'s rows of a tensor of `size` columns on `of` ranks."""
+
+    def convert(shard):
+        return {name: torch.cat([shard if r == rank else elsewhere(shard) for r in range(of)])}
+
+    return Conversion(f"megatron.{name}", torch.full((2, size), float(rank)), convert)
+
+
+def whole(name, tensor):
+    return Conversion(f"megatron.{name}", tensor, lambda shard: {name: shard})
+
+
+ABSENT = Conversion("", None, lambda shard: {})
+
+
+def test_ranks_know_all_tensors_in_one_order():
+    """Two pipeline stages of two tensor parallel ranks; in one row each expert parallel rank has its own expert."""
+    expert = torch.zeros(3, 3)
+    ranks = on_ranks(
+        [rows("embed", 0, 3), ABSENT, whole("expert.0", expert)],
+        [rows("embed", 1, 3), ABSENT, whole("expert.1", expert)],
+        [ABSENT, rows("head", 0, 3), whole("expert.2", expert)],
+        [ABSENT, rows("head", 1, 3), whole("expert.3", expert)],
+    )
+    names = ["embed", "head", "expert.0", "expert.1", "expert.2", "expert.3"]
+    for rank, parameters in enumerate(ranks):
+        given = parameters.tensors()
+        assert [name for name, _, _ in given] == names
+        assert [tensor.numel() > 0 for _, tensor, _ in given] == [
+            rank < 2, rank > 1, rank == 0, rank == 1, rank == 2, rank == 3
+        ]  # fmt: skip
+        assert [held for _, _, held in given] == [held for _, _, held in ranks[0].tensors()]
+    held = dict((name, held) for name, _, held in ranks[0].tensors())
+    assert held["head"].shard_map.shards == (
+        ShardBox(Box((0, 0), (2, 3)), (2,), (0, 0)),
+        ShardBox(Box((2, 0), (4, 3)), (3,), (0, 0)),
+    )
+    layouts = [describe(r.tensors(), trainer_rank=i, global_ranks=(0, 1, 2, 3)).layout for i, r in enumerate(ranks)]
+    assert all(layout == layouts[0] for layout in layouts)
+
+
+def test_replicas_are_one_piece_unless_they_are_at_different_places():
+    def second_half(shard):
+        return {"t": shard.chunk(2)[1]}
+
+    same = on_ranks(*([whole("t", torch.ones(2, 3))] for _ in range(3)))
+    assert same[0].tensors()[0][2].shard_map.shards == (ShardBox(Box((0, 0), (2, 3)), (0, 1, 2), (0, 0)),)
+    moved = on_ranks([whole("t", torch.ones(2, 3))], [Conversion("fused", torch.ones(4, 3), second_half)])
+    assert moved[1].tensors()[0][2].shard_map.shards == (
+        ShardBox(Box((0, 0), (2, 3)), (0,), (0, 0)),
+        ShardBox(Box((0, 0), (2, 3)), (1,), (2, 0)),
+    )
+
+
+def test_what_is_handed_out_is_the_parameters_memory():
+    parameter = torch.arange(12.0).view(3, 4)
+    (parameters,) = on_ranks([Conversion("linear", parameter, lambda shard: {"t": shard.t().contiguous()})])
+    ((_, local, _),) = parameters.tensors()
+    assert torch.equal(local, parameter.t())
+    assert local.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+
+
+def test_later_only_the_parameters_memory_is_looked_up():
+    """In a larger buffer, too, which it is a part of."""
+    parameter = torch.nn.Parameter(torch.zeros(2, 3))
+    asked = []
+
+    def convert(shard):
+        asked.append(shard)
+        return {"rows": shard, "columns": shard.permute(1, 0)}
+
+    (parameters,) = on_ranks([Conversion("linear", parameter, convert)])
+    (_, _, first), (_, _, second) = parameters.tensors()
+    times = len(asked)
+    buffer = torch.arange(20.0)
+    parameter.data = buffer[7:13].view(2, 3)
+    (_, rows_, first_again), (_, columns, second_again) = parameters.tensors()
+    assert torch.equal(rows_, buffer[7:13].view(2, 3))
+    assert torch.equal(columns, buffer[7:13].view(2, 3).t())
+    assert (first_again, second_again) == (first, second)
+    assert first_again is first
+    assert second_again is second
+    assert len(asked) == times
+
+
+def test_tensors_alike_but_for_their_names_share_what_is_said_of_them():
+    experts = [whole(f"expert.{i}", torch.zeros(3, 3)) for i in range(5)]
+    (parameters,) = on_ranks(experts)
+    assert len({id(held) for _, _, held in parameters.tensors()}) == 1
+
+
+def failing(shard):
+    raise ValueError("it asked a process group for its members")
+
+
+@pytest.mark.parametrize(
+    ("odd", "why"),
+    [
+        (Conversion("norm", torch.ones(3), lambda shard: {"t": shard + 1}), "norm .*: t is computed, not only moved"),
+        (Conversion("norm", torch.ones(3), failing), "norm .*: ValueError: it asked"),
+        (Conversion("norm", torch.ones(3, 2).t(), lambda shard: {"t": shard}), "norm .*: it is a Tensor with strides"),
+    ],
+)
+def test_a_rank_that_refuses_refuses_for_all(odd, why):
+    messages = [message_of([whole("t", torch.ones(3))]), message_of([odd])]
+    for conversions in ([whole("t", torch.ones(3))], [odd]):
+        with pytest.raises(Unsupported, match=f"trainer rank 1: {why}"):
+            TracedParameters(conversions, lambda message, kind: messages)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error", "why"),
+    [
+        ([[whole("t", torch.ones(3))], []], Mismatch, "trainer rank 1 lists 0 .* trainer rank 0 1"),
+        (
+            [[whole("t", torch.ones(3))], [whole("t", torch.ones(3, dtype=torch.bfloat16))]],
+            Mismatch,
+            r"t is float32 \(3,\) on trainer rank 0 and bfloat16 \(3,\) on trainer rank 1",
+        ),
+        ([[rows("t", 0, 3)], [ABSENT]], Unsupported, r"t has 12 elements, of which trainer ranks \[0\] hold 6"),
+        (
+            [[whole("experts", torch.ones(3)), whole("experts", torch.ones(3))]],
+            Unsupported,
+            "experts is held by several parameters",
+        ),
+    ],
+)
+def test_what_does_not_make_whole_tensors_is_refused(ranks, error, why):
+    with pytest.raises(error, match=why):
+        on_ranks(*ranks)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """As much of verl's Megatron engine as is read, with one parameter; converters communicate with no one."""
+    probes = SimpleNamespace(make_probe=lambda mapping, module: mapping)
+    monkeypatch.setitem(sys.modules, "verl.workers.engine.megatron.delta_export", probes)
+
+    def task(name, parameter, **more):
+        mapping = SimpleNamespace(megatron_to_hf=lambda shard, module: {f"hf.{name}": shard}, **more)
+        return SimpleNamespace(
+            global_param_name=name, mapping=mapping, param_weight=parameter, megatron_module=torch.nn.Module()
+        )
+
+    tasks = [
+        task("embedding.word_embeddings.weight", torch.arange(16.0).view(8, 2)),
+        None,
+        task("layer", torch.arange(6.0).view(3, 2)),
+        task("elsewhere", None),
+    ]
+    bridge = SimpleNamespace(get_conversion_tasks=lambda module: tasks)
+    config = SimpleNamespace(vocab_size=5)
+    hf_config = SimpleNamespace(get_text_config=lambda: config)
+    return SimpleNamespace(
+        bridge=bridge,
+        module=[],
+        vanilla_bridge=False,
+        peft_cls=None,
+        model_config=SimpleNamespace(hf_config=hf_config),
+        tasks=tasks,
+        task=task,
+    )
+
+
+def alone(message, kind):
+    return [message]
+
+
+def test_padding_of_the_vocabulary_is_left_out(engine):
+    shapes = {name: held.shape for name, _, held in Megatron(alone).tensors(engine)}
+    assert shapes == {"hf.embedding.word_embeddings.weight": (5, 2), "hf.layer": (3, 2)}
+
+
+def test_what_the_architecture_does_after_conversion_is_followed(engine):
+    def swapped(task, tensors, checkpoint):
+        assert checkpoint == {"of": "the disk"}
+        return {f"model.{name}": torch.cat([t[1:], t[:1]]) for name, t in tensors.items()}
+
+    engine.bridge._model_bridge = SimpleNamespace(maybe_modify_converted_hf_weight=swapped)
+    engine.bridge.hf_pretrained = SimpleNamespace(state={"of": "the disk"})
+    given = {name: (tensor, held) for name, tensor, held in Megatron(alone).tensors(engine)}
+    tensor, held = given["model.hf.layer"]
+    assert {piece.box.start: piece.local_start for piece in held.shard_map.shards} == {(0, 0): (1, 0), (2, 0): (0, 0)}
+    assert tensor.data_ptr() == engine.tasks[2].param_weight.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"vanilla_bridge": True}, "vanilla_mbridge=False"),
+        ({"peft_cls": object()}, "LoRA"),
+    ],
+)
+def test_engines_without_probes_are_refused(engine, change, why):
+    vars(engine).update(change)
+    with pytest.raises(Unsupported, match=why):
+        Megatron(alone).tensors(engine)
+
+
+def test_experts_that_the_checkpoint_stacks_are_refused(engine):
+    engine.tasks.append(engine.task("experts.fc1.weight0", torch.ones(2, 2), is_grouped_export=True))
+    with pytest.raises(Unsupported, match=r"trainer rank 0: experts.fc1.weight0 .* fused in one tensor"):
+        Megatron(alone).tensors(engine)

@@ -1,0 +1,112 @@
+"""Combines what each trainer rank knows only of its own shards into the sharding of all checkpoint tensors.
+
+Every rank determines which boxes of which checkpoint tensors it holds. After one all-gather of that, metadata only, all
+ranks have the same tensors, in the same order, with the same shard maps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout.regions import Box
+from sglang_reshard.sources import ExplicitSharding, ShardMap
+
+T = TypeVar("T")
+
+
+class AllGather(Protocol):
+    """A collective over the trainer ranks. Returns every rank's message, in rank order. Metadata only."""
+
+    def __call__(self, message: Any, kind: type[T]) -> list[T]: ...
+
+
+class LocalBoxes(msgspec.Struct, frozen=True, array_like=True):
+    """The boxes that a rank holds of a checkpoint tensor of `shape` (elements) and `dtype`.
+
+    boxes  of the tensor, and where each starts in the rank's local tensor; empty if other ranks hold all of it
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[tuple[Box, tuple[int, ...]], ...]
+
+
+class RankShards(msgspec.Struct, frozen=True):
+    """One trainer rank's message.
+
+    rows   for each parameter in a list that all ranks have: the checkpoint tensors that this rank's shard of it belongs
+           to, and the index of their boxes in `boxes`, which thousands of experts have in common
+    error  why this rank cannot take part; sent to all ranks, which would wait otherwise
+    """
+
+    rows: tuple[tuple[tuple[str, int], ...], ...] = ()
+    boxes: tuple[LocalBoxes, ...] = ()
+    error: str = ""
+
+
+class ShardedTensor(msgspec.Struct, frozen=True):
+    """A checkpoint tensor's dtype and sharding."""
+
+    dtype: str
+    sharding: ExplicitSharding
+
+
+def merge_shards(ranks: Sequence[RankShards]) -> dict[str, ShardedTensor]:
+    """Returns all tensors by name, from the messages of all trainer ranks in rank order.
+
+    Raises Unsupported if a rank failed, if several parameters hold shards of one tensor, or if no rank holds some
+    elements of a tensor, and Mismatch if ranks disagree; both name the tensor and the ranks.
+    """
+    for rank, shards in enumerate(ranks):
+        if shards.error:
+            raise Unsupported(f"trainer rank {rank}: {shards.error}")
+        rows, first = len(shards.rows), len(ranks[0].rows)
+        if rows != first:
+            raise Mismatch(f"trainer rank {rank} lists {rows} parameters, and trainer rank 0 {first}")
+    row_of: dict[str, int] = {}
+    holders: dict[str, list[tuple[int, int]]] = {}
+    for row, name, rank, number in _ordered(ranks):
+        if row_of.setdefault(name, row) != row:
+            raise Unsupported(
+                f"{name} is held by several parameters, on trainer rank {rank} among others; only tensors whose parts "
+                "are shards of one parameter are supported"
+            )
+        holders.setdefault(name, []).append((rank, number))
+    known: dict[tuple[tuple[int, int], ...], ShardedTensor] = {}
+    tensors = {}
+    for name, numbers in holders.items():
+        key = tuple(numbers)
+        if key not in known:
+            known[key] = _sharded_tensor(name, [(rank, ranks[rank].boxes[number]) for rank, number in numbers])
+        tensors[name] = known[key]
+    return tensors
+
+
+def _ordered(ranks: Sequence[RankShards]) -> Iterator[tuple[int, str, int, int]]:
+    """Yields (row, name, trainer rank, index of its boxes) in an order that is the same on all ranks."""
+    for row, of_ranks in enumerate(zip(*(shards.rows for shards in ranks), strict=True)):
+        for rank, tensors in enumerate(of_ranks):
+            for name, number in tensors:
+                yield row, name, rank, number
+
+
+def _sharded_tensor(name: str, by_rank: Sequence[tuple[int, LocalBoxes]]) -> ShardedTensor:
+    first_rank, first = by_rank[0]
+    for rank, local in by_rank[1:]:
+        if (local.shape, local.dtype) != (first.shape, first.dtype):
+            raise Mismatch(
+                f"{name} is {first.dtype} {first.shape} on trainer rank {first_rank} and {local.dtype} {local.shape} "
+                f"on trainer rank {rank}"
+            )
+    shard_map = ShardMap.of((box, start, rank) for rank, local in by_rank for box, start in local.boxes)
+    covered, expected = shard_map.covered_elements(), Box.whole(first.shape).numel
+    if covered != expected:
+        raise Unsupported(
+            f"{name} has {expected} elements, of which trainer ranks {[rank for rank, _ in by_rank]} hold {covered}; "
+            "the rest is padding, or is held by ranks outside of the process group"
+        )
+    return ShardedTensor(first.dtype, ExplicitSharding(first.shape, shard_map))
