@@ -9,6 +9,7 @@ import pytest
 
 from support.scenes import DETECT_S
 from support.stations import Arm
+from support.sweep import sweep
 
 SCENE = {"hidden": 2048, "bucket_bytes": 2**27}  # 75 MB from rank to rank in one message
 FILLS_S = 0.5  # the memory that the kernel has for a connection, whose other end does not read
@@ -32,7 +33,7 @@ def wait(scene):
     scene.until(lambda: time.monotonic() > end, 60, "a connection to be full")
 
 
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("staged", [False, sweep(True)])
 def test_the_receiver_dies(scene, case, staged):
     with case("engine rank 1 killed", "a message is halfway", "p2p") as row:
         fill(scene, staged=staged)
@@ -44,7 +45,7 @@ def test_the_receiver_dies(scene, case, staged):
         row.outcome = "started again; the same trainer updated it"
 
 
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("staged", [sweep(False), True])
 def test_the_sender_dies(scene, case, staged):
     with case("trainer rank 1 killed", "a message is halfway", "p2p") as row:
         receiver, new = scene.engines[1], fill(scene, staged=staged)

@@ -3,6 +3,7 @@
 import pytest
 
 from support.scenes import message_names
+from support.sweep import sweep
 
 TIMEOUT_S = 3.0
 SCENE = {"timeout_s": TIMEOUT_S}
@@ -11,22 +12,22 @@ BEFORE_A_BYTE = {"announce", "look", "plan"}
 
 TRAINERS = [
     (1, "announce", "ipc"),
-    (1, "connect", "p2p"),
+    sweep(1, "connect", "p2p"),
     (1, "move", "p2p"),
-    (1, "verify", "ipc"),
+    sweep(1, "verify", "ipc"),
     (0, "announce", "p2p"),
-    (0, "move", "p2p"),
-    (0, "verify", "ipc"),
+    sweep(0, "move", "p2p"),
+    sweep(0, "verify", "ipc"),
 ]
 ENGINES = [
     (1, "plan", "ipc"),
-    (1, "connect", "p2p"),
-    (1, "move", "ipc"),
+    sweep(1, "connect", "p2p"),
+    sweep(1, "move", "ipc"),
     (1, "move", "p2p"),
-    (1, "move", "broadcast"),
-    (0, "plan", "p2p"),
+    sweep(1, "move", "broadcast"),
+    sweep(0, "plan", "p2p"),
     (0, "move", "ipc"),
-    (0, "commit", "p2p"),
+    sweep(0, "commit", "p2p"),
 ]
 
 
@@ -92,7 +93,7 @@ def test_an_engine_rank_stopped_past_the_deadline(scene, case, rank, phase, tran
         row.outcome += "; the next update made it good"
 
 
-@pytest.mark.parametrize("transport", ["ipc", "p2p"])
+@pytest.mark.parametrize("transport", [sweep("ipc"), "p2p"])
 def test_staged_weights_that_come_too_late_never_count(scene, case, transport):
     with case("engine rank 1 stopped", "move, staged", transport) as row:
         new, row.detect_s = stop(scene, scene.engines[1], "move", transport, staged=True)
@@ -105,7 +106,7 @@ def test_staged_weights_that_come_too_late_never_count(scene, case, transport):
         row.outcome += "; the next update made it good"
 
 
-@pytest.mark.parametrize("phase", ["connect", "move"])
+@pytest.mark.parametrize("phase", [sweep("connect"), "move"])
 def test_a_trainer_that_was_replaced_while_it_was_stopped_does_no_harm_when_it_wakes(scene, case, phase):
     """Its messages are of older weights than those that the engine has got meanwhile."""
     with case("all trainer ranks stopped", phase, "p2p") as row:

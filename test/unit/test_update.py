@@ -231,7 +231,7 @@ def serve_untouched(rank, size, requests, mistake=None):
         ("order", Mismatch, ["trainer rank 1", "embed.weight"]),
         ("meta", Unsupported, ["trainer rank 1", "norm.weight", "meta device"]),
         ("missing", EngineRefused, ["down"]),
-        ("unknown", EngineRefused, ["no use for rotary.inv_freq", "ignore=['rotary.inv_freq']"]),
+        ("unknown", EngineRefused, ["does not read rotary.inv_freq", "ignore=['rotary.inv_freq']"]),
         ("shape", EngineRefused, ["norm"]),
     ],
 )
