@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 
+import msgspec
 import pytest
 
 from sglang_reshard import WeightSender, _deprecated, errors
@@ -29,6 +30,11 @@ OBSERVABILITY, OPTIONS, TROUBLESHOOTING = "docs/observability.md", "docs/usage/o
 FOLDERS = "test|benchmark|demo|docs|examples|observability|oracle|patches|pictures|python|verl_integration|release"
 TARGETS = sorted({m for d in DOCUMENTS for c in commands(d) for m in re.findall(r"\bmake ([a-z][\w-]*)", c)})
 MODULES = sorted({m for d in DOCUMENTS for c in commands(d) for m in re.findall(r"python -m ([\w.]+)", c)})
+
+
+def coded(cell):
+    """The parts of a cell that are set as code."""
+    return re.findall(r"`([^`]+)`", cell)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -162,6 +168,24 @@ def test_the_changelog_lists_what_is_deprecated():
     names = [(old, f"sglang_reshard.{m}.{n}") for new in _deprecated.NAMES.values() for old, (m, n) in new.items()]
     assert told == dict(names)
     assert len(dict(names)) == len(set(names)), "a name of 0.1 stands for two"
+
+
+def test_the_table_of_verls_settings_has_all_of_them_and_their_defaults():
+    told = {row[0].strip("`"): row[1].strip("`") for row in table("docs/verl.md", "## Settings")}
+    # Without its package, which imports verl.
+    spec = importlib.util.spec_from_file_location("verl_settings", ROOT / "verl_integration" / "settings.py")
+    settings = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(settings)
+    there = msgspec.to_builtins(settings.Settings())
+    assert told.keys() == there.keys()
+    assert {n: told[n] for n in there if n not in ("ignore", "interface")} == {
+        n: str(value).removesuffix(".0") for n, value in there.items() if n not in ("ignore", "interface")
+    }
+
+
+@pytest.mark.parametrize("finding", [name for row in table(TROUBLESHOOTING, "## The doctor") for name in coded(row[0])])
+def test_a_finding_of_the_doctor_is_the_codes_own(finding):
+    assert any(finding in words for words in strings_of_the_code())
 
 
 # Commands as the documents give them, as patterns, and what runs them, or the code behind them on something smaller.
