@@ -36,12 +36,12 @@ def expected_of(copies, dtypes, whole):
     return found
 
 
-def send_orders(choice, layout, shards, taken, boxes):
+def send_orders(strategy, layout, shards, plans, boxes):
     for trainer_rank, own in shards.items():
-        receivers = {e: int(share) for e, share in enumerate(choice.round_bytes[trainer_rank]) if share}
+        receivers = {e: int(share) for e, share in enumerate(strategy.round_bytes[trainer_rank]) if share}
         orders = {}
         for e in receivers:
-            orders[e] = sent(send_request(taken[e], trainer_rank), SendRequest)
+            orders[e] = sent(send_request(plans[e], trainer_rank), SendRequest)
             check_send_request(orders[e], layout, trainer_rank, e)
         peers = {e: layout.trainer_ranks + e for e in receivers}
         P2pSender(
@@ -68,21 +68,20 @@ def test_every_element_lands_and_nothing_else_is_written(random):
     before = {t: [shard.clone() for shard in own] for t, own in shards.items()}
     copies = [copies_of(layout, random) for _ in range(engines)]
 
-    catalog = TensorIndex.of(layout)
-    taken = [
-        plan_reads(catalog, own, RankLocation(e, engines, engine_hosts[e], trainer_hosts))
-        for e, own in enumerate(copies)
+    index = TensorIndex.of(layout)
+    plans = [
+        plan_reads(index, own, RankLocation(e, engines, engine_hosts[e], trainer_hosts)) for e, own in enumerate(copies)
     ]
-    needs = [rank_demand(catalog, t, host) for t, host in zip(taken, engine_hosts, strict=True)]
-    choice = choose_strategy(asked, catalog, needs, ClusterTopology.of(needs, trainer_hosts, "cpu"), bucket)
+    demands = [rank_demand(index, t, host) for t, host in zip(plans, engine_hosts, strict=True)]
+    strategy = choose_strategy(asked, index, demands, ClusterTopology.of(demands, trainer_hosts, "cpu"), bucket)
 
     memory = {}
-    for trainer_rank, own in shards.items() if choice.name != "p2p" else ():
+    for trainer_rank, own in shards.items() if strategy.name != "p2p" else ():
         handles = sent(MemoryExporter(trainer_rank).export(own), Handles)
         check_handles(handles, layout, trainer_rank)
         memory[trainer_rank] = PeerMemory(trainer_rank, handles)
     boxes: dict[tuple[int, int], deque[torch.Tensor]] = {}
-    send_orders(choice, layout, shards, taken, boxes)
+    send_orders(strategy, layout, shards, plans, boxes)
 
     rooms, live, transports = Rooms(), [], []
     dtypes = [{name: random.choice(LIVE) for name in ("a", "b")} for _ in range(engines)]
@@ -92,17 +91,17 @@ def test_every_element_lands_and_nothing_else_is_written(random):
         here = TransportContext(
             engine_rank=e,
             device=CPU,
-            catalog=catalog,
-            intake=taken[e],
+            tensor_index=index,
+            read_plan=plans[e],
             program=program,
             memory=memory,
-            broadcast=choice.broadcast,
+            broadcast=strategy.broadcast,
             broadcast_groups=RoomGroups(rooms, e),
-            round_bytes=choice.senders(e),
+            round_bytes=strategy.senders(e),
             p2p=Mail(layout.trainer_ranks + e, boxes),
         )
-        transports.append(create_transport(choice, here))
-    if choice.broadcast is not None and choice.broadcast.groups:
+        transports.append(create_transport(strategy, here))
+    if strategy.broadcast is not None and strategy.broadcast.groups:
         with ThreadPoolExecutor(engines) as threads:
             list(threads.map(lambda transport: transport.move(), transports))
     else:
@@ -110,9 +109,9 @@ def test_every_element_lands_and_nothing_else_is_written(random):
             transport.move()
 
     for e, own in enumerate(copies):
-        assert live[e] == expected_of(own, dtypes[e], whole), f"engine rank {e} by {choice.name}"
-        if choice.broadcast is None:
-            assert transports[e].received_bytes >= taken[e].least_bytes()
+        assert live[e] == expected_of(own, dtypes[e], whole), f"engine rank {e} by {strategy.name}"
+        if strategy.broadcast is None:
+            assert transports[e].received_bytes >= plans[e].least_bytes()
     assert not any(boxes.values()), "something was sent that nobody received"
     for trainer_rank, own in shards.items():
         for shard, kept in zip(own, before[trainer_rank], strict=True):

@@ -63,9 +63,9 @@ class Arriving:
 def test_any_layout_and_any_copies(data, bucket):
     layout = data.draw(meshed_layouts())
     copies = [data.draw(copies_of(layout)) for _ in range(data.draw(st.integers(1, 3)))]
-    catalog, taken = read_plans(layout, copies)
+    index, plans = read_plans(layout, copies)
     links = torch.zeros(layout.trainer_ranks, len(copies), dtype=torch.int64).numpy()
-    for e, t in enumerate(taken):
+    for e, t in enumerate(plans):
         for trainer_rank, (nbytes, _) in t.traffic().items():
             links[trainer_rank, e] = nbytes
     share, whole, boxes = round_bytes(links, bucket), values(layout), {}
@@ -73,16 +73,16 @@ def test_any_layout_and_any_copies(data, bucket):
     room = 2 * max(bucket, 16 * max(most))
     for trainer_rank in range(layout.trainer_ranks):
         receivers = {e: int(s) for e, s in enumerate(share[trainer_rank]) if s}
-        orders = {layout.trainer_ranks + e: send_request(taken[e], trainer_rank) for e in receivers}
+        orders = {layout.trainer_ranks + e: send_request(plans[e], trainer_rank) for e in receivers}
         own = {layout.trainer_ranks + e: s for e, s in receivers.items()}
         p2p_sender = P2pSender(layout, cut_shards(layout, whole, trainer_rank), orders, own, CPU)
         assert p2p_sender.extra_bytes <= room
         p2p_sender.send(Mail(trainer_rank, boxes))
         assert p2p_sender.sent_bytes <= links[trainer_rank].sum()
-    for e, t in enumerate(taken):
+    for e, t in enumerate(plans):
         targets = empty_targets(copies[e])
         own = {r: int(s) for r, s in enumerate(share[:, e]) if s}
-        transport = P2pTransport(context_of(e, catalog, t, targets, own, Mail(layout.trainer_ranks + e, boxes)))
+        transport = P2pTransport(context_of(e, index, t, targets, own, Mail(layout.trainer_ranks + e, boxes)))
         transport.move()
         assert transport.received_bytes == sum(transport.read_bytes.values()) == t.least_bytes()
         assert transport.extra_bytes <= room

@@ -159,7 +159,7 @@ def test_a_server_with_a_certificate_is_trusted_as_the_environment_says(server, 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "http://", "ftp://host", "http://host:port", "nonsense"])
 def test_what_is_no_url_is_told_so(url):
-    with pytest.raises(Unsupported, match="give http://host:port"):
+    with pytest.raises(Unsupported, match="pass http://host:port"):
         RemoteEngine(url)
 
 

@@ -35,7 +35,7 @@ def idle(rank, size, requests, *_):
     ("url", "kind", "says"),
     [
         ("http://127.0.0.1:1", EngineRefused, "http://127.0.0.1:1 did not answer: ConnectError"),
-        ("gpu7:30000", Unsupported, "give http://host:port"),
+        ("gpu7:30000", Unsupported, "pass http://host:port"),
         (None, Unsupported, f"or set {URL}"),
     ],
 )

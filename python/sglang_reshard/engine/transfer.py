@@ -244,8 +244,8 @@ class TransferCache:
         context = TransportContext(
             engine_rank=self._rank,
             device=self._device,
-            catalog=target.tensor_index,
-            intake=target.read_plan,
+            tensor_index=target.tensor_index,
+            read_plan=target.read_plan,
             program=self._program(target),
             memory=plan.memory,
             broadcast=plan.strategy.broadcast,

@@ -34,7 +34,7 @@ def check_layout(layout: SourceLayout, trainer_ranks: int) -> None:
     if twice := _first_repeated(tensor.name for tensor in layout.tensors):
         raise Mismatch(f"invalid source layout: it has the tensor {twice} twice; names must be unique")
     meshes = [_invalid_mesh_reason(mesh, trainer_ranks) for mesh in layout.meshes]
-    cuts = pieces = 0
+    cuts = shards = 0
     for key, names in kinds.items():
         tensor = SourceTensor(names[0], *key)
         why = _invalid_reason(tensor, layout, meshes)
@@ -44,8 +44,8 @@ def check_layout(layout: SourceLayout, trainer_ranks: int) -> None:
                 why = f"it and the tensors before it are split into more than {MAX_CUTS:,} intervals"
         if not why:
             held = layout.shard_map(tensor)
-            pieces += len(names) * len(held.shards)
-            if pieces > MAX_SHARDS:
+            shards += len(names) * len(held.shards)
+            if shards > MAX_SHARDS:
                 why = f"it and the tensors before it have more than {MAX_SHARDS:,} shards"
             elif held.covered_elements() != math.prod(tensor.shape):
                 why = f"trainer ranks hold {held.covered_elements()} of its {math.prod(tensor.shape)} elements"

@@ -1,4 +1,4 @@
-"""An order for elements that a trainer rank does not have is refused."""
+"""Requests of engine ranks that a trainer rank must not carry out are refused, naming what is wrong with them."""
 
 import numpy as np
 import pytest
@@ -35,12 +35,12 @@ def at(region):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda o: replace(o, tensors=o.tensors[:-1]), "columns have"),
-        (lambda o: replace(o, tensors=o.tensors[:-4]), "columns have"),
-        (lambda o: replace(o, tensors=numbers(0, 1, 3), elements=numbers(0, 1, 2)), "from 0 to 3, of 3 tensors"),
-        (lambda o: replace(o, tensors=numbers(0, -1), elements=numbers(0, 0)), "from -1 to 0, of 3 tensors"),
-        (lambda o: replace(o, elements=numbers(0, 1, 99)), "of 3 regions"),
-        (lambda o: replace(o, tensors=numbers(2, 1, 0)), "not within its shard of"),
+        (lambda o: replace(o, tensor_ids=o.tensor_ids[:-1]), "columns have"),
+        (lambda o: replace(o, tensor_ids=o.tensor_ids[:-4]), "columns have"),
+        (lambda o: replace(o, tensor_ids=numbers(0, 1, 3), region_ids=numbers(0, 1, 2)), "from 0 to 3, of 3 tensors"),
+        (lambda o: replace(o, tensor_ids=numbers(0, -1), region_ids=numbers(0, 0)), "from -1 to 0, of 3 tensors"),
+        (lambda o: replace(o, region_ids=numbers(0, 1, 99)), "of 3 regions"),
+        (lambda o: replace(o, tensor_ids=numbers(2, 1, 0)), "not within its shard of"),
         (at(Region((1, 0), (2, 3), (1, 1))), r"not within its shard of t0, which has the shape \(2, 3\)"),
         (at(Region((-1, 0), (1, 1), (1, 1))), "not within its shard of t0"),
         (at(Region((0, 0), (2, 2), (1, 3))), "not within its shard of t0"),
@@ -51,12 +51,12 @@ def at(region):
         (at(Region((0,), (2,), (1,))), "not within its shard of t0"),
         (
             lambda o: replace(o, tensor_ids=o.tensor_ids * 60, region_ids=o.region_ids * 60),
-            "asks for .* elements of a rank",
+            "requests .* elements of a rank",
         ),
     ],
 )
 def test_an_order_for_other_elements_than_there_are_is_refused(order, change, says):
-    with pytest.raises(Mismatch, match=f"invalid send request of engine rank 3 for trainer rank 0 .*{says}"):
+    with pytest.raises(Mismatch, match=f"invalid send request of engine rank 3 for trainer rank 0: .*{says}"):
         check_send_request(change(order), GOOD, 0, 3)
 
 
