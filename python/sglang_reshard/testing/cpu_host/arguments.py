@@ -1,4 +1,4 @@
-"""The ServerArgs of an engine on a CPU host."""
+"""Returns the ServerArgs of an engine on a CPU host."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any
 
 
 def engine_arguments(**overrides: Any) -> dict[str, Any]:
-    """Keyword arguments for `sglang.Engine` or `VerlEngine` on a CPU host; `overrides` win."""
+    """Returns keyword arguments for `sglang.Engine` or `VerlEngine` on a CPU host, updated with `overrides`."""
     arguments: dict[str, Any] = {
         "device": "cpu",
-        # The default on an x86 CPU is intel_amx, which is in SGLang's AMX build only.
+        # The default on an x86 CPU is intel_amx, which only SGLang's AMX build has.
         "attention_backend": "torch_native",
-        # The KV cache in tokens. Without it each rank takes its fraction of the whole host.
+        # Size of the KV cache in tokens. Without it each rank allocates its fraction of the whole host.
         "max_total_tokens": 2048,
-        # A ceiling that the line above keeps far from. It is high because the ranks load at the same time:
-        # with a low one, the memory that the other ranks took meanwhile looks like too large a model.
+        # A limit that max_total_tokens stays far below. It is high because the ranks load at the same time: with a low
+        # one, the memory that the other ranks allocate meanwhile looks like too large a model.
         "mem_fraction_static": 0.9,
-        # Without it idle ranks poll all the time, and take the cores from the trainer and from each other.
+        # Without it idle ranks poll all the time, and keep the cores from the trainer and from each other.
         "sleep_on_idle": True,
-        # Features of GPUs. 0.5.12 starts without these lines, and tries and warns on the way.
+        # GPU features. Without these lines 0.5.12 starts, too, but tries them first and warns.
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
         "disable_custom_all_reduce": True,
@@ -27,7 +27,7 @@ def engine_arguments(**overrides: Any) -> dict[str, Any]:
 
 
 def command_line() -> list[str]:
-    """`engine_arguments` as options of `sglang serve` and `python -m sglang.launch_server`."""
+    """Returns `engine_arguments` as options of `sglang serve` and `python -m sglang.launch_server`."""
     options = []
     for name, value in engine_arguments().items():
         options += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]

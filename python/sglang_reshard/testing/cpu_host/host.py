@@ -1,4 +1,4 @@
-"""The environment of a CPU engine, and its use in this process and those it starts."""
+"""Sets the environment of an engine on a CPU host, for this process and those it starts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ STAND_IN = Path(__file__).parent / "stand_in"
 
 
 class GpuHost(Unsupported):
-    """A usable GPU is here; SGLang needs no help to run on it."""
+    """This host has a usable GPU, on which SGLang runs without cpu_host."""
 
 
 def refuse_gpu(what: str, instead: str) -> None:
-    """Raise GpuHost where torch sees a GPU; `what` was asked for, and `instead` is what to do."""
+    """Raises GpuHost if torch sees a GPU. `what` was used, and `instead` is what to do."""
     import torch
 
     if torch.cuda.is_available():
@@ -25,7 +25,7 @@ def refuse_gpu(what: str, instead: str) -> None:
 
 
 def environment(tp_size: int) -> dict[str, str]:
-    """All variables a CPU engine of `tp_size` ranks needs, PYTHONPATH among them."""
+    """Returns the environment variables that a CPU engine of `tp_size` ranks needs, including PYTHONPATH."""
     if tp_size < 1:
         raise ValueError(f"tp_size must be at least 1, not {tp_size}")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
@@ -34,22 +34,22 @@ def environment(tp_size: int) -> dict[str, str]:
     return {
         "PYTHONPATH": os.pathsep.join([str(STAND_IN), *path]),
         "SGLANG_USE_CPU_ENGINE": "1",
-        # A library that does not exist: SGLang then leaves NCCL alone and uses gloo.
+        # A library that does not exist: SGLang then uses gloo instead of NCCL.
         "SGLANG_NCCL_SO_PATH": "none",
-        # One entry a rank, or SGLang wants as many NUMA nodes as ranks.
+        # One entry per rank; otherwise SGLang requires as many NUMA nodes as ranks.
         "SGLANG_CPU_OMP_THREADS_BIND": binding,
-        # Else the first request compiles for 20 s and more.
+        # Otherwise the first request compiles for 20 s and more.
         "TORCHDYNAMO_DISABLE": "1",
-        # From 0.5.19 the prefix tree is compiled against the very torch that the wheel asks for. This one needs none,
-        # so that a newer SGLang runs in the environment of an older one.
+        # From 0.5.19 the compiled prefix tree needs exactly the torch version that the wheel requires. The Python one
+        # does not, so that a newer SGLang runs in the environment of an older one.
         "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
-        # Each rank would start a thread for each core.
+        # Otherwise each rank starts a thread per core.
         "OMP_NUM_THREADS": str(max(1, len(cores) // tp_size)),
     }
 
 
 def activate(tp_size: int) -> None:
-    """Apply `environment` to this process; the processes it starts inherit it. Repeatable."""
+    """Applies `environment` to this process; the processes it starts inherit it. Idempotent."""
     refuse_gpu("cpu_host", "Start the engine without it, or set CUDA_VISIBLE_DEVICES='' to try the CPU path here.")
     loaded = sys.modules.get("sgl_kernel")
     if loaded is not None and not str(loaded.__file__).startswith(str(STAND_IN)):

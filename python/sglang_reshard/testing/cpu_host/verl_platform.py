@@ -1,9 +1,8 @@
-"""verl on a host without a GPU, through verl's own hook for platforms. Imported by verl, not by this package.
+"""Registers a CPU platform with verl, through verl's own hook for platforms. Imported by verl, not by this package.
 
-`VERL_USE_EXTERNAL_MODULES` names this module, so `import verl` imports it in every process, before anything
-else of verl looks for a device; `verl_settings.environment` sets that. It registers a platform named "cpu"
-and makes three repairs, for what verl and SGLang do there that only works on a GPU. Nothing installed is
-edited, and on a host with a GPU the import is refused.
+`VERL_USE_EXTERNAL_MODULES`, set by `verl_settings.environment`, names this module, so that `import verl` imports it in
+every process before verl selects a device. It registers a platform named "cpu" and works around three things that verl
+and SGLang do there that only work on a GPU. Nothing installed is modified, and on a host with a GPU the import fails.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from sglang_reshard.testing.cpu_host.host import refuse_gpu
 
 
 class _TorchCpu(ModuleType):
-    """`torch.cpu` with what verl asks of `torch.cuda` besides: memory is the process's own, and one pool."""
+    """`torch.cpu` with the functions of `torch.cuda` that verl calls: memory is that of the process."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -48,7 +47,7 @@ class _TorchCpu(ModuleType):
 
     @staticmethod
     def mem_get_info(*_: Any) -> tuple[int, int]:
-        """(free, total) bytes, of the host."""
+        """Returns (free, total) bytes of the host."""
         memory = psutil.virtual_memory()
         return memory.available, memory.total
 
@@ -72,8 +71,8 @@ _TORCH_CPU = _TorchCpu("sglang_reshard.testing.cpu_host.torch_cpu")
 
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformBase):
-    """A verl platform of host memory and gloo. To Ray its devices are GPUs, of which a host has as many as
-    `ray.init(num_gpus=...)` says: verl places workers by them."""
+    """A verl platform with host memory and gloo. To Ray its devices are GPUs, as many as `ray.init(num_gpus=...)` states:
+    verl places workers by them."""
 
     device_name = "cpu"
     vendor_name = "cpu"
@@ -83,7 +82,7 @@ class CpuPlatform(PlatformBase):
         return True
 
     def current_device(self) -> Any:
-        return "cpu"  # verl gives it to Tensor.to(), where a number means a GPU
+        return "cpu"  # verl passes it to Tensor.to(), where a number means a GPU
 
     def device_count(self) -> int:
         return 1
@@ -109,7 +108,7 @@ class CpuPlatform(PlatformBase):
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"  # Ray sets it for workers with a "GPU", and verl reads it from them
+        return "CUDA_VISIBLE_DEVICES"  # Ray sets it for workers with a "GPU", and verl reads it there
 
     @contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
@@ -132,8 +131,7 @@ class CpuPlatform(PlatformBase):
 
 
 def _name_gloo_once() -> None:
-    """verl asks for "cpu:gloo" and "<device>:<backend>"; where the device is the CPU, torch refuses
-    "cpu:gloo,cpu:gloo" as a duplicate."""
+    """Makes verl request "cpu:gloo" once: on the CPU it requests "cpu:gloo,cpu:gloo", which torch rejects."""
     import verl.utils.distributed
 
     original = verl.utils.distributed.initialize_global_process_group_ray
@@ -146,20 +144,26 @@ def _name_gloo_once() -> None:
 
 
 def _leave_reductions_alone() -> None:
-    """Before it sends tensors, SGLang replaces the device's index by its UUID in what torch pickles of them,
-    and finds no index in a CPU tensor: "IndexError: tuple index out of range". It does not when these two
-    names are set, as it takes that for done."""
+    """Keeps SGLang from patching torch's reductions.
+
+    Before it sends tensors, SGLang replaces the device's index by its UUID in their pickled form, and finds no index in
+    a CPU tensor: "IndexError: tuple index out of range". It does not if these two names are set, which mean that the
+    patch has been applied.
+    """
     vars(reductions).setdefault("_reduce_tensor_original", reductions.reduce_tensor)
     vars(reductions).setdefault("_rebuild_cuda_tensor_original", reductions.rebuild_cuda_tensor)
 
 
 def _share_by_name() -> None:
-    """Tensors on their way to SGLang's schedulers are opened there by name. By default torch passes file
-    descriptors, over a socket whose key only the sender's own children know: "AuthenticationError"."""
+    """Makes SGLang's schedulers open tensors by name.
+
+    By default torch passes file descriptors over a socket whose key only the sender's own children have:
+    "AuthenticationError".
+    """
     torch.multiprocessing.set_sharing_strategy("file_system")
 
 
-refuse_gpu("verl_platform", "Take it out of VERL_USE_EXTERNAL_MODULES, and unset VERL_PLATFORM.")
+refuse_gpu("verl_platform", "Remove it from VERL_USE_EXTERNAL_MODULES, and unset VERL_PLATFORM.")
 _name_gloo_once()
 _leave_reductions_alone()
 _share_by_name()

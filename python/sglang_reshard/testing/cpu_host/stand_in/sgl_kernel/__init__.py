@@ -1,7 +1,7 @@
-"""Stands in for SGLang's CUDA kernels on a host without a GPU.
+"""Replaces SGLang's CUDA kernels on a host without a GPU.
 
-SGLang imports names from `sgl_kernel` in many modules and calls none of them on a CPU without AMX.
-Whatever name is asked for is there; calling it says that it needs a GPU. Submodules too.
+SGLang imports names from `sgl_kernel` in many modules, and calls none of them on a CPU without AMX. Every name can be
+imported, including submodules; calling it raises an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MissingKernel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            f"{self._name} is a CUDA kernel, and this is the stand-in for hosts without a GPU. On a host "
+            f"{self._name} is a CUDA kernel, which this stub for hosts without a GPU does not have. On a host "
             "with one, do not use sglang_reshard.testing.cpu_host."
         )
 
@@ -52,7 +52,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Submodule(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """There is nothing to run."""
+        """Does nothing: the module is empty."""
 
 
 sys.meta_path.insert(0, _Finder())
