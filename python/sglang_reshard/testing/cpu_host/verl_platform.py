@@ -71,8 +71,10 @@ _TORCH_CPU = _TorchCpu("sglang_reshard.testing.cpu_host.torch_cpu")
 
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformBase):
-    """A verl platform with host memory and gloo. To Ray its devices are GPUs, as many as `ray.init(num_gpus=...)` states:
-    verl places workers by them."""
+    """A verl platform with host memory and gloo.
+
+    To Ray its devices are GPUs, `ray.init(num_gpus=...)` of them, by which verl places workers.
+    """
 
     device_name = "cpu"
     vendor_name = "cpu"
