@@ -94,8 +94,8 @@ soak: setup
 	$(BIN)/python -m benchmark.soak --updates $(UPDATES)
 	$(BIN)/python -m benchmark.pages soak
 
-# A million cases of the fuzz tests; the test suite runs 200 of each. It writes benchmark/results/fuzz.json and
-# docs/results/fuzz.md, and fails when a test does.
+# A million cases of the fuzz tests; `make test` runs 100 of each, `make test-all` 200. It writes
+# benchmark/results/fuzz.json and docs/results/fuzz.md, and fails when a test does.
 CASES ?= 1000000
 .PHONY: fuzz
 fuzz: setup

@@ -1,6 +1,6 @@
 """How many cases there are, and where their randomness comes from.
 
-SGLANG_RESHARD_FUZZ_EXAMPLES  cases of each test (200)
+SGLANG_RESHARD_FUZZ_EXAMPLES  cases of each test (100; 200 under make test-all)
 SGLANG_RESHARD_FUZZ_SEED      other cases than the usual ones, which are the same in every run; drawn as many are
 """
 
@@ -13,7 +13,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-EXAMPLES = int(os.environ.get("SGLANG_RESHARD_FUZZ_EXAMPLES", "200"))
+SWEEP = os.environ.get("SGLANG_RESHARD_SWEEP") == "1"
+EXAMPLES = int(os.environ.get("SGLANG_RESHARD_FUZZ_EXAMPLES", "200" if SWEEP else "100"))
 SEED = os.environ.get("SGLANG_RESHARD_FUZZ_SEED", "")
 MANY = 2000  # more cases than this are drawn by seed: quicker, and a failure is told by its seed and not made smaller
 
