@@ -35,7 +35,6 @@ class LazyTensor(torch.Tensor):
             storage_offset=meta.storage_offset(),
             dtype=meta.dtype,
             device=recorder.device,
-            requires_grad=False,
         )
         self.meta, self.lazy_storage, self.recorder = meta, storage, recorder
         return self

@@ -43,31 +43,28 @@ def _signature(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
 
 
 class LiveSignature:
-    """`live_signature(model)`, computed anew only when something has changed."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._attributes: _ModelAttributes | None = None
-        self._signature = 0
-
-    def current(self) -> int:
-        if self._attributes is None or not self._attributes.unchanged():
-            tensors = list(live_tensors(self._model))
-            self._signature = _signature(tensors)
-            # A tensor that is not strided has no address to be recognized by.
-            strided = all(tensor.layout is torch.strided for _, tensor in tensors)
-            self._attributes = _ModelAttributes(list(self._model.modules())) if strided else None
-        return self._signature
-
-
-class _ModelAttributes:
-    """What a walk over the modules has found. Keeps no module and no tensor alive.
+    """`live_signature(model)`, computed anew only when something has changed. Keeps no submodule and no tensor alive.
 
     While all names and types are unchanged, tensors are at the same positions among the values and under the same
     paths. They need not be the same objects then, only at the same addresses.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._known = False
+        self._signature = 0
+
+    def current(self) -> int:
+        if not self._known or not self._unchanged():
+            tensors = list(live_tensors(self._model))
+            self._signature = _signature(tensors)
+            # A tensor that is not strided has no address to be recognized by.
+            self._known = all(tensor.layout is torch.strided for _, tensor in tensors)
+            if self._known:
+                self._remember(list(self._model.modules()))
+        return self._signature
+
+    def _remember(self, modules: Sequence[torch.nn.Module]) -> None:
         self._modules = list(map(weakref.ref, modules))
         attributes, registers = _dicts(modules)
         self._names = _names(attributes), _names(registers)
@@ -84,7 +81,7 @@ class _ModelAttributes:
         self._tensor_items = _indices(map(type, items), torch.Tensor)
         self._fingerprint = TensorFingerprint(self._all_tensors(values, items))
 
-    def unchanged(self) -> bool:
+    def _unchanged(self) -> bool:
         modules: list[Any] = list(map(_alive, self._modules))
         if type(None) in set(map(type, modules)):
             return False

@@ -1,16 +1,20 @@
-"""Lowers a trace's records to a Program: copies out of the checkpoint, then steps local to the engine rank."""
+"""Lowers a trace's records to a Program: copies out of the checkpoint, then steps local to the engine rank.
+
+A step is a fill, or the operators that the loader has called, compiled to a function over live and scratch tensors.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Region
+from sglang_reshard.trace.aten_ops import map_leaves
 from sglang_reshard.trace.casts import check_cast, torch_dtype
-from sglang_reshard.trace.expression import Compiler
 from sglang_reshard.trace.geometry import (
     MAX_BOXES,
     Geometry,
@@ -20,10 +24,24 @@ from sglang_reshard.trace.geometry import (
     intersection,
     to_boxes,
 )
-from sglang_reshard.trace.lazy_storage import CheckpointTensor, LiveStorage, VersionedView, leaves, names_of
+from sglang_reshard.trace.lazy_storage import (
+    CheckpointTensor,
+    LazyStorage,
+    LiveStorage,
+    OpOutput,
+    VersionedView,
+    leaves,
+    names_of,
+    operands,
+    unwritten_view,
+)
 from sglang_reshard.trace.live import flat_view
 from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.program import Copy, Step
+
+# Values of the storages that one run has computed so far, by storage and number of writes.
+Values = dict[tuple[int, int], torch.Tensor]
+Expression = Callable[[Values], torch.Tensor]
 
 
 class Lowering:
@@ -35,7 +53,6 @@ class Lowering:
         self.steps: list[Step] = []
         self._device = device
         self._scratch: dict[tuple[str, Geometry], torch.Tensor] = {}
-        self._compiler = Compiler(self._operand, device)
 
     def add(self, record: Record) -> None:
         target = self._target(record.storage, record.dtype)
@@ -48,7 +65,7 @@ class Lowering:
         to = self.targets[target].as_strided(size, stride, offset)
         if isinstance(content, VersionedView):
             view = VersionedView(content.storage, content.version, index_map.read_view, content.dtype)
-            value = self._compiler.compile(view)
+            value = self._compile(view)
             self.steps.append(Step(target, f"from {names_of(content)}", _call(lambda: to.copy_(value({})))))
         else:
             self.steps.append(Step(target, f"fill {content}", _call(lambda: to.fill_(content))))
@@ -93,12 +110,98 @@ class Lowering:
             self._copy(tensor, IndexMap.flattening(geometry), name)
         return self._scratch[key]
 
+    def _compile(self, view: VersionedView) -> Expression:
+        """Returns a function that computes a view's value from real tensors."""
+        storage, geometry, dtype = view.storage, view.geometry, view.dtype
+        base = storage.base
+        if not view.writes:
+            # The memory exists already: the view is made once, not at each update.
+            if isinstance(base, CheckpointTensor):
+                return _constant(self._operand(base, geometry, storage.dtype, dtype))
+            if isinstance(base, LiveStorage):
+                return _constant(_strided(flat_view(base.tensor, dtype), geometry))
+        contents = self._compile_contents(view)
+
+        def value(values: Values) -> torch.Tensor:
+            tensor = contents(values)
+            if dtype != storage.dtype:
+                tensor = flat_view(tensor, dtype)
+            elif geometry == storage.layout:
+                return tensor
+            return _strided(tensor, geometry)
+
+        return value
+
+    def _compile_contents(self, view: VersionedView) -> Expression:
+        """Returns the whole storage of a view, laid out as `storage.layout` says."""
+        storage, layout = view.storage, view.storage.layout
+        start = self._compile_base(storage)
+        writes: list[tuple[Geometry, Any]] = [
+            (w.geometry, self._compile(w.content) if isinstance(w.content, VersionedView) else w.content)
+            for w in view.writes
+        ]
+        key = (id(storage), view.version)
+
+        def contents(values: Values) -> torch.Tensor:
+            if key in values:
+                return values[key]
+            tensor = start(values) if start is not None else None
+            if tensor is None or writes or not _is_laid_out(tensor, layout):
+                whole = _strided(torch.empty(layout.span[1], dtype=storage.dtype, device=self._device), layout)
+                if tensor is not None:
+                    whole.copy_(tensor)
+                tensor = whole
+            for geometry, content in writes:
+                if callable(content):
+                    _strided(tensor, geometry).copy_(content(values))
+                else:
+                    _strided(tensor, geometry).fill_(content)
+            values[key] = tensor
+            return tensor
+
+        return contents
+
+    def _compile_base(self, storage: LazyStorage) -> Expression | None:
+        base = storage.base
+        if base is None:
+            return None
+        if isinstance(base, torch.Tensor):
+            return _constant(base)
+        if isinstance(base, OpOutput):
+            return self._compile_call(base)
+        return self._compile(unwritten_view(storage))
+
+    def _compile_call(self, call: OpOutput) -> Expression:
+        compiled = {operand: self._compile(operand) for operand in operands(call)}
+
+        def run(values: Values) -> torch.Tensor:
+            def real(value: Any) -> Any:
+                return compiled[value](values) if isinstance(value, VersionedView) else value
+
+            out = call.func(*map_leaves(real, call.args), **map_leaves(real, call.kwargs))
+            return out if call.index is None else out[call.index]
+
+        return run
+
 
 def _call(function: Callable[[], object]) -> Callable[[], None]:
     def run() -> None:
         function()
 
     return run
+
+
+def _constant(tensor: torch.Tensor) -> Expression:
+    return lambda values: tensor
+
+
+def _strided(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    return tensor.as_strided(geometry.size, geometry.stride, geometry.offset)
+
+
+def _is_laid_out(tensor: torch.Tensor, layout: Geometry) -> bool:
+    """Returns False if a kernel has chosen other strides than on the meta device, which views are based on."""
+    return (tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) == layout
 
 
 def drop_overwritten_fills(records: Sequence[Record]) -> list[Record]:

@@ -22,6 +22,11 @@ from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.recorder import Recorder
 from sglang_reshard.trace.snapshot import ABSENT, AttributeSnapshot, Change
 
+# What torch says of a tensor without memory, or of a subclass.
+_NEEDS_MEMORY = (
+    "data pointer", "on meta tensors", "doesn't have storage", "incompatible tensor type", "tensor subclasses"
+)  # fmt: skip
+
 
 def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
     """Returns the program of `model.load_weights` for checkpoint tensors with these names, shapes and dtypes.
@@ -86,15 +91,7 @@ def _run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: R
 
 def _explained(error: Exception, tensor: str) -> ReshardError:
     what = f"{type(error).__name__}: {error}"
-    # What torch says of a tensor without memory, or of a subclass.
-    needs_bytes = (
-        "data pointer",
-        "on meta tensors",
-        "doesn't have storage",
-        "incompatible tensor type",
-        "tensor subclasses",
-    )
-    if isinstance(error, NotImplementedError) or any(words in str(error) for words in needs_bytes):
+    if isinstance(error, NotImplementedError) or any(words in str(error) for words in _NEEDS_MEMORY):
         return Unsupported(
             f"The model's loader does something that cannot be traced, at {tensor}: {what}. Update this model with "
             "SGLang's own update_weights_from_tensor."
