@@ -60,8 +60,7 @@ class ControlClient:
         self._state, self._sending = threading.Lock(), threading.Lock()
         self._numbers = itertools.count(1)
         self._pending: dict[int, SimpleQueue[protocol.Reply | None]] = {}
-        self._cancel_callbacks: dict[str, list[Callable[[str], None]]] = {}
-        self._lost_callbacks: list[Callable[[], None]] = []
+        self._callbacks: dict[str | None, list[Callable[[str], None]]] = {}  # by scope; None is the connection
         self._lost: str | None = None
         self._closed = False
         self._kept_alive: list[object] = []
@@ -130,7 +129,7 @@ class ControlClient:
 
     def leave(self, scope: str) -> None:
         with self._state:
-            self._cancel_callbacks.pop(scope, None)
+            self._callbacks.pop(scope, None)
         self._call("leave", scope)
 
     def cancel(self, scope: str, reason: str) -> None:
@@ -142,14 +141,7 @@ class ControlClient:
 
         At once if either is so already; not after `leave`.
         """
-        with self._state:
-            if self._closed:
-                raise self._error()
-            if (lost := self._lost) is None:
-                self._cancel_callbacks.setdefault(scope, []).append(callback)
-        if lost is not None:
-            _start(callback, str(self._error()))
-            return
+        self._add_callback(scope, callback)
         try:
             self._call("watch", scope)
         except Aborted as aborted:
@@ -166,11 +158,7 @@ class ControlClient:
 
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Calls `callback()` once, in a new thread, when the server, the session or the connection ends."""
-        with self._state:
-            if self._lost is None:
-                self._lost_callbacks.append(callback)
-            elif not self._closed:
-                _start(callback)
+        self._add_callback(None, lambda _: callback())
 
     def end_session(self) -> None:
         """Deletes the keys of this session and disconnects its other clients."""
@@ -186,7 +174,7 @@ class ControlClient:
             if self._closed:
                 return
             self._closed = True
-            self._cancel_callbacks, self._lost_callbacks = {}, []
+            self._callbacks = {}
         with contextlib.suppress(ConnectionLost):
             self._request("disconnect", (), _CLOSE_S)
         self._lose("this client is closed")
@@ -280,9 +268,16 @@ class ControlClient:
 
     def _cancelled(self, scope: str, reason: str) -> None:
         with self._state:
-            callbacks = self._cancel_callbacks.pop(scope, [])
+            callbacks = self._callbacks.pop(scope, [])
         for callback in callbacks:
             _start(callback, reason)
+
+    def _add_callback(self, scope: str | None, callback: Callable[[str], None]) -> None:
+        with self._state:
+            if self._lost is None:
+                self._callbacks.setdefault(scope, []).append(callback)
+            elif not self._closed:
+                _start(callback, str(self._error()))
 
     def _lose(self, why: str) -> None:
         """Ends the connection, for the first reason: all waits fail and callbacks are called."""
@@ -291,24 +286,21 @@ class ControlClient:
                 return
             self._lost = why
             pending = list(self._pending.values())
-            cancel_callbacks, self._cancel_callbacks = self._cancel_callbacks, {}
-            disconnect_callbacks, self._lost_callbacks = self._lost_callbacks, []
+            callbacks, self._callbacks = self._callbacks, {}
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the client's thread, which closes it
         for replies in pending:
             replies.put(None)
-        for callback in itertools.chain.from_iterable(cancel_callbacks.values()):
+        for callback in itertools.chain.from_iterable(callbacks.values()):
             _start(callback, str(self._error()))
-        for each in disconnect_callbacks:
-            _start(each)
 
     def _error(self) -> ConnectionLost:
         return ConnectionLost(f"the {_server(self.address)} cannot be reached any more: {self._lost}")
 
 
-def _start(callback: Callable[..., None], *arguments: str) -> None:
+def _start(callback: Callable[[str], None], reason: str) -> None:
     """In a thread of its own, because it may wait and may use the client."""
-    threading.Thread(target=callback, args=arguments, name="sglang-reshard callback", daemon=True).start()
+    threading.Thread(target=callback, args=(reason,), name="sglang-reshard callback", daemon=True).start()
 
 
 def _server(address: Address) -> str:

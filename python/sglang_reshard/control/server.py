@@ -63,8 +63,7 @@ class _Connection(asyncio.BufferedProtocol):
         except ProtocolError as error:
             self._drop(str(error))
         except Exception:
-            logger.exception("a request from %s failed; its connection is closed", self._peer)
-            self.transport.abort()
+            self._fail()
 
     def eof_received(self) -> None:
         if self._reader.incomplete:
@@ -79,9 +78,11 @@ class _Connection(asyncio.BufferedProtocol):
         if self.transport.is_closing():
             return
         try:
-            self.transport.write(self._writer.frame(message))
+            self.transport.write(memoryview(self._writer.frame(message)))  # of which asyncio copies less
         except FrameTooLarge as error:
             self._drop(str(error))
+        except Exception:
+            self._fail()
         if (unsent := self.transport.get_write_buffer_size()) > MAX_UNSENT_BYTES:
             self._drop(f"it does not read its replies: {unsent} bytes are unsent")
 
@@ -94,6 +95,10 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _drop(self, why: str) -> None:
         self._server.log_refusal(self._peer, why)
+        self.transport.abort()
+
+    def _fail(self) -> None:
+        logger.exception("serving %s failed; its connection is closed", self._peer)
         self.transport.abort()
 
 
