@@ -28,8 +28,8 @@ class TransportContext:
 
     engine_rank: int
     device: torch.device
-    catalog: TensorIndex
-    intake: ReadPlan
+    tensor_index: TensorIndex
+    read_plan: ReadPlan
     program: Program
     memory: dict[int, PeerMemory]
     broadcast: BroadcastPlan | None

@@ -46,7 +46,7 @@ class BroadcastTransport:
         largest = max((bucket.nbytes for bucket in own), default=0)
         buffers = [torch.empty(largest, dtype=torch.uint8, device=context.device) for _ in own[:2]]
         self.extra_bytes = sum(b.numel() for b in buffers)
-        direct = plan.direct_reads[engine_rank][context.intake.shards(context.catalog)]
+        direct = plan.direct_reads[engine_rank][context.read_plan.shards(context.tensor_index)]
         self._direct = IpcTransport(context, np.flatnonzero(direct).tolist())  # shards that no other rank needs
         self.read_bytes = dict(self._direct.read_bytes)
         self.received_bytes = self._direct.received_bytes
@@ -89,19 +89,19 @@ class BroadcastTransport:
         buffer: torch.Tensor,
     ) -> _BucketOps:
         assert context.broadcast is not None
-        catalog, leads = context.catalog, group.leader == context.engine_rank
+        tensor_index, leads = context.tensor_index, group.leader == context.engine_rank
         pack, unpack = CopyList(), CopyList()
         payload_bytes = 0
-        for segment in context.broadcast.bucket_segments(catalog, bucket):
-            tensor = int(catalog.tensor_of(segment.shard))
-            kind = catalog.tensor_class(tensor)
-            dtype = getattr(torch, kind.dtype)
-            nbytes = segment.box.numel * kind.item_bytes
+        for segment in context.broadcast.bucket_segments(tensor_index, bucket):
+            tensor = int(tensor_index.tensor_of(segment.shard))
+            tensor_class = tensor_index.tensor_class(tensor)
+            dtype = getattr(torch, tensor_class.dtype)
+            nbytes = segment.box.numel * tensor_class.item_bytes
             data = buffer[segment.offset : segment.offset + nbytes].view(dtype).view(segment.box.shape)
             if leads:
-                region = catalog.shard(segment.shard).to_local(Region.of(segment.box))
+                region = tensor_index.shard(segment.shard).to_local(Region.of(segment.box))
                 pack.add(data, context.memory[group.trainer_rank].region(tensor, region, dtype))
-            for copy in copies_of.get(catalog.layout.tensors[tensor].name, ()):
+            for copy in copies_of.get(tensor_index.layout.tensors[tensor].name, ()):
                 _unpack_box(unpack, context, copy, segment.box, data)
             payload_bytes += nbytes
         self.received_bytes += payload_bytes

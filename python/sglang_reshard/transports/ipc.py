@@ -14,35 +14,37 @@ from sglang_reshard.transports.copies import CopyList, StridedCopy, merge_stride
 
 
 class IpcTransport:
-    """Copies rows of this rank's read plan in one `_foreach_copy_`, with a cast where dtypes differ."""
+    """Copies reads of this rank's read plan in one `_foreach_copy_`, with a cast where dtypes differ."""
 
     extra_bytes = 0
 
-    def __init__(self, context: TransportContext, rows: Iterable[int] | None = None) -> None:
-        """`rows` defaults to all rows whose trainer rank sends nothing."""
-        if rows is None:
-            read = (t for t in context.intake.traffic() if t not in context.round_bytes)
-            rows = (row for trainer_rank in read for row in context.intake.reads_from(trainer_rank))
+    def __init__(self, context: TransportContext, reads: Iterable[int] | None = None) -> None:
+        """`reads` defaults to all reads whose trainer rank sends nothing."""
+        if reads is None:
+            mapped = (t for t in context.read_plan.traffic() if t not in context.round_bytes)
+            reads = (read for trainer_rank in mapped for read in context.read_plan.reads_from(trainer_rank))
         self.read_bytes: dict[int, int] = {}
         copies = []
-        for row in rows:
-            copy, part, tensor = context.intake.read(row)
-            trainer_rank = int(context.intake.trainer_ranks[row])
-            kind = context.catalog.tensor_class(tensor)
-            mapping, offset, strides = context.memory[trainer_rank].locate(tensor, part.local_region, kind.item_bytes)
+        for read in reads:
+            copy, item, tensor = context.read_plan.read(read)
+            trainer_rank = int(context.read_plan.trainer_ranks[read])
+            tensor_class = context.tensor_index.tensor_class(tensor)
+            mapping, offset, strides = context.memory[trainer_rank].locate(
+                tensor, item.local_region, tensor_class.item_bytes
+            )
             copies.append(
                 StridedCopy(
                     target=copy.target,
-                    target_offset=copy.offset + part.offset,
+                    target_offset=copy.offset + item.offset,
                     target_strides=copy.strides,
                     source=(trainer_rank, mapping),
                     source_offset=offset,
                     source_strides=strides,
-                    size=part.local_region.count,
-                    dtype=kind.dtype,
+                    size=item.local_region.count,
+                    dtype=tensor_class.dtype,
                 )
             )
-            self.read_bytes[trainer_rank] = self.read_bytes.get(trainer_rank, 0) + part.nbytes
+            self.read_bytes[trainer_rank] = self.read_bytes.get(trainer_rank, 0) + item.nbytes
         self.received_bytes = sum(self.read_bytes.values())
         self._copies = CopyList()
         for c in merge_strided(copies):

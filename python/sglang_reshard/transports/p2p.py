@@ -87,15 +87,15 @@ class P2pTransport:
     """
 
     def __init__(self, context: TransportContext) -> None:
-        plan = context.intake
+        plan = context.read_plan
         links = {}
         for trainer_rank, nbytes in context.round_bytes.items():
             request = send_request(plan, trainer_rank)
             views = [
-                tuple(destination_view(context.program, plan, row) for row in rows)
-                for rows in destination_rows(plan, trainer_rank)
+                tuple(destination_view(context.program, plan, read) for read in reads)
+                for reads in destination_reads(plan, trainer_rank)
             ]
-            links[trainer_rank] = P2pLink.cut(context.catalog.layout, request, nbytes, views)
+            links[trainer_rank] = P2pLink.cut(context.tensor_index.layout, request, nbytes, views)
         self._rounds, self.extra_bytes = _build_rounds(links, context.device, pack=False)
         self._direct = IpcTransport(context)
         self.read_bytes = self._direct.read_bytes | {t: link.payload_bytes for t, link in links.items()}
@@ -123,18 +123,18 @@ class P2pTransport:
         return self._communicator.receive(buffers)
 
 
-def destination_rows(plan: ReadPlan, trainer_rank: int) -> list[tuple[int, ...]]:
-    """Returns, for each item that a trainer rank sends, the rows of the read plan that it is copied to."""
-    repeats: dict[int, list[int]] = {}
-    for row, first in plan.duplicates.items():
-        repeats.setdefault(first, []).append(row)
-    return [(row, *repeats.get(row, ())) for row in sent_reads(plan, trainer_rank).tolist()]
+def destination_reads(plan: ReadPlan, trainer_rank: int) -> list[tuple[int, ...]]:
+    """Returns, for each item that a trainer rank sends, the reads of the plan that it serves."""
+    duplicates: dict[int, list[int]] = {}
+    for read, first in plan.duplicates.items():
+        duplicates.setdefault(first, []).append(read)
+    return [(read, *duplicates.get(read, ())) for read in sent_reads(plan, trainer_rank).tolist()]
 
 
-def destination_view(program: Program, plan: ReadPlan, row: int) -> torch.Tensor:
-    """Returns the view of live memory that a row of the read plan is copied to."""
-    copy, part, _ = plan.read(row)
-    return program.targets[copy.target].as_strided(part.local_region.count, copy.strides, copy.offset + part.offset)
+def destination_view(program: Program, plan: ReadPlan, read: int) -> torch.Tensor:
+    """Returns the view of live memory that a read of the plan is copied to."""
+    copy, item, _ = plan.read(read)
+    return program.targets[copy.target].as_strided(item.local_region.count, copy.strides, copy.offset + item.offset)
 
 
 @dataclass(frozen=True, slots=True)

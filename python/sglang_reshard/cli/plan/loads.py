@@ -17,7 +17,7 @@ import torch
 from sglang_reshard.cli.plan.rank_model import RankModel
 from sglang_reshard.plan import BroadcastPlan, Strategy, TensorIndex
 from sglang_reshard.plan.p2p import send_request
-from sglang_reshard.transports.p2p import BUCKETS, P2pLink, destination_rows, destination_view
+from sglang_reshard.transports.p2p import BUCKETS, P2pLink, destination_reads, destination_view
 
 _META = torch.device("meta")
 
@@ -75,7 +75,7 @@ def engine_load(catalog: TensorIndex, choice: Strategy, engine_rank: int, rank: 
 def _link(catalog: TensorIndex, rank: RankModel, trainer_rank: int, share: int) -> tuple[LinkLoad, LinkLoad]:
     """Returns the load of a link on its engine rank and on its trainer rank; assumes contiguous local tensors."""
     request = send_request(rank.intake, trainer_rank)
-    rows, items = destination_rows(rank.intake, trainer_rank), list(request.entries())
+    rows, items = destination_reads(rank.intake, trainer_rank), list(request.entries())
 
     def destinations(item: int) -> tuple[torch.Tensor, ...]:
         return tuple(destination_view(rank.program, rank.intake, row) for row in rows[item])
