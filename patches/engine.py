@@ -1,4 +1,4 @@
-"""sglang.srt.entrypoints.engine: adds `Engine.update_weights_distributed`, and ends an engine without a trace."""
+"""sglang.srt.entrypoints.engine: adds `Engine.update_weights_distributed`, checks and ends embedded engines."""
 
 from __future__ import annotations
 
