@@ -14,8 +14,8 @@ from support.stated import BIG, GOOD, rows, stated
 
 
 @pytest.fixture(scope="module")
-def order():
-    """Of all three tensors, in this order."""
+def good():
+    """A request for all three tensors, in this order."""
     boxes = Box((0, 0), (2, 3)), Box((1, 1), (2, 3)), Box((0,), (5,))
     copies = [wanted(GOOD, number, box, 10 * number) for number, box in enumerate(boxes)]
     taken = plan_reads(TensorIndex.of(GOOD), copies, RankLocation(0, 1, "a", ("a", "b")))
@@ -29,18 +29,18 @@ def numbers(*values):
 
 
 def at(region):
-    return lambda order: replace(order, regions=(region, *order.regions[1:]))
+    return lambda r: replace(r, regions=(region, *r.regions[1:]))
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda o: replace(o, tensor_ids=o.tensor_ids[:-1]), "columns have"),
-        (lambda o: replace(o, tensor_ids=o.tensor_ids[:-4]), "columns have"),
-        (lambda o: replace(o, tensor_ids=numbers(0, 1, 3), region_ids=numbers(0, 1, 2)), "from 0 to 3, of 3 tensors"),
-        (lambda o: replace(o, tensor_ids=numbers(0, -1), region_ids=numbers(0, 0)), "from -1 to 0, of 3 tensors"),
-        (lambda o: replace(o, region_ids=numbers(0, 1, 99)), "of 3 regions"),
-        (lambda o: replace(o, tensor_ids=numbers(2, 1, 0)), "not within its shard of"),
+        (lambda r: replace(r, tensor_ids=r.tensor_ids[:-1]), "columns have"),
+        (lambda r: replace(r, tensor_ids=r.tensor_ids[:-4]), "columns have"),
+        (lambda r: replace(r, tensor_ids=numbers(0, 1, 3), region_ids=numbers(0, 1, 2)), "from 0 to 3, of 3 tensors"),
+        (lambda r: replace(r, tensor_ids=numbers(0, -1), region_ids=numbers(0, 0)), "from -1 to 0, of 3 tensors"),
+        (lambda r: replace(r, region_ids=numbers(0, 1, 99)), "of 3 regions"),
+        (lambda r: replace(r, tensor_ids=numbers(2, 1, 0)), "not within its shard of"),
         (at(Region((1, 0), (2, 3), (1, 1))), r"not within its shard of t0, which has the shape \(2, 3\)"),
         (at(Region((-1, 0), (1, 1), (1, 1))), "not within its shard of t0"),
         (at(Region((0, 0), (2, 2), (1, 3))), "not within its shard of t0"),
@@ -50,17 +50,17 @@ def at(region):
         (at(Region((BIG, BIG), (BIG, BIG), (BIG, BIG))), "not within its shard of t0"),
         (at(Region((0,), (2,), (1,))), "not within its shard of t0"),
         (
-            lambda o: replace(o, tensor_ids=o.tensor_ids * 60, region_ids=o.region_ids * 60),
+            lambda r: replace(r, tensor_ids=r.tensor_ids * 60, region_ids=r.region_ids * 60),
             "requests .* elements of a rank",
         ),
     ],
 )
-def test_an_order_for_other_elements_than_there_are_is_refused(order, change, says):
+def test_a_request_for_other_elements_than_there_are_is_refused(good, change, says):
     with pytest.raises(Mismatch, match=f"invalid send request of engine rank 3 for trainer rank 0: .*{says}"):
-        check_send_request(change(order), GOOD, 0, 3)
+        check_send_request(change(good), GOOD, 0, 3)
 
 
-def test_a_trainer_rank_that_holds_nothing_of_a_tensor_is_not_asked_for_it(order):
+def test_a_trainer_rank_that_holds_nothing_of_a_tensor_is_not_asked_for_it():
     layout = stated(rows((0, 4, (1,), 0)))
     asked = SendRequest((Region((0, 0), (1, 1), (1, 1)),), numbers(0), numbers(0))
     check_send_request(asked, layout, 1, 0)

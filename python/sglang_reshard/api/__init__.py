@@ -1,0 +1,7 @@
+"""Provides what users call: the senders of trainer ranks, and clients of engines.
+
+weight_sender  WeightSender: updates one engine from all trainer ranks
+multi_engine   MultiEngineSender: updates several engines at once
+verl_engine    VerlEngine: starts and drives one engine from all trainer ranks
+remote_engine  RemoteEngine: calls a server over HTTP, without torch
+"""

@@ -1,0 +1,8 @@
+"""Defines what trainer ranks and engine ranks send to each other, and where they leave it for each other.
+
+messages        requests, commands and results, and their encoding
+validation      checks of their content, before it is used
+session         the key-value server of trainer rank 0, as one process uses it
+update_channel  commands, statuses and votes of one update
+weights_info    the response of `GET /weights_info`
+"""
