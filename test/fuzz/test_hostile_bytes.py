@@ -34,7 +34,9 @@ def same(one, other):
 
 
 def test_there_is_something_to_send():
-    assert {"DistributedUpdateWeightsReq", "PrepareSend", "UpdateResult", "TrainerStatus"} <= {kind.__name__ for kind in WORDS}
+    assert {"DistributedUpdateWeightsReq", "PrepareSend", "UpdateResult", "TrainerStatus"} <= {
+        kind.__name__ for kind in WORDS
+    }
 
 
 @fuzzed

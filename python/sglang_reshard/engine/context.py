@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -112,7 +112,8 @@ class UpdateContext:
         votes = self.all_gather(phase.value, vote)
         failed = [rank for rank, v in enumerate(votes) if v.error]
         if failed:
-            raise PhaseFailed(phase, failure_message(phase, failed, votes[failed[0]].error))
+            others = f" (engine ranks {failed} failed)" if len(failed) > 1 else ""
+            raise PhaseFailed(phase, f"{phase}, engine rank {failed[0]}: {votes[failed[0]].error}{others}")
         return votes
 
     def abort_because(self, error: Exception) -> str:
@@ -128,12 +129,6 @@ def failed_phase(error: Exception, current: Phase) -> str:
     if prefix in list(Phase):
         return prefix
     return "aborted" if isinstance(error, Aborted) else current.value
-
-
-def failure_message(phase: Phase, failed: Sequence[int], error: str) -> str:
-    """Returns the message for the trainer; `error` is that of the first of the failed engine ranks."""
-    others = f" (engine ranks {list(failed)} failed)" if len(failed) > 1 else ""
-    return f"{phase}, engine rank {failed[0]}: {error}{others}"
 
 
 def describe_error(error: Exception) -> str:

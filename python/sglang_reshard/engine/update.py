@@ -201,8 +201,8 @@ class UpdateExecutor:
             if len(differing := np.flatnonzero(actual != expected)):
                 raise Mismatch(
                     f"engine rank {self._rank}: the received weights differ from the trainer's: "
-                    f"{checksums.tensor_names(differing.tolist())}. Repeat the update; if it happens again, suspect this "
-                    "host's memory or its network"
+                    f"{checksums.tensor_names(differing.tolist())}. Repeat the update; if it happens again, suspect "
+                    "this host's memory or its network"
                 )
             if self._rank == 0 and request.verify == "full":
                 context.digest = context.channel.get_model_digest(trainer_ranks, request.timeout_s)

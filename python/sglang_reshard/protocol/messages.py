@@ -199,7 +199,7 @@ def decode(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        name = getattr(kind, "__name__", "Command")  # the only union of messages
         raise Mismatch(
-            f"invalid {getattr(kind, '__name__', kind)} message: {error}; trainer and engine must run the same version "
-            "of sglang-reshard"
+            f"invalid {name} message: {error}; trainer and engine must run the same version of sglang-reshard"
         ) from error

@@ -11,9 +11,8 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
 from sglang_reshard.control import ControlClient, WaitTimedOut
@@ -24,12 +23,9 @@ from sglang_reshard.protocol.messages import Command, TrainerStatus, UpdateResul
 from sglang_reshard.transports.abortable_group import PeerDisconnected
 
 T = TypeVar("T")
+_COMMAND: Any = Command  # a union, which is no type[T]
 _CAUSE_S = 0.5  # head start of the rank that failed, whose reason explains a connection that broke
 _RESULT_S = 5.0  # how long an aborted update may take to report its result
-
-
-class _Envelope(msgspec.Struct, frozen=True, array_like=True):
-    command: Command
 
 
 class UpdateChannel:
@@ -87,7 +83,7 @@ class UpdateChannel:
             except Aborted as error:
                 yield self._result_after_abort(number, error)
                 return
-            command = decode(data, _Envelope).command
+            command: Command = decode(data, _COMMAND)
             yield command
             if isinstance(command, UpdateResult):
                 return
@@ -126,7 +122,7 @@ class UpdateChannel:
 
     def send_command(self, command: Command) -> None:
         """Sends a command to all trainer ranks, after those that were sent before."""
-        self._client.append(self._commands, encode(_Envelope(command)))
+        self._client.append(self._commands, encode(command))
 
     def collect_ready(self, ranks: int, timeout_s: float) -> None:
         """Waits until all trainer ranks have reported ready. Raises DeadlineExceeded naming those that have not."""
@@ -177,7 +173,7 @@ class UpdateChannel:
         try:
             while True:
                 (data,) = self._client.get([self._command(number)], _RESULT_S)
-                command = decode(data, _Envelope).command
+                command = decode(data, _COMMAND)
                 if isinstance(command, UpdateResult):
                     return command
                 number += 1
