@@ -284,11 +284,13 @@ def _become(order: _Order) -> None:
     os.environ.update(order.environment)
     _set_path(before, order.environment.get("PYTHONPATH", ""))
     tempfile.tempdir = None
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     helper = _helper()
+    if (torch := sys.modules.get("torch")) is not None:  # after the helper, which has no threads
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+        # torch makes its pool of threads anew at the first use in a child, which no two threads may do at a time.
+        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
     _show([sys.executable, *order.argv])
     _ask_from_now_on(lambda environment: None if environment.get(VARIABLE) == "none" else helper)
 
@@ -408,6 +410,10 @@ class Kind:
 def _for_verl() -> dict[str, str]:
     return {
         **{name: value for name, value in verl_settings.environment(1).items() if name != "PYTHONPATH"},
+        # Ray reads these once in a process, at import. Each driver here is the first of its Ray; and it is when this
+        # process ends, and not the raylet, that a worker is alone.
+        "RAY_JOB_ID": "01000000",
+        "RAY_RAYLET_PID": str(os.getpid()),
         "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's, which would be a second thread
     }
 

@@ -106,7 +106,7 @@ def test_a_collector_gets_one_trace_from_the_trainer_to_the_scheduler(
     update = collector.await_span("reshard.update", version="step 1")
     collector.await_span("reshard.commit", trace=update.trace, engine_rank="0")
     collector.await_span("reshard.serve", trace=update.trace)
-    assert update.attributes["sglang_reshard.protocol.session"] == seen["session"]
+    assert update.attributes["sglang_reshard.session"] == seen["session"]
     of = {span.name: span for span in collector.trace(update.trace)}
     assert of["reshard.update"].parent == ""
     assert of["reshard.request"].parent == update.span
