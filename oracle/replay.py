@@ -13,6 +13,6 @@ def replay(program: Program, weights: Mapping[str, torch.Tensor]) -> None:
     """Makes every copy of `program` from full checkpoint tensors, then runs its steps."""
     with torch.no_grad():
         for copy in program.copies:
-            landing = copy.destination(program.targets[copy.target])
-            landing.copy_(weights[copy.source][copy.region.slices()])
+            destination = copy.destination(program.targets[copy.target])
+            destination.copy_(weights[copy.source][copy.region.slices()])
     program.run_steps()

@@ -73,8 +73,8 @@ class World:
         self.shards = [shards(self.layout, self.right, r) for r in range(self.layout.trainer_ranks)]
         self.sources = [SourceChecksums(self.layout, local, r, own) for r, local in enumerate(self.shards)]
 
-    def told(self, selection=FULL):
-        """What each engine rank says of what differs; empty where nothing does."""
+    def differing(self, selection=FULL):
+        """The names of the tensors that differ on each engine rank; empty if none does."""
         expected = sum(source.compute(selection).engine_ranks for source in self.sources)
         have = [engine.checksums.compute(selection) for engine in self.engines]
         return [
@@ -96,7 +96,7 @@ class World:
 def test_checksums_agree_whatever_the_layouts_and_dtypes(kind, engines, dtype):
     world = World(kind, engines, dtype)
     for selection in (FULL, Selection.sample(0), Selection.sample(77), Selection.sample(3, 5)):
-        assert world.told(selection) == [""] * engines
+        assert world.differing(selection) == [""] * engines
     for engine in world.engines:
         assert engine.checksums.compute(FULL).any()
 
@@ -104,7 +104,7 @@ def test_checksums_agree_whatever_the_layouts_and_dtypes(kind, engines, dtype):
 def test_padding_is_not_looked_at():
     world = World(engines=4)
     world.engines[-1].model.embed.data[-1] = 7  # 21 rows on 4 ranks of 6
-    assert world.told() == [""] * 4
+    assert world.differing() == [""] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -116,9 +116,9 @@ def test_any_flipped_bit_is_noticed_where_it_is(dtype):
         bits = getattr(world.engines[1].model, parameter).data.view(integer).view(-1)
         flip = torch.tensor(1 << bit).to(integer)
         bits[5 * bit % 64] ^= flip
-        assert world.told() == ["", f"{tensor}.weight"], bit
+        assert world.differing() == ["", f"{tensor}.weight"], bit
         bits[5 * bit % 64] ^= flip
-    assert world.told() == ["", ""]
+    assert world.differing() == ["", ""]
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tp", "hsdp"])
@@ -127,9 +127,9 @@ def test_two_shards_that_came_as_each_others_are_noticed(kind):
     for name, dim in {"q.weight": 0, "down.weight": 1 if kind == "tp" else 0}.items():
         first, second, *rest = world.right[name].split(16, dim)
         world.load(**{name.removesuffix(".weight"): torch.cat([second, first, *rest], dim)})
-        assert name in world.told(), name
+        assert name in world.differing(), name
     world.load()
-    assert world.told() == ["", ""]
+    assert world.differing() == ["", ""]
 
 
 @pytest.mark.parametrize("selection", [FULL, *(Selection.sample(n) for n in (0, 1, 63))])
@@ -137,14 +137,14 @@ def test_a_stale_tensor_is_noticed_by_any_sample(selection):
     world, old = World(), checkpoint(0, hidden=HIDDEN)
     for name in world.right:
         world.load(**{name.removesuffix(".weight"): old[name]})
-        assert world.told(selection) == [name, name]
+        assert world.differing(selection) == [name, name]
 
 
 def test_a_stale_trainer_shard_is_noticed():
     """And so the digests are of what the shards hold now."""
     world = World()
     world.shards[1][0].add_(1)
-    assert "embed.weight" in world.told()
+    assert "embed.weight" in world.differing()
 
 
 def test_the_same_bytes_in_another_order_are_noticed():
@@ -157,18 +157,18 @@ def test_the_same_bytes_in_another_order_are_noticed():
     for wrong in (transposed, turned, shifted, reshaped, rows):
         assert torch.equal(wrong.flatten().sort()[0], gate.flatten().sort()[0])
         world.load(gate=wrong)
-        assert world.told() == ["gate.weight"]
+        assert world.differing() == ["gate.weight"]
 
 
 def test_exchanged_tensors_of_one_shape_are_noticed_even_in_one_group(monkeypatch):
     monkeypatch.setattr(regions, "MAX_GROUPS", 1)
     world = World()
-    assert world.told() == ["", ""]
+    assert world.differing() == ["", ""]
     for one, other in (("k", "v"), ("gate", "up")):
         right = world.right[f"{one}.weight"], world.right[f"{other}.weight"]
         world.load(**{one: right[1], other: right[0]})
-        told = "embed.weight, q.weight, k.weight, v.weight, gate.weight and 3 more"
-        assert world.told() == [told, told]
+        names = "embed.weight, q.weight, k.weight, v.weight, gate.weight and 3 more"
+        assert world.differing() == [names, names]
 
 
 def test_a_part_that_is_missing_is_noticed_even_if_all_weights_are_zero():
@@ -176,15 +176,15 @@ def test_a_part_that_is_missing_is_noticed_even_if_all_weights_are_zero():
     zeros = world.right["up.weight"].clone()
     zeros[:5] = 0
     world.load(up=zeros)
-    assert world.told() == ["up.weight", ""]
+    assert world.differing() == ["up.weight", ""]
     for local in world.shards:
         for shard in local:
             shard.zero_()
     for engine in world.engines:
         engine.load({name: torch.zeros_like(tensor) for name, tensor in world.right.items()})
-    assert world.told() == ["", ""]
+    assert world.differing() == ["", ""]
     world.sources = world.sources[1:]
-    assert all(told.startswith("embed.weight") for told in world.told()[:1])
+    assert all(names.startswith("embed.weight") for names in world.differing()[:1])
 
 
 def test_each_place_of_elements_that_are_kept_twice_is_looked_at():

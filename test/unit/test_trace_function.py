@@ -16,14 +16,14 @@ def boxes_that_agree(function, shape):
     truth, found = function(counted(shape)), trace_function(function, shape, torch.int64)
     assert list(found) == list(truth)
     for name, wanted in truth.items():
-        told = torch.full(wanted.shape, ELSEWHERE)
+        traced = torch.full(wanted.shape, ELSEWHERE)
         for box in found[name].boxes:
             assert set(box.step) <= {1}
             for index in itertools.product(*map(range, box.size)):
                 place = tuple(a + i for a, i in zip(box.start, index, strict=True))
-                assert told[place] == ELSEWHERE
-                told[place] = box.write + sum(i * s for i, s in zip(index, box.stride, strict=True))
-        assert torch.equal(told, wanted), name
+                assert traced[place] == ELSEWHERE
+                traced[place] = box.write + sum(i * s for i, s in zip(index, box.stride, strict=True))
+        assert torch.equal(traced, wanted), name
     return {name: result.boxes for name, result in found.items()}
 
 

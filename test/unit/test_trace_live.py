@@ -28,7 +28,7 @@ def test_a_second_path_to_a_tensor_changes_nothing():
     assert live_signature(torch.nn.Linear(3, 2)) != before
 
 
-# -- the same, remembered: each change is seen, and nothing else makes it walk again
+# -- LiveSignature: each change is seen, and nothing else leads to a new walk
 
 
 class Subclass(nn.Parameter):

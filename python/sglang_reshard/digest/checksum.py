@@ -78,7 +78,7 @@ class RegionBatch:
 
 
 def _sliced(views: list[torch.Tensor], slices: tuple[slice, ...]) -> list[torch.Tensor]:
-    """Returns slices of each view. Most slice no dimension or the first, which is faster if it is said so."""
+    """Returns slices of each view. Indexes only as many dimensions as necessary, mostly none or one, to be fast."""
     few = len(slices)
     while few and slices[few - 1] == _ALL:
         few -= 1
