@@ -49,7 +49,7 @@ demo: $(STAMP)
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# The part that runs real verl: Ray workers, SGLang servers, main_ppo. A quarter of an hour of the above.
+# The part that runs real verl: Ray workers, SGLang servers, main_ppo. Four minutes of the above.
 test-verl: setup
 	$(BIN)/python -m pytest test/verl $(PYTEST_ARGS)
 

@@ -7,10 +7,14 @@ import json
 import sys
 from pathlib import Path
 
+from support import ray_workers, zygote
+
 
 def main() -> None:
     module, function = sys.argv[1].split(":")
     job = json.loads(sys.argv[2])
+    if zygote.is_fork():
+        ray_workers.fork_workers()
     result = getattr(importlib.import_module(module), function)(job)
     (Path(job["folder"]) / "result.json").write_text(json.dumps(result))
 

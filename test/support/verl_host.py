@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_reshard.testing.cpu_host import verl_settings
-from support import descendants
+from support import descendants, zygote
 
 TEST = Path(__file__).parent.parent
 _TAIL_CHARACTERS = 12_000
@@ -48,6 +48,7 @@ def environment(folder: Path, tp_size: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path),
         "HOME": str(folder),
         "RAY_TMPDIR": str(folder),
+        zygote.VARIABLE: "verl",
         # A cluster of its own, even where another one runs.
         "RAY_ADDRESS": "local",
         # By default workers, and the engines that they start, give way to everything else on the host.
@@ -65,7 +66,8 @@ def run_verl(command: list[str], folder: Path, variables: Mapping[str, str], tim
     """The output of a Python command. Fails with the end of it when the command does."""
     log = folder / "log"
     try:
-        status = descendants.run([sys.executable, *command], dict(variables), folder, log, timeout_s)
+        with zygote.forks("verl"):
+            status = descendants.run([sys.executable, *command], dict(variables), folder, log, timeout_s)
     except descendants.Deadline as error:
         raise AssertionError(f"{error}\n{_tail(log)}") from error
     assert status == 0, f"exit status {status}\n{_tail(log)}"
@@ -75,8 +77,7 @@ def run_verl(command: list[str], folder: Path, variables: Mapping[str, str], tim
 def run_ppo(folder: Path, *overrides: str, steps: int = 2, timeout_s: float = 300) -> PpoRun:
     """examples/tiny_on_cpu.py: GRPO by `verl.trainer.main_ppo`; `overrides` are hydra's, and win."""
     settings = [f"trainer.total_training_steps={steps}", f"trainer.total_epochs={steps}", *overrides]
-    script = TEST.parent / "examples" / "tiny_on_cpu.py"
-    log = run_verl([str(script), str(folder), *settings], folder, environment(folder, tp_size=2), timeout_s)
+    log = run_driver("jobs:ppo", folder, {"overrides": settings}, tp_size=2, timeout_s=timeout_s)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return PpoRun(log, [json.loads(line)["data"] for line in lines])
 
@@ -86,9 +87,15 @@ def run_job(function: str, folder: Path, *, tp_size: int, timeout_s: float = 300
 
     It is called with a dictionary of `job`, `folder` and `tp_size`.
     """
-    order = json.dumps({"folder": str(folder), "tp_size": tp_size, **job})
-    run_verl(["-m", "support.verl_driver", function, order], folder, environment(folder, tp_size), timeout_s)
+    run_driver(function, folder, job, tp_size=tp_size, timeout_s=timeout_s)
     return json.loads((folder / "result.json").read_text())
+
+
+def run_driver(function: str, folder: Path, job: Mapping[str, Any], *, tp_size: int, timeout_s: float) -> str:
+    """The output of `function` as a driver of verl."""
+    order = json.dumps({"folder": str(folder), "tp_size": tp_size, **job})
+    command = ["-m", "support.verl_driver", function, order]
+    return run_verl(command, folder, environment(folder, tp_size), timeout_s)
 
 
 def _tail(log: Path) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import runpy
+import sys
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from demo import text
 from job import PROMPTS, a_job
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny_on_cpu.py"
 
 
 def two_updates(order: dict[str, Any]) -> dict[str, Any]:
@@ -21,14 +27,35 @@ def two_updates(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def replicas_come_and_go(order: dict[str, Any]) -> dict[str, Any]:
-    """An update of one replica; of two, after another one came; and of the second, after the first one went."""
+    """An update of one replica; of two that are at work, after another one came; and of the second, after the first
+    one went."""
     with a_job(order, spare=order["tp_size"]) as job:
         one = job.change_and_update(1)
         added = job.new_replica(1)
         job.replicas.append(added)
         job.manager.add_replicas([added.replica])
+        asked = job.ask_for_long()
         two = job.change_and_update(2)
+        interrupted = [output.stop_reason for output in ray.get(asked)]
         removed = job.replicas.pop(0)
         job.manager.remove_replicas([removed.replica])
         other = job.change_and_update(3)
-        return {"updates": [one, two, other], "removed": removed.tokens(PROMPTS, text.NEW_TOKENS)}
+        said = removed.tokens(PROMPTS, text.NEW_TOKENS)
+        return {"updates": [one, two, other], "interrupted": interrupted, "removed": said}
+
+
+def ppo(order: dict[str, Any]) -> None:
+    """examples/tiny_on_cpu.py. order: `overrides`, of its settings
+
+    The program that it becomes at its end is run in this process, so that a fork remains one.
+    """
+    os.execve = _become  # type: ignore[assignment]
+    sys.argv = [str(TINY), order["folder"], *order["overrides"]]
+    runpy.run_path(str(TINY), run_name="__main__")
+
+
+def _become(_: str, command: list[str], environment: dict[str, str]) -> None:
+    _, module, name, *sys.argv[1:] = command
+    assert module == "-m"
+    os.environ.update(environment)
+    runpy.run_module(name, run_name="__main__", alter_sys=True)

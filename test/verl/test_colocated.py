@@ -11,7 +11,9 @@ pytestmark = [pytest.mark.verl, pytest.mark.timeout(420)]
 STOCK: list[str] = []
 
 
-@pytest.mark.parametrize("backend", [RESHARD, STOCK], ids=["reshard", "stock"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param(RESHARD, id="reshard"), pytest.param(STOCK, id="stock", marks=pytest.mark.sweep)]
+)
 def test_two_updates_are_bit_exact(backend: list[str]) -> None:
     order = {"colocated": True, "ranks": 2, "replicas": 1, "tp_size": 2, "dtype": "float32", "overrides": backend}
     with verl_folder() as folder:

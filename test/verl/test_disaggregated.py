@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from seen import GLOO_RANK0, RESHARD, assert_arrived, assert_nothing_gathered, a
 from support.verl_host import run_job, verl_folder
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(420)]
+OURS = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard"
 
 
 def run(job: str, updates: int, **order: Any) -> dict[str, Any]:
@@ -23,6 +23,17 @@ def run(job: str, updates: int, **order: Any) -> dict[str, Any]:
     return seen
 
 
+def test_requests_are_interrupted_and_replicas_come_and_go() -> None:
+    """From three ranks with uneven shards."""
+    overrides = [*RESHARD, f"{OURS}.transport=p2p", f"{OURS}.verify=full"]
+    seen = run("replicas_come_and_go", 3, ranks=3, replicas=1, tp_size=1, overrides=overrides)
+    assert [len(update["tokens"]) for update in seen["updates"]] == [1, 2, 1]
+    assert seen["interrupted"] == ["abort"] * 2
+    assert seen["removed"] == seen["updates"][1]["expected_tokens"]
+    assert_nothing_gathered(seen["updates"], tp_size=1)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("ranks", "replicas", "tp_size", "transport"),
     [(3, 1, 2, "auto"), (2, 2, 1, "p2p")],
@@ -31,21 +42,13 @@ def run(job: str, updates: int, **order: Any) -> dict[str, Any]:
 def test_two_updates_gather_nothing_and_interrupt_requests(
     ranks: int, replicas: int, tp_size: int, transport: str
 ) -> None:
-    settings = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard"
-    overrides = [*RESHARD, f"{settings}.transport={transport}", f"{settings}.verify=full"]
+    overrides = [*RESHARD, f"{OURS}.transport={transport}", f"{OURS}.verify=full"]
     seen = run("two_updates", 2, ranks=ranks, replicas=replicas, tp_size=tp_size, overrides=overrides)
     assert_nothing_gathered(seen["updates"], tp_size)
     assert seen["interrupted"] == ["abort"] * replicas
 
 
-def test_replicas_come_and_go() -> None:
-    seen = run("replicas_come_and_go", 3, ranks=2, replicas=1, tp_size=1)
-    assert [len(update["tokens"]) for update in seen["updates"]] == [1, 2, 1]
-    assert seen["removed"] == seen["updates"][1]["expected_tokens"]
-    assert_nothing_gathered(seen["updates"], tp_size=1)
-
-
-@pytest.mark.skipif(not os.environ.get("SGLANG_RESHARD_SWEEP"), reason="what we are measured against: make test-all")
+@pytest.mark.sweep
 def test_the_yardstick_is_right_and_gathers_everything() -> None:
     """`benchmark.verl.rank0_broadcast`; here so that what is measured against it means something."""
     seen = run("two_updates", 2, ranks=2, replicas=1, tp_size=1, overrides=GLOO_RANK0)
