@@ -18,22 +18,22 @@ from sglang_reshard.trace.program import Copy
 
 def plan(layout, trainer_ranks):
     """An engine rank that takes everything, and what it takes lies in its trainer ranks' local tensors."""
-    catalog = TensorIndex.of(layout)
+    index = TensorIndex.of(layout)
     copies, end = [], 0
     for tensor in layout.tensors:
         if tensor.spec.numel:
             strides = tuple(math.prod(tensor.shape[d + 1 :]) for d in range(len(tensor.shape)))
             copies.append(Copy(tensor.name, Region.of(Box.whole(tensor.shape)), "live", 0, strides))
             end += tensor.spec.nbytes
-    taken = plan_reads(catalog, copies, RankLocation(0, 1, "a", ("a",) * trainer_ranks))
-    assert taken.least_bytes() == end
+    plan = plan_reads(index, copies, RankLocation(0, 1, "a", ("a",) * trainer_ranks))
+    assert plan.least_bytes() == end
     extents = [layout.min_local_shapes(rank) for rank in range(trainer_ranks)]
-    for row in range(len(taken.trainer_ranks)):
-        _, part, tensor = taken.read(row)
-        shape = extents[int(taken.trainer_ranks[row])][tensor]
+    for row in range(len(plan.trainer_ranks)):
+        _, part, tensor = plan.read(row)
+        shape = extents[int(plan.trainer_ranks[row])][tensor]
         bounds = zip(part.local_region.start, part.local_region.count, part.local_region.step, shape, strict=True)
         assert all(a >= 0 and n >= 1 and s >= 1 and a + (n - 1) * s < length for a, n, s, length in bounds)
-    assert unread_tensors(catalog, [rank_demand(catalog, taken, "a")]) == ()
+    assert unread_tensors(index, [rank_demand(index, plan, "a")]) == ()
     assert len(layout.local_bytes()) == trainer_ranks
 
 

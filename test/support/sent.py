@@ -14,10 +14,10 @@ CPU = torch.device("cpu")
 
 
 def context_of(
-    rank: int, catalog: Any, taken: Any, targets: Any, own_shares: dict[int, int], peers: Any
+    rank: int, index: Any, plan: Any, targets: Any, own_shares: dict[int, int], peers: Any
 ) -> TransportContext:
-    program = Program(tuple(taken.copies), targets)
-    return TransportContext(rank, CPU, catalog, taken, program, {}, None, None, own_shares, peers)
+    program = Program(tuple(plan.copies), targets)
+    return TransportContext(rank, CPU, index, plan, program, {}, None, None, own_shares, peers)
 
 
 def open_here() -> tuple[int, int]:

@@ -169,8 +169,8 @@ def test_copies_hold_the_same():
 # -- what moves
 
 
-def outline_of(needs, taken, targets):
-    return Outline(needs, taken, {n: (t.numel(), str(t.dtype).removeprefix("torch.")) for n, t in targets.items()}, 0.0)
+def outline_of(demand, plan, targets):
+    return Outline(demand, plan, {n: (t.numel(), str(t.dtype).removeprefix("torch.")) for n, t in targets.items()}, 0.0)
 
 
 @settings(max_examples=150)
@@ -178,20 +178,20 @@ def outline_of(needs, taken, targets):
 def test_loads_are_those_of_the_transports(data, bucket):
     layout = data.draw(meshed_layouts())
     copies = [data.draw(copies_of(layout)) for _ in range(data.draw(st.integers(1, 3)))]
-    catalog, taken = read_plans(layout, copies)
-    needs = [rank_demand(catalog, t, HOST) for t in taken]
-    setting = ClusterTopology.of(needs, (HOST,) * layout.trainer_ranks, "cpu")
-    choice = choose_strategy("p2p", catalog, needs, setting, bucket)
+    index, plans = read_plans(layout, copies)
+    demands = [rank_demand(index, t, HOST) for t in plans]
+    topology = ClusterTopology.of(demands, (HOST,) * layout.trainer_ranks, "cpu")
+    strategy = choose_strategy("p2p", index, demands, topology, bucket)
     whole, loads = values(layout), []
-    for e, t in enumerate(taken):
+    for e, t in enumerate(plans):
         targets = empty_targets(copies[e])
-        loads.append(engine_load(catalog, choice, e, outline_of(needs[e], t, targets).rank_model()))
-        transport = P2pTransport(context_of(e, catalog, t, targets, choice.senders(e), None))
+        loads.append(engine_load(index, strategy, e, outline_of(demands[e], t, targets).rank_model()))
+        transport = P2pTransport(context_of(e, index, t, targets, strategy.senders(e), None))
         assert (loads[e].received, loads[e].extra) == (transport.received_bytes, transport.extra_bytes)
         assert {t: sent.payload_bytes for t, (sent, _) in loads[e].sent.items()} == transport.read_bytes
     for trainer_rank in range(layout.trainer_ranks):
-        receivers = {e: int(s) for e, s in enumerate(choice.round_bytes[trainer_rank]) if s}
-        orders = {e: send_request(taken[e], trainer_rank) for e in receivers}
+        receivers = {e: int(s) for e, s in enumerate(strategy.round_bytes[trainer_rank]) if s}
+        orders = {e: send_request(plans[e], trainer_rank) for e in receivers}
         outlet = P2pSender(layout, cut_shards(layout, whole, trainer_rank), orders, receivers, CPU)
         mine = [load.sent[trainer_rank][1] for load in loads if trainer_rank in load.sent]
         assert buckets_bytes(mine) == outlet.extra_bytes
@@ -201,10 +201,10 @@ def test_loads_are_those_of_the_transports(data, bucket):
 def test_nothing_is_sent_where_memory_is_read():
     layout = layout_of([TensorSpec("a.weight", (8, 8), "bfloat16")], Source(tensor_parallel=2))
     copies = [[c] for c in _halves()]
-    catalog, taken = read_plans(layout, copies)
-    needs = [rank_demand(catalog, t, HOST) for t in taken]
-    choice = choose_strategy("ipc", catalog, needs, ClusterTopology.of(needs, (HOST, HOST), "cuda"), 1 << 20)
-    load = engine_load(catalog, choice, 1, outline_of(needs[1], taken[1], empty_targets(copies[1])).rank_model())
+    index, plans = read_plans(layout, copies)
+    demands = [rank_demand(index, t, HOST) for t in plans]
+    strategy = choose_strategy("ipc", index, demands, ClusterTopology.of(demands, (HOST, HOST), "cuda"), 1 << 20)
+    load = engine_load(index, strategy, 1, outline_of(demands[1], plans[1], empty_targets(copies[1])).rank_model())
     assert (load.read, load.sent, load.received, load.extra) == ({1: 64}, {}, 64, 0)
 
 

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -41,17 +41,15 @@ class Mesh(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
 
-    def coordinates(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yields (trainer rank, mesh coordinate) of the ranks that participate."""
-        coordinates = itertools.product(*map(range, self.shape))
-        return ((r, c) for r, c in zip(self.ranks, coordinates, strict=True) if r >= 0)
-
 
 class MeshSharding(NamedTuple):
     """The sharding of a tensor over a device mesh, with one placement per mesh dimension."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
+
+
+Sharding: TypeAlias = MeshSharding | ShardMap  # a ShardMap: explicit
 
 
 def _chunk(length: int, chunks: int, index: int) -> Interval:
@@ -104,7 +102,9 @@ def _intervals_by_rank(
     shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]
 ) -> Iterator[tuple[int, list[tuple[Interval, ...]]]]:
     """Yields (trainer rank, the intervals it holds of each dimension)."""
-    for rank, coordinate in mesh.coordinates():
+    for rank, coordinate in zip(mesh.ranks, itertools.product(*map(range, mesh.shape)), strict=True):
+        if rank < 0:
+            continue
         dims = []
         for dim, length in enumerate(shape):
             splits = [(mesh.shape[m], coordinate[m], p.split_factor) for m, p in enumerate(placements) if p.dim == dim]
@@ -164,7 +164,7 @@ class SourceLayout(msgspec.Struct, frozen=True):
     tensors: tuple[SourceTensor, ...]
     explicit: tuple[ShardMap, ...] = ()
 
-    def sharding(self, tensor: SourceTensor) -> MeshSharding | ShardMap:
+    def sharding(self, tensor: SourceTensor) -> Sharding:
         if tensor.mesh == EXPLICIT:
             return self.explicit[tensor.placements]
         return MeshSharding(self.meshes[tensor.mesh], self.placements[tensor.placements])

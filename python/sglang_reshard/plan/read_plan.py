@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,7 +20,7 @@ from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.manifest import inflate
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.shard_map import ShardBox
-from sglang_reshard.plan.tensor_index import TensorIndex
+from sglang_reshard.plan.tensor_index import TensorClass, TensorIndex
 
 if TYPE_CHECKING:  # trainer ranks load no tracer
     from sglang_reshard.trace.program import Copy
@@ -129,107 +129,94 @@ def plan_reads(index: TensorIndex, copies: Sequence[Copy], location: RankLocatio
     evenly over all that are equally near.
     """
     tensor_ids = np.fromiter((index.index_of[c.source] for c in copies), np.int32, len(copies))
-    expansion = _Expansion(index, tensor_ids, location)
-    for number, copy in enumerate(copies):
-        expansion.add(number, copy)
-    copy_ids, item_ids, position, holders = expansion.columns()
-    nbytes = np.array([item.nbytes for item in expansion.items], np.int64)[item_ids]
-    trainer_ranks = _balanced(nbytes, holders, [location.nearest(ranks) for ranks in expansion.holders])
-    items = tuple(expansion.items)
+    reads = _expand(index, copies, tensor_ids, location)
+    items, copy_ids, item_ids = tuple(reads.items), reads.copy_ids, reads.item_ids
+    nbytes = np.array([item.nbytes for item in items], np.int64)[item_ids]
+    trainer_ranks = _balanced(nbytes, reads.holders, [location.nearest(ranks) for ranks in reads.holder_sets])
     unordered = ReadPlan(copies, tensor_ids, items, copy_ids, item_ids, trainer_ranks, {})
-    for read, first in _duplicates(unordered, expansion.repeated).items():
+    for read, first in _duplicates(unordered, reads.repeated).items():
         trainer_ranks[read] = trainer_ranks[first]
     if len(copies) >> _COPY_BITS or len(items) >> _ITEM_BITS:
         raise ValueError(
             f"{len(copies)} copies with {len(items)} distinct items exceed the planner's limits of "
             f"{1 << _COPY_BITS} and {1 << _ITEM_BITS}"
         )
-    rank_of_copy = np.empty(len(copies), np.int64)  # in destination order
+    position = np.empty(len(copies), np.int64)  # of each copy, in destination order
     targets: dict[str, int] = {}
     destinations = [(targets.setdefault(c.target, len(targets)), c.offset) for c in copies]
-    rank_of_copy[sorted(range(len(copies)), key=destinations.__getitem__)] = np.arange(len(copies))
-    key = trainer_ranks.astype(np.int64) << (_COPY_BITS + _ITEM_BITS) | rank_of_copy[copy_ids] << _ITEM_BITS | position
+    position[sorted(range(len(copies)), key=destinations.__getitem__)] = np.arange(len(copies))
+    key = trainer_ranks.astype(np.int64) << (_COPY_BITS + _ITEM_BITS) | position[copy_ids] << _ITEM_BITS | reads.within
     order = np.argsort(key, kind="stable")
     plan = replace(unordered, copy_ids=copy_ids[order], item_ids=item_ids[order], trainer_ranks=trainer_ranks[order])
-    return replace(plan, duplicates=_duplicates(plan, expansion.repeated))
+    return replace(plan, duplicates=_duplicates(plan, reads.repeated))
 
 
-class _Expansion:
-    """Groups equal copies, cuts each group into items once, and expands it into reads.
+class _Reads(NamedTuple):
+    """Reads before trainer ranks are chosen.
 
-    holders   the distinct sets of trainer ranks that hold shards
+    within    position of each read's item within its copy
+    holders   number of each read's set of trainer ranks in `holder_sets`
     repeated  tensors of which some region is copied more than once
     """
 
-    def __init__(self, index: TensorIndex, tensor_ids: np.ndarray, location: RankLocation) -> None:
-        self._index, self._tensor_ids, self._location = index, tensor_ids, location
-        self._class_of = index.class_of[tensor_ids].tolist()
-        self._groups: dict[tuple[int, Region, tuple[int, ...]], list[int]] = {}
-        self._cuts: dict[tuple[int, Region], list[tuple[int, Region, tuple[int, ...], int, int]]] = {}
-        self._holders: dict[tuple[int, ...], int] = {}
-        self.items: list[ReadItem] = []
-        self.repeated: set[int] = set()
+    items: list[ReadItem]
+    copy_ids: np.ndarray
+    item_ids: np.ndarray
+    within: np.ndarray
+    holders: np.ndarray
+    holder_sets: list[tuple[int, ...]]
+    repeated: set[int]
 
-    @property
-    def holders(self) -> list[tuple[int, ...]]:
-        return list(self._holders)
 
-    def add(self, number: int, copy: Copy) -> None:
-        self._groups.setdefault((self._class_of[number], copy.region, copy.strides), []).append(number)
-
-    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Returns, per read: copy, item, position of the item within the copy, and set of holders."""
-        columns: list[tuple[np.ndarray, ...]] = [(np.empty(0, np.int32),) * 4]
-        tensors_of: dict[tuple[int, Region], list[np.ndarray]] = {}
-        for (tensor_class, region, strides), numbers in self._groups.items():
-            cut = []
-            for shard, local_region, skipped, nbytes, holders in self._cut(tensor_class, region):
-                offset = sum(n * s for n, s in zip(skipped, strides, strict=True))
-                cut.append((ReadItem(shard, local_region, offset, nbytes), holders))
-            cut.sort(key=lambda pair: pair[0].offset)
-            item_ids = np.arange(len(self.items), len(self.items) + len(cut), dtype=np.int32)
-            self.items += [item for item, _ in cut]
-            copy_ids = np.array(numbers, np.int32)
-            tensors_of.setdefault((tensor_class, region), []).append(self._tensor_ids[copy_ids])
-            times = len(copy_ids)
-            columns.append(
-                (
-                    np.repeat(copy_ids, len(cut)),
-                    np.tile(item_ids, times),
-                    np.tile(np.arange(len(cut), dtype=np.int32), times),
-                    np.tile(np.array([holders for _, holders in cut], np.int32), times),
-                )
-            )
-        for tensors in map(np.concatenate, tensors_of.values()):
-            unique, count = np.unique(tensors, return_counts=True)
-            self.repeated.update(unique[count > 1].tolist())
-        copy_ids, item_ids, position, holder_sets = (np.concatenate(column) for column in zip(*columns, strict=True))
-        return copy_ids, item_ids, position, holder_sets
-
-    def _cut(self, tensor_class: int, region: Region) -> list[tuple[int, Region, tuple[int, ...], int, int]]:
-        """Returns (shard, local region, steps skipped, bytes, set of holders) for each shard that `region` overlaps."""
+def _expand(index: TensorIndex, copies: Sequence[Copy], tensor_ids: np.ndarray, location: RankLocation) -> _Reads:
+    """Groups equal copies, cuts each group into items once, and repeats them for its copies."""
+    groups: dict[tuple[int, Region, tuple[int, ...]], list[int]] = {}
+    for number, (tensor_class, copy) in enumerate(zip(index.class_of[tensor_ids].tolist(), copies, strict=True)):
+        groups.setdefault((tensor_class, copy.region, copy.strides), []).append(number)
+    items: list[ReadItem] = []
+    holder_sets: dict[tuple[int, ...], int] = {}
+    cuts: dict[tuple[int, Region], list[tuple[ReadItem, tuple[int, ...], int]]] = {}
+    tensors_of: dict[tuple[int, Region], list[np.ndarray]] = {}
+    columns: list[tuple[np.ndarray, ...]] = [(np.empty(0, np.int32),) * 4]
+    for (tensor_class, region, strides), numbers in groups.items():
         key = tensor_class, region
-        if key not in self._cuts:
-            of = self._index.classes[tensor_class]
-            cuts = []
-            for number, shard in self._distinct(of.shard_map.shards):
-                common = region.intersect(shard.box)
-                if common is None:
-                    continue
-                inside, skipped = common
-                holders = self._holders.setdefault(shard.ranks, len(self._holders))
-                cuts.append((number, shard.to_local(inside), skipped, inside.numel * of.item_bytes, holders))
-            self._cuts[key] = cuts
-        return self._cuts[key]
+        if key not in cuts:
+            cuts[key] = list(_cut(index.classes[tensor_class], region, location, holder_sets))
+        made = []
+        for item, skipped, holders in cuts[key]:
+            offset = sum(n * s for n, s in zip(skipped, strides, strict=True))
+            made.append((item._replace(offset=offset), holders))
+        made.sort(key=lambda pair: pair[0].offset)
+        item_ids = np.arange(len(items), len(items) + len(made), dtype=np.int32)
+        items += [item for item, _ in made]
+        copy_ids, within = np.array(numbers, np.int32), np.arange(len(made), dtype=np.int32)
+        of_holders = np.array([holders for _, holders in made], np.int32)
+        tensors_of.setdefault(key, []).append(tensor_ids[copy_ids])
+        repeated_columns = (np.tile(column, len(copy_ids)) for column in (item_ids, within, of_holders))
+        columns.append((np.repeat(copy_ids, len(made)), *repeated_columns))
+    repeated: set[int] = set()
+    for tensors in map(np.concatenate, tensors_of.values()):
+        unique, count = np.unique(tensors, return_counts=True)
+        repeated.update(unique[count > 1].tolist())
+    copy_ids, item_ids, within, of_holders = (np.concatenate(column) for column in zip(*columns, strict=True))
+    return _Reads(items, copy_ids, item_ids, within, of_holders, list(holder_sets), repeated)
 
-    def _distinct(self, shards: Sequence[ShardBox]) -> Iterable[tuple[int, ShardBox]]:
-        """Returns one numbered shard per box, the first on this host if several have the same box."""
-        chosen: dict[Box, tuple[int, ShardBox]] = {}
-        for number, shard in enumerate(shards):
-            known = chosen.get(shard.box)
-            if known is None or (self._location.is_local(shard) and not self._location.is_local(known[1])):
-                chosen[shard.box] = number, shard
-        return chosen.values()
+
+def _cut(
+    tensor_class: TensorClass, region: Region, location: RankLocation, holder_sets: dict[tuple[int, ...], int]
+) -> Iterator[tuple[ReadItem, tuple[int, ...], int]]:
+    """Yields (item, steps skipped, set of holders) for each shard that `region` overlaps."""
+    chosen: dict[Box, tuple[int, ShardBox]] = {}  # one shard per box, on this host if several have the same box
+    for number, shard in enumerate(tensor_class.shard_map.shards):
+        known = chosen.get(shard.box)
+        if known is None or (location.is_local(shard) and not location.is_local(known[1])):
+            chosen[shard.box] = number, shard
+    for number, shard in chosen.values():
+        if common := region.intersect(shard.box):
+            inside, skipped = common
+            holders = holder_sets.setdefault(shard.ranks, len(holder_sets))
+            nbytes = inside.numel * tensor_class.item_bytes
+            yield ReadItem(number, shard.to_local(inside), 0, nbytes), skipped, holders
 
 
 def _balanced(nbytes: np.ndarray, holders: np.ndarray, nearest: Sequence[tuple[int, ...]]) -> np.ndarray:

@@ -21,7 +21,7 @@ import torch
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.shard_map import ShardBox, ShardMap
-from sglang_reshard.layout.source_layout import MeshSharding
+from sglang_reshard.layout.source_layout import Sharding
 
 NamedSlices = tuple[tuple[str, "FusedSlice"], ...]  # checkpoint names, and their boxes of the fused tensor
 
@@ -61,7 +61,7 @@ class LocalShard(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    sharding: MeshSharding | ShardMap
+    sharding: Sharding
     tensor: torch.Tensor
 
 

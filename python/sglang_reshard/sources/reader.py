@@ -16,11 +16,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import ITEM_BYTES
 from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap, canonical, invalid_reason
-from sglang_reshard.layout.source_layout import MeshSharding, compute_local_shapes, compute_shard_map
-from sglang_reshard.sources.dtensor import DescribedTensor, MeshCache, from_dtensor, replicated
+from sglang_reshard.layout.source_layout import (
+    Mesh,
+    MeshSharding,
+    Placement,
+    Sharding,
+    compute_local_shapes,
+    compute_shard_map,
+)
+from sglang_reshard.sources.dtensor import local_tensor, mesh_sharding
 from sglang_reshard.sources.fsdp import ShardedParameters
 from sglang_reshard.sources.fused import FusedTensor, LocalShard, split_fused
-from sglang_reshard.sources.verl_shard_spec import from_shard_spec, fused_tensor_of
+from sglang_reshard.sources.verl_shard_spec import check_has_no_place, fused_tensor_of
 
 
 class TensorReader:
@@ -28,8 +35,11 @@ class TensorReader:
 
     def __init__(self, trainer_rank: int, global_ranks: tuple[int, ...]) -> None:
         self._rank, self._ranks = trainer_rank, len(global_ranks)
-        self._meshes = MeshCache({g: t for t, g in enumerate(global_ranks)})
-        self._checked: set[tuple[tuple[int, ...], MeshSharding | ShardMap]] = set()
+        self._trainer_rank_of = {g: t for t, g in enumerate(global_ranks)}
+        self._replicated = MeshSharding(Mesh((self._ranks,), tuple(range(self._ranks))), (Placement(),))
+        # Keyed by identity, as comparing device meshes is slow. The mesh is kept, so that its id stays unique.
+        self._known: dict[tuple[int, tuple[Any, ...]], tuple[Any, MeshSharding]] = {}
+        self._checked: set[tuple[tuple[int, ...], Sharding]] = set()
         self._fsdp: ShardedParameters | None = None
 
     def read(self, name: str, given: Any, sharding: Any) -> tuple[torch.Tensor, str, Iterable[LocalShard]]:
@@ -46,16 +56,15 @@ class TensorReader:
             fused = sharding if isinstance(sharding, FusedTensor) else fused_tensor_of(where, sharding)
             spec = fused.spec if fused else sharding
         tensor = given if spec is not None else self._registered(where, given)
-        described = self._described(where, tensor, spec)
-        _check_carried(where, described.local)
-        shard_map = self._checked_shard_map(where, described)
-        local = _shaped(where, described, self._rank)
+        shape, found, local = self._described(where, tensor, spec)
+        _check_carried(where, local)
+        shard_map = self._checked_shard_map(where, shape, found)
+        shaped = _shaped(where, shape, found, local, self._rank)
         # A rank outside the tensor's mesh has an empty local tensor of any dtype.
         dtype = str(tensor.dtype).removeprefix("torch.")
         if fused is None:
-            return described.local, dtype, [LocalShard(name, described.shape, described.sharding, local)]
-        shards = split_fused(where, fused.slices, described.shape, shard_map, local, self._rank)
-        return described.local, dtype, shards
+            return local, dtype, [LocalShard(name, shape, found, shaped)]
+        return local, dtype, split_fused(where, fused.slices, shape, shard_map, shaped, self._rank)
 
     def _registered(self, where: str, given: torch.Tensor) -> torch.Tensor:
         """Returns the tensor, or the sharded parameter if it is FSDP2's unsharded copy of one."""
@@ -63,17 +72,26 @@ class TensorReader:
         self._fsdp = self._fsdp or ShardedParameters.of_this_process()
         return self._fsdp.of(where, given)
 
-    def _described(self, where: str, tensor: torch.Tensor, spec: Any) -> DescribedTensor:
+    def _described(self, where: str, tensor: torch.Tensor, spec: Any) -> tuple[tuple[int, ...], Sharding, torch.Tensor]:
+        """Returns the global shape, the sharding, and the local tensor."""
         if isinstance(spec, ExplicitSharding):
-            return DescribedTensor(tuple(spec.shape), canonical(spec.shard_map), tensor)
+            return tuple(spec.shape), canonical(spec.shard_map), tensor
         if spec is not None:
-            return from_shard_spec(where, tensor, spec, self._meshes)
+            check_has_no_place(where, spec)
+            sharding = self._replicated if spec.mesh is None else self._on_mesh(where, spec.mesh, spec.placements)
+            return tuple(spec.full_shape), sharding, tensor
         if isinstance(tensor, DTensor):
-            return from_dtensor(where, tensor, self._meshes)
-        return replicated(tuple(tensor.shape), tensor, self._meshes)
+            sharding = self._on_mesh(where, tensor.device_mesh, tensor.placements)
+            return tuple(tensor.shape), sharding, local_tensor(tensor)
+        return tuple(tensor.shape), self._replicated, tensor
 
-    def _checked_shard_map(self, where: str, described: DescribedTensor) -> ShardMap:
-        shape, sharding, _ = described
+    def _on_mesh(self, where: str, mesh: Any, placements: Any) -> MeshSharding:
+        key = id(mesh), tuple(placements)
+        if key not in self._known:
+            self._known[key] = mesh, mesh_sharding(where, mesh, key[1], self._trainer_rank_of)
+        return self._known[key][1]
+
+    def _checked_shard_map(self, where: str, shape: tuple[int, ...], sharding: Sharding) -> ShardMap:
         explicit = isinstance(sharding, ShardMap)
         shard_map = sharding if isinstance(sharding, ShardMap) else compute_shard_map(shape, *sharding)
         if (shape, sharding) in self._checked:
@@ -103,12 +121,15 @@ def _check_carried(where: str, local: torch.Tensor) -> None:
     if local.is_neg():
         raise Unsupported(f"{where} is a negated view, whose memory has the opposite sign; pass its resolve_neg()")
     if local.numel() and not local.untyped_storage().nbytes():
-        raise Unsupported(f"{where} has no memory any more: its storage was freed; pass the parameter that is registered now")
+        raise Unsupported(
+            f"{where} has no memory any more: its storage was freed; pass the parameter that is registered now"
+        )
 
 
-def _shaped(where: str, described: DescribedTensor, trainer_rank: int) -> torch.Tensor:
+def _shaped(
+    where: str, shape: tuple[int, ...], sharding: Sharding, local: torch.Tensor, trainer_rank: int
+) -> torch.Tensor:
     """Returns the local tensor in its sharding's local shape (verl passes it flat). Raises Mismatch if it has none."""
-    shape, sharding, local = described
     local = local.detach()
     if isinstance(sharding, MeshSharding):
         expected = compute_local_shapes(shape, *sharding).get(trainer_rank, (0,))

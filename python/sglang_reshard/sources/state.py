@@ -10,14 +10,7 @@ import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.shard_map import ShardMap
-from sglang_reshard.layout.source_layout import (
-    EXPLICIT,
-    Mesh,
-    MeshSharding,
-    Placement,
-    SourceLayout,
-    SourceTensor,
-)
+from sglang_reshard.layout.source_layout import EXPLICIT, Mesh, Placement, Sharding, SourceLayout, SourceTensor
 from sglang_reshard.sources.fsdp import named_shards
 from sglang_reshard.sources.reader import TensorReader
 
@@ -123,24 +116,20 @@ class _LayoutTables:
         self._explicit: dict[ShardMap, int] = {}
         # Keyed by identity, as hashing a sharding is slow and thousands of tensors share one. It is kept, so that its
         # id stays unique.
-        self._known: dict[int, tuple[MeshSharding | ShardMap, tuple[int, int]]] = {}
+        self._known: dict[int, tuple[Sharding, tuple[int, int]]] = {}
 
-    def indices(self, sharding: MeshSharding | ShardMap) -> tuple[int, int]:
+    def indices(self, sharding: Sharding) -> tuple[int, int]:
         """Returns `mesh` and `placements` of a `SourceTensor`."""
         known = self._known.get(id(sharding))
         if known is None:
-            known = self._known[id(sharding)] = sharding, self._insert(sharding)
+            if isinstance(sharding, ShardMap):
+                found = EXPLICIT, self._explicit.setdefault(sharding, len(self._explicit))
+            else:
+                mesh = self._meshes.setdefault(sharding.mesh, len(self._meshes))
+                found = mesh, self._placements.setdefault(sharding.placements, len(self._placements))
+            known = self._known[id(sharding)] = sharding, found
         return known[1]
 
-    def _insert(self, sharding: MeshSharding | ShardMap) -> tuple[int, int]:
-        if isinstance(sharding, ShardMap):
-            return EXPLICIT, self._explicit.setdefault(sharding, len(self._explicit))
-        return (
-            self._meshes.setdefault(sharding.mesh, len(self._meshes)),
-            self._placements.setdefault(sharding.placements, len(self._placements)),
-        )
-
     def layout(self, trainer_ranks: int, tensors: Iterable[SourceTensor]) -> SourceLayout:
-        return SourceLayout(
-            trainer_ranks, tuple(self._meshes), tuple(self._placements), tuple(tensors), tuple(self._explicit)
-        )
+        tables = tuple(self._meshes), tuple(self._placements)
+        return SourceLayout(trainer_ranks, *tables, tuple(tensors), tuple(self._explicit))

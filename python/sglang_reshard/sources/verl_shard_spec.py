@@ -12,38 +12,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap
-from sglang_reshard.sources.dtensor import DescribedTensor, MeshCache, replicated
 from sglang_reshard.sources.fused import FusedTensor
 from sglang_reshard.sources.layout_probe import fused_slices
 
 
-def from_shard_spec(where: str, local: torch.Tensor, spec: Any, meshes: MeshCache) -> DescribedTensor:
-    """Describes a flat local shard with a ShardSpec. Raises Unsupported, starting with `where`, for a `place`."""
-    _check_place(where, spec)
-    shape = tuple(spec.full_shape)
-    if spec.mesh is None:
-        return replicated(shape, local, meshes)
-    return DescribedTensor(shape, meshes.sharding(where, spec.mesh, tuple(spec.placements)), local)
-
-
 def fused_tensor_of(where: str, spec: Any) -> FusedTensor | None:
-    """Returns the fused tensor that a ShardSpec describes; None if it describes a tensor of its own name."""
-    converter = getattr(spec, "to_hf_chunk", None)
-    names = getattr(spec, "hf_slots", None)
-    if converter is None and names is None:
-        return None
-    _check_place(where, spec)
+    """Returns the fused tensor that a ShardSpec describes; None if it describes a tensor of its own name.
+
+    Raises Unsupported, starting with `where`, for slots that cannot be read.
+    """
+    check_has_no_place(where, spec)
+    converter, names = getattr(spec, "to_hf_chunk", None), getattr(spec, "hf_slots", None)
     if names is None:
-        raise Unsupported(f"{where}: its ShardSpec has `to_hf_chunk` without `hf_slots`; set both")
+        if converter is not None:
+            raise Unsupported(f"{where}: its ShardSpec has `to_hf_chunk` without `hf_slots`; set both")
+        return None
     try:
         return FusedTensor(fused_slices(names, tuple(spec.full_shape), converter), spec)
     except Unsupported as error:
         raise Unsupported(f"{where}: {error}") from error
+
+
+def check_has_no_place(where: str, spec: Any) -> None:
+    """Raises Unsupported for a ShardSpec with a `place`."""
+    if getattr(spec, "place", None) is not None:
+        raise Unsupported(
+            f"{where}: its ShardSpec has an explicit `place`, which locates this trainer rank's block but not the "
+            "others'. sglang_reshard.verl exchanges them among trainer ranks; elsewhere pass what "
+            "sglang_reshard.sources.blocks returns for all of them"
+        )
 
 
 def blocks(shape: Sequence[int], boxes: Sequence[Box | None]) -> ExplicitSharding:
@@ -54,12 +54,3 @@ def blocks(shape: Sequence[int], boxes: Sequence[Box | None]) -> ExplicitShardin
     origin = (0,) * len(shape)
     held = ((box, origin, rank) for rank, box in enumerate(boxes) if box is not None and box.numel)
     return ExplicitSharding(tuple(map(int, shape)), ShardMap.of(held))
-
-
-def _check_place(where: str, spec: Any) -> None:
-    if getattr(spec, "place", None) is not None:
-        raise Unsupported(
-            f"{where}: its ShardSpec has an explicit `place`, which locates this trainer rank's block but not the "
-            "others'. sglang_reshard.verl exchanges them among trainer ranks; elsewhere pass what "
-            "sglang_reshard.sources.blocks returns for all of them"
-        )

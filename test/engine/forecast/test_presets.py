@@ -79,11 +79,11 @@ def test_deepseek_v3_is_as_its_shapes_say() -> None:
     assert found["tensors"] == len(layout.tensors)
     assert found["model_bytes"] == sum(t.spec.nbytes for t in layout.tensors)
     assert [rank["shard_bytes"] for rank in found["trainer_ranks"]] == list(layout.local_bytes())
-    catalog = TensorIndex.of(layout)
+    index = TensorIndex.of(layout)
     for rank in found["engine_ranks"]:
         copies = [c for c in deepseek_v3.copies(rank["rank"], engines, engines) if is_taken(c.source)]
-        seat = RankLocation(rank["rank"], engines, "engine host", ("trainer host",) * 64)
-        assert rank["received_bytes"] == rank["least_bytes"] == plan_reads(catalog, copies, seat).least_bytes()
+        location = RankLocation(rank["rank"], engines, "engine host", ("trainer host",) * 64)
+        assert rank["received_bytes"] == rank["least_bytes"] == plan_reads(index, copies, location).least_bytes()
 
 
 def test_what_would_be_refused_is_said_in_the_refusals_own_words() -> None:
