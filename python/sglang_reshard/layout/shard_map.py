@@ -67,13 +67,6 @@ class ShardMap(msgspec.Struct, frozen=True, array_like=True):
         """Returns the number of elements that at least one rank holds."""
         return sum(box.numel for box in {shard.box for shard in self.shards})
 
-    def elements_by_rank(self) -> dict[int, int]:
-        """Returns trainer rank -> elements it holds; a box that is twice in its local tensor counts once."""
-        found: dict[int, int] = {}
-        for rank, box in {(rank, shard.box) for shard in self.shards for rank in shard.ranks}:
-            found[rank] = found.get(rank, 0) + box.numel
-        return found
-
 
 @dataclass(frozen=True, slots=True)
 class ExplicitSharding:

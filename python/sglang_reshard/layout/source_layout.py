@@ -180,26 +180,19 @@ class SourceLayout(msgspec.Struct, frozen=True):
         for tensor in self.tensors:
             key = tensor.shape, tensor.mesh, tensor.placements
             if key not in known:
-                known[key] = self._min_local_shape(tensor, trainer_rank)
+                known[key] = self.shard_map(tensor).min_local_shape(trainer_rank)
             found.append(known[key])
         return found
 
-    def _min_local_shape(self, tensor: SourceTensor, trainer_rank: int) -> tuple[int, ...] | None:
-        sharding = self.sharding(tensor)
-        if isinstance(sharding, ShardMap):
-            return sharding.min_local_shape(trainer_rank)
-        shape = compute_local_shapes(tensor.shape, *sharding).get(trainer_rank, (0,))
-        return shape if math.prod(shape) else None
-
     def local_bytes(self) -> tuple[int, ...]:
-        """Returns the bytes that each trainer rank holds of all tensors."""
+        """Returns the bytes that each trainer rank holds; a box that is twice in a local tensor counts once."""
         held = [0] * self.trainer_ranks
         # Thousands of experts differ only in their names.
         alike = Counter((t.shape, t.dtype, t.mesh, t.placements) for t in self.tensors)
         for key, times in alike.items():
             tensor = SourceTensor("", *key)
-            for rank, elements in self.shard_map(tensor).elements_by_rank().items():
-                held[rank] += times * elements * ITEM_BYTES[tensor.dtype]
+            for rank, box in {(rank, s.box) for s in self.shard_map(tensor).shards for rank in s.ranks}:
+                held[rank] += times * box.numel * ITEM_BYTES[tensor.dtype]
         return tuple(held)
 
 

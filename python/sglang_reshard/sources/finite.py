@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from sglang_reshard.layout.regions import Box, Region, split
@@ -82,7 +83,8 @@ def _message(name: str, shards: Sequence[ShardBox], local: torch.Tensor, trainer
             here = int(nan.sum()), int(infinite.sum())
             if any(here) and not found:
                 position = int((nan | infinite).flatten().to(torch.uint8).argmax())
-                firsts.append(tuple(a + i for a, i in zip(shard.box.start, _unravel(position, box), strict=True)))
+                index = map(int, np.unravel_index(position, box.shape))
+                firsts.append(tuple(map(sum, zip(shard.box.start, box.start, index, strict=True))))
                 found = True
             elements, nans, infinities = elements + box.numel, nans + here[0], infinities + here[1]
     counts = [f"{n} {kind}" for n, kind in ((nans, "NaN"), (infinities, "infinite")) if n]
@@ -90,12 +92,3 @@ def _message(name: str, shards: Sequence[ShardBox], local: torch.Tensor, trainer
         f"trainer rank {trainer_rank}: {nans + infinities} of the {elements} elements of {name} on this rank are not "
         f"finite ({', '.join(counts)}), the first at global index {min(firsts)}"
     )
-
-
-def _unravel(position: int, box: Box) -> tuple[int, ...]:
-    """Returns the index of the box's element `position` in row-major order."""
-    index = []
-    for start, length in zip(reversed(box.start), reversed(box.shape), strict=True):
-        position, remainder = divmod(position, length)
-        index.append(start + remainder)
-    return tuple(reversed(index))
