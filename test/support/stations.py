@@ -71,7 +71,7 @@ class Stations:
             self._before(TransferCache, "plan", "plan")
             self._before(TransferCache, "connect", "connect")
             self._before(UpdateExecutor, "_verify", "verify", flip=_flip_a_bit)
-            self._before(Program, "finish", "commit")
+            self._before(Program, "run_steps", "commit")
             self._after_the_last_gather()
         else:
             self._before(ShardPublisher, "publish", "publish")
