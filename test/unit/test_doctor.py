@@ -235,7 +235,7 @@ SOUND = {"version": "42", "torn": "", "under_way": False, "package_version": __v
 @pytest.mark.parametrize(
     ("pages", "status", "says"),
     [
-        ({"/server_info": info(__version__), "/weights_info": SOUND}, "ok", "version 42, sound"),
+        ({"/server_info": info(__version__), "/weights_info": SOUND}, "ok", "version 42, intact"),
         ({"/server_info": info(__version__), "/weights_info": {**SOUND, "torn": "half"}}, "fail", "torn: half"),
         ({"/server_info": info(__version__)}, "warning", "answered 404"),
         ({"/server_info": info(__version__, "0.0.1")}, "fail", "sglang-reshard 0.0.1 there"),

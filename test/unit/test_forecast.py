@@ -70,7 +70,7 @@ def test_targets():
         (["qwen3-8b", "--layers", "37", *QUESTION], "the model has 36"),
         (["qwen3-8b", "--source", "pp=2", "--target", "tp=8"], "fsdp=8,tp=8"),
         (["qwen3-8b", "--transport", "pigeon", *QUESTION], "pigeon"),
-        (["qwen3-8b", "--plot", "/no/such/folder/a.png", *QUESTION], "no folder /no/such/folder"),
+        (["qwen3-8b", "--plot", "/no/such/folder/a.png", *QUESTION], "the folder /no/such/folder does not exist"),
     ],
 )
 def test_a_question_that_there_is_no_answer_to(arguments, words):

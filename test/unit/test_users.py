@@ -57,4 +57,4 @@ def test_an_engine_of_another_user_is_sent_what_it_may_not_read():
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_reading_cannot_be_asked_for_then():
     says, _ = run_world(2, 2, train, serve, "ipc")
-    assert all("of the same host only, as the same user" in said for said in says), says
+    assert all("memory on the same host only, as the same user" in said for said in says), says
