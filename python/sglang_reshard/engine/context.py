@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -112,8 +112,7 @@ class UpdateContext:
         votes = self.all_gather(phase.value, vote)
         failed = [rank for rank, v in enumerate(votes) if v.error]
         if failed:
-            others = f" (engine ranks {failed} failed)" if len(failed) > 1 else ""
-            raise PhaseFailed(phase, f"{phase}, engine rank {failed[0]}: {votes[failed[0]].error}{others}")
+            raise PhaseFailed(phase, failure_message(phase.value, failed, votes[failed[0]].error))
         return votes
 
     def abort_because(self, error: Exception) -> str:
@@ -121,6 +120,12 @@ class UpdateContext:
         description = describe_error(error)
         self.channel.abort_because(error, f"{self.phase}, engine rank {self.rank}: {description}")
         return description
+
+
+def failure_message(phase: str, failed: Sequence[int], error: str) -> str:
+    """Returns the message that the trainer gets if engine ranks fail in a phase; `error` is the first one's."""
+    others = f" (engine ranks {list(failed)} failed)" if len(failed) > 1 else ""
+    return f"{phase}, engine rank {failed[0]}: {error}{others}"
 
 
 def failed_phase(error: Exception, current: Phase) -> str:

@@ -27,7 +27,7 @@ from sglang_reshard.cli.plan.rank_model import Outline, Refusal, model_rank
 from sglang_reshard.cli.plan.request import PlanRequest
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from sglang_reshard.cli.plan.sources import layout_of
-from sglang_reshard.engine.context import refusal
+from sglang_reshard.engine.context import failure_message
 from sglang_reshard.engine.transfer import check_unread, unread_remark
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
 from sglang_reshard.plan import ClusterTopology, RankDemand, Strategy, TensorIndex, choose_strategy, unread_tensors
@@ -97,7 +97,7 @@ def forecast(request: PlanRequest) -> Forecast:
         check_unread(unused, request.ignore)
         choice = choose_strategy(request.transport, catalog, needs, setting, request.bucket_bytes)
     except ReshardError as error:
-        return _finished(clock, known | {"refused": (refusal("plan", range(request.target.tp), str(error)),)})
+        return _finished(clock, known | {"refused": (failure_message("plan", range(request.target.tp), str(error)),)})
     ways = [_way(name, request, catalog, needs, setting) for name in ("ipc", "p2p", "broadcast")]
     clock.begin(STEPS[3], request.target.tp)
     loads = _loads(request, catalog, choice, outlines, clock)
@@ -128,7 +128,7 @@ def _engine_ranks(
     if not refusals:
         return [of for rank in jobs if isinstance(of := found[rank], Outline)], ()
     first = refusals[min(refusals)]
-    return [], (refusal(first.phase, sorted(refusals), first.reason) if first.phase else first.reason,)
+    return [], (failure_message(first.phase, sorted(refusals), first.reason) if first.phase else first.reason,)
 
 
 def _setting(request: PlanRequest, needs: Sequence[RankDemand]) -> ClusterTopology:
