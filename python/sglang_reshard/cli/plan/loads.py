@@ -54,14 +54,14 @@ class EngineLoad:
     messages: int
 
 
-def engine_load(catalog: TensorIndex, choice: Strategy, engine_rank: int, rank: RankModel) -> EngineLoad:
+def engine_load(index: TensorIndex, strategy: Strategy, engine_rank: int, rank: RankModel) -> EngineLoad:
     """Returns the load of one engine rank."""
     scratch = rank.program.scratch_bytes
-    if choice.broadcast is not None:
-        return _grouped(catalog, choice.broadcast, engine_rank, rank, scratch)
-    sending = choice.senders(engine_rank)
-    read = {t: nbytes for t, (nbytes, _) in rank.intake.traffic().items() if t not in sending}
-    sent = {t: _link(catalog, rank, t, share) for t, share in sending.items()}
+    if strategy.broadcast is not None:
+        return _broadcast_load(index, strategy.broadcast, engine_rank, rank, scratch)
+    sending = strategy.senders(engine_rank)
+    read = {t: nbytes for t, (nbytes, _) in rank.read_plan.traffic().items() if t not in sending}
+    sent = {t: _link_loads(index, rank, t, share) for t, share in sending.items()}
     mine = [load for load, _ in sent.values()]
     return EngineLoad(
         sent,
@@ -72,25 +72,27 @@ def engine_load(catalog: TensorIndex, choice: Strategy, engine_rank: int, rank: 
     )
 
 
-def _link(catalog: TensorIndex, rank: RankModel, trainer_rank: int, share: int) -> tuple[LinkLoad, LinkLoad]:
+def _link_loads(index: TensorIndex, rank: RankModel, trainer_rank: int, share: int) -> tuple[LinkLoad, LinkLoad]:
     """Returns the load of a link on its engine rank and on its trainer rank; assumes contiguous local tensors."""
-    request = send_request(rank.intake, trainer_rank)
-    rows, items = destination_reads(rank.intake, trainer_rank), list(request.entries())
+    request = send_request(rank.read_plan, trainer_rank)
+    rows, items = destination_reads(rank.read_plan, trainer_rank), list(request.entries())
 
     def destinations(item: int) -> tuple[torch.Tensor, ...]:
-        return tuple(destination_view(rank.program, rank.intake, row) for row in rows[item])
+        return tuple(destination_view(rank.program, rank.read_plan, row) for row in rows[item])
 
     @functools.cache
     def shard_of(kind: int) -> torch.Tensor:
-        of = catalog.classes[kind]
-        return torch.empty(of.shard_map.min_local_shape(trainer_rank) or (0,), dtype=getattr(torch, of.dtype), device=_META)
+        of = index.classes[kind]
+        return torch.empty(
+            of.shard_map.min_local_shape(trainer_rank) or (0,), dtype=getattr(torch, of.dtype), device=_META
+        )
 
     def source(item: int) -> tuple[torch.Tensor, ...]:
         tensor, region = items[item]
-        return (shard_of(int(catalog.class_of[tensor]))[region.slices()],)
+        return (shard_of(int(index.class_of[tensor]))[region.slices()],)
 
     def load(view_of: Callable[[int], tuple[torch.Tensor, ...]]) -> LinkLoad:
-        link = P2pLink.cut(catalog.layout, request, share, _Views(len(rows), view_of))
+        link = P2pLink.cut(index.layout, request, share, _Views(len(rows), view_of))
         in_place = [link.in_place(message, _META) for message in link.messages]
         return LinkLoad(len(link.messages), link.payload_bytes, link.bucket_bytes(in_place))
 
@@ -116,23 +118,25 @@ class _Views(Sequence[tuple[torch.Tensor, ...]]):
         return self._of_item(item)
 
 
-def _grouped(catalog: TensorIndex, plan: BroadcastPlan, engine_rank: int, rank: RankModel, scratch: int) -> EngineLoad:
-    """Under broadcast: pieces that this rank needs alone are read, others come by its groups, whole."""
-    taken = rank.intake
-    alone = plan.direct_reads[engine_rank][taken.shards(catalog)]
-    by_trainer = np.bincount(taken.trainer_ranks[alone], taken.nbytes[alone])
+def _broadcast_load(
+    index: TensorIndex, plan: BroadcastPlan, engine_rank: int, rank: RankModel, scratch: int
+) -> EngineLoad:
+    """Returns the load under broadcast: shards that only this rank needs are read, others arrive whole by its groups."""
+    reads = rank.read_plan
+    direct = plan.direct_reads[engine_rank][reads.shards(index)]
+    by_trainer = np.bincount(reads.trainer_ranks[direct], reads.nbytes[direct])
     read = {int(t): int(by_trainer[t]) for t in np.flatnonzero(by_trainer)}
     received = sum(read.values())
-    for lane, segments in zip(plan.groups, plan.segments, strict=True):
+    for group, segments in zip(plan.groups, plan.segments, strict=True):
         payload = int(segments.nbytes.sum())
-        if engine_rank in lane.members:
+        if engine_rank in group.members:
             received += payload
-        if engine_rank == lane.leader:
-            read[lane.trainer_rank] = read.get(lane.trainer_rank, 0) + payload
+        if engine_rank == group.leader:
+            read[group.trainer_rank] = read.get(group.trainer_rank, 0) + payload
     mine = [r.nbytes for r in plan.buckets if engine_rank in plan.groups[r.group].members]
     buckets = min(2, len(mine)) * max(mine, default=0)
     return EngineLoad({}, read, received, scratch + buckets, len(mine))
 
 
-def largest_tensor_bytes(catalog: TensorIndex) -> int:
-    return max((math.prod(kind.shape) * kind.item_bytes for kind in catalog.classes), default=0)
+def largest_tensor_bytes(index: TensorIndex) -> int:
+    return max((math.prod(kind.shape) * kind.item_bytes for kind in index.classes), default=0)

@@ -26,8 +26,8 @@ class RankModel:
     program  the traced loader without its steps; its targets are meta tensors
     """
 
-    needs: RankDemand
-    intake: ReadPlan
+    demand: RankDemand
+    read_plan: ReadPlan
     program: Program
 
 
@@ -35,8 +35,8 @@ class RankModel:
 class Outline:
     """A `RankModel` as it travels between processes: target storages as (elements, dtype name)."""
 
-    needs: RankDemand
-    intake: ReadPlan
+    demand: RankDemand
+    read_plan: ReadPlan
     targets: dict[str, tuple[int, str]]
     seconds: float
 
@@ -45,8 +45,8 @@ class Outline:
             name: torch.empty(numel, dtype=getattr(torch, dtype), device="meta")
             for name, (numel, dtype) in self.targets.items()
         }
-        program = Program(tuple(self.intake.copies), targets, (), self.seconds)
-        return RankModel(self.needs, self.intake, program)
+        program = Program(tuple(self.read_plan.copies), targets, (), self.seconds)
+        return RankModel(self.demand, self.read_plan, program)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Refusal:
     reason: str
 
 
-def model_rank(request: PlanRequest, catalog: TensorIndex, cores: int, engine_rank: int) -> Outline | Refusal:
+def model_rank(request: PlanRequest, index: TensorIndex, cores: int, engine_rank: int) -> Outline | Refusal:
     """Builds and traces an engine rank in this process, which cannot build another one; returns why if it cannot."""
     try:
         model = _built(request, engine_rank)
@@ -66,15 +66,13 @@ def model_rank(request: PlanRequest, catalog: TensorIndex, cores: int, engine_ra
     try:
         if reason := _unsupported():
             return Refusal("", reason)
-        program = trace(model, [t.spec for t in catalog.layout.tensors])
+        program = trace(model, [t.spec for t in index.layout.tensors])
     except ReshardError as error:
         return Refusal("prepare", str(error))
     host = request.engine_hosts[engine_rank]
-    taken = plan_reads(
-        catalog, program.copies, RankLocation(engine_rank, request.target.tp, host, request.trainer_hosts)
-    )
+    reads = plan_reads(index, program.copies, RankLocation(engine_rank, request.target.tp, host, request.trainer_hosts))
     targets = {name: (t.numel(), str(t.dtype).removeprefix("torch.")) for name, t in program.targets.items()}
-    return Outline(rank_demand(catalog, taken, host, cores), taken, targets, program.seconds)
+    return Outline(rank_demand(index, reads, host, cores), reads, targets, program.seconds)
 
 
 def _built(request: PlanRequest, engine_rank: int) -> torch.nn.Module:

@@ -77,33 +77,35 @@ def forecast(request: PlanRequest) -> Forecast:
     torch.set_num_threads(1)
     import_before_forks()
     layout = layout_of(specs_of(Path(request.folder)), request.source)
-    catalog = TensorIndex.of(layout)
+    index = TensorIndex.of(layout)
     clock.begin(STEPS[1], request.target.tp)
     cores = len(os.sched_getaffinity(0))
-    outlines, refused = _engine_ranks(request, catalog, cores, clock)
+    outlines, refused = _engine_ranks(request, index, cores, clock)
     known = {
         "question": request,
         "tensors": len(layout.tensors),
         "model_bytes": sum(t.spec.nbytes for t in layout.tensors),
-        "layout_pieces": catalog.num_shards,
+        "layout_pieces": index.num_shards,
     }
     if refused:
         return _finished(clock, known | {"refused": refused})
     clock.begin(STEPS[2])
-    needs = [outline.needs for outline in outlines]
-    setting = _setting(request, needs)
-    unused = unread_tensors(catalog, needs)
+    demands = [outline.demand for outline in outlines]
+    topology = _topology(request, demands)
+    unused = unread_tensors(index, demands)
     try:
         check_unread(unused, request.ignore)
-        choice = choose_strategy(request.transport, catalog, needs, setting, request.bucket_bytes)
+        strategy = choose_strategy(request.transport, index, demands, topology, request.bucket_bytes)
     except ReshardError as error:
         return _finished(clock, known | {"refused": (failure_message("plan", range(request.target.tp), str(error)),)})
-    ways = [_way(name, request, catalog, needs, setting) for name in ("ipc", "p2p", "broadcast")]
+    ways = [_way(name, request, index, demands, topology) for name in ("ipc", "p2p", "broadcast")]
     clock.begin(STEPS[3], request.target.tp)
-    loads = _loads(request, catalog, choice, outlines, clock)
+    loads = _loads(request, index, strategy, outlines, clock)
     return _finished(
         clock,
-        known | _figures(request, catalog, needs, choice, loads) | {"ways": tuple(ways), "remark": unread_remark(unused)},
+        known
+        | _figures(request, index, demands, strategy, loads)
+        | {"ways": tuple(ways), "remark": unread_remark(unused)},
     )
 
 
@@ -113,11 +115,11 @@ def _finished(clock: _Clock, known: dict[str, Any]) -> Forecast:
 
 
 def _engine_ranks(
-    request: PlanRequest, catalog: TensorIndex, cores: int, clock: _Clock
+    request: PlanRequest, index: TensorIndex, cores: int, clock: _Clock
 ) -> tuple[list[Outline], tuple[str, ...]]:
     """Returns all engine ranks in order, or the error messages that the trainer would get."""
     found: dict[int, Outline | Refusal] = {}
-    work = partial(model_rank, request, catalog, cores)
+    work = partial(model_rank, request, index, cores)
     jobs = range(request.target.tp)
     for rank, outline in run_in_forks(
         work, jobs, processes=request.processes, deadline_seconds=request.deadline_seconds
@@ -131,34 +133,34 @@ def _engine_ranks(
     return [], (failure_message(first.phase, sorted(refusals), first.reason) if first.phase else first.reason,)
 
 
-def _setting(request: PlanRequest, needs: Sequence[RankDemand]) -> ClusterTopology:
+def _topology(request: PlanRequest, demands: Sequence[RankDemand]) -> ClusterTopology:
     """Returns the hosts of all ranks and the cost model, with the given link speeds."""
-    setting = ClusterTopology.of(needs, request.trainer_hosts, request.device)
+    topology = ClusterTopology.of(demands, request.trainer_hosts, request.device)
     local, network = request.links
     costs = replace(
-        setting.costs,
-        local_bytes_s=local or setting.costs.local_bytes_s,
-        network_bytes_s=network or setting.costs.network_bytes_s,
+        topology.costs,
+        local_bytes_s=local or topology.costs.local_bytes_s,
+        network_bytes_s=network or topology.costs.network_bytes_s,
     )
-    return replace(setting, costs=costs)
+    return replace(topology, costs=costs)
 
 
 def _way(
-    name: str, request: PlanRequest, catalog: TensorIndex, needs: Sequence[RankDemand], setting: ClusterTopology
+    name: str, request: PlanRequest, index: TensorIndex, demands: Sequence[RankDemand], topology: ClusterTopology
 ) -> Way:
     try:
-        return Way(name, choose_strategy(name, catalog, needs, setting, request.bucket_bytes).predicted_seconds)
+        return Way(name, choose_strategy(name, index, demands, topology, request.bucket_bytes).predicted_seconds)
     except ReshardError as error:
         return Way(name, refused=str(error))
 
 
 def _loads(
-    request: PlanRequest, catalog: TensorIndex, choice: Strategy, outlines: Sequence[Outline], clock: _Clock
+    request: PlanRequest, index: TensorIndex, strategy: Strategy, outlines: Sequence[Outline], clock: _Clock
 ) -> list[EngineLoad]:
     found: dict[int, EngineLoad] = {}
 
     def work(rank: int) -> EngineLoad:
-        return engine_load(catalog, choice, rank, outlines[rank].rank_model())
+        return engine_load(index, strategy, rank, outlines[rank].rank_model())
 
     jobs = range(len(outlines))
     for rank, load in run_in_forks(work, jobs, processes=request.processes, deadline_seconds=request.deadline_seconds):
@@ -169,16 +171,16 @@ def _loads(
 
 def _figures(
     request: PlanRequest,
-    catalog: TensorIndex,
-    needs: Sequence[RankDemand],
-    choice: Strategy,
+    index: TensorIndex,
+    demands: Sequence[RankDemand],
+    strategy: Strategy,
     loads: Sequence[EngineLoad],
 ) -> dict[str, Any]:
     engine_ranks = tuple(
-        EngineRank(rank, host, load.received, need.least_bytes, load.extra, load.messages)
-        for rank, (host, need, load) in enumerate(zip(request.engine_hosts, needs, loads, strict=True))
+        EngineRank(rank, host, load.received, demand.least_bytes, load.extra, load.messages)
+        for rank, (host, demand, load) in enumerate(zip(request.engine_hosts, demands, loads, strict=True))
     )
-    held = catalog.layout.local_bytes()
+    held = index.layout.local_bytes()
     trainer_ranks, link_bytes = [], []
     for rank, host in enumerate(request.trainer_hosts):
         sent = [load.sent[rank][1] for load in loads if rank in load.sent]
@@ -186,14 +188,14 @@ def _figures(
         messages = sum(load.messages for load in sent)
         trainer_ranks.append(TrainerRank(rank, host, held[rank], sum(links), buckets_bytes(sent), messages))
         link_bytes.append(tuple(links))
-    model_bytes = sum(t.spec.nbytes for t in catalog.layout.tensors)
+    model_bytes = sum(t.spec.nbytes for t in index.layout.tensors)
     return {
-        "transport": choice.name,
-        "transport_reason": choice.reason,
-        "predicted_seconds": choice.predicted_seconds,
+        "transport": strategy.name,
+        "transport_reason": strategy.reason,
+        "predicted_seconds": strategy.predicted_seconds,
         "engine_ranks": engine_ranks,
         "trainer_ranks": tuple(trainer_ranks),
         "link_bytes": tuple(link_bytes),
-        "gather": Gather(model_bytes - min(held), model_bytes, largest_tensor_bytes(catalog)),
+        "gather": Gather(model_bytes - min(held), model_bytes, largest_tensor_bytes(index)),
         "messages": sum(load.messages for load in loads),
     }
