@@ -66,8 +66,7 @@ def run_verl(command: list[str], folder: Path, variables: Mapping[str, str], tim
     """The output of a Python command. Fails with the end of it when the command does."""
     log = folder / "log"
     try:
-        with zygote.forks("verl"):
-            status = descendants.run([sys.executable, *command], dict(variables), folder, log, timeout_s)
+        status = descendants.run([sys.executable, *command], dict(variables), folder, log, timeout_s)
     except descendants.Deadline as error:
         raise AssertionError(f"{error}\n{_tail(log)}") from error
     assert status == 0, f"exit status {status}\n{_tail(log)}"

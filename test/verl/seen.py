@@ -8,7 +8,6 @@ from typing import Any
 
 from demo import tiny_model, verl_run
 from oracle import stock_digests
-from support import zygote
 from support.live_memory import differing
 
 RESHARD = list(verl_run.RESHARD)
@@ -22,10 +21,9 @@ Digests = list[dict[str, str]]
 def cold_loads(folder: Path, updates: int, tp_size: int, dtype: str) -> list[Digests]:
     """What a stock load of the trainer's checkpoint after each update puts on every engine rank."""
     checkpoints = [folder / f"checkpoint-{version}" for version in range(1, updates + 1)]
-    with zygote.forks("cpu"):
-        loads = stock_digests(
-            folder / "model", checkpoints, tp_size=tp_size, dtype=dtype, context_length=tiny_model.CONTEXT_LENGTH
-        )
+    loads = stock_digests(
+        folder / "model", checkpoints, tp_size=tp_size, dtype=dtype, context_length=tiny_model.CONTEXT_LENGTH
+    )
     return [[load[rank] for rank in range(tp_size)] for load in loads]
 
 

@@ -9,7 +9,7 @@ import pytest
 from seen import GLOO_RANK0, RESHARD, assert_arrived, assert_nothing_gathered, assert_says_the_same, cold_loads
 from support.verl_host import run_job, verl_folder
 
-pytestmark = [pytest.mark.verl, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(420), pytest.mark.usefixtures("forks")]
 OURS = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard"
 
 

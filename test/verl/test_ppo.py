@@ -10,7 +10,7 @@ import pytest
 
 from support.verl_host import run_ppo, verl_folder
 
-pytestmark = [pytest.mark.verl, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(420), pytest.mark.usefixtures("forks")]
 # Steps so large that one that never reached the engine cannot be overlooked.
 LARGE_STEPS = "actor_rollout_ref.actor.optim.lr=1e-2"
 LOSE_ONE = "actor_rollout_ref.model.external_lib=drop_sync"
