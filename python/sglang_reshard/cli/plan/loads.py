@@ -121,7 +121,7 @@ class _Views(Sequence[tuple[torch.Tensor, ...]]):
 def _broadcast_load(
     index: TensorIndex, plan: BroadcastPlan, engine_rank: int, rank: RankModel, scratch: int
 ) -> EngineLoad:
-    """Returns the load under broadcast: shards that only this rank needs are read, others arrive whole by its groups."""
+    """Returns the load under broadcast: shards that only this rank needs are read, others arrive by its groups."""
     reads = rank.read_plan
     direct = plan.direct_reads[engine_rank][reads.shards(index)]
     by_trainer = np.bincount(reads.trainer_ranks[direct], reads.nbytes[direct])
