@@ -129,6 +129,7 @@ class WeightSender:
             raise ValueError(f"bucket_bytes={config.bucket_bytes} and timeout_s={config.timeout_s} must be positive")
         configure()
         self._session, self._rank, self._global_ranks = session, rank, global_ranks
+        self._host = host_identity()
         self._coordinator = UpdateCoordinator(session, global_ranks, send, config) if send is not None else None
         self._publisher = ShardPublisher(session, rank, global_ranks)
         self._worker = TrainerWorker(session, rank, config.timeout_s)
@@ -271,7 +272,7 @@ class WeightSender:
                 logger.exception("trainer rank %d cannot participate in update %d", self._rank, self._update)
         layout, handles = (published.layout, published.handles) if published else ("", "")
         prepared = self._worker.prepared_transfer(published)
-        channel.publish_status(self._rank, TrainerStatus(host_identity(), layout, handles, failure, prepared))
+        channel.publish_status(self._rank, TrainerStatus(self._host, layout, handles, failure, prepared))
         return published, functools.partial(self._publisher.shards, named_tensors)
 
 

@@ -134,6 +134,11 @@ class PreparedTransfer:
         prepared = prepare is None or all(transfer == prepare.transfer for transfer in request.prepared)
         return self.target is target and unchanged and prepared
 
+    def is_checked(self, request: DistributedUpdateWeightsReq) -> bool:
+        """Returns True if `request` comes from the same version of the package and names the same transport."""
+        known = self.request
+        return (known.package_version, known.transport) == (request.package_version, request.transport)
+
     @property
     def held_bytes(self) -> int:
         """Bytes of buffers that are kept between updates."""

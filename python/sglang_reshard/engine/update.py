@@ -126,15 +126,16 @@ class UpdateExecutor:
     def _prepare_target(self, context: UpdateContext) -> Vote:
         """Traces and plans this rank's reads, unless that was done for the same layout and live parameters."""
         request = context.request
-        check_same_version(request.package_version)
-        check_transport(request.transport)
+        transfer = self.transfers.transfer
+        if transfer is None or not transfer.is_checked(request):
+            check_same_version(request.package_version)
+            check_transport(request.transport)
         signature = self._signature.current()
         if self._target is None or not self._target.is_current(request, signature):
             with context.enter(Phase.TRACE):
                 self._target = TargetPlan.of(
                     self._model, signature, request, context.session, self._rank, self._size, known=self._target
                 )
-        transfer = self.transfers.transfer
         return Vote(
             reusable=transfer is not None and transfer.is_current(request, self._target),
             has_communicators=self.transfers.has_communicators,

@@ -6,7 +6,6 @@ computed per tensor.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +32,7 @@ class TensorIndex:
     classes      the distinct classes; tensor `i` is of `classes[class_of[i]]`
     first_shard  the shards of tensor `i` are numbered from `first_shard[i]` to `first_shard[i + 1]`
     index_of     tensor name -> tensor number
+    nbytes       bytes of all tensors in the trainer's dtypes, replicas not counted
     """
 
     layout: SourceLayout
@@ -40,6 +40,7 @@ class TensorIndex:
     class_of: np.ndarray
     first_shard: np.ndarray
     index_of: dict[str, int]
+    nbytes: int
 
     @classmethod
     def of(cls, layout: SourceLayout) -> TensorIndex:
@@ -56,17 +57,13 @@ class TensorIndex:
             class_of[i] = number
         shards = np.array([len(c.shard_map.shards) for c in classes], np.int64)
         first_shard = np.concatenate([[0], np.cumsum(shards[class_of])])
-        return cls(layout, tuple(classes), class_of, first_shard, {t.name: i for i, t in enumerate(layout.tensors)})
+        index_of = {t.name: i for i, t in enumerate(layout.tensors)}
+        nbytes = sum(t.spec.nbytes for t in layout.tensors)
+        return cls(layout, tuple(classes), class_of, first_shard, index_of, nbytes)
 
     @property
     def num_shards(self) -> int:
         return int(self.first_shard[-1])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors in the trainer's dtypes, replicas not counted."""
-        each = np.array([math.prod(c.shape) * c.item_bytes for c in self.classes], np.int64)
-        return int(each[self.class_of].sum())
 
     def tensor_class(self, tensor: int) -> TensorClass:
         return self.classes[self.class_of[tensor]]

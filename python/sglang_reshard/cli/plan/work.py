@@ -84,7 +84,7 @@ def forecast(request: PlanRequest) -> Forecast:
     known = {
         "question": request,
         "tensors": len(layout.tensors),
-        "model_bytes": sum(t.spec.nbytes for t in layout.tensors),
+        "model_bytes": index.nbytes,
         "layout_pieces": index.num_shards,
     }
     if refused:
@@ -188,7 +188,7 @@ def _figures(
         messages = sum(load.messages for load in sent)
         trainer_ranks.append(TrainerRank(rank, host, held[rank], sum(links), buckets_bytes(sent), messages))
         link_bytes.append(tuple(links))
-    model_bytes = sum(t.spec.nbytes for t in index.layout.tensors)
+    model_bytes = index.nbytes
     return {
         "transport": strategy.name,
         "transport_reason": strategy.reason,
