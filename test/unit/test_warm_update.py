@@ -1,4 +1,4 @@
-"""A warm update by ipc takes a short way: few files of ours run on the trainer's side, the engine's and between them."""
+"""A warm update by ipc runs few files of ours on the trainer's side, on the engine's and between them."""
 
 import sys
 import threading
