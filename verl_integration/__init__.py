@@ -8,7 +8,7 @@ For colocated (hybrid engine) and disaggregated (standalone) replicas alike. Wit
 in every actor worker, every rollout worker and the driver, where it hooks into verl:
 
     checkpoint_engine.py  `ReshardCheckpointEngine`, in verl's registry under the name "reshard"
-    engine_weights.py     training engines' `get_per_tensor_param`: its result refers to the engine
+    training_engine_weights.py     training engines' `get_per_tensor_param`: its result refers to the engine
     server_adapter.py     SGLang's `ServerAdapter.update_weights`: receives the shards instead of gathered tensors
     driver_metrics.py     `CheckpointEngineManager.update_weights`, `Tracking.log`: metrics of a colocated sync
 

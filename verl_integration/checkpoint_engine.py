@@ -26,10 +26,10 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Failure
 from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.verl import server_adapter
-from sglang_reshard.verl.engine_weights import engine_of, install
 from sglang_reshard.verl.replica_sender import ReplicaSender
 from sglang_reshard.verl.settings import BACKEND, Settings
 from sglang_reshard.verl.sync_channel import PendingSync, SyncChannel
+from sglang_reshard.verl.training_engine_weights import engine_of, install
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
@@ -147,7 +147,9 @@ class ReshardCheckpointEngine(CheckpointEngine):
 
         def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
             if not known:
-                known.append(RemoteEngine(channel.get_url(replica), timeout_s=timeout).update_weights_distributed)
+                known.append(
+                    RemoteEngine(channel.get_server_url(replica), timeout_s=timeout).update_weights_distributed
+                )
             return known[0](request)
 
         return send

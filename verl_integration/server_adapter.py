@@ -19,11 +19,11 @@ from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.control import Address
 from sglang_reshard.trainer.collectives import broadcast_message, gather_messages
 from sglang_reshard.verl.engine_shards import unsupported_reason
-from sglang_reshard.verl.engine_weights import engine_of
 from sglang_reshard.verl.hooks import around
 from sglang_reshard.verl.replica_sender import ReplicaSender, world
 from sglang_reshard.verl.settings import BACKEND, Settings
 from sglang_reshard.verl.sync_channel import PendingSync
+from sglang_reshard.verl.training_engine_weights import engine_of
 
 logger = logging.getLogger(__name__)
 STOCK_MODULE = "verl.workers.rollout.sglang_rollout.sglang_rollout"
@@ -67,7 +67,7 @@ async def _wait_for_sync(adapter: Any, pending: PendingSync, global_steps: int |
     await adapter._init_server_adapter()
     if not pending.is_first:
         return
-    pending.channel.put_url(pending.replica, adapter._engine.server_args.url())
+    pending.channel.put_server_url(pending.replica, adapter._engine.server_args.url())
     await asyncio.to_thread(pending.channel.wait_for_outcome, pending.sync, pending.replica)
     await _set_global_steps(adapter, global_steps)
 

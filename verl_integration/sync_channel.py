@@ -26,10 +26,10 @@ class SyncChannel:
         self.address, self._timeout_s = address, timeout_s
         self._client = ControlClient(address.named("sync"), timeout_s)
 
-    def put_url(self, replica: str, url: str) -> None:
+    def put_server_url(self, replica: str, url: str) -> None:
         self._client.set({f"url/{replica}": url.encode()})
 
-    def get_url(self, replica: str) -> str:
+    def get_server_url(self, replica: str) -> str:
         """Returns the URL of a replica's server. Raises DeadlineExceeded if its workers do not publish it."""
         return self._get(f"url/{replica}", "its server's address", replica, self._timeout_s).decode()
 

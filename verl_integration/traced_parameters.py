@@ -15,9 +15,9 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.sources import ExplicitSharding
-from sglang_reshard.trace.function_trace import TracedResult, trace_function
+from sglang_reshard.trace.converter_trace import TracedResult, trace_converter
 from sglang_reshard.trace.geometry import Geometry
-from sglang_reshard.trace.strided_view import strided_view
+from sglang_reshard.trace.shard_view import shard_view
 from sglang_reshard.verl.shard_exchange import AllGather, LocalBoxes, RankShards, merge_shards
 
 
@@ -98,7 +98,7 @@ class TracedParameters:
             raise Unsupported(f"it is a {type(data).__name__} with strides {data.stride()}, not a contiguous tensor")
         shape = tuple(data.shape)
         traced = {}
-        for name, result in trace_function(conversion.convert, shape, data.dtype).items():
+        for name, result in trace_converter(conversion.convert, shape, data.dtype).items():
             traced[name], view = _local_boxes(result, shape, data.dtype)
             if traced[name].boxes:
                 self._local[name] = _LocalView(conversion.parameter, view)
@@ -112,6 +112,6 @@ def _local_boxes(
     name = str(dtype).removeprefix("torch.")
     if not result.boxes:
         return LocalBoxes(result.shape, name, ()), None
-    view, starts = strided_view(result.boxes, shape)
+    view, starts = shard_view(result.boxes, shape)
     boxes = (Box(b.start, tuple(a + n for a, n in zip(b.start, b.size, strict=True))) for b in result.boxes)
     return LocalBoxes(result.shape, name, tuple(zip(boxes, starts, strict=True))), view

@@ -73,7 +73,7 @@ NAMES: dict[str, dict[str, tuple[str, str]]] = {
         "aliases": ("sources.state", "tied_names"),
         "part_of": ("sources.fused", "slice_of"),
         "listed": ("sources.state", "as_list"),
-        "slots": ("sources.layout_probe", "fused_slices"),
+        "slots": ("sources.converter_slices", "fused_slices"),
     },
     "sources.fused": {
         "Part": ("sources.fused", "FusedSlice"),

@@ -11,8 +11,8 @@ import pytest
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.verl import server_adapter
-from sglang_reshard.verl.engine_weights import EngineWeights, engine_of, install
 from sglang_reshard.verl.hooks import around
+from sglang_reshard.verl.training_engine_weights import TrainingEngineWeights, engine_of, install
 
 GATHERED: list[str] = []
 UNMERGED = {"module": SimpleNamespace(peft_config={}), "model_config": SimpleNamespace(lora={})}
@@ -35,7 +35,7 @@ def test_a_method_is_wrapped_once() -> None:
 
 
 def test_weights_remember_their_engine_and_are_gathered_only_for_who_iterates() -> None:
-    weights = EngineWeights("engine", gathering())
+    weights = TrainingEngineWeights("engine", gathering())
     assert engine_of(weights) == "engine"
     assert GATHERED == []
     assert list(weights) == [("w", 1)]
@@ -83,7 +83,7 @@ def test_what_is_not_carried_takes_verls_own_path_and_a_warning_says_so(
         taken.append((list(weights), options["global_steps"], options["peft_config"]))
 
     def sync(rollout: Any) -> None:
-        weights = EngineWeights(SimpleNamespace(**engine), gathering())
+        weights = TrainingEngineWeights(SimpleNamespace(**engine), gathering())
         asyncio.run(server_adapter._update_weights(stock, rollout, weights, global_steps=7, peft_config=peft))
 
     rollout = adapter(**settings)

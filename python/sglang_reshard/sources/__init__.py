@@ -12,10 +12,10 @@ from typing import Any
 from sglang_reshard import _deprecated
 from sglang_reshard.layout.shard_map import ExplicitSharding, ShardBox, ShardMap
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
+from sglang_reshard.sources.converter_slices import fused_slices
 from sglang_reshard.sources.finite import first_not_finite
 from sglang_reshard.sources.fsdp import named_shards
 from sglang_reshard.sources.fused import FusedSlice, FusedTensor, slice_of
-from sglang_reshard.sources.layout_probe import fused_slices
 from sglang_reshard.sources.state import NamedTensors, TrainerState, as_list, describe, tied_names
 from sglang_reshard.sources.verl_shard_spec import blocks
 

@@ -15,8 +15,8 @@ from typing import Any
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap
+from sglang_reshard.sources.converter_slices import fused_slices
 from sglang_reshard.sources.fused import FusedTensor
-from sglang_reshard.sources.layout_probe import fused_slices
 
 
 def fused_tensor_of(where: str, spec: Any) -> FusedTensor | None:

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace.function_trace import trace_function
+from sglang_reshard.trace.converter_trace import trace_converter
 from support.moves import ELSEWHERE, chained, chains, counted, elsewhere, halves_joined, heads_picked, shapes
 
 
 def boxes_that_agree(function, shape):
     """The boxes of each result, by name, compared with what the function does to real elements."""
-    truth, found = function(counted(shape)), trace_function(function, shape, torch.int64)
+    truth, found = function(counted(shape)), trace_converter(function, shape, torch.int64)
     assert list(found) == list(truth)
     for name, wanted in truth.items():
         traced = torch.full(wanted.shape, ELSEWHERE)
@@ -58,7 +58,7 @@ def test_any_chain_of_moves_is_followed(shape, moves):
 
 
 def test_nothing_of_the_tensors_size_is_allocated():
-    found = trace_function(halves_joined, (2**21, 2**15), torch.bfloat16)  # 128 GiB, and three times that
+    found = trace_converter(halves_joined, (2**21, 2**15), torch.bfloat16)  # 128 GiB, and three times that
     assert [(b.start, b.size, b.write) for b in found["up"].boxes] == [((2**20, 0), (2**20, 2**15), 2**35)]
 
 
@@ -79,4 +79,4 @@ def test_nothing_of_the_tensors_size_is_allocated():
 )
 def test_what_is_more_than_moving_is_refused(function, why):
     with pytest.raises(Unsupported, match=why):
-        trace_function(function, (4, 4), torch.bfloat16)
+        trace_converter(function, (4, 4), torch.bfloat16)

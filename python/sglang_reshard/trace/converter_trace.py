@@ -1,6 +1,6 @@
-"""Traces a function that only moves elements (slices, permutes, joins, picks by index), without their memory.
+"""Traces a weight converter, a function that slices, permutes, joins or picks elements, over tensors without memory.
 
-    traced = trace_function(lambda x: {"gate": x[:4], "up": x[4:]}, (8, 3), torch.bfloat16)
+    traced = trace_converter(lambda x: {"gate": x[:4], "up": x[4:]}, (8, 3), torch.bfloat16)
     traced["up"].boxes  # (BoxMapping(start=(0, 0), size=(4, 3), step=(1, 1), write=12, stride=(3, 1)),)
 
 The argument is on the meta device, so that tensors that the function makes like it have no memory either.
@@ -45,7 +45,7 @@ class TracedResult(NamedTuple):
     boxes: tuple[BoxMapping, ...]
 
 
-def trace_function(
+def trace_converter(
     function: Callable[[torch.Tensor], Mapping[str, torch.Tensor]], shape: tuple[int, ...], dtype: torch.dtype
 ) -> dict[str, TracedResult]:
     """Returns, by name, what `function` makes of a tensor of `shape` (elements) and `dtype`.

@@ -13,7 +13,7 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.geometry import BoxMapping, Geometry
 
 
-def strided_view(
+def shard_view(
     boxes: Sequence[BoxMapping], local_shape: tuple[int, ...]
 ) -> tuple[Geometry | None, tuple[tuple[int, ...], ...]]:
     """Returns a view of a contiguous shard in which `boxes` are boxes, and the index at which each starts in it.

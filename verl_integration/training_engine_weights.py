@@ -9,7 +9,7 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.verl.hooks import around
 
 
-class EngineWeights:
+class TrainingEngineWeights:
     """verl's generator of gathered tensors, unchanged, and the `engine` that it is of. Iterating it gathers."""
 
     def __init__(self, engine: Any, gathered: Iterator[Any]) -> None:
@@ -25,7 +25,7 @@ class EngineWeights:
 
 def engine_of(weights: Any) -> Any:
     """Returns the training engine of `weights`. Raises Unsupported if they do not refer to it."""
-    if not isinstance(weights, EngineWeights):
+    if not isinstance(weights, TrainingEngineWeights):
         raise Unsupported(
             f"verl passed weights as a {type(weights).__name__}, which gathers them. The training engine's class was "
             "probably registered after this worker imported sglang_reshard.verl; import it earlier (model.external_lib)"
@@ -34,7 +34,7 @@ def engine_of(weights: Any) -> Any:
 
 
 def install() -> None:
-    """Makes every training engine in verl's registry return `EngineWeights`. Nothing is gathered until one iterates."""
+    """Makes every training engine of verl return `TrainingEngineWeights`. Nothing is gathered until one iterates."""
     from verl.workers.engine.base import BaseEngine, EngineRegistry
 
     registered = [
@@ -51,4 +51,4 @@ def install() -> None:
 
 def _get_per_tensor_param(stock: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     weights, peft_config = stock(engine, *args, **kwargs)
-    return EngineWeights(engine, iter(weights)), peft_config
+    return TrainingEngineWeights(engine, iter(weights)), peft_config

@@ -7,19 +7,19 @@ import torch
 from hypothesis import given, settings
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace.function_trace import trace_function
-from sglang_reshard.trace.strided_view import strided_view
+from sglang_reshard.trace.converter_trace import trace_converter
+from sglang_reshard.trace.shard_view import shard_view
 from support.moves import ELSEWHERE, chained, chains, counted, elsewhere, halves_joined, heads_picked, shapes
 
 
 def views_that_agree(function, shape):
     """The view for each result of which the shard holds something; put together from its boxes, it is the result."""
     shard = counted(shape)
-    for name, result in trace_function(function, shape, torch.int64).items():
+    for name, result in trace_converter(function, shape, torch.int64).items():
         if not result.boxes:
             continue
         seen = torch.full(result.shape, ELSEWHERE)
-        view, starts = strided_view(result.boxes, shape)
+        view, starts = shard_view(result.boxes, shape)
         local = shard if view is None else shard.as_strided(view.size, view.stride, view.offset)
         for box, at in zip(result.boxes, starts, strict=True):
             inside = tuple(slice(a, a + n) for a, n in zip(at, box.size, strict=True))
@@ -74,9 +74,9 @@ def test_another_view_of_the_same_memory_lies_as_the_checkpoint_does(function, s
     ],
 )
 def test_what_lies_in_two_ways_is_refused(function):
-    (result,) = trace_function(function, (4, 4), torch.int64).values()
+    (result,) = trace_converter(function, (4, 4), torch.int64).values()
     with pytest.raises(Unsupported):
-        strided_view(result.boxes, (4, 4))
+        shard_view(result.boxes, (4, 4))
 
 
 @settings(max_examples=60)
