@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from benchmark import deepseek_v3
 from sglang_reshard.cli.plan.models import presets
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
+from support import zygote
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
@@ -31,7 +33,8 @@ DEADLINE_S = 300
 
 def plan(*arguments: str) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "sglang_reshard.cli.main", "plan", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    environment = {**os.environ, zygote.VARIABLE: "gpu"}  # plans are made on the code paths of GPUs
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
