@@ -410,6 +410,7 @@ class Kind:
 def _for_verl() -> dict[str, str]:
     return {
         **{name: value for name, value in verl_settings.environment(1).items() if name != "PYTHONPATH"},
+        "VERL_LOGGING_LEVEL": "WARN",  # verl's loggers get it when they are imported
         # Ray reads these once in a process, at import. Each driver here is the first of its Ray; and it is when this
         # process ends, and not the raylet, that a worker is alone.
         "RAY_JOB_ID": "01000000",

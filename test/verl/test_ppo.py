@@ -13,6 +13,8 @@ from support.verl_host import run_ppo, verl_folder
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(420), pytest.mark.usefixtures("forks")]
 # Steps so large that one that never reached the engine cannot be overlooked.
 LARGE_STEPS = "actor_rollout_ref.actor.optim.lr=1e-2"
+# Answers to a prompt that all have the same reward teach nothing, and of two that is not rare.
+FOUR_ANSWERS = "actor_rollout_ref.rollout.n=4"
 LOSE_ONE = "actor_rollout_ref.model.external_lib=drop_sync"
 APART = [
     "trainer.v1.trainer_mode=separate_async",
@@ -29,7 +31,7 @@ APART = [
 
 def test_together_every_update_arrives_until_one_is_lost() -> None:
     with verl_folder() as folder:
-        run = run_ppo(folder, LARGE_STEPS, LOSE_ONE, steps=3)
+        run = run_ppo(folder, LARGE_STEPS, FOUR_ANSWERS, LOSE_ONE, steps=3)
     first, second, after_the_lost_one = run.correlations
     assert min(first, second) > 0.99
     assert "the update after step 2 is lost" in run.log
