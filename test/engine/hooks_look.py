@@ -72,7 +72,9 @@ def refusals(server_args: type) -> dict[str, str]:
     fields = msgspec.structs.fields if issubclass(server_args, msgspec.Struct) else dataclasses.fields
     plain = {field.name: field.default for field in fields(server_args)}
     return {
-        mode: unsupported_reason(SimpleNamespace(**plain | options)) for mode, options in MODES.items() if set(options) <= set(plain)
+        mode: unsupported_reason(SimpleNamespace(**plain | options))
+        for mode, options in MODES.items()
+        if set(options) <= set(plain)
     }
 
 
