@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_reshard.errors import Mismatch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 VERSION_KEY = "reshard_version"  # in the internal state that SGLang's schedulers report
 
 
