@@ -1,7 +1,7 @@
 """Compares the outcomes in two results files: `python -m benchmark.compare OLD NEW`.
 
 Reads files as `make test-faults`, `make test-all` (architectures.json) and `make demo` write them. What was measured,
-such as seconds, and the words of explanations are left out. Prints a line for each difference, and exits with 1 if
+such as seconds, the host and the words of explanations are left out. Prints a line for each difference, and exits with 1 if
 there is one.
 
     git show v0.1:benchmark/results/faults.json > build/faults.json
@@ -20,7 +20,9 @@ from typing import Any
 import typer
 
 # Differ from run to run, are prose, or are no longer recorded (scalars: false in every row).
-_LEFT_OUT = {"seconds", "detect_s", "peak_extra_bytes", "smallest_logit_lead", "transport_reason", "why", "scalars"}
+_LEFT_OUT = {
+    "seconds", "detect_s", "peak_extra_bytes", "smallest_logit_lead", "transport_reason", "why", "scalars", "host",
+}  # fmt: skip
 _RANDOM = "random faults"
 
 Outcomes = Mapping[str, Any]
