@@ -95,7 +95,7 @@ def test_a_storm(scene: Scene, case) -> None:
         with case(title, weather.where, weather.transport, group) as row:
             row.outcome, row.detect_s = _live_through(scene, weather)
             assert row.outcome in ((NEW,) if weather.fault == "none" else (OLD, NEW, TORN, LOST)), weather
-        _repair(scene, weather.transport)
+        _repair(scene, weather)
         for player in scene.everyone():
             first.setdefault(player.pid, _descriptors(player))
     with case(f"storm {SEED}", "after all of it", "p2p") as row:
@@ -143,14 +143,19 @@ def _begin(scene: Scene, weather: Weather) -> int:
     return scene.begin(weather.transport, arms, staged=weather.staged, verify=weather.verify)
 
 
-def _repair(scene: Scene, transport: str) -> None:
-    """Start again whoever has died, and a trainer whose ranks do not reach each other any more; mend what is torn."""
+def _repair(scene: Scene, weather: Weather) -> None:
+    """Start again whoever has died, and a trainer whose ranks do not reach each other any more; mend what is torn.
+
+    Where trainer rank 0 was stopped, the control server was, too: a rank that then left the update for want of an
+    answer has succeeded, and has no connection any more.
+    """
     lost = {ended.kind for ended in scene.failures().values()} & {"ConnectionLost", "Aborted"}
-    if lost or any(not p.alive for p in scene.trainers):
+    server_stopped = weather.fault == "stop" and weather.victim == ("trainer", 0)
+    if lost or server_stopped or any(not p.alive for p in scene.trainers):
         scene.start_trainers()
     scene.make_ready()
     if scene.server.torn:
-        scene.make_good(transport)
+        scene.make_good(weather.transport)
 
 
 def _player(scene: Scene, rank: Rank) -> Player:
