@@ -1,8 +1,8 @@
 """Compares the outcomes in two results files: `python -m benchmark.compare OLD NEW`.
 
 Reads files as `make test-faults`, `make test-all` (architectures.json) and `make demo` write them. What was measured,
-such as seconds, the host and the words of explanations are left out. Prints a line for each difference, and exits with 1 if
-there is one.
+such as seconds, the host, and the words of explanations are left out. Prints a line for each difference, and exits
+with 1 if there is one.
 
     git show v0.1:benchmark/results/faults.json > build/faults.json
     python -m benchmark.compare build/faults.json benchmark/results/faults.json
