@@ -25,13 +25,13 @@ def store_at(port, hosts=False):
 
 
 def die_at_once(port):
-    P2pCommunicator(store_at(port), "r", global_rank=1, **THREE)
+    P2pCommunicator(store_at(port), "r", peer_id=1, **THREE)
     os._exit(1)
 
 
 def wait_in_vain(port, told):
     """Sends what trainer rank 0 never receives; says how long that took."""
-    communicator = P2pCommunicator(store_at(port), "r", global_rank=2, **THREE)
+    communicator = P2pCommunicator(store_at(port), "r", peer_id=2, **THREE)
     begun = time.monotonic()
     try:
         communicator.send([(0, torch.ones(2**20, dtype=torch.uint8))]).wait()
@@ -46,7 +46,7 @@ def test_abort_ends_all_waits_though_another_rank_has_died():
     waiting = CONTEXT.Process(target=wait_in_vain, args=(store.port, theirs), daemon=True)
     for process in (dying, waiting):
         process.start()
-    communicator = P2pCommunicator(store, "r", global_rank=0, **THREE)
+    communicator = P2pCommunicator(store, "r", peer_id=0, **THREE)
     dying.join(5)
     assert dying.exitcode == 1
     pending = communicator.send([(2, torch.ones(2**20, dtype=torch.uint8))])  # nor is this one ever received
@@ -67,7 +67,7 @@ def test_abort_ends_all_waits_though_another_rank_has_died():
 def begin_and_stay(port, verb):
     """Sends, or receives as long as it runs: it stops before the first byte."""
     store = store_at(port)
-    communicator = P2pCommunicator(store, "r", global_rank=0, **TWO)
+    communicator = P2pCommunicator(store, "r", peer_id=0, **TWO)
     data = [(1, torch.ones(HALFWAY_BYTES, dtype=torch.uint8))]
     pending = communicator.send(data) if verb == "send" else communicator.receive(data)
     store.set("begun", "")
@@ -81,7 +81,7 @@ def test_abort_ends_the_wait_for_half_a_message(verb):
     store = store_at(0, hosts=True)
     dying = CONTEXT.Process(target=begin_and_stay, args=(store.port, verb), daemon=True)
     dying.start()
-    communicator = P2pCommunicator(store, "r", global_rank=1, **TWO)
+    communicator = P2pCommunicator(store, "r", peer_id=1, **TWO)
     data = torch.zeros(HALFWAY_BYTES, dtype=torch.uint8)
     store.wait(["begun"])
     time.sleep(0.2)  # a stop takes a moment, and so does the news that somebody receives

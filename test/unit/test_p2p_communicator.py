@@ -23,7 +23,7 @@ def join_and_leave(trainer, times):
         communicator = P2pCommunicator(
             store,
             f"r{i}",
-            global_rank=trainer.rank,
+            peer_id=trainer.rank,
             members=range(trainer.size),
             trainer_ranks=1,
             backend="gloo",
@@ -62,7 +62,7 @@ def come_late(trainer):
         return ""
     options = {"members": [0, 1, 2], "trainer_ranks": 2, "backend": "gloo", "device": CPU, "timeout_s": 1}
     with pytest.raises(DeadlineExceeded) as late:
-        P2pCommunicator(store, "r", global_rank=2 if trainer.rank == 2 else 0, **options)
+        P2pCommunicator(store, "r", peer_id=2 if trainer.rank == 2 else 0, **options)
     return str(late.value)
 
 
@@ -75,7 +75,7 @@ def test_a_rank_that_does_not_connect_is_named():
 def stay_silent(trainer):
     store = torch.distributed.distributed_c10d._get_default_store()
     options = {"members": [0, 1], "trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 1}
-    communicator = P2pCommunicator(store, "r", global_rank=trainer.rank, **options)
+    communicator = P2pCommunicator(store, "r", peer_id=trainer.rank, **options)
     told = ""
     if trainer.rank == 1:
         with pytest.raises(DeadlineExceeded) as silent:
@@ -93,7 +93,7 @@ def test_a_silent_peer_is_named_at_the_deadline():
 def die_after_one_message(port):
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     options = {"members": [0, 1], "trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 20}
-    communicator = P2pCommunicator(store, "r", global_rank=0, **options)
+    communicator = P2pCommunicator(store, "r", peer_id=0, **options)
     communicator.send([(1, torch.ones(8, dtype=torch.uint8))]).wait()
     time.sleep(0.3)
     os._exit(1)
@@ -104,7 +104,7 @@ def test_a_trainer_rank_that_dies_is_noticed_at_once():
     dying = CONTEXT.Process(target=die_after_one_message, args=(store.port,), daemon=True)
     dying.start()
     options = {"members": [0, 1], "trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 20}
-    communicator = P2pCommunicator(store, "r", global_rank=1, **options)
+    communicator = P2pCommunicator(store, "r", peer_id=1, **options)
     buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
     first, second = (communicator.receive([(0, buffer)]) for buffer in buffers)
     first.wait()

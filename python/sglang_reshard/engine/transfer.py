@@ -244,8 +244,8 @@ class TransferCache:
         self._broadcast_groups.use_store(session.store(request.timeout_s, scope))
         round_bytes = plan.strategy.senders(self._rank)
         if plan.prepare_send is not None and round_bytes:
-            global_rank = len(request.trainer_hosts) + self._rank
-            self._p2p = session.connect_peers(plan.prepare_send, global_rank, self._device, scope)
+            peer_id = len(request.trainer_hosts) + self._rank
+            self._p2p = session.connect_peers(plan.prepare_send, peer_id, self._device, scope)
         context = TransportContext(
             engine_rank=self._rank,
             device=self._device,

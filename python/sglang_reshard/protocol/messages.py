@@ -146,7 +146,7 @@ class PrepareSend(msgspec.Struct, frozen=True, tag="prepare_send"):
     timeout_s: float
 
     def members(self) -> tuple[int, ...]:
-        """Returns the global ranks that send or receive; trainer ranks come first, then engine ranks."""
+        """Returns the peer ids of the ranks that send or receive, see `P2pCommunicator`."""
         senders = [t for t, row in enumerate(self.round_bytes) if any(row)]
         receivers = [e for e, column in enumerate(zip(*self.round_bytes, strict=True)) if any(column)]
         return (*senders, *(len(self.round_bytes) + e for e in receivers))

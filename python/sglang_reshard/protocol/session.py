@@ -68,22 +68,22 @@ class Session:
         return ControlStore(self.client, timeout_s, scope)
 
     def connect_peers(
-        self, prepare: PrepareSend, global_rank: int, device: torch.device, scope: str
+        self, prepare: PrepareSend, peer_id: int, device: torch.device, scope: str
     ) -> P2pCommunicator | None:
         """Connects a rank to those that it sends to or receives from. None for a rank that does neither.
 
         Collective over `prepare.members()`.
 
-        global_rank  trainer rank, or the number of trainer ranks plus the engine rank
-        scope        aborts the waits of the rendezvous
+        peer_id  trainer rank, or the number of trainer ranks plus the engine rank
+        scope    aborts the waits of the rendezvous
         """
         members = prepare.members()
-        if global_rank not in members:
+        if peer_id not in members:
             return None
         return P2pCommunicator(
             self.store(prepare.timeout_s, scope),
             prepare.transfer,
-            global_rank=global_rank,
+            peer_id=peer_id,
             members=members,
             trainer_ranks=len(prepare.round_bytes),
             backend=prepare.backend,

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import ErrorType
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
 from sglang_reshard.transports.abortable_group import AbortableGroup, PeerDisconnected, connect_gloo
 
-PeerBuffer = tuple[int, torch.Tensor]  # the global rank it is sent to or received from, and its bytes (1-D, contiguous)
+PeerBuffer = tuple[int, torch.Tensor]  # peer id of the receiver or sender, and the bytes (1-D, contiguous)
 _POLL_S = 0.0002
 _ROUNDING_S = 0.01  # gloo counts whole milliseconds
 _NO_DEADLINE = float("inf")
@@ -130,12 +130,12 @@ class PendingOps:
 class P2pCommunicator(AbortableGroup):
     """Sends and receives messages between trainer ranks and engine ranks.
 
-    Global ranks count the trainer ranks first, then the engine ranks. Collective over `members`.
+    A peer id is a trainer rank, or the number of trainer ranks plus an engine rank. Collective over `members`.
 
     store          the session's
     name           distinguishes the communicators that share one store
-    members        the global ranks that take part, ascending
-    trainer_ranks  number of trainer ranks, including those that do not take part
+    members        the peer ids that participate, ascending
+    trainer_ranks  number of trainer ranks, including those that do not participate
     backend        "gloo" or "nccl"
     device         this rank's GPU, for nccl
     timeout_s      seconds that any one wait may last
@@ -148,7 +148,7 @@ class P2pCommunicator(AbortableGroup):
         store: dist.Store,
         name: str,
         *,
-        global_rank: int,
+        peer_id: int,
         members: Sequence[int],
         trainer_ranks: int,
         backend: str,
@@ -157,11 +157,11 @@ class P2pCommunicator(AbortableGroup):
     ) -> None:
         self.timeout_s, self.pending = timeout_s, 0
         self._trainer_ranks = trainer_ranks
-        self._name = self._rank_name(global_rank)
+        self._name = self._rank_name(peer_id)
         self._group_rank = {member: i for i, member in enumerate(members)}
-        rank, size = self._group_rank[global_rank], len(members)
+        rank, size = self._group_rank[peer_id], len(members)
         joined = {member: f"p2p/{name}/joined/{member}" for member in members}
-        self._rendezvous(store, joined, global_rank)
+        self._rendezvous(store, joined, peer_id)
         prefixed = dist.PrefixStore(f"p2p/{name}", store)
         try:
             if backend == "nccl":
@@ -169,10 +169,10 @@ class P2pCommunicator(AbortableGroup):
             else:
                 pg = connect_gloo(prefixed, rank, size, timeout_s)
         except RuntimeError as error:
-            others = self._rank_names(member for member in members if member != global_rank)
+            others = self._rank_names(member for member in members if member != peer_id)
             raise PeerDisconnected(f"{self._name} could not connect to {others}: {error}") from error
         super().__init__(pg, backend, rank, size)
-        store.delete_key(joined[global_rank])  # every member that is connected has seen it
+        store.delete_key(joined[peer_id])  # every member that is connected has seen it
 
     def send(self, buffers: Sequence[PeerBuffer]) -> PendingOps:
         """Starts sending, one message to each of several peers."""
@@ -248,9 +248,9 @@ class P2pCommunicator(AbortableGroup):
                 works.append((peer, start([buffer], self._group_rank[peer], 0)))
         return PendingOps(self, verb, works)
 
-    def _rendezvous(self, store: dist.Store, joined: dict[int, str], global_rank: int) -> None:
+    def _rendezvous(self, store: dist.Store, joined: dict[int, str], peer_id: int) -> None:
         """Waits until all members have set their keys, so that an error can name those that have not."""
-        store.set(joined[global_rank], "")
+        store.set(joined[peer_id], "")
         try:
             store.wait(list(joined.values()), timedelta(seconds=self.timeout_s))
         except (dist.DistStoreError, dist.DistNetworkError) as error:
@@ -263,12 +263,12 @@ class P2pCommunicator(AbortableGroup):
         if (pg := self.pg) is None or pg.get_error() != ErrorType.SUCCESS:
             raise RuntimeError("NCCL reports an error, see the log")
 
-    def _rank_name(self, global_rank: int) -> str:
-        engine_rank = global_rank - self._trainer_ranks
-        return f"trainer rank {global_rank}" if engine_rank < 0 else f"engine rank {engine_rank}"
+    def _rank_name(self, peer_id: int) -> str:
+        engine_rank = peer_id - self._trainer_ranks
+        return f"trainer rank {peer_id}" if engine_rank < 0 else f"engine rank {engine_rank}"
 
-    def _rank_names(self, global_ranks: Iterable[int]) -> str:
-        return ", ".join(map(self._rank_name, global_ranks))
+    def _rank_names(self, peer_ids: Iterable[int]) -> str:
+        return ", ".join(map(self._rank_name, peer_ids))
 
 
 def _connect_nccl(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> Any:

@@ -56,7 +56,7 @@ class P2pSender:
         round_bytes: Mapping[int, int],
         device: torch.device,
     ) -> None:
-        """Both `requests` and `round_bytes` (the size of a message) are by the receiver's global rank.
+        """Both `requests` and `round_bytes` (the size of a message) are by the receiver's peer id (`P2pCommunicator`).
 
         shards  this rank's, in the layout's order
         device  of the buckets: that which the communicator's backend sends from
