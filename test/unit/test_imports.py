@@ -27,14 +27,26 @@ LAYERS = (
     ("sources", "trace"),
     ("layout",),
     ("control", "observability", "testing"),
+    ("gpu",),
     ("_deprecated", "version"),
     ("errors",),
 )
 # Packages that know less than their row allows.
 ONLY = {
     "control": {"errors", "_deprecated"},
-    "observability": {"version"},
-    "engine": {"protocol", "transports", "digest", "plan", "trace", "layout", "observability", "errors", "version"},
+    "observability": {"version", "gpu"},
+    "engine": {
+        "protocol",
+        "transports",
+        "digest",
+        "plan",
+        "trace",
+        "layout",
+        "observability",
+        "gpu",
+        "errors",
+        "version",
+    },
 }
 
 

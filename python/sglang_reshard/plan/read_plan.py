@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.layout.manifest import inflate
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.shard_map import ShardBox
@@ -251,6 +252,8 @@ class RankDemand(msgspec.Struct, frozen=True):
     host, cores  where it runs; memory can only be read on the same host
     traffic      trainer rank -> (bytes, reads) from it, in an exact transfer
     digest       content hash of the read plan
+    device       its GPU
+    unreadable   trainer rank on its host -> why it cannot map that one's memory
     """
 
     shards: bytes
@@ -259,6 +262,8 @@ class RankDemand(msgspec.Struct, frozen=True):
     cores: int
     traffic: dict[int, tuple[int, int]]
     digest: str
+    device: RankDevice = RankDevice()
+    unreadable: dict[int, str] = {}
 
 
 def rank_demand(index: TensorIndex, plan: ReadPlan, host: str, cores: int = 1) -> RankDemand:

@@ -10,6 +10,7 @@ from sglang_reshard import errors
 from sglang_reshard.control import Address
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.observability.report import RankReport, UpdateReport
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     layout           content hash of the source layout in the session
     handles          content hash of each trainer rank's memory handles in the session
     trainer_hosts    identity of each trainer rank's host
+    trainer_devices  each trainer rank's GPU; empty if no trainer rank has one
     prepared         the transfer that each trainer rank is still prepared to send, by `PrepareSend.transfer`
     weight_version   the engine's weight_version once all ranks have the weights; None leaves it unchanged
     bucket_bytes     size of a bucket; a rank holds at most two
@@ -48,6 +50,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     handles: tuple[str, ...]
     trainer_hosts: tuple[str, ...]
+    trainer_devices: tuple[RankDevice, ...] = ()
     prepared: tuple[str, ...] = msgspec.field(default=(), name="routes")
     weight_version: str | None = None
     transport: str = "auto"
@@ -120,6 +123,7 @@ class TrainerStatus(msgspec.Struct, frozen=True):
 
     failure   why it cannot participate
     prepared  `PrepareSend.transfer` of the transfer that it is still prepared to send; empty if there is none
+    device    its GPU
     """
 
     host: str
@@ -127,6 +131,7 @@ class TrainerStatus(msgspec.Struct, frozen=True):
     handles: str
     failure: Failure | None = None
     prepared: str = ""
+    device: RankDevice = RankDevice()
 
 
 class PrepareSend(msgspec.Struct, frozen=True, tag="prepare_send"):
@@ -135,6 +140,8 @@ class PrepareSend(msgspec.Struct, frozen=True, tag="prepare_send"):
     transfer     identifies what is prepared; a later `StartTransfer` refers to it
     read_plans   digest of each engine rank's read plan, under which its send requests are in the session
     round_bytes  bytes sent in one round, [trainer ranks, engine ranks]; 0 where nothing is sent
+    groups       peer ids of the members of each communicator, ascending, see `plan.p2p_groups`; every link's two ends
+                 are in exactly one of them
     backend      "gloo" or "nccl"
     timeout_s    seconds that any one wait may last
     """
@@ -144,6 +151,7 @@ class PrepareSend(msgspec.Struct, frozen=True, tag="prepare_send"):
     round_bytes: tuple[tuple[int, ...], ...]
     backend: str
     timeout_s: float
+    groups: tuple[tuple[int, ...], ...] = ()
 
     def members(self) -> tuple[int, ...]:
         """Returns the peer ids of the ranks that send or receive, see `P2pCommunicator`."""
