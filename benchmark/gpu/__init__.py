@@ -1,0 +1,1 @@
+"""What only a GPU can show, as one command: `python -m benchmark.gpu`, or `make test-gpu`."""
