@@ -14,7 +14,7 @@ from typing import Any
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-_BUFFER_ID, _RANGE_START, _RANGE_SIZE, _IPC_CAPABLE = 7, 11, 12, 13  # CU_POINTER_ATTRIBUTE_*
+_BUFFER_ID, _IPC_CAPABLE, _RANGE_START, _RANGE_SIZE = 7, 10, 11, 12  # CU_POINTER_ATTRIBUTE_*
 _PORTABLE, _DEVICEMAP, _READ_ONLY = 1, 2, 8  # CU_MEMHOSTREGISTER_*
 
 
@@ -31,7 +31,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 class CudaDriver:
-    """Calls `library`, libcuda, in the context that is current. All raise DriverError."""
+    """Calls `library`, libcuda, in the thread's current context, which must be the device's. All raise DriverError."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -42,7 +42,10 @@ class CudaDriver:
         return value.value
 
     def allocation(self, address: int) -> tuple[int, int, int]:
-        """Returns first address, bytes, and id of the allocation that `address` lies in. An id never recurs."""
+        """Returns first address, bytes, and id of the allocation that `address` lies in. An id never recurs.
+
+        For memory that `has_handle`: of virtual memory, the range is what was reserved, not what is mapped.
+        """
         return (
             self.attribute(address, _RANGE_START),
             self.attribute(address, _RANGE_SIZE),
@@ -70,11 +73,23 @@ class CudaDriver:
 
     def register_host(self, address: int, nbytes: int) -> None:
         """Makes pages that this process may only read accessible to all devices, at the same address."""
-        flags = _PORTABLE | _DEVICEMAP | _READ_ONLY
-        self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(flags))
+        try:
+            self._register_host(address, nbytes, _PORTABLE | _DEVICEMAP | _READ_ONLY)
+        except DriverError as error:
+            if error.name != "CUDA_ERROR_NOT_SUPPORTED":
+                raise
+            self._register_host(address, nbytes, _PORTABLE | _DEVICEMAP)  # devices that read by the host's page tables
+        seen = ctypes.c_uint64(0)
+        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(seen), ctypes.c_void_p(address), ctypes.c_uint(0))
+        if seen.value != address:
+            self.unregister_host(address)
+            raise DriverError("cuMemHostGetDevicePointer_v2", "devices see it at another address")
 
     def unregister_host(self, address: int) -> None:
         self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def _register_host(self, address: int, nbytes: int, flags: int) -> None:
+        self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(flags))
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)

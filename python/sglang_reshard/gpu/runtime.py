@@ -29,6 +29,9 @@ class Allocation(NamedTuple):
 class CudaRuntime:
     """GPUs as CUDA has them. Every method names the device that it means: none depends on the thread's current one."""
 
+    def __init__(self) -> None:
+        self._own_streams: dict[torch.device, torch.cuda.Stream] = {}
+
     def is_gpu(self, device: torch.device) -> bool:
         return device.type == "cuda"
 
@@ -39,14 +42,41 @@ class CudaRuntime:
         """Returns whether this process has used a GPU."""
         return torch.cuda.is_initialized()
 
+    def used_devices(self) -> list[torch.device]:
+        """Returns the GPUs on which this process has a context, on which work may be under way."""
+        used = range(torch.cuda.device_count() if self.uses_gpu() else 0)
+        return [torch.device("cuda", index) for index in used if torch._C._cuda_hasPrimaryContext(index)]
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_pinned()
+
     def uuid(self, device: torch.device) -> str:
         return str(torch.cuda.get_device_properties(device).uuid)
+
+    def current_device(self) -> torch.device:
+        """Returns the calling thread's."""
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def visible(self) -> tuple[str, ...]:
+        """Returns the UUIDs of the GPUs that this process sees, by index."""
+        return tuple(self.uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
+
+    def allocator(self) -> str:
+        """Returns the kind of memory that torch allocates now: "native", "expandable_segments" or "cudaMallocAsync"."""
+        backend = str(torch.cuda.get_allocator_backend())
+        if backend != "native":
+            return backend
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]  # the environment does not have later changes
+        return "expandable_segments" if settings["expandable_segments"] else backend
+
+    def nccl_version(self) -> str:
+        return ".".join(map(str, torch.cuda.nccl.version()))
 
     # -- memory of this process, for others
 
     def allocation(self, address: int, device: torch.device) -> Allocation:
         """Returns the allocation that `address` lies in. Raises Unsupported for memory that has no handles."""
-        with torch.cuda.device(device), _translated("memory cannot be shared"):
+        with _context(device), _translated("its GPU memory cannot be shared"):
             driver = cuda_driver()
             if not driver.has_handle(address):
                 raise Unsupported(
@@ -57,7 +87,7 @@ class CudaRuntime:
             return Allocation(*driver.allocation(address))
 
     def export_handle(self, allocation: Allocation, device: torch.device) -> bytes:
-        with torch.cuda.device(device), _translated("memory cannot be shared"):
+        with _context(device), _translated("its GPU memory cannot be shared"):
             return cuda_driver().export_handle(allocation.base)
 
     # -- memory of other processes
@@ -67,13 +97,12 @@ class CudaRuntime:
 
         Returns its address here. Raises Unsupported if `device` cannot reach that GPU.
         """
-        torch.cuda.synchronize(device)  # makes the device's context, if this thread is the first to use it
-        with torch.cuda.device(device), _translated("GPU memory cannot be mapped"):
+        with _context(device), _translated("GPU memory cannot be mapped"):
             return cuda_driver().open_handle(handle)
 
     def close_handle(self, address: int, device: torch.device) -> None:
-        """Unmaps it. No kernel may be reading from it any more."""
-        with torch.cuda.device(device), contextlib.suppress(DriverError):  # the other process has died
+        """Unmaps it, once all that was started on `device` has ended."""
+        with _context(device), contextlib.suppress(DriverError):  # the other process has died
             cuda_driver().close_handle(address)
 
     def storage(self, address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -84,14 +113,15 @@ class CudaRuntime:
     def register_host(self, address: int, nbytes: int, device: torch.device) -> bool:
         """Makes read-only host memory readable by kernels, at the same address. Returns False if the host cannot."""
         try:
-            with torch.cuda.device(device):
+            with _context(device):
                 cuda_driver().register_host(address, nbytes)
-        except DriverError:
+        except (DriverError, OSError):
             return False
         return True
 
     def unregister_host(self, address: int, device: torch.device) -> None:
-        with torch.cuda.device(device), contextlib.suppress(DriverError):
+        """Undoes it, once all that was started on `device` has ended."""
+        with _context(device), contextlib.suppress(DriverError):
             cuda_driver().unregister_host(address)
 
     # -- devices and streams
@@ -104,18 +134,23 @@ class CudaRuntime:
 
     @contextlib.contextmanager
     def own_stream(self, device: torch.device) -> Iterator[None]:
-        """Runs the block in a stream of its own, after what the current one has been given; waits for it at the end."""
+        """Runs the block in a stream beside the others, after all that `device` has been given; waits for it at the end.
+
+        It waits also if the block fails: memory that is freed then must not be reused under the block's kernels.
+        """
         if not self.is_gpu(device):
             yield
             return
         with torch.cuda.device(device):  # a new thread starts at GPU 0
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.default_stream(device))
+            torch.cuda.synchronize(device)  # it cannot know on which stream its memory was written and allocated
+            if device not in self._own_streams:  # torch's allocator keeps the memory of each stream apart
+                self._own_streams[device] = torch.cuda.Stream(device)
+            stream = self._own_streams[device]
             try:
                 with torch.cuda.stream(stream):
                     yield
             finally:
-                stream.synchronize()  # memory that the block frees must not be reused under its last kernels
+                stream.synchronize()
 
     def free_bytes(self, device: torch.device) -> int:
         """Returns what can be allocated, with what torch's allocator keeps unused."""
@@ -124,8 +159,38 @@ class CudaRuntime:
 
     def trim(self, device: torch.device) -> None:
         """Returns memory that torch's allocator keeps unused to the GPU."""
-        with torch.cuda.device(device):
-            torch.cuda.empty_cache()
+        if self.is_gpu(device):
+            with torch.cuda.device(device):
+                torch.cuda.empty_cache()
+
+    # -- figures for reports
+
+    def start_peak(self, device: torch.device) -> int:
+        """Starts to measure the peak of torch's allocator. Returns the bytes that are allocated now."""
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+
+    def peak_bytes(self, device: torch.device) -> int:
+        return torch.cuda.max_memory_allocated(device)
+
+    def foreign_bytes(self, device: torch.device) -> int:
+        """Returns the memory of the GPU that is used, but not by this process's torch allocator.
+
+        By CUDA's contexts, by NCCL, and by all other processes.
+        """
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free - torch.cuda.memory_reserved(device)
+
+
+@contextlib.contextmanager
+def _context(device: torch.device) -> Iterator[None]:
+    """Makes the device's context the thread's own, for calls of the driver.
+
+    `torch.cuda.device` alone does not in a new thread whose device it is already: it then does nothing.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        yield
 
 
 @contextlib.contextmanager
