@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import psutil
 import torch
 
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.trace.program import Program
+from sglang_reshard.transports.copies import CopyList
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +23,21 @@ class ShadowWeights:
 
     live: Program
     program: Program
+    _from_live: CopyList
+    _to_live: CopyList
 
     @classmethod
     def of(cls, live: Program) -> ShadowWeights:
         targets = {
             name: target if _is_scratch(name) else torch.empty_like(target) for name, target in live.targets.items()
         }
-        return cls(live, replace(live, targets=targets))
+        return cls(live, replace(live, targets=targets), _copies(targets, live.targets), _copies(live.targets, targets))
 
     def copy_from_live(self) -> None:
-        _copy(self.program, self.live)
+        self._from_live.run()
 
     def copy_to_live(self) -> None:
-        _copy(self.live, self.program)
+        self._to_live.run()
 
 
 def shadow_bytes(live: Program) -> int:
@@ -45,10 +50,8 @@ def check_room(nbytes: int, ranks_on_host: int, engine_rank: int, device: torch.
 
     ranks_on_host  engine ranks that take as much of the same host memory, this one included; a GPU's is its own
     """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        needed, where = nbytes, f"GPU {device}"
+    if runtime().is_gpu(device):
+        free, needed, where = runtime().free_bytes(device), nbytes, f"GPU {device}"
     else:
         free, needed, where = psutil.virtual_memory().available, nbytes * ranks_on_host, "its host"
     if free < needed:
@@ -58,11 +61,13 @@ def check_room(nbytes: int, ranks_on_host: int, engine_rank: int, device: torch.
         )
 
 
-def _copy(destination: Program, source: Program) -> None:
-    names = [name for name in destination.targets if not _is_scratch(name)]
-    if names:
-        with torch.inference_mode():
-            torch._foreach_copy_([destination.targets[n] for n in names], [source.targets[n] for n in names])
+def _copies(destinations: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> CopyList:
+    copies = CopyList()
+    for name, destination in destinations.items():
+        if not _is_scratch(name):
+            copies.add(destination, sources[name])
+    copies.build()
+    return copies
 
 
 def _is_scratch(name: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-_BUFFER_ID, _IPC_CAPABLE, _RANGE_START, _RANGE_SIZE = 7, 10, 11, 12  # CU_POINTER_ATTRIBUTE_*
+_DEVICE_POINTER, _BUFFER_ID, _IPC_CAPABLE, _RANGE_START, _RANGE_SIZE = 3, 7, 10, 11, 12  # CU_POINTER_ATTRIBUTE_*
 _PORTABLE, _DEVICEMAP, _READ_ONLY = 1, 2, 8  # CU_MEMHOSTREGISTER_*
 
 
@@ -51,6 +51,10 @@ class CudaDriver:
             self.attribute(address, _RANGE_SIZE),
             self.attribute(address, _BUFFER_ID),
         )
+
+    def is_seen_by_kernels(self, address: int) -> bool:
+        """Returns whether kernels of the current device can use `address` as it is. Raises for pageable host memory."""
+        return self.attribute(address, _DEVICE_POINTER) == address
 
     def has_handle(self, address: int) -> bool:
         """Returns whether the memory is of a kind that `export_handle` accepts, as cudaMalloc's is."""

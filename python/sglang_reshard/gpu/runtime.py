@@ -124,6 +124,22 @@ class CudaRuntime:
         with _context(device), contextlib.suppress(DriverError):
             cuda_driver().unregister_host(address)
 
+    # -- kernels
+
+    def reachable_by_kernels(self, memory: torch.Tensor, device: torch.device) -> bool:
+        """Returns whether kernels on `device` can use the addresses of `memory`: its own, and pinned host memory."""
+        if self.on_gpu(memory):
+            return memory.device == device  # mapped memory of other processes is the device's, too
+        try:
+            with torch.cuda.device(device):
+                return cuda_driver().is_seen_by_kernels(memory.data_ptr())
+        except (DriverError, OSError):
+            return False
+
+    def using(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """Makes `device` the current one for a block that launches kernels."""
+        return torch.cuda.device(device)
+
     # -- devices and streams
 
     def synchronize(self, devices: Iterable[torch.device]) -> None:

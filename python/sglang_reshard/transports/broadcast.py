@@ -1,8 +1,8 @@
 """Broadcasts whole shards, bucket by bucket, to groups of engine ranks, each of which slices out what it lacks.
 
 A group's leader reads a trainer rank's shards and packs them into a bucket. All views (of shards, buckets and
-parameters) are made at construction; an update is one `_foreach_copy_` to pack a bucket, a broadcast, and one
-`_foreach_copy_` to unpack it. Two buffers alternate: while one is broadcast, the next bucket is packed into the other
+parameters) are made at construction; an update is one `CopyList` to pack a bucket, a broadcast, and one to unpack it.
+Two buffers alternate: while one is broadcast, the next bucket is packed into the other
 after the previous one has been unpacked from it.
 """
 
@@ -48,6 +48,7 @@ class BroadcastTransport:
         self.extra_bytes = sum(b.numel() for b in buffers)
         direct = plan.direct_reads[engine_rank][context.read_plan.shards(context.tensor_index)]
         self._direct = IpcTransport(context, np.flatnonzero(direct).tolist())  # shards that no other rank needs
+        self.extra_bytes += self._direct.extra_bytes
         self.read_bytes = dict(self._direct.read_bytes)
         self.received_bytes = self._direct.received_bytes
         for group in plan.groups:
@@ -104,6 +105,9 @@ class BroadcastTransport:
             for copy in copies_of.get(tensor_index.layout.tensors[tensor].name, ()):
                 _unpack_box(unpack, context, copy, segment.box, data)
             payload_bytes += nbytes
+        for copies in (pack, unpack):
+            copies.build()
+            self.extra_bytes += copies.table_bytes
         self.received_bytes += payload_bytes
         if leads:
             self.read_bytes[group.trainer_rank] = self.read_bytes.get(group.trainer_rank, 0) + payload_bytes

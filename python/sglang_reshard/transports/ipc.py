@@ -14,9 +14,7 @@ from sglang_reshard.transports.copies import CopyList, StridedCopy, merge_stride
 
 
 class IpcTransport:
-    """Copies reads of this rank's read plan in one `_foreach_copy_`, with a cast where dtypes differ."""
-
-    extra_bytes = 0
+    """Copies reads of this rank's read plan by one `CopyList`, with a cast where dtypes differ."""
 
     def __init__(self, context: TransportContext, reads: Iterable[int] | None = None) -> None:
         """`reads` defaults to all reads whose trainer rank sends nothing."""
@@ -53,6 +51,8 @@ class IpcTransport:
             dtype = getattr(torch, c.dtype)
             memory = context.memory[trainer_rank]
             self._copies.add(destination, memory.view(mapping, c.source_offset, c.source_strides, c.size, dtype))
+        self._copies.build()
+        self.extra_bytes = self._copies.table_bytes
 
     def move(self) -> None:
         self._copies.run()

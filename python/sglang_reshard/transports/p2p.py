@@ -7,7 +7,7 @@
     transport.move()
 
 Both ends cut each link's stream into the same messages (`plan.p2p`), one per round. All views and buffers are made at
-construction; an update is one `_foreach_copy_` per round on either side. Two buckets alternate: while one is in
+construction; an update is one `CopyList` per round on either side. Two buckets alternate: while one is in
 transit, the other is packed or unpacked. A message that is one contiguous box on a side needs no bucket there: it is
 sent from the shard, or received into the live parameter, in place.
 
@@ -98,6 +98,7 @@ class P2pTransport:
             links[trainer_rank] = P2pLink.cut(context.tensor_index.layout, request, nbytes, views)
         self._rounds, self.extra_bytes = _build_rounds(links, context.device, pack=False)
         self._direct = IpcTransport(context)
+        self.extra_bytes += self._direct.extra_bytes
         self.read_bytes = self._direct.read_bytes | {t: link.payload_bytes for t, link in links.items()}
         self.received_bytes = sum(self.read_bytes.values())
         self._communicator = context.p2p
@@ -181,7 +182,7 @@ class P2pLink:
 
 
 def _build_rounds(links: Mapping[int, P2pLink], device: torch.device, *, pack: bool) -> tuple[list[_Round], int]:
-    """Returns the rounds, and the bytes of their buckets. `pack`: copies go into the bucket, not out of it."""
+    """Returns the rounds, and the bytes of buckets and tables. `pack`: copies go into the bucket, not out of it."""
     in_place = {peer: [link.in_place(m, device) for m in link.messages] for peer, link in links.items()}
     begin, end = {}, 0  # of each link's part of a bucket
     for peer, link in links.items():
@@ -206,5 +207,6 @@ def _build_rounds(links: Mapping[int, P2pLink], device: torch.device, *, pack: b
                     stop = part.offset + view.numel() * dtype.itemsize
                     packed = buffer[part.offset : stop].view(dtype).view(view.shape)
                     copies.add(*((packed, view) if pack else (view, packed)))
+        copies.build()
         rounds.append((buffers, copies))
-    return rounds, sum(bucket.numel() for bucket in buckets)
+    return rounds, sum(bucket.numel() for bucket in buckets) + sum(copies.table_bytes for _, copies in rounds)

@@ -1,0 +1,207 @@
+"""Describes copies by tables of numbers, from which one kernel launch makes thousands of them.
+
+    launches, rest = launches_of(pairs)
+
+A pair of views becomes boxes: rows of columns, at any distance on either side. Equal dtypes are copied as integers of
+the widest unit, up to 16 bytes, that all addresses, strides and lengths are divisible by; a cast is made element by
+element. Boxes are cut into tiles of bounded size, so that small boxes and large ones occupy a GPU alike. Tiles of one
+kind are one launch. Needs no GPU and no Triton: `copy_kernel` runs the tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # destination, source
+
+# Numbers of a box, in this order: address of the source, of the destination; sizes of the middle and of the last of
+# three dimensions of rows; rows, columns; strides of these three in the source, in the destination; strides of a column
+# in the source, in the destination. Addresses are in bytes, all others in units.
+FIELDS = 14
+
+CASTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # from and to each other
+_WIDEST = 16  # bytes that a thread moves by one instruction
+_UNITS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
+_ROW_DIMENSIONS = 3
+_MAX_ROWS = 1 << 30  # the kernel numbers them in 32 bits
+
+
+class TileKind(NamedTuple):
+    """What the kernel is compiled for.
+
+    source, destination  names of dtypes; equal unless it casts
+    vector               units that a thread moves by one instruction
+    strided              False if columns are contiguous on both sides
+    rows, columns        of a tile, powers of two
+    """
+
+    source: str
+    destination: str
+    vector: int
+    strided: bool
+    rows: int
+    columns: int
+
+
+class Launch(NamedTuple):
+    """One launch: boxes, FIELDS numbers each, and tiles, each the number of a box << 32 | its number in the box."""
+
+    kind: TileKind
+    boxes: np.ndarray
+    tiles: np.ndarray
+
+
+class Tiling(NamedTuple):
+    """Sizes of tiles.
+
+    nbytes           16 KiB are eight 16-byte loads of each of 128 threads: enough under way to hide the latency of
+                     another GPU's memory, with enough tiles for all multiprocessors
+    elements         at most, as narrow units take as many instructions as wide ones
+    strided_columns  at most where columns are not contiguous: a tile of as many rows as columns reads each line of the
+                     cache once, whichever side is transposed
+    run              tiles that follow one another stay together; these runs are shuffled, so that engine ranks that
+                     read from the same trainer ranks do not all read from the same one at a time
+    max_rows         of a box
+    """
+
+    nbytes: int = 16 << 10
+    elements: int = 4096
+    strided_columns: int = 64
+    run: int = 64
+    max_rows: int = _MAX_ROWS
+
+
+DEFAULT_TILING = Tiling()
+
+
+def launches_of(pairs: Iterable[Pair], tiling: Tiling = DEFAULT_TILING) -> tuple[list[Launch], list[Pair]]:
+    """Returns launches that make the copies, and the pairs that the kernel does not know."""
+    boxes: dict[TileKind, list[tuple[int, ...]]] = {}
+    rest = []
+    for destination, source in pairs:
+        if destination.shape != source.shape or not _is_known(destination, source):
+            rest.append((destination, source))
+        elif destination.numel():
+            for kind, box in _boxes_of(destination, source, tiling):
+                boxes.setdefault(kind, []).append(box)
+    launches = [_launch(kind, np.array(found, np.int64), tiling.run) for kind, found in sorted(boxes.items())]
+    return launches, rest
+
+
+def _is_known(destination: torch.Tensor, source: torch.Tensor) -> bool:
+    if destination.dtype == source.dtype:
+        return True
+    aligned = all(t.data_ptr() % t.element_size() == 0 for t in (destination, source))
+    return aligned and destination.dtype in CASTS and source.dtype in CASTS
+
+
+def _boxes_of(
+    destination: torch.Tensor, source: torch.Tensor, tiling: Tiling
+) -> Iterator[tuple[TileKind, tuple[int, ...]]]:
+    dimensions, run = _merged(tuple(source.shape), source.stride(), destination.stride())
+    from_bytes, to_bytes = source.element_size(), destination.element_size()
+    from_address, to_address = source.data_ptr(), destination.data_ptr()
+    all_strides = [stride for _, *strides in dimensions for stride in strides]
+    if source.dtype == destination.dtype:
+        width = math.gcd(_WIDEST, from_address, to_address, *(n * from_bytes for n in (run, *all_strides)))
+        unit = min(width, max(_UNITS))
+        vector = width // unit
+        dtypes = (_UNITS[unit],) * 2
+        dimensions = tuple((n, a * from_bytes // unit, b * from_bytes // unit) for n, a, b in dimensions)
+        run = run * from_bytes // unit
+        from_bytes = to_bytes = unit
+    else:
+        dtypes = str(source.dtype)[6:], str(destination.dtype)[6:]
+        vector = math.gcd(
+            _WIDEST // max(from_bytes, to_bytes), from_address // from_bytes, to_address // to_bytes, run, *all_strides
+        )
+    strided = run == 1 and bool(dimensions)
+    if strided:
+        (run, *column_strides), vector = dimensions[-1], 1
+        # The source's most contiguous dimension is the last one of rows, so that a tile reads whole cache lines.
+        dimensions = tuple(sorted(dimensions[:-1], key=lambda dimension: -dimension[1]))
+    else:
+        column_strides = [1, 1]
+    elements = min(tiling.nbytes // max(from_bytes, to_bytes), tiling.elements)
+    columns = _tile_columns(run, min(elements, tiling.strided_columns) if strided else elements)
+    kind = TileKind(*dtypes, vector, strided, elements // columns, columns)
+    for from_offset, to_offset, outer in _cut(dimensions, tiling.max_rows):
+        (_, a0, b0), (n1, a1, b1), (n2, a2, b2) = ((1, 0, 0),) * (_ROW_DIMENSIONS - len(outer)) + tuple(outer)
+        yield (
+            kind,
+            (
+                from_address + from_offset * from_bytes,
+                to_address + to_offset * to_bytes,
+                *(n1, n2),
+                *(math.prod(n for n, _, _ in outer), run),
+                *(a0, a1, a2),
+                *(b0, b1, b2),
+                *column_strides,
+            ),
+        )
+
+
+_Dimension = tuple[int, int, int]  # size, stride in the source, stride in the destination
+
+
+@lru_cache(maxsize=4096)  # boxes of a model have few shapes
+def _merged(
+    size: tuple[int, ...], from_strides: tuple[int, ...], to_strides: tuple[int, ...]
+) -> tuple[tuple[_Dimension, ...], int]:
+    """Returns the fewest dimensions with the same elements, the destination's most contiguous last, and a run.
+
+    The run is the length of what is contiguous on both sides and is no dimension any more; 1 if nothing is.
+    """
+    dimensions = [d for d in zip(size, from_strides, to_strides, strict=True) if d[0] > 1]
+    dimensions.sort(key=lambda d: (d[2], d[1]), reverse=True)
+    merged: list[_Dimension] = []
+    for n, a, b in dimensions:
+        if merged and merged[-1][1:] == (n * a, n * b):
+            merged[-1] = merged[-1][0] * n, a, b
+        else:
+            merged.append((n, a, b))
+    if merged and merged[-1][1:] == (1, 1):
+        return tuple(merged[:-1]), merged[-1][0]
+    return tuple(merged), 1
+
+
+def _tile_columns(columns: int, most: int) -> int:
+    """Returns the most columns of a tile, of few choices, that leave at most a quarter of it unused, if any do."""
+    choices = [most >> shift for shift in range(0, 10, 2) if most >> shift >= min(most, 8)]
+    covered = {choice: -(-columns // choice) * choice for choice in choices}
+    return next((c for c in choices if 3 * covered[c] <= 4 * columns), min(choices, key=covered.__getitem__))
+
+
+def _cut(dimensions: Sequence[_Dimension], max_rows: int) -> Iterator[tuple[int, int, Sequence[_Dimension]]]:
+    """Yields offsets, in the source and in the destination, and dimensions of parts that a box can describe."""
+    if len(dimensions) > _ROW_DIMENSIONS:
+        shortest = min(range(len(dimensions)), key=lambda i: dimensions[i][0])
+        n, a, b = dimensions[shortest]
+        parts = [(i, [*dimensions[:shortest], *dimensions[shortest + 1 :]]) for i in range(n)]
+    elif math.prod(n for n, _, _ in dimensions) > max_rows:
+        longest = max(range(len(dimensions)), key=lambda i: dimensions[i][0])
+        n, a, b = dimensions[longest]
+        halves = ((0, n // 2), (n // 2, n - n // 2))
+        parts = [(i, [*dimensions[:longest], (m, a, b), *dimensions[longest + 1 :]]) for i, m in halves]
+    else:
+        yield 0, 0, dimensions
+        return
+    for i, part in parts:
+        for from_offset, to_offset, outer in _cut(part, max_rows):
+            yield i * a + from_offset, i * b + to_offset, outer
+
+
+def _launch(kind: TileKind, boxes: np.ndarray, run: int) -> Launch:
+    rows, columns = boxes[:, 4], boxes[:, 5]
+    counts = -(-rows // kind.rows) * -(-columns // kind.columns)
+    numbers = np.arange(len(boxes))
+    tiles = (np.repeat(numbers, counts) << 32) + np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    runs = np.array_split(tiles, np.arange(run, len(tiles), run))
+    order = np.random.default_rng(0).permutation(len(runs))
+    return Launch(kind, boxes, np.concatenate([runs[i] for i in order]))
