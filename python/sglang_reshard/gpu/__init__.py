@@ -1,6 +1,7 @@
 """What ranks know of their GPUs, and the only calls of the CUDA driver and of `torch.cuda` that updates make.
 
-device   RankDevice: what a rank announces of the GPU that it uses
-driver   CudaDriver: the CUDA driver's calls for memory handles, through ctypes
-runtime  CudaRuntime: what the rest of the package asks about memory, devices and streams
+device    RankDevice: what a rank announces of the GPU that it uses
+announce  makes that of this process
+driver    CudaDriver: the CUDA driver's calls for memory handles, through ctypes
+runtime   CudaRuntime: what the rest of the package asks about memory, devices and streams
 """
