@@ -1,0 +1,202 @@
+"""What trainer ranks and stand-in engine ranks do on virtual GPUs: updates of the toy model to one or more engines."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from sglang_reshard.api.multi_engine import MultiEngineSender
+from sglang_reshard.control import Address
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.observability.report import UpdateReport
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.trainer.collectives import broadcast_message
+from support.toy import ToyRank, checkpoint
+from support.virtual_gpus.process import VirtualProcess
+from support.world import Requests, Send, Trainer
+
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Job:
+    """One shape, and how its weights live.
+
+    mesh         of the trainer ranks: (8,) is FSDP, (2, 4) HSDP
+    tp           ranks of each engine
+    updates      how many
+    offloaded    shards are in host memory of trainers that use a GPU
+    moves        shards' memory is freed right after each update, and other memory is allocated
+    live_moves   engine ranks free and allocate their live weights between updates
+    segment      bytes of the one allocation that has all shards of a trainer rank; 0 for one allocation each
+    options      of the sender, `update_options` of each update
+    """
+
+    mesh: tuple[int, ...] = (8,)
+    tp: int = 1
+    updates: int = 2
+    offloaded: bool = False
+    moves: bool = False
+    live_moves: bool = False
+    segment: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    update_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds: descriptors, shared mappings, allocations on its GPU and mappings of others', in bytes."""
+
+    descriptors: int
+    mappings: int
+    allocated: int
+    mapped: int
+    registered: int
+    resident: int
+
+    @classmethod
+    def of(cls, process: VirtualProcess) -> Held:
+        gc.collect()
+        return cls(
+            len(os.listdir("/proc/self/fd")),
+            sum("(deleted)" in line or process.gpus.folder in line for line in open("/proc/self/maps")),
+            process.memory.reserved(process.place.number),
+            sum(m.nbytes for m in process.memory.mappings()),
+            sum(process.library.registered.values()),
+            psutil.Process().memory_info().rss,
+        )
+
+
+@dataclass
+class Trained:
+    """What a trainer rank has seen: reports by update and engine, and what it held after each update."""
+
+    reports: list[dict[str, UpdateReport]] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
+
+
+class Shards:
+    """DTensors of a version of the toy's checkpoint, whose local tensors are in this rank's GPU memory."""
+
+    def __init__(self, process: VirtualProcess, job: Job) -> None:
+        self._process, self._job = process, job
+        self._mesh = init_device_mesh("cpu", job.mesh)
+        self._placements = [*[Replicate()] * (len(job.mesh) - 1), Shard(0)]
+        self.named = {name: self._distributed(tensor) for name, tensor in checkpoint(0, DTYPE).items()}
+        self.move()
+
+    def become(self, version: int) -> None:
+        """Written in place, as an optimizer writes."""
+        for name, tensor in checkpoint(version, DTYPE).items():
+            self._write(self.named[name]._local_tensor, self._distributed(tensor)._local_tensor)
+
+    def move(self) -> None:
+        """Other memory, with the same values; the old is freed."""
+        old = {name: tensor._local_tensor.cpu() for name, tensor in self.named.items()}
+        for tensor in self.named.values():
+            tensor._local_tensor = torch.empty(0, dtype=DTYPE)
+        gc.collect()
+        together = self._process.memory.segment(self._job.segment) if self._job.segment else nullcontext()
+        with together:
+            for name, tensor in self.named.items():
+                tensor._local_tensor = old[name].clone() if self._job.offloaded else self._process.tensor(old[name])
+
+    def _distributed(self, tensor: torch.Tensor) -> DTensor:
+        return distribute_tensor(tensor, self._mesh, self._placements, src_data_rank=None)
+
+    def _write(self, local: torch.Tensor, values: torch.Tensor) -> None:
+        if self._job.offloaded:
+            local.copy_(values)
+        else:
+            self._process.write(local, values)
+
+
+def to_each(trainer: Trainer, tp: int) -> dict[str, Send | None]:
+    """Engines of `tp` ranks each, by name, as trainer rank 0 reaches them; all of an engine's ranks answer alike."""
+
+    def reach(sends: tuple[Send | None, ...]) -> Send | None:
+        if sends[0] is None:
+            return None
+
+        def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
+            with ThreadPoolExecutor(len(sends)) as threads:
+                outputs = list(threads.map(lambda one: one(request), sends))  # type: ignore[misc]
+            assert all(o == outputs[0] for o in outputs), f"engine ranks answered differently: {outputs}"
+            return outputs[0]
+
+        return send
+
+    count = len(trainer.send_one) // tp
+    return {f"replica {i}": reach(trainer.send_one[i * tp : (i + 1) * tp]) for i in range(count)}
+
+
+def train(trainer: Trainer, process: VirtualProcess, job: Job) -> Trained:
+    process.cuda.synchronize(process.device)  # a trainer has used its GPU
+    host = Session.host() if trainer.rank == 0 else None
+    address = broadcast_message(host.address if host else None, Address, trainer.group)
+    ranks = tuple(range(trainer.size))
+    sender = MultiEngineSender(address, trainer_rank=trainer.rank, global_ranks=ranks, timeout_s=30, **job.options)
+    sender.set_engines(to_each(trainer, job.tp))
+    shards = Shards(process, job)
+    trained = Trained()
+    for version in range(1, job.updates + 1):
+        shards.become(version)
+        with process.update():
+            reports = sender.update(shards.named.items(), weight_version=str(version), **job.update_options)
+        trained.reports.append(reports)
+        if job.moves:
+            sender.release()
+            shards.move()  # at once: nobody may still read the old memory
+        trained.held.append(Held.of(process))
+    sender.close()
+    return trained
+
+
+@dataclass
+class Served:
+    """What an engine rank has seen: parameters that differ from stock loading, by version; what it held after each."""
+
+    differing: list[tuple[str, str]] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
+
+
+def serve(rank: int, _size: int, requests: Requests, process: VirtualProcess, job: Job) -> Served:
+    own = rank % job.tp
+    model = ToyRank(own, job.tp, DTYPE)
+    process.give_memory(model)
+    process.cuda.synchronize(process.device)
+    receiver = WeightReceiver(model, own, job.tp, process.device)
+    served = Served()
+    for request in requests:
+        with process.update(unmapped=request.unmap_after):
+            output = receiver.update(request)
+        requests.answer(output)
+        if output.success:
+            version = request.weight_version or ""
+            stock = ToyRank(own, job.tp, DTYPE)
+            stock.load_weights(checkpoint(int(version), DTYPE).items())
+            served.versions.append(version)
+            served.differing += [
+                (version, name) for name, p in stock.named_parameters() if not torch.equal(getattr(model, name), p)
+            ]
+        served.held.append(Held.of(process))
+        if job.live_moves:  # as memory is released and resumed without a memory saver
+            kept = {name: parameter.data.cpu() for name, parameter in model.named_parameters()}
+            for parameter in model.parameters():
+                parameter.data = torch.empty(0, dtype=DTYPE)
+            for name, parameter in model.named_parameters():
+                parameter.data = process.tensor(kept[name])
+            process.cuda.synchronize(process.device)
+    return served

@@ -1,0 +1,15 @@
+"""GPUs that CPU tests can break the rules of.
+
+description  hosts, GPUs, and what each process sees of them
+memory       GPU memory of a process: files that other processes can really map
+libcuda      the driver's functions for handles
+torch_cuda   torch.cuda, and torch's idea of where a tensor is
+kernel       the copies of the Triton kernel, at checked addresses
+nccl         process groups that punish what NCCL punishes
+environment  a process's environment, compared
+journal      what all processes did, and the rules that they broke
+process      gives a process its GPUs
+world        runs trainer ranks and engine ranks with them
+
+A rule that is broken raises in its process, and again at the end of the test, whatever became of the error.
+"""

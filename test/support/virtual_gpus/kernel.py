@@ -1,0 +1,62 @@
+"""Makes the copies of a `CopyTable` as the Triton kernel does, in virtual GPU memory, and looks at every address."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from sglang_reshard.transports.copy_table import FIELDS, TileKind
+from support.virtual_gpus.journal import Journal
+from support.virtual_gpus.libcuda import VirtualLibcuda
+from support.virtual_gpus.memory import VirtualMemory
+
+
+class VirtualKernel:
+    """In place of the module `transports.copy_kernel`."""
+
+    def __init__(self, memory: VirtualMemory, library: VirtualLibcuda, cuda: Any, journal: Journal) -> None:
+        self._memory, self._library, self._cuda, self._journal = memory, library, cuda, journal
+
+    def install(self) -> None:
+        module: Any = ModuleType("sglang_reshard.transports.copy_kernel")
+        module.compile_kernel, module.launch = lambda *_: None, self.launch
+        sys.modules[module.__name__] = module
+
+    def launch(self, kind: TileKind, boxes: torch.Tensor, tiles: torch.Tensor, *_: Any) -> None:
+        if not (boxes.is_cuda and tiles.is_cuda):
+            raise self._journal.broken("a kernel was given a table in host memory")
+        self._cuda.started(self._memory.find(boxes.data_ptr()).number)  # type: ignore[union-attr]
+        of_box = (tiles >> 32).tolist()
+        for number, box in enumerate(boxes.view(-1, FIELDS).tolist()):
+            source, destination, middle, last, rows, columns, *strides = box
+            whole = -(-rows // kind.rows) * -(-columns // kind.columns)
+            if of_box.count(number) != whole:
+                raise self._journal.broken(f"a kernel was given {of_box.count(number)} of {whole} tiles of a box")
+            size = (rows // (middle * last), middle, last, columns)
+            to = self._view(destination, getattr(torch, kind.destination), size, (*strides[3:6], strides[7]), True)
+            to.copy_(self._view(source, getattr(torch, kind.source), size, (*strides[:3], strides[6]), False))
+
+    def _view(
+        self, address: int, dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...], written: bool
+    ) -> torch.Tensor:
+        begin, nbytes = self._range(address, written)
+        end = address + (sum((n - 1) * s for n, s in zip(size, strides, strict=True)) + 1) * dtype.itemsize
+        if end > begin + nbytes:
+            raise self._journal.broken("a kernel accessed an illegal address: beyond an allocation's end")
+        memory = torch.frombuffer((ctypes.c_ubyte * (end - address)).from_address(address), dtype=dtype)
+        return memory.as_strided(size, strides)
+
+    def _range(self, address: int, written: bool) -> tuple[int, int]:
+        """Begin and bytes of the memory that a kernel may access there."""
+        found = self._memory.find(address)
+        if found is not None and not (written and found.mapped):
+            return found.base, found.nbytes
+        if not written and found is None:
+            for begin, nbytes in self._library.registered.items():
+                if begin <= address < begin + nbytes:
+                    return begin, nbytes
+        raise self._journal.broken(f"a kernel {'wrote to' if written else 'read from'} an illegal address")

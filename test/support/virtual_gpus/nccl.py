@@ -1,0 +1,347 @@
+"""torch's ProcessGroupNCCL for virtual GPUs: what it forgives, what it hangs on, and what it ends a process for.
+
+- construction lasts until all members have come, and is ended by nothing but `abort`
+- a GPU twice in one communicator, or settings that differ between members, are broken rules
+- buffers are GPU memory that this process has allocated on its own GPU
+- communicators that are in use at once must find room on a GPU together: the order of their operations differs
+- operations begin in their order and end later; `wait` of one that has not ended is not bounded by anything
+- an operation that lasts longer than the group's timeout, or a peer that dies, ends the process, unless the group was
+  made without a watchdog (TORCH_NCCL_BLOCKING_WAIT=1, or TORCH_NCCL_ASYNC_ERROR_HANDLING=0)
+
+Messages travel as files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
+
+from support.virtual_gpus.description import Place, VirtualGpus
+from support.virtual_gpus.journal import Journal
+from support.virtual_gpus.memory import VirtualMemory
+
+ENDED_BY_WATCHDOG = 86  # exit code
+SETTINGS = ("NCCL_CUMEM_ENABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE")
+CTAS = 132  # thread blocks that run on an H100 at once; operations that find no room wait for others to end
+DEFAULT_CTAS = 32  # of a communicator that is not limited
+_POLL_S = 0.001
+_LATENCY_S = 0.002
+_Options = dist.ProcessGroupNCCL.Options
+
+
+class _Aborted(Exception):
+    pass
+
+
+class VirtualNccl:
+    """NCCL of one process."""
+
+    def __init__(self, gpus: VirtualGpus, place: Place, memory: VirtualMemory, journal: Journal, cuda: Any) -> None:
+        self.gpus, self.place, self.memory, self.journal, self.cuda = gpus, place, memory, journal, cuda
+        self.lock, self.in_use = threading.Lock(), dict[int, int]()  # thread blocks of the operations in progress
+        self.folder = Path(gpus.folder, "nccl")
+        self.folder.mkdir(exist_ok=True)
+
+    def install(self) -> None:
+        nccl = self
+
+        class ProcessGroupNCCL(VirtualProcessGroup):
+            def __init__(self, store: Any, rank: int, size: int, options: Any = None) -> None:
+                super().__init__(nccl, store, rank, size, options or _Options())
+
+        dist.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc,assignment]
+        torch.distributed.distributed_c10d.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
+
+    def checked(self, buffer: torch.Tensor) -> torch.Tensor:
+        found = self.memory.find(buffer.data_ptr())
+        if found is None:
+            raise self.journal.broken("NCCL was given host memory")
+        if found.mapped or found.number != self.place.number:
+            raise self.journal.broken(f"NCCL was given memory of GPU {found.number}, which is not this rank's own")
+        if not buffer.is_contiguous():
+            raise self.journal.broken("NCCL was given a tensor that is not contiguous")
+        return buffer
+
+
+class VirtualWork:
+    """An operation that was given to a group."""
+
+    def __init__(self, group: VirtualProcessGroup) -> None:
+        self._group, self._ended = group, threading.Event()
+        self.error: Exception | None = None
+        self.begun = time.monotonic()
+
+    def end(self, error: Exception | None = None) -> None:
+        self._group.nccl.in_use.pop(id(self), None)
+        self.error = error
+        self._ended.set()
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        return self._ended.is_set() and self.error is None
+
+    def exception(self) -> Exception | None:
+        return self.error
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        group = self._group
+        if not self.is_completed():
+            if not group.waits_on_host:
+                raise group.nccl.journal.broken("an operation of NCCL was waited for before it had ended: no deadline")
+            limit = timeout.total_seconds() or group.timeout_s
+            if not self._ended.wait(limit):
+                raise dist.DistBackendError(f"Watchdog caught collective operation timeout: ran for {limit} s")
+        if self.error is not None:
+            raise dist.DistBackendError(f"NCCL error: {self.error}")
+        return True
+
+
+_Step = Callable[[], bool]  # goes on with an operation as far as it can now; returns whether it has ended
+
+
+class VirtualProcessGroup:
+    """One rank's end. Its thread makes the communicator, and then executes what it is given."""
+
+    Options = _Options
+    NCCLConfig = dist.ProcessGroupNCCL.NCCLConfig
+
+    def __init__(self, nccl: VirtualNccl, store: Any, rank: int, size: int, options: Any) -> None:
+        self.nccl, self._store, self._rank, self._size, self.options = nccl, store, rank, size, options
+        self.timeout_s: float = options._timeout.total_seconds()
+        self.waits_on_host = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") == "1"
+        handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"
+        self._has_watchdog = handling and not self.waits_on_host
+        self._blocking = options.config.blocking != 0
+        self._ctas = options.config.max_ctas if options.config.max_ctas > 0 else DEFAULT_CTAS
+        self._settings = {name: os.environ.get(name, "") for name in SETTINGS}
+        self._ready, self._aborted, self._begun = threading.Event(), threading.Event(), False
+        self._error = ErrorType.SUCCESS
+        self._given: queue.Queue[tuple[VirtualWork, list[_Step]]] = queue.Queue()
+        self._together: list[_Step] | None = None
+        self._sequence: dict[tuple[str, int], int] = {}
+        self._name, self._pids = "", dict[int, int]()
+
+    # -- the communicator
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        if self.nccl.cuda._number(device) != self.nccl.place.number:
+            raise self.nccl.journal.broken(f"a communicator was made on {device}, which is not this rank's own GPU")
+        self._begin()
+        if self._blocking:
+            self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        while not self._ready.wait(_POLL_S):
+            if self._aborted.is_set():
+                raise dist.DistBackendError("NCCL error: the communicator was aborted")
+        self._raise_error()
+
+    def _begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        if self._rank == 0:
+            self._name = uuid.uuid4().hex
+            (self.nccl.folder / self._name).mkdir()
+            self._store.set("virtual_nccl_id", self._name)
+        else:
+            self._name = bytes(self._store.get("virtual_nccl_id")).decode()
+        place, gpus = self.nccl.place, self.nccl.gpus
+        card = {"gpu": gpus.uuid(place.host, place.number), "settings": self._settings, "pid": os.getpid()}
+        _write(self._file(str(self._rank)), json.dumps(card).encode())
+        threading.Thread(target=self._run, name="virtual NCCL", daemon=True).start()
+
+    def _join(self) -> None:
+        files = [self._file(str(rank)) for rank in range(self._size)]
+        self._until(lambda: all(f.exists() for f in files))
+        cards = [json.loads(f.read_bytes()) for f in files]
+        self._pids = {rank: card["pid"] for rank, card in enumerate(cards)}
+        on = [card["gpu"] for card in cards]
+        if twice := sorted({gpu for gpu in on if on.count(gpu) > 1}):
+            self._error = ErrorType.COMM_ERROR
+            raise self.nccl.journal.broken(f"GPU {twice[0]} is twice in one communicator: ranks on {on}")
+        if any(card["settings"] != self._settings for card in cards):
+            settings = sorted({json.dumps(card["settings"]) for card in cards})
+            self.nccl.journal.broken(f"NCCL's settings differ between members, which hangs: {settings}")
+            self._until(lambda: False)
+        self.nccl.journal.note("communicator", rank=self._rank, gpus=on)
+
+    def _is_initialized(self) -> bool:
+        return self._ready.is_set() and self._error == ErrorType.SUCCESS
+
+    def _comm_ptr(self) -> int:
+        """Waits for the communicator: in C, so that no deadline reaches it."""
+        self._wait_until_ready()
+        return id(self)
+
+    def get_error(self) -> ErrorType:
+        return self._error
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+    def shutdown(self) -> None:
+        self._aborted.set()
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def __del__(self) -> None:
+        self._aborted.set()
+
+    # -- operations
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> VirtualWork | None:
+        return self._give([self._sending(self.nccl.checked(tensors[0]), to)])
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> VirtualWork | None:
+        return self._give([self._receiving(self.nccl.checked(tensors[0]), source)])
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> VirtualWork | None:
+        buffer, root = self.nccl.checked(tensors[0]), options.rootRank
+        if root != self._rank:
+            return self._give([self._receiving(buffer, root)])
+        return self._give([self._sending(buffer, other) for other in range(self._size) if other != root])
+
+    def _start_coalescing(self) -> None:
+        self._together = []
+
+    def _end_coalescing(self, *_: Any) -> VirtualWork | None:
+        steps, self._together = self._together, None
+        assert steps is not None
+        return self._give(steps)
+
+    def _give(self, steps: list[_Step]) -> VirtualWork | None:
+        if self._together is not None:
+            self._together += steps
+            return None
+        self._begin()  # a communicator that was not made before is made now
+        if self._aborted.is_set():
+            raise dist.DistBackendError("NCCL error: the communicator was aborted")
+        self._raise_error()
+        work = VirtualWork(self)
+        with self.nccl.lock:
+            self.nccl.in_use[id(work)] = self._ctas
+            if sum(self.nccl.in_use.values()) > CTAS:
+                self.nccl.journal.broken(
+                    f"communicators in use at once have {self.nccl.in_use.values()} CTAs of {CTAS}"
+                )
+        self._given.put((work, steps))
+        return work
+
+    def _sending(self, buffer: torch.Tensor, to: int) -> _Step:
+        path = self._message(self._rank, to)
+        written = False
+
+        def step() -> bool:
+            nonlocal written
+            if not written:
+                written = True
+                _write(path(), bytes(buffer.view(torch.uint8).numpy()))
+            return not path().exists()  # the receiver has taken it
+
+        return step
+
+    def _receiving(self, buffer: torch.Tensor, source: int) -> _Step:
+        path = self._message(source, self._rank)
+
+        def step() -> bool:
+            if not path().exists():
+                return False
+            data = path().read_bytes()
+            if len(data) != buffer.nbytes:
+                raise self.nccl.journal.broken(f"{buffer.nbytes} bytes were to be received, and {len(data)} were sent")
+            buffer.view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            path().unlink()
+            return True
+
+        return step
+
+    def _message(self, source: int, to: int) -> Callable[[], Path]:
+        link = f"{source}-{to}", source
+        number = self._sequence[link] = self._sequence.get(link, 0) + 1
+        return lambda: self._file(f"{source}-{to}-{number}")
+
+    # -- its thread
+
+    def _run(self) -> None:
+        try:
+            self._join()
+            self._ready.set()
+            while True:
+                work, steps = self._next()
+                time.sleep(_LATENCY_S)
+                while steps := [step for step in steps if not step()]:
+                    self._until(lambda: True, work)
+                    time.sleep(_POLL_S)
+                work.end()
+        except _Aborted:
+            error: Exception = RuntimeError("the communicator was aborted")
+        except Exception as failure:
+            error = failure
+        self._ready.set()
+        if self._error == ErrorType.SUCCESS:
+            self._error = ErrorType.COMM_ERROR
+        with contextlib.suppress(UnboundLocalError):
+            work.end(error)
+        while not self._given.empty():
+            self._given.get()[0].end(error)
+
+    def _next(self) -> tuple[VirtualWork, list[_Step]]:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._given.get(timeout=0.02)
+            if self._aborted.is_set():
+                raise _Aborted
+
+    def _until(self, done: Callable[[], bool], work: VirtualWork | None = None) -> None:
+        """Polls. Raises _Aborted, and what becomes of an operation that lasts too long or has lost its peer."""
+        while True:
+            if self._aborted.is_set():
+                raise _Aborted
+            if work is not None:
+                if time.monotonic() - work.begun > self.timeout_s:
+                    self._fail(ErrorType.TIMEOUT, f"an operation took longer than {self.timeout_s} s")
+                if lost := [r for r, pid in self._pids.items() if not Path(f"/proc/{pid}/fd").exists()]:
+                    self._fail(ErrorType.REMOTE_ERROR, f"the connection to ranks {lost} is lost")
+            if done():
+                return
+            time.sleep(_POLL_S)
+
+    def _fail(self, kind: ErrorType, why: str) -> None:
+        if self._has_watchdog:
+            self.nccl.journal.broken(f"NCCL's watchdog ended the process: {why}")
+            os._exit(ENDED_BY_WATCHDOG)
+        self._error = kind
+        raise RuntimeError(why)
+
+    def _raise_error(self) -> None:
+        if self._error != ErrorType.SUCCESS:
+            raise dist.DistBackendError(f"NCCL error: {self._error}")
+
+    def _file(self, name: str) -> Path:
+        return self.nccl.folder / self._name / name
+
+
+def _write(path: Path, data: bytes) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(data)
+    partial.rename(path)

@@ -1,0 +1,123 @@
+"""Gives this process its virtual GPUs: replaces what the package asks of torch, of the driver and of NCCL."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from sglang_reshard.engine.context import Phase, UpdateContext
+from sglang_reshard.engine.update import UpdateExecutor
+from sglang_reshard.gpu.driver import CudaDriver
+from sglang_reshard.gpu.runtime import CudaRuntime, use
+from sglang_reshard.transports.copies import CopyList
+from support.virtual_gpus.description import Place, VirtualGpus
+from support.virtual_gpus.environment import Environment
+from support.virtual_gpus.journal import Journal
+from support.virtual_gpus.kernel import VirtualKernel
+from support.virtual_gpus.libcuda import VirtualLibcuda
+from support.virtual_gpus.memory import VirtualMemory
+from support.virtual_gpus.nccl import VirtualNccl
+from support.virtual_gpus.torch_cuda import VirtualTorchCuda
+
+
+class VirtualRuntime(CudaRuntime):
+    """The package's own, over virtual torch.cuda and a virtual driver; but tensors are the CPU's to torch."""
+
+    def storage(self, address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        found: Any = torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), nbytes)
+        return found
+
+
+class VirtualProcess:
+    """This process, once `install` has made it one with virtual GPUs."""
+
+    def __init__(self, gpus: VirtualGpus, place: Place, who: str) -> None:
+        self.gpus, self.place = gpus, place
+        self.journal = Journal(gpus.folder, who)
+        self.memory = VirtualMemory(gpus, place, self.journal)
+        self.cuda = VirtualTorchCuda(gpus, place, self.memory, self.journal)
+        self.library = VirtualLibcuda(gpus, self.memory, place.allocator, self.journal, self.cuda.current_context)
+        self.environment = Environment(self.journal)
+
+    def install(self) -> VirtualProcess:
+        os.environ.update(self.place.environment)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus.uuid(self.place.host, n) for n in self.place.visible)
+        self.environment.install()
+        self.cuda.install()
+        VirtualNccl(self.gpus, self.place, self.memory, self.journal, self.cuda).install()
+        VirtualKernel(self.memory, self.library, self.cuda, self.journal).install()
+        driver = CudaDriver(self.library)
+        _replace_everywhere("cuda_driver", lambda: driver)
+        _replace_everywhere("host_identity", lambda: self.place.host)
+        use(VirtualRuntime())
+        self._watch_the_engine()
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """The process's own."""
+        return torch.device("cuda", self.place.own)
+
+    # -- for trainers and models
+
+    def tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """Returns a copy in memory of the process's GPU."""
+        return self.write(self.memory.tensor(like.shape, like.dtype), like)
+
+    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Writes as a kernel does, which ends later."""
+        tensor.copy_(values)
+        self.cuda.started(self.place.number)
+        return tensor
+
+    def give_memory(self, module: torch.nn.Module) -> None:
+        """Moves a module's parameters to the process's GPU, as a model that was built there has them."""
+        for parameter in module.parameters():
+            parameter.data = self.tensor(parameter.data)
+
+    @contextmanager
+    def update(self, unmapped: bool = False) -> Iterator[None]:
+        """Around an update, on both sides: the environment is as it was, and nothing is mapped if it must not be."""
+        with self.environment.unchanged("an update"):
+            yield
+        self.journal.note("answer", mappings=len(self.memory.mappings()), registered=len(self.library.registered))
+        if unmapped and (self.memory.mappings() or self.library.registered):
+            raise self.journal.broken("memory was still mapped at the answer")
+
+    # -- the engine's side of the rules
+
+    def _watch_the_engine(self) -> None:
+        _before(UpdateExecutor, "_move", lambda *_: self._sources_are_synchronized())
+        _before(UpdateContext, "all_gather_votes", lambda _, phase, *__: self._own_is_synchronized(phase))
+        _before(CopyList, "run", lambda *_: self.cuda.started(self.place.number))
+
+    def _sources_are_synchronized(self) -> None:
+        if writing := self.memory.unsynchronized():
+            raise self.journal.broken(f"memory of processes {writing} was read, which had not synchronized their GPU")
+
+    def _own_is_synchronized(self, phase: Phase) -> None:
+        if phase in (Phase.STAGED, Phase.COMMIT) and self.cuda.unsynchronized():
+            raise self.journal.broken(f"the engine rank voted {phase} before its copies had ended")
+
+
+def _before(owner: Any, name: str, check: Callable[..., None]) -> None:
+    stock = getattr(owner, name)
+
+    @functools.wraps(stock)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args)
+        return stock(*args, **kwargs)
+
+    setattr(owner, name, checked)
+
+
+def _replace_everywhere(name: str, value: Any) -> None:
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("sglang_reshard") and name in vars(module):
+            setattr(module, name, value)

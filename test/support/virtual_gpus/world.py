@@ -1,0 +1,73 @@
+"""Trainer ranks and engine ranks as processes with virtual GPUs: `support.world`, and the rules at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from support.virtual_gpus import journal
+from support.virtual_gpus.description import Place, VirtualGpus
+from support.virtual_gpus.process import VirtualProcess
+from support.world import Requests, Trainer, run_world
+
+
+@contextlib.contextmanager
+def virtual_gpus(**description: Any) -> Iterator[VirtualGpus]:
+    """Makes GPUs, as `VirtualGpus` describes them; raises RuleBroken at the end if a process broke a rule."""
+    folder = tempfile.mkdtemp(prefix="virtual-gpus-", dir="/dev/shm")
+    try:
+        yield VirtualGpus(folder, **description)
+        journal.check(folder)
+    except BaseException as error:
+        if not isinstance(error, journal.RuleBroken):
+            _say_what_was_broken(folder, error)
+        raise
+    finally:
+        shutil.rmtree(folder)
+
+
+def run_with_gpus(
+    gpus: VirtualGpus,
+    trainers: Sequence[Place],
+    engines: Sequence[Place],
+    train: Callable[..., Any],
+    serve: Callable[..., Any],
+    *args: Any,
+    **options: Any,
+) -> tuple[list[Any], list[Any]]:
+    """As `run_world`, with a place for each rank.
+
+    train  is called with the trainer, its VirtualProcess and `args`
+    serve  with the engine rank, the number of engine ranks, the requests, its VirtualProcess and `args`
+    """
+    jobs = gpus, tuple(trainers), tuple(engines), train, serve, args
+    return run_world(len(trainers), len(engines), _train, _serve, *jobs, **options)
+
+
+def left_over(gpus: VirtualGpus) -> list[str]:
+    """Returns mappings of memory, by file name."""
+    return sorted(str(f.relative_to(gpus.folder)) for f in Path(gpus.folder).glob("*/*.open.*"))
+
+
+def _train(trainer: Trainer, gpus: VirtualGpus, trainers: Any, engines: Any, train: Any, serve: Any, args: Any) -> Any:
+    process = VirtualProcess(gpus, trainers[trainer.rank], f"trainer rank {trainer.rank}").install()
+    return train(trainer, process, *args)
+
+
+def _serve(
+    rank: int, size: int, requests: Requests, gpus: VirtualGpus, trainers: Any, engines: Any, train: Any, serve: Any,
+    args: Any,
+) -> Any:  # fmt: skip
+    process = VirtualProcess(gpus, engines[rank], f"engine rank {rank}").install()
+    return serve(rank, size, requests, process, *args)
+
+
+def _say_what_was_broken(folder: str, error: BaseException) -> None:
+    try:
+        journal.check(folder)
+    except journal.RuleBroken as broken:
+        raise journal.RuleBroken(f"{broken}\n\n{error}") from error
