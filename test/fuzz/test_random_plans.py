@@ -73,7 +73,7 @@ def test_every_element_lands_and_nothing_else_is_written(random):
         plan_reads(index, own, RankLocation(e, engines, engine_hosts[e], trainer_hosts)) for e, own in enumerate(copies)
     ]
     demands = [rank_demand(index, t, host) for t, host in zip(plans, engine_hosts, strict=True)]
-    strategy = choose_strategy(asked, index, demands, ClusterTopology.of(demands, trainer_hosts, "cpu"), bucket)
+    strategy = choose_strategy(asked, index, demands, ClusterTopology.of(demands, trainer_hosts), bucket)
 
     memory = {}
     for trainer_rank, own in shards.items() if strategy.name != "p2p" else ():

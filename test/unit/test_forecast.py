@@ -180,7 +180,7 @@ def test_loads_are_those_of_the_transports(data, bucket):
     copies = [data.draw(copies_of(layout)) for _ in range(data.draw(st.integers(1, 3)))]
     index, plans = read_plans(layout, copies)
     demands = [rank_demand(index, t, HOST) for t in plans]
-    topology = ClusterTopology.of(demands, (HOST,) * layout.trainer_ranks, "cpu")
+    topology = ClusterTopology.of(demands, (HOST,) * layout.trainer_ranks)
     strategy = choose_strategy("p2p", index, demands, topology, bucket)
     whole, loads = values(layout), []
     for e, t in enumerate(plans):
@@ -203,7 +203,7 @@ def test_nothing_is_sent_where_memory_is_read():
     copies = [[c] for c in _halves()]
     index, plans = read_plans(layout, copies)
     demands = [rank_demand(index, t, HOST) for t in plans]
-    strategy = choose_strategy("ipc", index, demands, ClusterTopology.of(demands, (HOST, HOST), "cuda"), 1 << 20)
+    strategy = choose_strategy("ipc", index, demands, ClusterTopology.of(demands, (HOST, HOST)), 1 << 20)
     load = engine_load(index, strategy, 1, outline_of(demands[1], plans[1], empty_targets(copies[1])).rank_model())
     assert (load.read, load.sent, load.received, load.extra) == ({1: 64}, {}, 64, 0)
 

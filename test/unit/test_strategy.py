@@ -15,7 +15,7 @@ from support.plans import tensor_parallel, tp_copies
 MIB = 1 << 20
 
 
-def chosen(transport, trainer_hosts, engine_hosts, dims=(0, 1, -1), device="cpu", bucket_bytes=MIB, **changes):
+def chosen(transport, trainer_hosts, engine_hosts, dims=(0, 1, -1), bucket_bytes=MIB, costs=None):
     """Returns the strategy for tensors sharded by rows on trainer ranks and along `dims` on engine ranks."""
     shapes = [(512, 256), (256, 512), (256,)] * 4
     layout = tensor_parallel(len(trainer_hosts), shapes, [0] * len(shapes))
@@ -30,8 +30,7 @@ def chosen(transport, trainer_hosts, engine_hosts, dims=(0, 1, -1), device="cpu"
         )
         for rank, (own, host) in enumerate(zip(copies, engine_hosts, strict=True))
     ]
-    topology = dataclasses.replace(ClusterTopology.of(demands, trainer_hosts, device), **changes)
-    return choose_strategy(transport, index, demands, topology, bucket_bytes)
+    return choose_strategy(transport, index, demands, ClusterTopology.of(demands, trainer_hosts), bucket_bytes, costs)
 
 
 def test_memory_is_read_on_one_host():
@@ -81,12 +80,6 @@ def test_tensors_that_many_ranks_on_another_host_need_are_broadcast():
     assert strategy.name == "broadcast"
     assert strategy.broadcast is not None
     assert strategy.broadcast.buckets
-
-
-def test_two_ranks_on_one_gpu_are_never_in_one_group():
-    assert chosen("auto", "aabb", "aabb", device="cuda").name == "broadcast"
-    assert chosen("auto", "aaaa", "bb", device="cuda").name == "p2p"
-    assert chosen("auto", "aaaa", "aaaa", device="cuda").name == "ipc"
 
 
 @given(

@@ -204,7 +204,7 @@ class TransferCache:
         """
         unread = unread_tensors(target.tensor_index, demands)
         check_unread(unread, request.ignore)
-        topology = ClusterTopology.of(demands, request.trainer_hosts, self._device.type)
+        topology = ClusterTopology.of(demands, request.trainer_hosts, request.trainer_devices)
         strategy = choose_strategy(request.transport, target.tensor_index, demands, topology, request.bucket_bytes)
         memory = self._map(_trainer_ranks_read(strategy, target, self._rank), request, session, target)
         prepare_send = None
@@ -215,6 +215,7 @@ class TransferCache:
                 round_bytes=tuple(tuple(row) for row in strategy.round_bytes.tolist()),
                 backend="nccl" if self._device.type == "cuda" else "gloo",
                 timeout_s=request.timeout_s,
+                groups=strategy.groups,
             )
             for trainer_rank in strategy.senders(self._rank):
                 asked = send_request(target.read_plan, trainer_rank)

@@ -71,6 +71,7 @@ class BroadcastPlan:
     segments      of each group
     buckets       in the order in which every rank goes through those of its groups
     direct_reads  shards that a rank reads from memory itself, bool [engine ranks, shards]
+    direct_bytes  bytes of these, [trainer ranks, engine ranks]
     """
 
     bucket_bytes: int
@@ -78,6 +79,7 @@ class BroadcastPlan:
     segments: tuple[Segments, ...]
     buckets: tuple[Bucket, ...]
     direct_reads: np.ndarray
+    direct_bytes: np.ndarray
 
     def digest(self) -> str:
         found = hashlib.sha256(repr((self.bucket_bytes, self.groups, self.buckets)).encode())
@@ -108,26 +110,26 @@ def plan_broadcast(
     Each engine rank gets a shard with replicas from the nearest trainer rank. A bucket has at most `bucket_bytes`, and
     at least one element.
 
-    Raises Unsupported if no engine rank runs on the host of a trainer rank that has to be read.
+    Raises Unsupported if no engine rank can read the memory of a trainer rank that has to be read.
     """
-    engine_hosts = [demand.host for demand in demands]
     needed = demanded_shards(index, demands)
-    direct_reads = np.zeros_like(needed)
+    direct_reads, direct_bytes = np.zeros_like(needed), np.zeros((len(trainer_hosts), len(demands)), np.int64)
+    nbytes = index.per_shard([[s.box.numel * c.item_bytes for s in c.shard_map.shards] for c in index.classes])
     shards_of: dict[BroadcastGroup, list[np.ndarray]] = {}
     for holders, audience, shards in _alike(index, needed):
         audience_of: dict[int, list[int]] = {}
         for engine_rank in audience:
-            nearest = _nearest_trainer(holders, engine_rank, trainer_hosts, engine_hosts)
+            nearest = _nearest_trainer(holders, engine_rank, trainer_hosts, demands)
             audience_of.setdefault(nearest, []).append(engine_rank)
         for trainer_rank, listeners in audience_of.items():
-            leader = _leader(trainer_rank, listeners, trainer_hosts, engine_hosts)
+            leader = _leader(trainer_rank, listeners, trainer_hosts, demands)
             members = tuple(sorted({leader, *listeners}))
             if len(members) == 1:
                 direct_reads[leader, shards] = True
+                direct_bytes[trainer_rank, leader] += nbytes[shards].sum()
             else:
                 shards_of.setdefault(BroadcastGroup(trainer_rank, leader, members), []).append(shards)
     groups = tuple(sorted(shards_of))
-    nbytes = index.per_shard([[s.box.numel * c.item_bytes for s in c.shard_map.shards] for c in index.classes])
     cut = [
         _buckets(index, np.sort(np.concatenate(shards_of[group])), nbytes, number, bucket_bytes)
         for number, group in enumerate(groups)
@@ -136,7 +138,12 @@ def plan_broadcast(
     # group, then the second, keeps groups that share no rank busy at the same time.
     turns = sorted((turn, bucket.group, bucket) for _, buckets in cut for turn, bucket in enumerate(buckets))
     return BroadcastPlan(
-        bucket_bytes, groups, tuple(segments for segments, _ in cut), tuple(turn[-1] for turn in turns), direct_reads
+        bucket_bytes,
+        groups,
+        tuple(segments for segments, _ in cut),
+        tuple(turn[-1] for turn in turns),
+        direct_reads,
+        direct_bytes,
     )
 
 
@@ -202,25 +209,37 @@ def _chunks(box: Box, item_bytes: int, bucket_bytes: int) -> tuple[Box, ...]:
 
 
 def _nearest_trainer(
-    holders: Sequence[int], engine_rank: int, trainer_hosts: Sequence[str], engine_hosts: Sequence[str]
+    holders: Sequence[int], engine_rank: int, trainer_hosts: Sequence[str], demands: Sequence[RankDemand]
 ) -> int:
-    """Returns the holder, on the engine rank's host if possible, that is nearest to its relative position."""
-    position = engine_rank * len(trainer_hosts) // len(engine_hosts)
-    local = [h for h in holders if trainer_hosts[h] == engine_hosts[engine_rank]]
-    return min(local or holders, key=lambda h: (abs(h - position), h))
+    """Returns the holder that is nearest to the engine rank's relative position, of those that can be read from here.
+
+    If there are none, of those on hosts with engine ranks.
+    """
+    position = engine_rank * len(trainer_hosts) // len(demands)
+    local = [h for h in holders if _can_read(demands[engine_rank], h, trainer_hosts)]
+    near = local or [h for h in holders if any(d.host == trainer_hosts[h] for d in demands)] or holders
+    return min(near, key=lambda h: (abs(h - position), h))
 
 
 def _leader(
-    trainer_rank: int, audience: Sequence[int], trainer_hosts: Sequence[str], engine_hosts: Sequence[str]
+    trainer_rank: int, audience: Sequence[int], trainer_hosts: Sequence[str], demands: Sequence[RankDemand]
 ) -> int:
     """Returns the engine rank that reads from a trainer rank: for TP=4 to TP=16, engine rank 4k reads from k."""
     host = trainer_hosts[trainer_rank]
-    # A rank outside the audience relays only if no member can reach the memory.
-    local = [e for e in audience if engine_hosts[e] == host] or [e for e, h in enumerate(engine_hosts) if h == host]
-    if not local:
-        raise Unsupported(
-            f"no engine rank runs on the host of trainer rank {trainer_rank} ({host}), and transport='broadcast' reads "
-            "shards on the same host only; use transport='p2p'"
-        )
-    position = trainer_rank * len(engine_hosts) // len(trainer_hosts)
-    return min(local, key=lambda e: (abs(e - position), e))
+    able = [e for e, demand in enumerate(demands) if _can_read(demand, trainer_rank, trainer_hosts)]
+    near = [e for e in audience if e in able]
+    if not near and all(demands[e].host != host for e in audience):
+        # A rank outside the audience relays. It has not tried this handle, so it must have failed with no other.
+        near = [e for e in able if not demands[e].unreadable]
+    if not near:
+        why = f"no engine rank runs on the host of trainer rank {trainer_rank} ({host})"
+        for e in audience:
+            if reason := demands[e].unreadable.get(trainer_rank):
+                why = f"engine rank {e} cannot map the memory of trainer rank {trainer_rank}: {reason}"
+        raise Unsupported(f"{why}, and transport='broadcast' reads shards on the same host only; use transport='p2p'")
+    position = trainer_rank * len(demands) // len(trainer_hosts)
+    return min(near, key=lambda e: (abs(e - position), e))
+
+
+def _can_read(demand: RankDemand, trainer_rank: int, trainer_hosts: Sequence[str]) -> bool:
+    return trainer_hosts[trainer_rank] == demand.host and trainer_rank not in demand.unreadable

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -26,6 +27,7 @@ from sglang_reshard.plan.tensor_index import TensorClass, TensorIndex
 if TYPE_CHECKING:  # trainer ranks load no tracer
     from sglang_reshard.trace.program import Copy
 
+_NO_GPU = RankDevice()
 _ITEM_BITS, _COPY_BITS = 20, 26  # of a sort key, next to 17 for the trainer rank
 
 
@@ -34,22 +36,36 @@ class RankLocation:
     """Where an engine rank runs. Hosts are equal if their processes can map each other's memory.
 
     engine_ranks  number of engine ranks
+    device        its GPU, and those of the trainer ranks; none for trainer ranks without GPUs
+    unreadable    trainer ranks on this host whose memory it cannot map
     """
 
     engine_rank: int
     engine_ranks: int
     host: str
     trainer_hosts: tuple[str, ...]
+    device: RankDevice = _NO_GPU
+    trainer_devices: tuple[RankDevice, ...] = ()
+    unreadable: Collection[int] = ()
 
-    def is_local(self, shard: ShardBox) -> bool:
-        """Returns whether a trainer rank on this host holds the shard."""
-        return any(self.trainer_hosts[rank] == self.host for rank in shard.ranks)
+    def distance(self, trainer_ranks: Sequence[int]) -> int:
+        """Returns 0 if one of them can be read, 1 and 2 if it can send from this host or another, 3 for neither."""
+        return min(map(self._distance, trainer_ranks))
 
     def nearest(self, trainer_ranks: Sequence[int]) -> tuple[int, ...]:
-        """Returns those on this host, or all if there are none, starting at this rank's relative position."""
-        near = [t for t in trainer_ranks if self.trainer_hosts[t] == self.host] or list(trainer_ranks)
+        """Returns those at the least distance, starting at this rank's relative position."""
+        least = self.distance(trainer_ranks)
+        near = [t for t in trainer_ranks if self._distance(t) == least]
         begin = self.engine_rank * len(near) // self.engine_ranks
         return tuple(near[begin:] + near[:begin])
+
+    def _distance(self, trainer_rank: int) -> int:
+        local = self.trainer_hosts[trainer_rank] == self.host
+        if local and trainer_rank not in self.unreadable:
+            return 0
+        gpu = self.device.uuid
+        same_gpu = bool(gpu and self.trainer_devices) and self.trainer_devices[trainer_rank].uuid == gpu
+        return 3 if same_gpu else 1 if local else 2
 
 
 class ReadItem(NamedTuple):
@@ -126,8 +142,8 @@ class ReadPlan:
 def plan_reads(index: TensorIndex, copies: Sequence[Copy], location: RankLocation) -> ReadPlan:
     """Plans the reads of the engine rank at `location` for its copies.
 
-    A shard with replicas is read from trainer ranks on the engine rank's own host if there are any. Bytes are spread
-    evenly over all that are equally near.
+    A shard with replicas is read from trainer ranks on the engine rank's own host whose memory it can map, if there are
+    any. Bytes are spread evenly over all that are equally near.
     """
     tensor_ids = np.fromiter((index.index_of[c.source] for c in copies), np.int32, len(copies))
     reads = _expand(index, copies, tensor_ids, location)
@@ -207,10 +223,10 @@ def _cut(
     tensor_class: TensorClass, region: Region, location: RankLocation, holder_sets: dict[tuple[int, ...], int]
 ) -> Iterator[tuple[ReadItem, tuple[int, ...], int]]:
     """Yields (item, steps skipped, set of holders) for each shard that `region` overlaps."""
-    chosen: dict[Box, tuple[int, ShardBox]] = {}  # one shard per box, on this host if several have the same box
+    chosen: dict[Box, tuple[int, ShardBox]] = {}  # one shard per box, the nearest if several have the same box
     for number, shard in enumerate(tensor_class.shard_map.shards):
         known = chosen.get(shard.box)
-        if known is None or (location.is_local(shard) and not location.is_local(known[1])):
+        if known is None or location.distance(shard.ranks) < location.distance(known[1].ranks):
             chosen[shard.box] = number, shard
     for number, shard in chosen.values():
         if common := region.intersect(shard.box):
@@ -266,12 +282,19 @@ class RankDemand(msgspec.Struct, frozen=True):
     unreadable: dict[int, str] = {}
 
 
-def rank_demand(index: TensorIndex, plan: ReadPlan, host: str, cores: int = 1) -> RankDemand:
-    """Returns the demand of an engine rank on `host`, which has `cores` CPU cores."""
+def rank_demand(
+    index: TensorIndex,
+    plan: ReadPlan,
+    host: str,
+    cores: int = 1,
+    device: RankDevice = _NO_GPU,
+    unreadable: Mapping[int, str] = MappingProxyType({}),
+) -> RankDemand:
+    """Returns the demand of an engine rank on `host`, which has `cores` CPU cores; see `RankDemand` for the rest."""
     needed = np.zeros(index.num_shards, bool)
     needed[plan.shards(index)] = True
     bits = zlib.compress(np.packbits(needed, bitorder="little").tobytes(), 1)
-    return RankDemand(bits, plan.least_bytes(), host, cores, plan.traffic(), plan.digest())
+    return RankDemand(bits, plan.least_bytes(), host, cores, plan.traffic(), plan.digest(), device, dict(unreadable))
 
 
 def demanded_shards(index: TensorIndex, demands: Sequence[RankDemand]) -> np.ndarray:

@@ -2,24 +2,27 @@
 
 ipc        every engine rank reads exactly what it needs from trainer memory on its own host
 p2p        trainer ranks send exactly that
-ipc+p2p    ipc from trainer ranks on the same host, p2p from the others
+ipc+p2p    ipc from trainer ranks whose memory the engine rank can map, p2p from the others
 broadcast  groups of engine ranks receive whole shards
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.plan.broadcast import BroadcastPlan, plan_broadcast
-from sglang_reshard.plan.cost import ClusterTopology, broadcast_seconds, exact_seconds
+from sglang_reshard.plan.cost import Costs, broadcast_seconds, exact_seconds, usual_costs
 from sglang_reshard.plan.p2p import round_bytes
+from sglang_reshard.plan.p2p_groups import check_broadcast_members, plan_p2p_groups
 from sglang_reshard.plan.read_plan import RankDemand
 from sglang_reshard.plan.tensor_index import TensorIndex
+from sglang_reshard.plan.topology import ClusterTopology
 
 TRANSPORTS = ("auto", "ipc", "p2p", "broadcast")
 
@@ -31,6 +34,7 @@ class Strategy:
     name, reason       the strategy, and why it was chosen
     predicted_seconds  by the cost model, for the transfer alone
     round_bytes        what a trainer rank sends an engine rank per round, [trainer ranks, engine ranks]; 0 for none
+    groups             peer ids of the members of each P2P communicator, see `plan.p2p_groups`
     broadcast          the plan of its broadcasts, if it has any
     """
 
@@ -38,6 +42,7 @@ class Strategy:
     reason: str
     predicted_seconds: float
     round_bytes: np.ndarray
+    groups: tuple[tuple[int, ...], ...] = ()
     broadcast: BroadcastPlan | None = None
 
     def digest(self) -> str:
@@ -57,61 +62,120 @@ def check_transport(name: str) -> None:
 
 
 def choose_strategy(
-    transport: str, index: TensorIndex, demands: Sequence[RankDemand], topology: ClusterTopology, bucket_bytes: int
+    transport: str,
+    index: TensorIndex,
+    demands: Sequence[RankDemand],
+    topology: ClusterTopology,
+    bucket_bytes: int,
+    costs: Costs | None = None,
 ) -> Strategy:
     """Chooses the strategy for engine ranks with these demands; every rank that calls it gets the same.
+
+    costs  of the cost model; by default those of the engine's devices
 
     Raises Unsupported, naming ranks and hosts, for an infeasible transport.
     """
     check_transport(transport)
-    local = _traffic(demands, topology, same_host=True)
-    remote = _traffic(demands, topology, same_host=False)
+    costs = costs or usual_costs(topology)
+    read, unread = _traffic(demands, topology)
 
     def exact(name: str, sent: np.ndarray, reason: str) -> Strategy:
         per_round = round_bytes(sent, bucket_bytes)
-        return Strategy(name, reason, exact_seconds(topology, demands, per_round), per_round)
+        groups = _communicators(topology, per_round)
+        return Strategy(name, reason, exact_seconds(topology, costs, demands, per_round), per_round, groups)
 
     def broadcast(reason: str) -> Strategy:
         plan = plan_broadcast(index, demands, topology.trainer_hosts, bucket_bytes)
-        return Strategy("broadcast", reason, broadcast_seconds(topology, demands, plan), np.zeros_like(local), plan)
+        check_broadcast_members([group.members for group in plan.groups], topology.engine_devices)
+        seconds = broadcast_seconds(topology, costs, demands, plan)
+        return Strategy("broadcast", reason, seconds, np.zeros_like(read), broadcast=plan)
 
-    if transport == "ipc":
-        _check_same_host(remote, topology)
-        return exact("ipc", np.zeros_like(remote), "requested")
-    if transport == "p2p":
-        return exact("p2p", local + remote, "requested")
-    if transport == "broadcast":
-        return broadcast("requested")
-    read_or_sent = exact("ipc" if not remote.any() else "ipc+p2p" if local.any() else "p2p", remote, "")
-    candidates = [read_or_sent] if topology.one_group or not remote.any() else []
-    if topology.one_group and local.any():
-        candidates.append(exact("p2p", local + remote, ""))
-    try:
-        candidates.append(broadcast(""))
-    except Unsupported:  # no engine rank on the host of a trainer rank
-        # Left to NCCL: it connects unless two ranks really are on one GPU.
-        candidates = candidates or [read_or_sent]
+    def ipc(reason: str) -> Strategy:
+        if unread.any():
+            raise Unsupported(
+                f"{_first_unread(unread, topology)}, and transport='ipc' reads memory on the same host only, as the "
+                "same user; use transport='p2p' or 'auto'"
+            )
+        return exact("ipc", unread, reason)
+
+    by_name: dict[str, Callable[[str], Strategy]] = {
+        "ipc": ipc,
+        "ipc+p2p": lambda reason: exact("ipc+p2p", unread, reason),
+        "p2p": lambda reason: exact("p2p", read + unread, reason),
+        "broadcast": broadcast,
+    }
+    if transport != "auto":
+        return by_name[transport]("requested")
+    best_by_reading = () if not read.any() and unread.any() else ("ipc+p2p",) if unread.any() else ("ipc",)
+    attempts = {name: _attempt(by_name[name]) for name in (*best_by_reading, "p2p", "broadcast")}
+    candidates = [found for found in attempts.values() if isinstance(found, Strategy)]
+    refused = {name: found for name, found in attempts.items() if isinstance(found, Unsupported)}
+    if not candidates:
+        raise _none_is_feasible(refused, unread, topology)
     best = min(candidates, key=lambda strategy: strategy.predicted_seconds)
+    return replace(best, reason=_reason(best, candidates, refused, unread, topology))
+
+
+def _attempt(make: Callable[[str], Strategy]) -> Strategy | Unsupported:
+    try:
+        return make("")
+    except Unsupported as error:
+        return error
+
+
+def _reason(
+    best: Strategy,
+    candidates: Sequence[Strategy],
+    refused: Mapping[str, Unsupported],
+    unread: np.ndarray,
+    topology: ClusterTopology,
+) -> str:
+    """Returns why `auto` took a strategy: its prediction, those of the others, and why some are none."""
     others = ", ".join(f"{c.name} {c.predicted_seconds:.3g} s" for c in candidates if c is not best)
-    predicted = f"auto: predicted transfer time {best.predicted_seconds:.3g} s"
-    return replace(best, reason=predicted + (f" ({others})" if others else ""))
+    reason = f"auto: predicted transfer time {best.predicted_seconds:.3g} s" + (f" ({others})" if others else "")
+    if topology.unreadable and best.round_bytes.any():
+        reason += f"; {_first_unread(unread, topology)}"
+    return reason + "".join(f"; not {name}: {_shortened(error)}" for name, error in refused.items())
 
 
-def _traffic(demands: Sequence[RankDemand], topology: ClusterTopology, *, same_host: bool) -> np.ndarray:
-    """Returns the bytes from trainer ranks to engine ranks on the same host, or on other hosts."""
-    found = np.zeros((len(topology.trainer_hosts), len(demands)), np.int64)
+def _none_is_feasible(refused: Mapping[str, Unsupported], unread: np.ndarray, topology: ClusterTopology) -> Unsupported:
+    """Returns the error for ranks that can neither read nor be sent what they need, or not all of them."""
+    by_messages = refused.get("ipc+p2p") or refused["p2p"]
+    return Unsupported(f"{_shortened(by_messages)}. Nor can it be read instead: {_first_unread(unread, topology)}")
+
+
+def _shortened(error: Unsupported) -> str:
+    """Returns what an error says before its cure."""
+    return str(error).partition("; ")[0].partition(", and transport=")[0]
+
+
+def _traffic(demands: Sequence[RankDemand], topology: ClusterTopology) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the bytes from trainer ranks to engine ranks that can read their memory, and to others."""
+    read = np.zeros((len(topology.trainer_hosts), len(demands)), np.int64)
+    unread = np.zeros_like(read)
     for engine_rank, demand in enumerate(demands):
         for trainer_rank, (nbytes, _) in demand.traffic.items():
-            if (topology.trainer_hosts[trainer_rank] == demand.host) == same_host:
-                found[trainer_rank, engine_rank] = nbytes
-    return found
+            found = read if topology.can_read(trainer_rank, engine_rank) else unread
+            found[trainer_rank, engine_rank] = nbytes
+    return read, unread
 
 
-def _check_same_host(remote: np.ndarray, topology: ClusterTopology) -> None:
-    if remote.any():
-        trainer_rank, engine_rank = (int(i) for i in np.argwhere(remote)[0])
-        raise Unsupported(
-            f"engine rank {engine_rank} on {topology.engine_hosts[engine_rank]} needs shards that no trainer rank on "
-            f"this host holds (trainer rank {trainer_rank} on {topology.trainer_hosts[trainer_rank]} does), and "
-            "transport='ipc' reads memory on the same host only, as the same user; use transport='p2p' or 'auto'"
-        )
+def _first_unread(unread: np.ndarray, topology: ClusterTopology) -> str:
+    """Says of one pair why memory cannot be read; of one on the same host, if there is one."""
+    pairs = [(int(t), int(e)) for t, e in np.argwhere(unread)]
+    first = next((pair for pair in pairs if pair in topology.unreadable), pairs[0])
+    return topology.why_unreadable(*first)
+
+
+def _communicators(topology: ClusterTopology, per_round: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Returns the peer ids of the members of each P2P communicator. Raises Unsupported if NCCL would refuse them."""
+    if not topology.on_gpu:  # gloo connects any ranks
+        return plan_p2p_groups(per_round, _no_gpus(topology.trainer_hosts), _no_gpus(topology.engine_hosts), ())
+    groups = plan_p2p_groups(per_round, topology.trainer_devices, topology.engine_devices, topology.engine_hosts)
+    for members in groups:
+        topology.check_messages(members)
+    return groups
+
+
+def _no_gpus(ranks: Sequence[str]) -> list[RankDevice]:
+    return [RankDevice()] * len(ranks)

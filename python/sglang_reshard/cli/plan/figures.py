@@ -66,6 +66,13 @@ class Way(msgspec.Struct, frozen=True):
     refused: str = ""
 
 
+class Communicator(msgspec.Struct, frozen=True):
+    """The numbers of ranks in one NCCL communicator between trainer and engine ranks."""
+
+    trainer_ranks: int
+    engine_ranks: int
+
+
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """The result of `sglang-reshard plan`.
 
@@ -75,6 +82,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     predicted_seconds     predicted seconds of the transfer alone
     ways                  the transports that can be requested by name
     messages              total over all engine ranks
+    communicators         NCCL's, in which trainer ranks send to engine ranks; no GPU is twice in one
     refused               error messages if the update would be refused; there are no figures then
     remark                the message that the trainer would receive
     seconds_by_step       seconds that making this forecast took, by step
@@ -94,6 +102,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     link_bytes: tuple[tuple[int, ...], ...] = ()
     gather: Gather | None = None
     messages: int = 0
+    communicators: tuple[Communicator, ...] = ()
     remark: str = ""
     seconds_by_step: dict[str, float] = {}
 

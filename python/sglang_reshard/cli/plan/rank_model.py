@@ -69,10 +69,13 @@ def model_rank(request: PlanRequest, index: TensorIndex, cores: int, engine_rank
         program = trace(model, [t.spec for t in index.layout.tensors])
     except ReshardError as error:
         return Refusal("prepare", str(error))
-    host = request.engine_hosts[engine_rank]
-    reads = plan_reads(index, program.copies, RankLocation(engine_rank, request.target.tp, host, request.trainer_hosts))
+    host, device = request.engine_hosts[engine_rank], request.engine_devices[engine_rank]
+    location = RankLocation(
+        engine_rank, request.target.tp, host, request.trainer_hosts, device, request.trainer_devices
+    )
+    reads = plan_reads(index, program.copies, location)
     targets = {name: (t.numel(), str(t.dtype).removeprefix("torch.")) for name, t in program.targets.items()}
-    return Outline(rank_demand(index, reads, host, cores), reads, targets, program.seconds)
+    return Outline(rank_demand(index, reads, host, cores, device), reads, targets, program.seconds)
 
 
 def _built(request: PlanRequest, engine_rank: int) -> torch.nn.Module:

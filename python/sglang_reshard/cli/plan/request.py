@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 import msgspec
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.plan.strategy import check_transport
 
 
@@ -71,7 +73,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
     layers           number of layers to plan for; 0 for all
     device           the engine's device, "cuda" or "cpu"
     ranks_per_host   ranks of either side on one host
-    colocated        whether engine ranks share the trainer ranks' hosts
+    colocated        whether engine ranks are on the trainer ranks' GPUs, from the first on
     links            bytes per second within a host and between hosts; 0 for the cost model's defaults
     ignore           fnmatch patterns of names that the engine may leave unused
     """
@@ -105,6 +107,21 @@ class PlanRequest(msgspec.Struct, frozen=True):
         """The host of each engine rank."""
         name = "host" if self.colocated else "engine host"
         return tuple(f"{name} {rank // self.ranks_per_host}" for rank in range(self.target.tp))
+
+    @property
+    def trainer_devices(self) -> tuple[RankDevice, ...]:
+        """The GPU of each trainer rank."""
+        return self._devices(self.trainer_hosts)
+
+    @property
+    def engine_devices(self) -> tuple[RankDevice, ...]:
+        """The GPU of each engine rank: colocated, those of the first trainer ranks."""
+        return self._devices(self.engine_hosts)
+
+    def _devices(self, hosts: Sequence[str]) -> tuple[RankDevice, ...]:
+        if self.device != "cuda":
+            return (RankDevice(),) * len(hosts)
+        return tuple(RankDevice(f"GPU {rank % self.ranks_per_host} of {host}") for rank, host in enumerate(hosts))
 
 
 def _sizes(text: str, option: str, examples: str, known: set[str]) -> dict[str, str]:

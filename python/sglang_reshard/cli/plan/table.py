@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
@@ -39,7 +41,14 @@ def _head(forecast: Forecast) -> list[str]:
         lines.append(
             f"predicted transfer time [bold]{forecast.predicted_seconds:.3g} s[/], {forecast.messages:,} messages"
         )
+        if forecast.communicators:
+            lines.append(f"NCCL communicators: {_communicators(forecast)}")
     return lines
+
+
+def _communicators(forecast: Forecast) -> str:
+    of = Counter((c.trainer_ranks, c.engine_ranks) for c in forecast.communicators)
+    return ", ".join(f"{n} x {t} trainer ranks and {e} engine ranks" for (t, e), n in of.items())
 
 
 def _bytes(forecast: Forecast) -> Table:

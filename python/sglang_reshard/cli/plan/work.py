@@ -20,7 +20,7 @@ import torch
 
 from sglang_reshard.cli.plan import worker_process
 from sglang_reshard.cli.plan.checkpoint import specs_of
-from sglang_reshard.cli.plan.figures import EngineRank, Forecast, Gather, TrainerRank, Way
+from sglang_reshard.cli.plan.figures import Communicator, EngineRank, Forecast, Gather, TrainerRank, Way
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.loads import EngineLoad, buckets_bytes, engine_load, largest_tensor_bytes
 from sglang_reshard.cli.plan.rank_model import Outline, Refusal, model_rank
@@ -31,6 +31,7 @@ from sglang_reshard.engine.context import failure_message
 from sglang_reshard.engine.transfer import check_unread, unread_remark
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
 from sglang_reshard.plan import ClusterTopology, RankDemand, Strategy, TensorIndex, choose_strategy, unread_tensors
+from sglang_reshard.plan.cost import Costs, usual_costs
 
 STEPS = ("import SGLang", "build, trace and take in", "choose", "cut messages")
 
@@ -91,14 +92,15 @@ def forecast(request: PlanRequest) -> Forecast:
         return _finished(clock, known | {"refused": refused})
     clock.begin(STEPS[2])
     demands = [outline.demand for outline in outlines]
-    topology = _topology(request, demands)
+    topology = ClusterTopology.of(demands, request.trainer_hosts, request.trainer_devices)
+    costs = _costs(request, topology)
     unused = unread_tensors(index, demands)
     try:
         check_unread(unused, request.ignore)
-        strategy = choose_strategy(request.transport, index, demands, topology, request.bucket_bytes)
+        strategy = choose_strategy(request.transport, index, demands, topology, request.bucket_bytes, costs)
     except ReshardError as error:
         return _finished(clock, known | {"refused": (failure_message("plan", range(request.target.tp), str(error)),)})
-    ways = [_way(name, request, index, demands, topology) for name in ("ipc", "p2p", "broadcast")]
+    ways = [_way(name, request, index, demands, topology, costs) for name in ("ipc", "p2p", "broadcast")]
     clock.begin(STEPS[3], request.target.tp)
     loads = _loads(request, index, strategy, outlines, clock)
     return _finished(
@@ -133,25 +135,26 @@ def _engine_ranks(
     return [], (failure_message(first.phase, sorted(refusals), first.reason) if first.phase else first.reason,)
 
 
-def _topology(request: PlanRequest, demands: Sequence[RankDemand]) -> ClusterTopology:
-    """Returns the hosts of all ranks and the cost model, with the given link speeds."""
-    topology = ClusterTopology.of(demands, request.trainer_hosts, request.device)
+def _costs(request: PlanRequest, topology: ClusterTopology) -> Costs:
+    """Returns the constants of the cost model, with the given link speeds."""
+    costs = usual_costs(topology)
     local, network = request.links
-    costs = replace(
-        topology.costs,
-        local_bytes_s=local or topology.costs.local_bytes_s,
-        network_bytes_s=network or topology.costs.network_bytes_s,
-    )
-    return replace(topology, costs=costs)
+    return replace(costs, local_bytes_s=local or costs.local_bytes_s, network_bytes_s=network or costs.network_bytes_s)
 
 
 def _way(
-    name: str, request: PlanRequest, index: TensorIndex, demands: Sequence[RankDemand], topology: ClusterTopology
+    name: str,
+    request: PlanRequest,
+    index: TensorIndex,
+    demands: Sequence[RankDemand],
+    topology: ClusterTopology,
+    costs: Costs,
 ) -> Way:
     try:
-        return Way(name, choose_strategy(name, index, demands, topology, request.bucket_bytes).predicted_seconds)
+        strategy = choose_strategy(name, index, demands, topology, request.bucket_bytes, costs)
     except ReshardError as error:
         return Way(name, refused=str(error))
+    return Way(name, strategy.predicted_seconds)
 
 
 def _loads(
@@ -198,4 +201,8 @@ def _figures(
         "link_bytes": tuple(link_bytes),
         "gather": Gather(model_bytes - min(held), model_bytes, largest_tensor_bytes(index)),
         "messages": sum(load.messages for load in loads),
+        "communicators": tuple(
+            Communicator(sum(peer < len(held) for peer in group), sum(peer >= len(held) for peer in group))
+            for group in strategy.groups
+        ),
     }

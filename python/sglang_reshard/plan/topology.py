@@ -1,0 +1,127 @@
+"""Who runs where, and who can reach whom: by memory handle, or by messages through NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.gpu.device import NCCL_SETTINGS, RankDevice
+from sglang_reshard.plan.read_plan import RankDemand
+
+_VERSION = "NCCL's version"
+_CURES = {
+    _VERSION: "install the same torch for trainer and engine",
+    "NCCL_CUMEM_ENABLE": "export NCCL_CUMEM_ENABLE=0 for trainer and engine before they start, as SGLang does for its "
+    "own processes where it is unset",
+}
+
+
+class Relation(Enum):
+    """How a trainer rank's memory is seen from an engine rank."""
+
+    SAME_GPU = "on the same GPU"
+    SAME_HOST = "on the same host, readable"
+    UNREADABLE = "on the same host, not readable"
+    OTHER_HOST = "on another host"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterTopology:
+    """Hosts and GPUs of all ranks, by rank.
+
+    unreadable  (trainer rank, engine rank) on one host -> why the engine rank cannot map the trainer rank's memory
+    cores       CPU cores of each host
+    """
+
+    trainer_hosts: tuple[str, ...]
+    engine_hosts: tuple[str, ...]
+    trainer_devices: tuple[RankDevice, ...]
+    engine_devices: tuple[RankDevice, ...]
+    unreadable: dict[tuple[int, int], str]
+    cores: dict[str, int]
+
+    @classmethod
+    def of(
+        cls,
+        demands: Sequence[RankDemand],
+        trainer_hosts: Sequence[str],
+        trainer_devices: Sequence[RankDevice] = (),
+    ) -> ClusterTopology:
+        """Returns the topology of engine ranks with these demands. No `trainer_devices`: no trainer rank uses a GPU."""
+        known = {demand.host: demand.cores for demand in demands}
+        # Trainer ranks do not report cores; their hosts are assumed to be as large as the engine's largest.
+        cores = dict.fromkeys(trainer_hosts, max(known.values(), default=1)) | known
+        return cls(
+            tuple(trainer_hosts),
+            tuple(demand.host for demand in demands),
+            tuple(trainer_devices) or (RankDevice(),) * len(trainer_hosts),
+            tuple(demand.device for demand in demands),
+            {(t, e): why for e, demand in enumerate(demands) for t, why in demand.unreadable.items()},
+            cores,
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether engine ranks run on GPUs. Messages then go through NCCL, else through gloo."""
+        return any(device.uuid for device in self.engine_devices)
+
+    def relation(self, trainer_rank: int, engine_rank: int) -> Relation:
+        if self.trainer_hosts[trainer_rank] != self.engine_hosts[engine_rank]:
+            return Relation.OTHER_HOST
+        if (trainer_rank, engine_rank) in self.unreadable:
+            return Relation.UNREADABLE
+        gpu = self.engine_devices[engine_rank].uuid
+        return Relation.SAME_GPU if gpu and self.trainer_devices[trainer_rank].uuid == gpu else Relation.SAME_HOST
+
+    def can_read(self, trainer_rank: int, engine_rank: int) -> bool:
+        return self.relation(trainer_rank, engine_rank) in (Relation.SAME_GPU, Relation.SAME_HOST)
+
+    def why_unreadable(self, trainer_rank: int, engine_rank: int) -> str:
+        """Returns why the engine rank cannot read the trainer rank's memory, as a clause."""
+        engine_host = self.engine_hosts[engine_rank]
+        reason = self.unreadable.get((trainer_rank, engine_rank))
+        if reason:
+            return f"engine rank {engine_rank} cannot map the memory of trainer rank {trainer_rank}: {reason}"
+        return (
+            f"engine rank {engine_rank} on {engine_host} needs shards that no trainer rank on this host holds "
+            f"(trainer rank {trainer_rank} on {self.trainer_hosts[trainer_rank]} does)"
+        )
+
+    def check_messages(self, members: Sequence[int]) -> None:
+        """Raises Unsupported, with the cure, if NCCL would not connect the ranks with these peer ids.
+
+        No GPU is twice among them, see `plan.p2p_groups`.
+        """
+        hosts, devices = (*self.trainer_hosts, *self.engine_hosts), (*self.trainer_devices, *self.engine_devices)
+        first: dict[tuple[str, str], tuple[str, str]] = {}  # (where it is shared, setting) -> (rank, value)
+        for member in members:
+            name, device = self.rank_name(member), devices[member]
+            if not device.uuid:
+                raise Unsupported(
+                    f"{name} uses no GPU, and NCCL sends between GPUs only; use transport='ipc' on one host, or call "
+                    "torch.cuda.set_device and torch.cuda.init on every trainer rank"
+                )
+            machine = "/".join(hosts[member].split("/")[:2])  # of other users and PID namespaces, too
+            values = {("", _VERSION): device.nccl.get("version", "")}
+            values |= {(machine, setting): _effective(setting, device.nccl) for setting in NCCL_SETTINGS}
+            for key, value in values.items():
+                other, expected = first.setdefault(key, (name, value))
+                if value != expected:
+                    raise Unsupported(
+                        f"{other} has {key[1]} {expected or 'unset'} and {name} has {value or 'unset'}, and NCCL would "
+                        f"not connect them; {_CURES.get(key[1], f'export the same {key[1]} for trainer and engine')}"
+                    )
+
+    def rank_name(self, peer_id: int) -> str:
+        engine_rank = peer_id - len(self.trainer_hosts)
+        return f"trainer rank {peer_id}" if engine_rank < 0 else f"engine rank {engine_rank}"
+
+
+def _effective(setting: str, nccl: dict[str, str]) -> str:
+    """Returns a setting's value, the same for values that mean the same."""
+    value = nccl.get(setting, "")
+    if setting == "NCCL_CUMEM_ENABLE":
+        return "0" if value == "0" else "1"  # the default
+    return value if value != "0" else ""
