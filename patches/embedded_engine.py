@@ -22,17 +22,17 @@ class EmbeddedEngine:
 
     @classmethod
     def start(cls, arguments: dict[str, Any]) -> EmbeddedEngine:
-        """Starts the engine's processes of this node.
+        """Starts the engine's processes of this node. Leaves this process's environment as it was.
 
         arguments  SGLang's ServerArgs, with this node's `node_rank`
         """
-        from sglang.srt.entrypoints.engine import Engine
-
-        from sglang_reshard.patches.process_watch import watch_processes
-
-        # Otherwise an engine's constructor never returns on a node other than the first.
-        os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
         with without_torchrun_variables():
+            from sglang.srt.entrypoints.engine import Engine
+
+            from sglang_reshard.patches.process_watch import watch_processes
+
+            # Otherwise an engine's constructor never returns on a node other than the first.
+            os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
             engine = Engine(**arguments)
         watch_processes(engine)
         return cls(engine)

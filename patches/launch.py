@@ -1,4 +1,4 @@
-"""Starts an engine's processes from inside a torchrun worker: its environment, and the script's main guard."""
+"""Starts an engine's processes from inside a torchrun worker: the environment, and the script's main guard."""
 
 from __future__ import annotations
 
@@ -22,13 +22,26 @@ TORCHRUN_VARIABLES = (
 )  # fmt: skip
 
 
+# Read after the start, too, whenever a metric is first used; set if the engine has enable_metrics=True.
+_KEPT_VARIABLES = {"PROMETHEUS_MULTIPROC_DIR"}
+
+
 @contextmanager
 def without_torchrun_variables() -> Iterator[None]:
-    """Hides torchrun's variables from processes started inside the block, and restores them afterwards."""
-    saved = {name: os.environ.pop(name) for name in TORCHRUN_VARIABLES if name in os.environ}
+    """Hides torchrun's variables from processes started inside the block, and restores the environment afterwards.
+
+    All of it: SGLang sets variables in the process that starts an engine, for those that it spawns (NCCL_CUMEM_ENABLE,
+    NCCL_NVLS_ENABLE, CUDA_DEVICE_MAX_CONNECTIONS and more). In a trainer they would stay, on one rank in several, and
+    the members of a communicator that is made later would disagree on how to connect.
+    """
+    saved = dict(os.environ)
+    for name in TORCHRUN_VARIABLES:
+        os.environ.pop(name, None)
     try:
         yield
     finally:
+        for name in os.environ.keys() - saved.keys() - _KEPT_VARIABLES:
+            del os.environ[name]
         os.environ.update(saved)
 
 

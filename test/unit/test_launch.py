@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import ModuleType
 
 import pytest
 
+from sglang_reshard.patches.embedded_engine import EmbeddedEngine
 from sglang_reshard.patches.launch import TORCHRUN_VARIABLES, without_torchrun_variables
 
 GUARDED = """
@@ -76,3 +78,54 @@ def test_torchruns_variables_are_away_inside_and_back_afterwards(monkeypatch):
     with without_torchrun_variables():
         assert not any(name in os.environ for name in TORCHRUN_VARIABLES)
     assert all(os.environ[name] == "x" for name in TORCHRUN_VARIABLES)
+
+
+SET = {"NCCL_CUMEM_ENABLE": "0", "SGLANG_RUN_ID": "sglang-run-1", "PROMETHEUS_MULTIPROC_DIR": "/tmp/metrics"}
+
+
+class EngineLikeSglangs:
+    """Sets what SGLang's does in the process that starts it; `seen` is what its children would inherit."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        os.environ.update(SET, CUDA_DEVICE_MAX_CONNECTIONS="8")
+        os.environ.pop("NCCL_ALGO")
+        self.seen = dict(os.environ)
+        if fails:
+            raise RuntimeError("out of memory")
+
+
+@pytest.fixture
+def stand_in_sglang(monkeypatch):
+    module = ModuleType("sglang.srt.entrypoints.engine")
+    module.Engine = EngineLikeSglangs
+    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.engine", module)
+    monkeypatch.setattr("sglang_reshard.patches.process_watch.watch_processes", lambda engine: None)
+    for name, value in {"RANK": "0", "NCCL_ALGO": "ring", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in (
+        "NCCL_CUMEM_ENABLE",
+        "SGLANG_RUN_ID",
+        "PROMETHEUS_MULTIPROC_DIR",
+        "SGLANG_BLOCK_NONZERO_RANK_CHILDREN",
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_an_embedded_engine_leaves_the_environment_as_it_was(stand_in_sglang):
+    """Point 9 of the rules of GPUs: a later communicator's members must agree on NCCL's settings."""
+    before = dict(os.environ)
+    seen = EmbeddedEngine.start({}).engine.seen
+    assert seen["NCCL_CUMEM_ENABLE"] == "0", "its processes have what SGLang set"
+    assert seen["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] == "0"
+    assert "RANK" not in seen
+    # prometheus_client reads this one at every new metric: without it SGLang's calls would fail.
+    assert os.environ.pop("PROMETHEUS_MULTIPROC_DIR") == "/tmp/metrics"
+    assert dict(os.environ) == before
+
+
+def test_an_engine_that_does_not_start_leaves_the_environment_as_it_was(stand_in_sglang):
+    before = dict(os.environ)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        EmbeddedEngine.start({"fails": True})
+    del os.environ["PROMETHEUS_MULTIPROC_DIR"]
+    assert dict(os.environ) == before

@@ -24,16 +24,23 @@ def model_with(**attributes):
     return model
 
 
+def scales(dtype):
+    return torch.nn.Parameter(torch.ones(1, 1, dtype=dtype), requires_grad=False)
+
+
 def test_a_plain_model_is_not_repacked():
     assert repacked_reason(model_with()) == ""
-    assert repacked_reason(model_with(use_intel_amx_backend=False, quant_method=SimpleNamespace())) == ""
+    assert repacked_reason(model_with(use_intel_amx_backend=False, use_flashinfer_trtllm_moe=False)) == ""
+    for loaded in (torch.float32, torch.uint8):  # block-fp8's own, and MXFP8's, which the checkpoint has as UE8M0
+        assert repacked_reason(model_with(weight_scale_inv=scales(loaded))) == ""
 
 
 @pytest.mark.parametrize(
     ("attributes", "says"),
     [
         ({"use_intel_amx_backend": True}, "AMX"),
-        ({"quant_method": SimpleNamespace(use_flashinfer_trtllm_moe=True)}, "moe_runner_backend"),
+        ({"use_flashinfer_trtllm_moe": True}, "moe_runner_backend"),
+        ({"weight_scale_inv": scales(torch.int32)}, "SGLANG_ENABLE_JIT_DEEPGEMM=0"),
     ],
 )
 def test_repacked_weights_are_refused_by_name(attributes, says):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
 from sglang_reshard.engine.context import Phase, PhaseFailed, UpdateContext, failed_phase
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import Aborted, ConnectionLost, Mismatch, ReshardError
+from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.observability.logs import get_logger, log_context
 from sglang_reshard.observability.peak_memory import PeakMemory
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
@@ -66,7 +67,7 @@ class WeightReceiver:
                 if request.staged:
                     self._executor.receive_staged(context)
                 output = self._executor.write(context)
-                self._end()
+                self._leave()
                 return output
         except _UpdateFailed as failed:
             return failed.output
@@ -100,14 +101,14 @@ class WeightReceiver:
                 context = self._staged_context(request)
                 self._executor.prepare_commit(context, refusal)
                 output = self._executor.write(context)
-                self._end()
+                self._leave()
                 return output
         except _UpdateFailed as failed:
             return failed.output
 
     def _receive(self, request: DistributedUpdateWeightsReq, staged: list[DistributedUpdateWeightsOutput]) -> None:
         try:
-            with _own_stream(self._device), self._running(request):
+            with self._running(request), runtime().own_stream(self._device):
                 self._executor.receive_staged(self._staged_context(request))
         except _UpdateFailed as failed:
             staged.append(failed.output)
@@ -142,6 +143,7 @@ class WeightReceiver:
         if isinstance(error, PhaseFailed):  # all engine ranks raise it
             if error.phase is not Phase.PREPARE:  # until then nothing that is kept was changed
                 self._executor.transfers.clear()
+            self._unmap_together()
         elif isinstance(error, Aborted):  # all ranks raise it
             self._executor.transfers.clear()  # a process group that only some members have made cannot be used
         else:
@@ -149,9 +151,9 @@ class WeightReceiver:
                 logger.error("update %d failed", update, exc_info=error)
                 message = f"{type(error).__name__}: {error}"
             message = f"engine rank {self._rank}: {message}"
-            self._executor.transfers.clear()
             if self._context is not None:
-                self._context.channel.abort(message)
+                self._context.channel.abort(message)  # first: what was given to the GPU may wait for other ranks
+            self._executor.transfers.clear()
         failed = self._failed(message, failed_phase(error, self._context.phase if self._context else Phase.PREPARE))
         if isinstance(error, ConnectionLost):
             self._drop_session()
@@ -182,12 +184,24 @@ class WeightReceiver:
         return self._context
 
     def _end(self) -> None:
-        """Leaves the update that is under way, if there is one."""
+        """Leaves the update that is under way, if there is one, and unmaps what it was to unmap."""
+        context = self._leave()
+        if context is not None and context.request.unmap_after:
+            self._executor.unmap()
+
+    def _leave(self) -> UpdateContext | None:
         context, self._context = self._context, None
         if context is not None:
             context.channel.__exit__(None, None, None)
-            if context.request.unmap_after:
-                self._executor.transfers.unmap()
+        return context
+
+    def _unmap_together(self) -> None:
+        """Unmaps if requested, and waits until all engine ranks have: then the first one answers the trainer."""
+        context = self._context
+        if context is not None and context.request.unmap_after:
+            self._executor.unmap()
+            with suppress(ReshardError):  # a rank has died since
+                context.all_gather("unmapped", "")
 
     def _join(self, request: DistributedUpdateWeightsReq) -> Session:
         if self._session is None or self._session.address != request.address:
@@ -209,13 +223,3 @@ class WeightReceiver:
         session, self._session = self._session, None
         if session is not None:
             session.client.close()
-
-
-@contextmanager
-def _own_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU: a stream of its own, beside the one on which the model runs. A new thread starts at GPU 0."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-        yield

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 import torch
 
@@ -27,6 +28,7 @@ from sglang_reshard.digest.selection import Selection
 from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_error
 from sglang_reshard.engine.transfer import PreparedTransfer, TargetPlan, TransferCache, TransferPlan
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError
+from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.observability.report import RankReport
 from sglang_reshard.plan import check_transport
 from sglang_reshard.protocol.messages import (
@@ -82,7 +84,6 @@ class UpdateExecutor:
             shadow.copy_from_live()
             self._move(context)
             self._verify(context)
-            self._synchronize()
         except Exception as failure:
             error = context.abort_because(failure)
         context.all_gather_votes(Phase.STAGED, Vote(error))
@@ -94,20 +95,34 @@ class UpdateExecutor:
 
     def write(self, context: UpdateContext) -> DistributedUpdateWeightsOutput:
         """Writes the live weights: everything that a failure leaves torn."""
-        transfer = self.transfer
         self.torn = _torn(context.request)
         error = ""
         try:
-            if transfer.shadow is None:
+            if self.transfer.shadow is None:
                 self._move(context)
                 self._verify(context)
             with context.enter(Phase.COMMIT):
-                if transfer.shadow is not None:
-                    transfer.shadow.copy_to_live()
-                transfer.target.program.run_steps()
+                if self.transfer.shadow is not None:
+                    self.transfer.shadow.copy_to_live()
+                self.transfer.target.program.run_steps()
                 self._synchronize()
         except Exception as failure:
             error = context.abort_because(failure)
+        output, vote = self._outcome(context, error)
+        if context.request.unmap_after:
+            self.unmap()  # before the vote: after it the trainer may be answered, and free its memory
+        votes = context.all_gather_votes(Phase.COMMIT, vote)
+        self.torn = ""
+        return _with_votes(output, votes)
+
+    def unmap(self) -> None:
+        """Unmaps the trainer ranks' memory, and returns what is not used without it to the GPU, as the trainer does."""
+        self.transfers.unmap()
+        runtime().trim(self._device)
+
+    def _outcome(self, context: UpdateContext, error: str) -> tuple[DistributedUpdateWeightsOutput, Vote]:
+        """Returns what all ranks report alike, and this rank's vote."""
+        transfer = self.transfer
         # Buffers of an earlier update count too, and so do those that found room in freed memory.
         peak_extra_bytes = max(context.memory.extra_bytes() + context.kept_bytes, transfer.held_bytes)
         report = RankReport(
@@ -117,11 +132,20 @@ class UpdateExecutor:
             peak_extra_bytes=peak_extra_bytes,
             seconds=context.seconds,
             staged_bytes=transfer.shadow_bytes,
+            foreign_bytes=context.memory.foreign_bytes(),
         )
         vote = Vote(error, report=report, read_bytes=transfer.transport.read_bytes, digest=context.digest)
-        votes = context.all_gather_votes(Phase.COMMIT, vote)
-        self.torn = ""
-        return _output(transfer, votes)
+        strategy, tensor_index = transfer.plan.strategy, transfer.target.tensor_index
+        output = DistributedUpdateWeightsOutput(
+            success=True,
+            message=transfer.plan.remark,
+            transport=strategy.name,
+            transport_reason=strategy.reason,
+            predicted_seconds=strategy.predicted_seconds,
+            tensors=len(tensor_index.layout.tensors),
+            source_bytes=tensor_index.nbytes,
+        )
+        return output, vote
 
     def _prepare_target(self, context: UpdateContext) -> Vote:
         """Traces and plans this rank's reads, unless that was done for the same layout and live parameters."""
@@ -189,6 +213,7 @@ class UpdateExecutor:
                 if request.verify != "off":
                     context.channel.send_command(RequestChecksums(transfer.regions, _selection(request)))
             transfer.transport.move()
+            self._synchronize()  # a GPU has only been given the copies
 
     def _verify(self, context: UpdateContext) -> None:
         """Raises Mismatch, naming the tensors, if this rank's weights are not the trainer's."""
@@ -209,8 +234,7 @@ class UpdateExecutor:
                 context.digest = context.channel.get_model_digest(trainer_ranks, request.timeout_s)
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        runtime().synchronize([self._device])
 
     @property
     def transfer(self) -> PreparedTransfer:
@@ -238,20 +262,14 @@ def _selection(request: DistributedUpdateWeightsReq) -> Selection:
     return Selection.full() if request.verify == "full" else Selection.sample(request.update)
 
 
-def _output(transfer: PreparedTransfer, votes: list[Vote]) -> DistributedUpdateWeightsOutput:
+def _with_votes(output: DistributedUpdateWeightsOutput, votes: list[Vote]) -> DistributedUpdateWeightsOutput:
     read_bytes: dict[int, int] = {}
     for vote in votes:
         for trainer_rank, n in vote.read_bytes.items():
             read_bytes[trainer_rank] = read_bytes.get(trainer_rank, 0) + n
-    return DistributedUpdateWeightsOutput(
-        success=True,
-        message=transfer.plan.remark,
-        transport=transfer.plan.strategy.name,
-        transport_reason=transfer.plan.strategy.reason,
-        predicted_seconds=transfer.plan.strategy.predicted_seconds,
+    return msgspec.structs.replace(
+        output,
         digest=votes[0].digest,
-        tensors=len(transfer.target.tensor_index.layout.tensors),
-        source_bytes=transfer.target.tensor_index.nbytes,
         read_bytes=read_bytes,
         ranks=tuple(vote.report for vote in votes if vote.report is not None),
     )

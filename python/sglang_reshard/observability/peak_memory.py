@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import torch
 
+from sglang_reshard.gpu.runtime import runtime
+
 
 class PeakMemory:
-    """Measures from construction to `extra_bytes()`.
+    """Measures from construction on.
 
     On CPU: the high-water mark of resident memory, less what was resident before and less shared and file pages mapped
     since (a trainer rank's memory, libraries' code). It covers the whole process, including what Python and torch
-    allocate on first use. On GPU: the caching allocator's peak.
+    allocate on first use. On GPU: the peak of torch's allocator, which does not know of memory that CUDA and NCCL take
+    for themselves; `foreign_bytes` bounds that.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._before = torch.cuda.memory_allocated(device)
+        self._device, self._foreign = device, 0
+        if runtime().is_gpu(device):
+            self._before, self._foreign = runtime().start_peak(device), runtime().foreign_bytes(device)
             return
         reset = _reset_high_water_mark()
         status = _status()
@@ -25,11 +27,21 @@ class PeakMemory:
         self._before, self._mapped = status["VmRSS" if reset else "VmHWM"], _mapped_bytes(status)
 
     def extra_bytes(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) - self._before
+        """Returns the peak."""
+        if runtime().is_gpu(self._device):
+            return runtime().peak_bytes(self._device) - self._before
         status = _status()
         mapped = max(0, _mapped_bytes(status) - self._mapped)
         return max(0, status["VmHWM"] - self._before - mapped)
+
+    def foreign_bytes(self) -> int:
+        """Returns by how much the memory of the GPU that is not torch's in this process has grown; 0 on CPU.
+
+        An upper bound of what this process's contexts and communicators take, as other processes of the GPU count too.
+        """
+        if not runtime().is_gpu(self._device):
+            return 0
+        return max(0, runtime().foreign_bytes(self._device) - self._foreign)
 
 
 def _reset_high_water_mark() -> bool:

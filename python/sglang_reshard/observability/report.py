@@ -27,6 +27,8 @@ class RankReport(msgspec.Struct, frozen=True):
                       kept from the last update or in freed memory
     seconds           phase -> seconds
     staged_bytes      bytes of the extra memory that hold new weights beside the old ones
+    foreign_bytes     growth of the GPU's memory outside of torch's allocator (contexts, NCCL), from before the update
+                      until its end: an upper bound, as other processes on the GPU count too; 0 on CPU
     """
 
     rank: int
@@ -35,6 +37,7 @@ class RankReport(msgspec.Struct, frozen=True):
     peak_extra_bytes: int
     seconds: dict[str, float]
     staged_bytes: int = 0
+    foreign_bytes: int = 0
 
 
 def received_bytes(ranks: Iterable[RankReport]) -> int:

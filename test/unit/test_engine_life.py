@@ -1,0 +1,264 @@
+"""What an engine rank owes its GPU and the trainer: when it unmaps, waits and returns memory. No GPU is needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.shadow_weights import check_room
+from sglang_reshard.engine.transfer import TransferCache
+from sglang_reshard.engine.update import UpdateExecutor
+from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
+from sglang_reshard.gpu.runtime import CudaRuntime, runtime, use
+from sglang_reshard.observability.peak_memory import PeakMemory
+from sglang_reshard.patches import model_runner
+from support.toy import ToyRank, checkpoint
+from support.world import run_world
+
+CPU = torch.device("cpu")
+
+
+class Noting(CudaRuntime):
+    """Notes what is asked of the GPU. A wait takes `synchronize_s` seconds."""
+
+    def __init__(self, synchronize_s: float = 0.0) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+        self._synchronize_s = synchronize_s
+
+    def synchronize(self, devices: Any) -> None:
+        self.noted.append("synchronize")
+        time.sleep(self._synchronize_s)
+
+    def trim(self, device: torch.device) -> None:
+        self.noted.append("trim")
+
+    @contextmanager
+    def own_stream(self, device: torch.device) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.noted.append("own stream ended")
+
+
+@pytest.fixture
+def noting() -> Iterator[Noting]:
+    before, noting = runtime(), Noting()
+    use(noting)
+    yield noting
+    use(before)
+
+
+# -- the end of an update
+
+
+def update_with(trainer: Any, options: dict[str, Any], names: dict[str, str]) -> tuple[float, Any]:
+    """When the trainer was answered, and what."""
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    weights = [(names.get(name, name), tensor) for name, tensor in checkpoint(1).items()]
+    try:
+        outcome = sender.update(weights, **options).seconds
+    except ReshardError as error:
+        outcome = str(error)
+    answered = time.monotonic()
+    sender.close()
+    return answered, outcome
+
+
+def unmap_slowly(rank: int, size: int, requests: Any, *_: Any) -> list[float]:
+    """When this rank had unmapped, which takes the last one longest."""
+    unmapped = []
+
+    class SlowCache(TransferCache):
+        def unmap(self) -> None:
+            time.sleep(0.4 * rank)
+            super().unmap()
+            unmapped.append(time.monotonic())
+
+    receiver = WeightReceiver(ToyRank(rank, size), rank, size, CPU)
+    receiver._executor.transfers = SlowCache(rank, CPU)
+    for request in requests:
+        requests.answer(receiver.update(request))
+        unmapped.append(-1.0)
+    return unmapped
+
+
+@pytest.mark.parametrize("names", [{}, {"norm.weight": "no.such.weight"}], ids=["success", "refused"])
+def test_the_trainer_is_answered_after_every_engine_rank_has_unmapped(names: dict[str, str]) -> None:
+    """Point 16: it frees its memory then, and the KV cache returns."""
+    ((answered, outcome),), unmapped = run_world(1, 2, update_with, unmap_slowly, {"unmap_after": True}, names)
+    assert isinstance(outcome, str) == bool(names)
+    for times in unmapped:
+        before_answer = times[: times.index(-1.0)]
+        assert before_answer
+        assert max(before_answer) < answered, "a rank had the trainer's memory mapped after the answer"
+
+
+def note_life(rank: int, size: int, requests: Any, *_: Any) -> list[str]:
+    noting = Noting(synchronize_s=0.2)
+    use(noting)
+    receiver = WeightReceiver(ToyRank(rank, size), rank, size, CPU)
+    for request in requests:
+        requests.answer(receiver.update(request))
+    return noting.noted
+
+
+@pytest.mark.parametrize("unmap_after", [True, False])
+def test_memory_returns_to_the_gpu_only_for_a_trainer_that_needs_it(unmap_after: bool) -> None:
+    """Point 17: buckets that are dropped do not stay reserved while the engine sleeps."""
+    _, (noted,) = run_world(1, 1, update_with, note_life, {"unmap_after": unmap_after}, {})
+    assert noted.count("trim") == unmap_after
+
+
+def test_a_move_has_ended_when_its_seconds_are_taken() -> None:
+    """Point 20: the copies have only been given to the GPU when the transport returns."""
+    ((_, seconds),), _ = run_world(1, 1, update_with, note_life, {}, {})
+    assert seconds["move"] >= 0.2
+    assert seconds["commit"] >= 0.2
+
+
+# -- a staged update, beside the model
+
+
+def fail_staged(rank: int, size: int, requests: Any, *_: Any) -> list[str]:
+    noting = Noting()
+    use(noting)
+
+    class NotingCache(TransferCache):
+        def clear(self) -> None:
+            noting.noted.append("cleared")
+            super().clear()
+
+    class Spoiled(UpdateExecutor):
+        def _verify(self, context: Any) -> None:
+            raise Mismatch("spoiled")
+
+    receiver = WeightReceiver(ToyRank(rank, size), rank, size, CPU)
+    receiver._executor = Spoiled(ToyRank(rank, size), rank, size, CPU)
+    receiver._executor.transfers = NotingCache(rank, CPU)
+    for request in requests:
+        assert receiver.stage(request).success
+        while (output := receiver.staged()) is None:
+            time.sleep(0.01)
+        requests.answer(output)
+        noting.noted.append("answered")
+    return noting.noted
+
+
+def test_buffers_are_freed_after_the_stream_that_writes_them_has_ended() -> None:
+    """Point 19: under copies that have not ended, torch would give their memory to somebody else."""
+    ((_, outcome),), (noted,) = run_world(1, 1, update_with, fail_staged, {"staged": True}, {})
+    assert "spoiled" in outcome
+    assert noted[noted.index("own stream ended") :][:3] == ["own stream ended", "cleared", "answered"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_own_stream_waits_for_all_others_first_and_for_itself_last(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Point 19. The thread that enters it does not know on which stream the model runs."""
+    noted: list[str] = []
+
+    @contextmanager
+    def entered(what: Any) -> Iterator[None]:
+        noted.append(f"into {what}")
+        yield
+        noted.append(f"out of {what}")
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            noted.append("a new stream")
+
+        def __str__(self) -> str:
+            return "its stream"
+
+        def synchronize(self) -> None:
+            noted.append("it has ended")
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered(device))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered(stream))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: noted.append(f"all of {device} has ended"))
+    gpus = CudaRuntime()
+    for _ in range(2):
+        noted.clear()
+        try:
+            with gpus.own_stream(torch.device("cuda:1")):
+                noted.append("block")
+                if fails:
+                    raise Mismatch("spoiled")
+        except Mismatch:
+            pass
+    assert [word for word in noted if not word.startswith("out of")] == [
+        "into cuda:1", "all of cuda:1 has ended", "into its stream", "block", "it has ended",
+    ]  # fmt: skip
+
+
+# -- the model's own work, and figures of memory
+
+
+@pytest.mark.parametrize("step", ["update", "commit"])
+def test_whatever_the_gpu_does_has_ended_before_live_weights_are_written(noting: Noting, step: str) -> None:
+    """A forward pass may be in any stream: SGLang's forward_stream, the scheduler's, one of PD multiplexing's."""
+
+    def write(request: Any, refusal: str) -> str:
+        noting.noted.append("written")
+        return "output"
+
+    receiver = SimpleNamespace(update=write, commit=write)
+    runner = SimpleNamespace(model=torch.nn.Linear(1, 1), _reshard_receiver=(receiver, ""))
+    assert model_runner.update_weights_distributed(runner, None, step, "") == "output"
+    assert noting.noted == ["synchronize", "written"]
+
+
+class SmallGpu(CudaRuntime):
+    """Says that CPU tensors are on a GPU of which `used` bytes are not torch's."""
+
+    used = 1000
+
+    def is_gpu(self, device: torch.device) -> bool:
+        return True
+
+    def start_peak(self, device: torch.device) -> int:
+        return 10
+
+    def peak_bytes(self, device: torch.device) -> int:
+        return 30
+
+    def foreign_bytes(self, device: torch.device) -> int:
+        return self.used
+
+    def free_bytes(self, device: torch.device) -> int:
+        return 100
+
+
+@pytest.fixture
+def small_gpu() -> Iterator[SmallGpu]:
+    before, gpu = runtime(), SmallGpu()
+    use(gpu)
+    yield gpu
+    use(before)
+
+
+def test_memory_outside_of_torchs_allocator_is_reported_apart(small_gpu: SmallGpu) -> None:
+    """Point 20: contexts and communicators. What a colocated trainer frees meanwhile does not make it negative."""
+    memory = PeakMemory(CPU)
+    assert (memory.extra_bytes(), memory.foreign_bytes()) == (20, 0)
+    small_gpu.used = 1500
+    assert (memory.extra_bytes(), memory.foreign_bytes()) == (20, 500)
+    small_gpu.used = 500
+    assert memory.foreign_bytes() == 0
+
+
+def test_shadow_weights_ask_the_gpu_for_room(small_gpu: SmallGpu) -> None:
+    check_room(100, 8, 0, CPU)  # other ranks have GPUs of their own
+    with pytest.raises(Unsupported, match=r"101 bytes beside the weights.* has 100 bytes free"):
+        check_room(101, 1, 0, CPU)
