@@ -98,5 +98,5 @@ def test_auto_is_never_predicted_to_be_slower_than_a_requested_transport(
             fixed = chosen(transport, trainer_hosts, engine_hosts, dims, bucket_bytes=bucket_bytes)
         except Unsupported:
             continue
-        assert auto.predicted_seconds <= fixed.predicted_seconds
+        assert auto.predicted_seconds <= fixed.predicted_seconds * (1 + 1e-9)
     assert auto.digest() == chosen("auto", trainer_hosts, engine_hosts, dims, bucket_bytes=bucket_bytes).digest()

@@ -108,12 +108,17 @@ def choose_strategy(
         return by_name[transport]("requested")
     best_by_reading = () if not read.any() and unread.any() else ("ipc+p2p",) if unread.any() else ("ipc",)
     attempts = {name: _attempt(by_name[name]) for name in (*best_by_reading, "p2p", "broadcast")}
-    candidates = [found for found in attempts.values() if isinstance(found, Strategy)]
+    candidates = [found for found in attempts.values() if isinstance(found, Strategy) and not _is_ipc(found.broadcast)]
     refused = {name: found for name, found in attempts.items() if isinstance(found, Unsupported)}
     if not candidates:
         raise _none_is_feasible(refused, unread, topology)
     best = min(candidates, key=lambda strategy: strategy.predicted_seconds)
     return replace(best, reason=_reason(best, candidates, refused, unread, topology))
+
+
+def _is_ipc(plan: BroadcastPlan | None) -> bool:
+    """Returns whether no shard is broadcast, as each is needed by one rank only."""
+    return plan is not None and not plan.buckets
 
 
 def _attempt(make: Callable[[str], Strategy]) -> Strategy | Unsupported:
@@ -141,7 +146,10 @@ def _reason(
 def _none_is_feasible(refused: Mapping[str, Unsupported], unread: np.ndarray, topology: ClusterTopology) -> Unsupported:
     """Returns the error for ranks that can neither read nor be sent what they need, or not all of them."""
     by_messages = refused.get("ipc+p2p") or refused["p2p"]
-    return Unsupported(f"{_shortened(by_messages)}. Nor can it be read instead: {_first_unread(unread, topology)}")
+    if not topology.unreadable:
+        return by_messages
+    without_other_ways = str(by_messages).partition("; use transport=")[0]
+    return Unsupported(f"{without_other_ways}. Nor can its memory be read: {_first_unread(unread, topology)}")
 
 
 def _shortened(error: Unsupported) -> str:

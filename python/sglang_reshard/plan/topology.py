@@ -100,8 +100,8 @@ class ClusterTopology:
             name, device = self.rank_name(member), devices[member]
             if not device.uuid:
                 raise Unsupported(
-                    f"{name} uses no GPU, and NCCL sends between GPUs only; use transport='ipc' on one host, or call "
-                    "torch.cuda.set_device and torch.cuda.init on every trainer rank"
+                    f"{name} uses no GPU, and NCCL sends between GPUs only; call torch.cuda.set_device and "
+                    "torch.cuda.init on every trainer rank, or update an engine on the same host by transport='ipc'"
                 )
             machine = "/".join(hosts[member].split("/")[:2])  # of other users and PID namespaces, too
             values = {("", _VERSION): device.nccl.get("version", "")}
