@@ -21,7 +21,7 @@ WARPS = 4  # of a tile: with 16 KiB, eight 16-byte loads of each thread are unde
 def compile_kernel(kind: TileKind, device: torch.device, warps: int = WARPS) -> None:
     """Compiles the kernel of this kind and loads it, by a launch that copies nothing. Takes seconds the first time."""
     nothing = torch.zeros(FIELDS, dtype=torch.int64)
-    nothing[2:4] = 1  # divisors
+    nothing[[2, 3, 5]] = 1  # divisors; there are no rows
     launch(kind, nothing.to(device), torch.zeros(1, dtype=torch.int64, device=device), warps)
 
 

@@ -171,9 +171,10 @@ def _merged(
     return tuple(merged), 1
 
 
+@lru_cache(maxsize=4096)
 def _tile_columns(columns: int, most: int) -> int:
     """Returns the most columns of a tile, of few choices, that leave at most a quarter of it unused, if any do."""
-    choices = [most >> shift for shift in range(0, 10, 2) if most >> shift >= min(most, 8)]
+    choices = [most >> shift for shift in range(10) if most >> shift >= min(most, 8)]
     covered = {choice: -(-columns // choice) * choice for choice in choices}
     return next((c for c in choices if 3 * covered[c] <= 4 * columns), min(choices, key=covered.__getitem__))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,8 @@ class KernelCopies:
             # Where nothing runs on a GPU, Triton is not imported.
             from sglang_reshard.transports.copy_kernel import compile_kernel
 
-            found, rest = launches_of((p for p in pairs if _is_reachable(p, device)), tiling)
+            reachable = [all(runtime().reachable_by_kernels(tensor, device) for tensor in pair) for pair in pairs]
+            found, rest = launches_of(itertools.compress(pairs, reachable), tiling)
             with runtime().using(device):
                 for launch in found:
                     compile_kernel(launch.kind, device)
@@ -45,7 +47,7 @@ class KernelCopies:
             (launch.kind, torch.from_numpy(launch.boxes).to(device), torch.from_numpy(launch.tiles).to(device))
             for launch in found
         )
-        return cls(device, on_device), rest + [p for p in pairs if not _is_reachable(p, device)]
+        return cls(device, on_device), rest + [pair for pair, is_so in zip(pairs, reachable, strict=True) if not is_so]
 
     @property
     def table_bytes(self) -> int:
@@ -59,7 +61,3 @@ class KernelCopies:
             with runtime().using(self.device):
                 for kind, boxes, tiles in self.launches:
                     launch(kind, boxes, tiles)
-
-
-def _is_reachable(pair: Pair, device: torch.device) -> bool:
-    return all(runtime().reachable_by_kernels(tensor, device) for tensor in pair)

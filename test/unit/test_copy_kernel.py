@@ -1,0 +1,364 @@
+"""A list of copies on a GPU is a few launches, which do what torch's `copy_` does, bit for bit.
+
+The tables are run in numpy, and the kernel by Triton's interpreter on host memory; that it compiles for GPUs, and with
+the widest loads, is seen in its PTX.
+"""
+
+import importlib
+import logging
+import os
+import subprocess
+import sys
+from random import Random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuzz.test_random_plans import test_every_element_lands_and_nothing_else_is_written as lands
+from sglang_reshard.transports import copies as copies_module
+from sglang_reshard.transports.copies import CopyList
+from sglang_reshard.transports.copy_table import CASTS, DEFAULT_TILING, launches_of
+from support import copy_tables
+from support.copy_tables import InterpretedGpu, interpreted, run_in_numpy
+from support.sweep import sweep
+from support.toy_trainers import PAIRS
+from support.world import run_world
+
+pytest.importorskip("triton")
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]
+DTYPES += [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int16, torch.complex128]
+MIB = 1 << 20
+EXAMPLES = 200 if os.environ.get("SGLANG_RESHARD_SWEEP") == "1" else 15
+
+
+def filled(nbytes):
+    """Memory with any bytes, but for those of a NaN."""
+    return torch.randint(0, 100, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
+
+
+# -- views of any strides
+
+
+@st.composite
+def strides_of(draw, size, may_repeat):
+    """Strides of a tensor of this size without overlap, in any order of dimensions, with gaps; 0 where it repeats."""
+    strides, end = [0] * len(size), draw(st.sampled_from([1, 1, 1, 2, 3]))
+    for d in draw(st.permutations(range(len(size)))):
+        if may_repeat and draw(st.integers(0, 9)) == 0:
+            continue
+        strides[d] = end
+        end = end * size[d] + draw(st.sampled_from([0, 0, 0, 1, 4, 8]))
+    return tuple(strides), end
+
+
+@st.composite
+def pairs_of_views(draw):
+    """Memory, and disjoint views of it in pairs: (destination, source)."""
+    chosen = []
+    for _ in range(draw(st.integers(1, 4))):
+        size = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4, 5, 8, 16]), max_size=4)))
+        if draw(st.integers(0, 4)) == 0:
+            size = (draw(st.sampled_from([0, 700, 4096, 5000])), *size[:1])
+        source = draw(st.sampled_from(DTYPES))
+        casts = source in CASTS and draw(st.booleans())
+        destination = draw(st.sampled_from(CASTS)) if casts else source
+        chosen.append((size, destination, *draw(strides_of(size, False)), draw(st.sampled_from([0, 1, 3, 8]))))
+        chosen.append((size, source, *draw(strides_of(size, True)), draw(st.sampled_from([0, 1, 3, 8]))))
+    views, end = [], 0
+    for size, dtype, strides, extent, start in chosen:
+        begin = -(-end // 16) * 16 + start * dtype.itemsize
+        views.append((size, dtype, strides, begin))
+        end = begin + extent * dtype.itemsize + 32
+    memory = filled(end)
+    tensors = [memory[begin:].view(-1)[: _floor(end - begin, d)].view(d).as_strided(n, s) for n, d, s, begin in views]
+    return memory, list(zip(tensors[::2], tensors[1::2], strict=True))
+
+
+def _floor(nbytes, dtype):
+    return nbytes // dtype.itemsize * dtype.itemsize
+
+
+def copied_by_torch(memory, pairs):
+    """What the memory is after `copy_`; it is left as it was."""
+    before = memory.clone()
+    for destination, source in pairs:
+        destination.copy_(source)
+    after = memory.clone()
+    memory.copy_(before)
+    return after
+
+
+@given(pairs_of_views())
+@settings(max_examples=5 * EXAMPLES, deadline=None)
+def test_tables_say_what_torch_copies(drawn):
+    memory, pairs = drawn
+    expected = copied_by_torch(memory, pairs)
+    launches, rest = launches_of(pairs)
+    assert not rest
+    for launch in launches:
+        run_in_numpy(launch, memory)
+    assert torch.equal(memory, expected)
+
+
+@given(pairs_of_views())
+@settings(max_examples=2 * EXAMPLES, deadline=None)
+def test_so_they_do_of_other_tiles_and_of_boxes_that_are_cut(drawn):
+    memory, pairs = drawn
+    expected = copied_by_torch(memory, pairs)
+    for launch in launches_of(pairs, DEFAULT_TILING._replace(nbytes=512, strided_columns=16, run=2, max_rows=7))[0]:
+        assert (launch.boxes[:, 4] <= 7).all()
+        run_in_numpy(launch, memory)
+    assert torch.equal(memory, expected)
+
+
+def run_interpreted(pairs, gpu=None):
+    with interpreted(gpu):
+        copies = CopyList()
+        for pair in pairs:
+            copies.add(*pair)
+        copies.build()
+        copies.run()
+    return copies
+
+
+@given(pairs_of_views())
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_the_kernel_copies_what_torch_copies(drawn):
+    memory, pairs = drawn
+    expected = copied_by_torch(memory, pairs)
+    copies = run_interpreted(pairs)
+    assert not copies._groups
+    assert torch.equal(memory, expected)
+
+
+# -- casts
+
+
+def bits_of(values):
+    return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+
+
+def patterns(dtype):
+    """All values of 16 bits. Of others the edges of what each narrower dtype can hold, and any."""
+    if dtype.itemsize == 2:
+        return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    edges = [0.0, -0.0, float("inf"), float("-inf"), float("nan")]
+    for narrow in CASTS:
+        limits = torch.finfo(narrow)
+        for edge in (limits.max, limits.tiny, limits.smallest_normal * limits.eps, 1.0, 1.0 + limits.eps, 3e-45):
+            edges += [edge, edge * (1 + limits.eps / 2), edge * (1 + limits.eps / 4), edge / 2, edge * 1.5, edge * 0.75]
+    known = torch.tensor(edges + [-e for e in edges], dtype=torch.float64).to(dtype)
+    integers = bits_of(known)
+    near = torch.cat([integers + n for n in (-1, 0, 1, 1 << 15, 1 << 16)])
+    generator = torch.Generator().manual_seed(3)
+    low, high = torch.iinfo(integers.dtype).min, torch.iinfo(integers.dtype).max
+    anything = torch.randint(low, high, (60_000,), generator=generator, dtype=integers.dtype)
+    scaled = torch.randn(30_000, generator=generator, dtype=torch.float64) * torch.logspace(-48, 39, 30_000)
+    return torch.cat([near.view(dtype), anything.view(dtype), scaled.to(dtype)])
+
+
+@pytest.mark.parametrize("source", CASTS)
+def test_casts_round_as_torch_does_and_nan_stays_nan(source):
+    values = patterns(source)
+    others = [dtype for dtype in CASTS if dtype != source]
+    found = [torch.zeros_like(values, dtype=dtype) for dtype in others]
+    copies = run_interpreted([(destination, values) for destination in found])
+    assert not copies._groups
+    for destination in found:
+        expected = values.to(destination.dtype)
+        nan = values.isnan()
+        assert torch.equal(nan, destination.isnan())
+        assert torch.equal(bits_of(destination)[~nan], bits_of(expected)[~nan])
+
+
+# -- what is launched
+
+
+def launched(pairs):
+    launches, rest = launches_of(pairs)
+    assert not rest
+    return launches
+
+
+def test_sixty_thousand_boxes_are_one_launch():
+    boxes, rows, columns = 60_000, 4, 96
+    live, shards = torch.empty(boxes * rows, columns, dtype=torch.bfloat16), torch.empty(boxes * rows, 8 * columns)
+    slices = [(live[4 * i : 4 * i + 4], shards[4 * i : 4 * i + 4, 96:192]) for i in range(boxes)]
+    (launch,) = launched(slices)
+    assert len(launch.boxes) == boxes
+    assert len(launch.tiles) == boxes
+    assert launch.kind.columns == 128
+    (equal,) = launched([(d, s.bfloat16()) for d, s in slices[:100]] + [(live[:4], live[4:8])])
+    assert len(equal.boxes) == 101
+
+
+def test_a_large_box_is_cut_into_tiles_of_16_kib():
+    tensor = torch.empty(1 << 26, dtype=torch.bfloat16)
+    (launch,) = launched([(tensor[: 1 << 25], tensor[1 << 25 :])])
+    assert launch.kind[:4] == ("int64", "int64", 2, False)
+    assert len(launch.tiles) == (1 << 26) // (16 << 10)
+    assert sorted(launch.tiles.tolist()) == list(range(len(launch.tiles)))
+    assert launch.tiles.tolist() != list(range(len(launch.tiles)))  # engine ranks do not read in the same order
+    assert (np.diff(launch.tiles[:64]) == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("begin", "columns", "unit", "vector"),
+    [(0, 64, "int64", 2), (4, 64, "int64", 1), (2, 64, "int32", 1), (1, 64, "int16", 1), (0, 6, "int32", 1)],
+)
+def test_units_are_as_wide_as_everything_allows(begin, columns, unit, vector):
+    memory = torch.empty(1 << 16, dtype=torch.bfloat16)
+    matrix = memory[begin : begin + 128 * columns].view(-1, columns)
+    (launch,) = launched([(torch.empty(16, columns, dtype=torch.bfloat16), matrix[::2][:16])])
+    assert launch.kind.source == unit
+    assert launch.kind.vector == vector
+
+
+def test_float32_masters_are_read_16_bytes_at_a_time():
+    (launch,) = launched([(torch.empty(8, 4096, dtype=torch.bfloat16), torch.empty(8, 8192)[:, 4096:])])
+    assert launch.kind == ("float32", "bfloat16", 4, False, 1, 4096)
+
+
+def test_a_transposed_box_is_read_in_square_tiles():
+    (launch,) = launched([(torch.empty(300, 500), torch.empty(500, 300).t())])
+    assert launch.kind.strided
+    assert (launch.kind.rows, launch.kind.columns) == (64, 64)
+    assert launch.boxes[0, 8] == 1  # the source's contiguous dimension is the last one of rows
+
+
+def test_more_than_31_bits_of_elements():
+    """Only the last tiles are run: of what is not touched the memory is not there."""
+    n = (1 << 31) + (1 << 20) + 7
+    destination, source = (torch.empty(n + 1, dtype=torch.uint8)[1:] for _ in range(2))
+    source[-9000:] = filled(9000)
+    (launch,) = launched([(destination, source)])
+    assert launch.kind[:3] == ("int8", "int8", 1)
+    tiles = torch.from_numpy(np.sort(launch.tiles)[-3:])
+    copy_tables.interpreted_kernel().launch(launch.kind, torch.from_numpy(launch.boxes), tiles)
+    assert torch.equal(destination[-8000:], source[-8000:])
+
+
+# -- what kernels do not copy
+
+
+def test_memory_that_kernels_do_not_reach_is_left_to_torch_by_pairs_of_dtypes():
+    memory = filled(4096)
+    far = memory[2048:]
+    memory[16:32] = far[16:32] = 1  # torch's own copy makes True of any byte
+    pairs = [
+        (memory[:16].view(torch.float8_e8m0fnu), far[:16].view(torch.float8_e8m0fnu)),
+        (memory[16:32].view(torch.bool), far[16:32].view(torch.bool)),
+        (memory[32:64].view(torch.float32), far[32:48].view(torch.bfloat16)),
+        (memory[64:96].view(torch.float32), far[64:96].view(torch.float32)),
+        (memory[128:256].view(torch.float32), memory[256:384].view(torch.float32)),
+    ]
+    expected = copied_by_torch(memory, pairs)
+    copies = run_interpreted(pairs, InterpretedGpu(lambda t: t.data_ptr() < far.data_ptr()))
+    assert torch.equal(memory, expected)
+    assert sum(len(boxes) for kernels in copies._kernels for _, boxes, _ in kernels.launches) == 1
+    groups = [{(d.dtype, s.dtype) for d, s in zip(*group, strict=True)} for group in copies._groups]
+    assert groups == [{(torch.int8, torch.int8)}, {(torch.float32, torch.bfloat16)}, {(torch.int32, torch.int32)}]
+
+
+def test_dtypes_that_kernels_do_not_cast_and_shapes_that_torch_expands():
+    memory = filled(4096)
+    pairs = [(memory[:64].view(torch.bfloat16), memory[2048:2080].view(torch.float8_e4m3fn))]
+    pairs += [(memory[128:256].view(torch.int32), memory[2304:2560].view(torch.int64))]
+    pairs += [(memory[512:768].view(4, 64), memory[2560:2624])]
+    expected = copied_by_torch(memory, pairs)
+    copies = run_interpreted(pairs)
+    assert not any(kernels.launches for kernels in copies._kernels)
+    assert torch.equal(memory, expected)
+
+
+def test_without_triton_torch_copies_and_a_warning_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(copies_module, "runtime", InterpretedGpu)
+    monkeypatch.setitem(sys.modules, "sglang_reshard.transports.copy_kernel", None)
+    destination, source = torch.zeros(5), torch.arange(5.0)
+    copies = CopyList()
+    copies.add(destination, source)
+    with caplog.at_level(logging.WARNING):
+        copies.build()
+    copies.run()
+    assert torch.equal(destination, source)
+    assert "Triton cannot be used" in caplog.text
+
+
+def test_a_host_without_gpus_imports_no_triton():
+    code = (
+        "import sys, torch; from sglang_reshard.transports.copies import CopyList; c = CopyList();"
+        "c.add(torch.zeros(2), torch.ones(2)); before = 'triton' in sys.modules; c.build(); c.run();"
+        "assert before == ('triton' in sys.modules); assert not c.table_bytes;"
+        "assert 'sglang_reshard.transports.copy_kernel' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- plans of any layouts, by every transport
+
+
+@pytest.mark.parametrize("first", [0, *map(sweep, range(20, 400, 20))])
+def test_every_element_of_a_plan_lands_through_the_kernel(first):
+    with interpreted() as gpu:
+        for seed in range(first, first + 20):
+            lands.hypothesis.inner_test(Random(seed))
+    assert gpu.kernels
+
+
+# -- the pairs of layouts, in processes
+
+
+def train_through_the_kernel(trainer, module, *args):
+    with interpreted():
+        return importlib.import_module(module).train(trainer, *args)
+
+
+def serve_through_the_kernel(rank, size, requests, module, *args):
+    with interpreted() as gpu:
+        return importlib.import_module(module).serve(rank, size, requests, *args), gpu.kernels > 0
+
+
+@pytest.mark.parametrize("transport", ["ipc", "p2p", "broadcast"])
+@pytest.mark.parametrize(("mesh_shape", "engines", "kind"), [sweep(*pair) for pair in PAIRS])
+def test_pairs_of_layouts_through_the_kernel(mesh_shape, engines, kind, transport):
+    trainers = torch.Size(mesh_shape).numel()
+    arguments = "test_update", mesh_shape, kind, torch.float32, MIB, 2, transport
+    world = trainers, engines, train_through_the_kernel, serve_through_the_kernel, *arguments
+    assert run_world(*world, deadline_s=300)[1] == [([], True)] * engines
+
+
+@pytest.mark.sweep
+def test_every_way_to_hold_a_shard_through_the_kernel():
+    """In its own dtype, and with a cast."""
+    for live, dtype in (
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+    ):
+        ways = [(way.__name__, dtype) for way in importlib.import_module("test_source_updates").WAYS]
+        arguments = train_through_the_kernel, serve_through_the_kernel, "test_source_updates", live, ways
+        _, served = run_world(3, 2, *arguments, deadline_s=600)
+        assert served == [(([], 2 * len(ways)), True)] * 2
+
+
+# -- for real GPUs
+
+
+@pytest.mark.parametrize("capability", [90, sweep(80), sweep(100)])
+def test_the_kernel_compiles_and_moves_16_bytes_by_one_instruction(capability):
+    """In a process of its own: the interpreter replaces parts of Triton."""
+    program = f"from support.copy_tables import ptx_of; print(ptx_of({capability}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = SimpleNamespace(**eval(done.stdout))
+    assert found.bytes16 == {"ld.global.v2.b64", "st.global.v2.b64"}
+    assert found.float32_to_bfloat16 == {"ld.global.v4.b32", "st.global.v2.b32"}
+    assert found.bfloat16_to_float32 == {"ld.global.v2.b32", "st.global.v4.b32"}
+    assert found.odd_bytes == {"ld.global.b8", "st.global.b8"}
+    assert found.transposed == {"ld.global.b16", "st.global.b16"}
+    assert not found.flushes_subnormals
