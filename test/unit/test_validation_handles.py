@@ -11,7 +11,8 @@ from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.protocol.validation import check_handles, check_layout
 from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor, describe
-from sglang_reshard.transports.memory import CudaStorage, Handles, MemoryExporter, PeerMemory, ShardView, ShmStorage
+from sglang_reshard.transports.gpu_memory import GpuAllocation
+from sglang_reshard.transports.memory import Handles, MemoryExporter, PeerMemory, ShardView, ShmStorage
 from support.stated import BIG, GOOD, rows, stated
 from support.toy import checkpoint
 from support.toy_fused import fused
@@ -120,7 +121,7 @@ def test_stated_holdings_reach_as_far_as_their_pieces_lie():
         check_handles(Handles(storages, (ShardView(0, 1, (2, 1)),)), layout, 1)
 
 
-CUDA = CudaStorage("uuid", b"h" * 66, 1 << 20, 0, b"/torch_12_345_0", 3, b"e" * 64, True)
+GPU = GpuAllocation("GPU-1", b"h" * 64, 1 << 20, 7)
 FLAT = SourceLayout(1, (Mesh((1,), (0,)),), ((Placement(0),),), (SourceTensor("w", (8,), "float32", 0, 0),))
 
 
@@ -130,23 +131,30 @@ FLAT = SourceLayout(1, (Mesh((1,), (0,)),), ((Placement(0),),), (SourceTensor("w
         ({}, ""),
         ({"nbytes": 31}, "the shard of w"),
         ({"nbytes": -1}, "storage number 0"),
-        ({"offset_bytes": -512}, "byte -512 of its allocation"),
-        ({"ref_counter_offset": 10_000}, "no counter number 10000"),  # torch would write there, beyond the file
-        ({"ref_counter_offset": -1}, "no counter number -1"),
-        ({"ref_counter_handle": b"/../etc/x"}, "not a file of torch's counters"),
-        ({"ref_counter_handle": b""}, "not a file of torch's counters"),
-        ({"event_handle": b"short"}, "handles have 66 and 5 bytes"),
-        ({"handle": b""}, "no handle"),
-        ({"event_handle": b""}, "no handle"),
+        ({"nbytes": BIG}, "storage number 0"),
+        ({"handle": b""}, "its handle has 0 bytes, and those of CUDA have 64"),
+        ({"handle": b"h" * 63}, "its handle has 63 bytes"),
+        ({"handle": b"h" * 66}, "its handle has 66 bytes"),
+        ({"device_uuid": ""}, "no UUID of a GPU"),
+        ({"device_uuid": "x" * 5000}, "no UUID of a GPU"),
     ],
 )
 def test_handles_of_gpu_memory_that_cannot_be_are_refused(changes, says):
-    handles = Handles((replace(CUDA, **changes),), (ShardView(0, 0, (1,)),))
+    handles = Handles((replace(GPU, **changes),), (ShardView(0, 0, (1,)),))
     if not says:
         check_handles(handles, FLAT, 0)
         return
     with pytest.raises(Mismatch, match=says):
         check_handles(handles, FLAT, 0)
+
+
+def test_a_rank_says_why_it_has_no_handles_and_has_none_then(handles):
+    check_handles(Handles((), (), "trainer rank 0: no room"), GOOD, 0)
+    for beside in (replace(handles, reason="none"), Handles((), handles.shards, "none"), Handles((), (), "x" * 5000)):
+        with pytest.raises(Mismatch, match="beside the reason why there are none"):
+            check_handles(beside, GOOD, 0)
+    with pytest.raises(Unsupported, match="no room"):
+        PeerMemory(0, Handles((), (), "trainer rank 0: no room"))
 
 
 def test_a_region_beyond_the_mapped_memory_is_refused_even_without_the_checks(handles):

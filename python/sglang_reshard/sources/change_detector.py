@@ -22,6 +22,7 @@ NamedTensorList = Sequence[tuple[Any, ...]]  # (name, tensor) or (name, tensor, 
 _name, _tensor, _sharding = map(operator.itemgetter, range(3))
 _local, _spec = operator.attrgetter("_local_tensor"), operator.attrgetter("_spec")
 _storage, _id = torch.Tensor.untyped_storage, operator.attrgetter("_cdata")
+_nbytes = torch.UntypedStorage.nbytes
 _expired = torch.UntypedStorage._expired
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}  # other local tensors have no memory of their own
 _FINGERPRINT = (
@@ -90,8 +91,10 @@ class ChangeDetector:
         self._shardings = self._shardings_of(named_tensors, tensors)
         local_tensors = self._local_tensors_of(tensors)
         self._fingerprint = TensorFingerprint(local_tensors)
-        self._storage_ids = list(map(_id, map(_storage, local_tensors)))
-        self._storages = {_id(storage): StorageWeakRef(storage) for storage in map(_storage, local_tensors)}
+        storages = list(map(_storage, local_tensors))
+        self._storage_ids = list(map(_id, storages))
+        self._storage_sizes = list(map(_nbytes, storages))
+        self._storages = {_id(storage): StorageWeakRef(storage) for storage in storages}
 
     @classmethod
     def of(cls, named_tensors: NamedTensorList, read: Sequence[torch.Tensor]) -> ChangeDetector | None:
@@ -118,9 +121,11 @@ class ChangeDetector:
             return False
 
     def _same_memory(self, local_tensors: Sequence[Any]) -> bool:
+        storages = list(map(_storage, local_tensors))
         return (
             # Addresses and storage ids are reused once a storage is freed or resized.
-            list(map(_id, map(_storage, local_tensors))) == self._storage_ids
+            list(map(_id, storages)) == self._storage_ids
+            and list(map(_nbytes, storages)) == self._storage_sizes
             and not any(map(_expired, self._storages))
             and _PLAIN_TYPES.issuperset(map(type, local_tensors))
             and self._fingerprint.matches(local_tensors)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.gpu.announce import rank_device, trainer_device
+from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import (
     NamedTensors,
@@ -31,7 +34,8 @@ class PublishedShards:
     layout, handles  content hashes under which they are published
     shard_bytes      bytes that each trainer rank holds
     tied             names of tensors that share the memory of another one
-    on_gpu           True if a shard is on a GPU
+    devices          GPUs on which work on the shards may be under way
+    device           the rank's own GPU, as it is announced
     """
 
     source: SourceLayout
@@ -39,7 +43,8 @@ class PublishedShards:
     handles: str
     shard_bytes: tuple[int, ...]
     tied: tuple[str, ...]
-    on_gpu: bool
+    devices: tuple[torch.device, ...]
+    device: RankDevice
 
 
 class ShardPublisher:
@@ -53,7 +58,9 @@ class ShardPublisher:
         self._handles: Handles | None = None
 
     def publish(self, named_tensors: NamedTensors | torch.nn.Module, *, check_finite: bool) -> PublishedShards:
-        """Publishes what has changed, and moves the shards to memory that other processes can map.
+        """Publishes what has changed, and makes the shards' memory readable by other processes.
+
+        Waits for work on the shards that is under way on GPUs: no stream orders those who read from other processes.
 
         Raises Unsupported and Mismatch as `describe` does, and Mismatch for values that are not finite, if
         `check_finite` is set.
@@ -67,11 +74,10 @@ class ShardPublisher:
                 _check_finite(state, self._rank)
             self._published = self._publish(state)
             self._changes = ChangeDetector.of(changed, state.inputs)
-        published = self._published
-        assert published is not None  # the first call publishes
-        if published.on_gpu:
-            torch.cuda.synchronize()  # an engine rank reads from another process: no stream orders us
-        return published
+            return self._published
+        assert self._published is not None  # the first call publishes
+        runtime().synchronize(self._published.devices)
+        return self._published
 
     def shards(self, named_tensors: NamedTensors | torch.nn.Module) -> tuple[torch.Tensor, ...]:
         """Returns the shards of what was published last, in the layout's order."""
@@ -84,11 +90,13 @@ class ShardPublisher:
     def _changed(self, named_tensors: NamedTensors | torch.nn.Module, always: bool) -> NamedTensorList | None:
         """Returns the tensors as a list; None if they are what was published last, unless `always` is set."""
         tensors = as_list(named_tensors, self._rank)
-        unchanged = self._changes is not None and self._changes.unchanged(tensors)
+        unchanged = self._changes is not None and self._changes.unchanged(tensors) and self._memory.is_current()
         return tensors if always or not unchanged else None
 
     def _publish(self, state: TrainerState) -> PublishedShards:
         known, self._published = self._published, None
+        devices = _devices(state.shards)
+        runtime().synchronize(devices)
         handles = self._memory.export(state.shards, [t.name for t in state.layout.tensors])
         same_layout = known is not None and known.source == state.layout
         same_handles = known is not None and self._handles == handles
@@ -98,7 +106,8 @@ class ShardPublisher:
             known.handles if known and same_handles else self._session.put_handles(self._rank, handles),
             known.shard_bytes if known and same_layout else state.layout.local_bytes(),
             tuple(tied_names(state.layout, state.shards)),
-            any(shard.is_cuda for shard in state.shards),
+            devices,
+            rank_device(trainer_device(state.shards)),
         )
         if known is not None and published.handles != known.handles:
             self._session.delete_handles(self._rank, known.handles)
@@ -120,6 +129,14 @@ def _garbage_collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _devices(shards: Sequence[torch.Tensor]) -> tuple[torch.device, ...]:
+    """Returns the GPUs that shards are on; all that this process uses if a shard's way to the host may be under way."""
+    on_gpu = {shard.device for shard in shards if runtime().on_gpu(shard)}
+    if not all(map(runtime().on_gpu, shards)):
+        on_gpu.update(runtime().used_devices())
+    return tuple(on_gpu)
 
 
 def _check_finite(state: TrainerState, trainer_rank: int) -> None:

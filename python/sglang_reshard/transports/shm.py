@@ -1,4 +1,4 @@
-"""Shared memory of other processes: opening exactly the file that was announced, mapping many as one tensor, limits.
+"""Shared memory: moving storages into it, opening exactly the file that was announced, mapping many as one tensor.
 
 Files are mapped one after the other into one range of addresses. One tensor covers them all, so that boxes of many of
 them can be one strided view: tens of thousands of small copies become a few large ones (`copies.merge_strided`).
@@ -9,10 +9,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import resource
 import stat
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -85,6 +88,37 @@ def map_files(sizes: Sequence[int], open_file: Callable[[int], int]) -> tuple[to
         finally:
             os.close(descriptor)
     return torch.frombuffer(memory, dtype=torch.uint8), begins
+
+
+def share(storage: torch.UntypedStorage, who: str) -> tuple[int, int]:
+    """Moves a CPU storage in place into shared memory. Returns its descriptor, which the storage owns, and its bytes.
+
+    Every tensor on it follows. One that is shared already stays where it is. The descriptor is negative for one that
+    is mapped from a file. Raises Unsupported, naming `who`, if there is too little shared memory.
+    """
+    with _allocating(storage.nbytes(), who):
+        descriptor, nbytes = storage._share_fd_cpu_()
+        return int(descriptor), int(nbytes)
+
+
+def allocate_shared(nbytes: int, who: str) -> torch.UntypedStorage:
+    """Returns a storage in shared memory. Raises Unsupported, naming `who`, if there is too little."""
+    with _allocating(nbytes, who):
+        return torch.UntypedStorage._new_using_fd_cpu(nbytes)
+
+
+@contextmanager
+def _allocating(nbytes: int, who: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # other processes of this host use the same file system
+        # torch unlinks only files that it could make large enough.
+        if found := re.search(rf"torch_{os.getpid()}_\w+", str(error)):
+            Path("/dev/shm", found.group()).unlink(missing_ok=True)
+        raise Unsupported(
+            f"{who}: {nbytes:,} bytes of shards could not be moved into shared memory: {error}. Is /dev/shm full? "
+            "Enlarge it (docker: --shm-size, or mount -o remount,size=)"
+        ) from error
 
 
 def check_free_shm(nbytes: int, who: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from sglang_reshard.cli.doctor.finding import Check, Finding, fail, ok, warning
 from sglang_reshard.cli.doctor.reader import pattern
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.transports.memory import MemoryExporter
 
 _READER_S = 120.0  # it imports torch, which takes long where many do
@@ -97,13 +98,15 @@ def _handed_over(devices: list[torch.device]) -> list[Finding]:
     cure = "transport='p2p' does without; " + (
         "run trainer and engine as one user in one PID namespace (docker: --pid=host or one container)"
         if kind == "CPU"
-        else "run both in one container with --ipc=host, and let both see all GPUs"
+        else "run both in one container with --ipc=host"
     )
     try:
         shards = [pattern().to(device) for device in devices]
-        handles = MemoryExporter(0).export(shards)
-        if kind == "GPU":
-            torch.cuda.synchronize()
+        exporter = MemoryExporter(0)  # it has the copies of host memory if this process uses a GPU
+        runtime().synchronize(devices)
+        handles = exporter.export(shards)
+        if handles.reason:
+            return fail(name, handles.reason, cure)
         read = subprocess.run(
             [sys.executable, "-m", "sglang_reshard.cli.doctor.reader"],
             input=msgspec.msgpack.encode(handles),

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.gpu.driver import HANDLE_BYTES
 from sglang_reshard.layout.regions import ITEM_BYTES
 from sglang_reshard.layout.source_layout import SourceLayout
-from sglang_reshard.transports.memory import CudaStorage, Handles, ShardView, ShmStorage
+from sglang_reshard.transports.gpu_memory import GpuAllocation
+from sglang_reshard.transports.memory import Handles, ShardView, ShmStorage
 
 MAX_STORAGE_BYTES = 1 << 46  # half of the addresses that a process has on common machines
 _MAX_NUMBER = (1 << 31) - 1  # of processes and descriptors
-_MAX_CUDA_HANDLE_BYTES = 1 << 20
-_CUDA_EVENT_BYTES = 64
-# torch counts the users of a CUDA storage in a file of so many counters, and writes to the one in the handle.
-_CUDA_COUNTERS = 10_000
-_CUDA_COUNTER_FILE = re.compile(rb"/torch_[0-9_]{1,64}")
+_MAX_WORDS = 4096  # characters of a reason, of a GPU's UUID
 
 
 def check_handles(handles: Handles, layout: SourceLayout, trainer_rank: int) -> None:
@@ -23,6 +19,13 @@ def check_handles(handles: Handles, layout: SourceLayout, trainer_rank: int) -> 
 
     The storages themselves are checked when they are mapped. `layout` was checked by `check_layout`.
     """
+    if handles.reason:
+        if handles.storages or handles.shards or len(handles.reason) > _MAX_WORDS:
+            raise Mismatch(
+                f"invalid memory handles of trainer rank {trainer_rank}: {len(handles.storages)} storages and "
+                f"{len(handles.shards)} shards beside the reason why there are none: {handles.reason[:80]!r}"
+            )
+        return
     if len(handles.shards) != len(layout.tensors):
         raise Mismatch(
             f"invalid memory handles of trainer rank {trainer_rank}: {len(handles.shards)} shards of a layout of "
@@ -74,21 +77,15 @@ def _invalid_shard(trainer_rank: int, name: str, view: ShardView, why: str) -> M
     )
 
 
-def _invalid_storage_reason(storage: ShmStorage | CudaStorage) -> str:
+def _invalid_storage_reason(storage: ShmStorage | GpuAllocation) -> str:
     if not 1 <= storage.nbytes <= MAX_STORAGE_BYTES:
         return f"it has {storage.nbytes:,} bytes"
     if isinstance(storage, ShmStorage):
         if not 1 <= storage.pid <= _MAX_NUMBER or not 0 <= storage.fd <= _MAX_NUMBER or storage.inode < 0:
             return f"descriptor {storage.fd} of process {storage.pid}, inode {storage.inode}, cannot exist"
         return ""
-    if not 0 <= storage.offset_bytes <= MAX_STORAGE_BYTES:
-        return f"it starts at byte {storage.offset_bytes:,} of its allocation"
-    if not 0 <= storage.ref_counter_offset < _CUDA_COUNTERS:
-        return f"torch has no counter number {storage.ref_counter_offset}"
-    if not _CUDA_COUNTER_FILE.fullmatch(storage.ref_counter_handle):
-        return f"{storage.ref_counter_handle[:80]!r} is not a file of torch's counters"
-    if len(storage.event_handle) not in (0, _CUDA_EVENT_BYTES) or len(storage.handle) > _MAX_CUDA_HANDLE_BYTES:
-        return f"its handles have {len(storage.handle)} and {len(storage.event_handle)} bytes"
-    if not storage.handle or (storage.event_sync_required and not storage.event_handle):
-        return "it has no handle"
+    if len(storage.handle) != HANDLE_BYTES:
+        return f"its handle has {len(storage.handle)} bytes, and those of CUDA have {HANDLE_BYTES}"
+    if not 1 <= len(storage.device_uuid) <= _MAX_WORDS:
+        return f"{storage.device_uuid[:80]!r} is no UUID of a GPU"
     return ""
