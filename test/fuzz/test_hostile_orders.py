@@ -73,7 +73,10 @@ def test_arbitrary_words_to_connect_are_refused_or_make_sense(random):
     if random.random() < 0.7:
         trainers, engines = random.randint(1, 3), random.randint(1, 3)
         shares = tuple(tuple(random.choice((0, 16, 1000)) for _ in range(engines)) for _ in range(trainers))
-        connect = PrepareSend("route", ("intake",) * engines, shares, "gloo", 10.0)
+        receivers = [e for e in range(engines) if any(row[e] for row in shares)]
+        senders = [t for t in range(trainers) if any(shares[t])]
+        groups = ((*senders, *(trainers + e for e in receivers)),) if senders else ()
+        connect = PrepareSend("route", ("intake",) * engines, shares, "gloo", 10.0, groups)
         for _ in range(random.randrange(3)):
             connect = changed(connect, random)
     trainer_ranks = len(connect.round_bytes) if isinstance(connect.round_bytes, tuple) and random.random() < 0.9 else 1
@@ -83,6 +86,7 @@ def test_arbitrary_words_to_connect_are_refused_or_make_sense(random):
         check_prepare_send(connect, trainer_ranks)
     except Mismatch:
         return
-    members = connect.members()
-    assert all(0 <= member < trainer_ranks + len(connect.read_plans) for member in members)
+    links = [(t, trainer_ranks + e) for t, row in enumerate(connect.round_bytes) for e, n in enumerate(row) if n]
+    assert all(sum({t, e} <= set(members) for members in connect.groups) == 1 for t, e in links)
+    assert {m for members in connect.groups for m in members} == {rank for link in links for rank in link}
     assert 0 < connect.timeout_s < float("inf")

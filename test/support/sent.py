@@ -6,9 +6,11 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sglang_reshard.trace.program import Program
 from sglang_reshard.transports.base import TransportContext
+from sglang_reshard.transports.communicator import P2pCommunicator
 
 CPU = torch.device("cpu")
 
@@ -18,6 +20,12 @@ def context_of(
 ) -> TransportContext:
     program = Program(tuple(plan.copies), targets)
     return TransportContext(rank, CPU, index, plan, program, {}, None, None, own_shares, peers)
+
+
+def connected(store: dist.Store, name: str, **options: Any) -> P2pCommunicator:
+    communicator = P2pCommunicator(**options)
+    communicator.connect(dist.PrefixStore(name, store))
+    return communicator
 
 
 def open_here() -> tuple[int, int]:

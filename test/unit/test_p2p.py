@@ -27,7 +27,7 @@ LAYOUTS = [((4,), 2, "tp"), ((2, 2), 4, "fsdp_tp"), ((2,), 4, "fused")]  # the o
 
 
 class Mail:
-    """Stands in for `P2pCommunicator`: what is sent is kept until it is received."""
+    """Stands in for `P2pCommunicators`: what is sent is kept until it is received."""
 
     def __init__(self, me, boxes):
         self._me, self._boxes = me, boxes

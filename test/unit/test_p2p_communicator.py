@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
-from sglang_reshard.transports.communicator import P2pCommunicator
-from support.sent import CPU, open_here
+from support.sent import CPU, connected, open_here
 from support.world import run_world
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -20,7 +19,7 @@ def join_and_leave(trainer, times):
     store = trainer.group and torch.distributed.distributed_c10d._get_default_store()
     counts = []
     for i in range(times):
-        communicator = P2pCommunicator(
+        communicator = connected(
             store,
             f"r{i}",
             peer_id=trainer.rank,
@@ -62,7 +61,7 @@ def come_late(trainer):
         return ""
     options = {"members": [0, 1, 2], "trainer_ranks": 2, "backend": "gloo", "device": CPU, "timeout_s": 1}
     with pytest.raises(DeadlineExceeded) as late:
-        P2pCommunicator(store, "r", peer_id=2 if trainer.rank == 2 else 0, **options)
+        connected(store, "r", peer_id=2 if trainer.rank == 2 else 0, **options)
     return str(late.value)
 
 
@@ -75,7 +74,7 @@ def test_a_rank_that_does_not_connect_is_named():
 def stay_silent(trainer):
     store = torch.distributed.distributed_c10d._get_default_store()
     options = {"members": [0, 1], "trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 1}
-    communicator = P2pCommunicator(store, "r", peer_id=trainer.rank, **options)
+    communicator = connected(store, "r", peer_id=trainer.rank, **options)
     told = ""
     if trainer.rank == 1:
         with pytest.raises(DeadlineExceeded) as silent:
@@ -93,7 +92,7 @@ def test_a_silent_peer_is_named_at_the_deadline():
 def die_after_one_message(port):
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     options = {"members": [0, 1], "trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 20}
-    communicator = P2pCommunicator(store, "r", peer_id=0, **options)
+    communicator = connected(store, "r", peer_id=0, **options)
     communicator.send([(1, torch.ones(8, dtype=torch.uint8))]).wait()
     time.sleep(0.3)
     os._exit(1)
@@ -104,7 +103,7 @@ def test_a_trainer_rank_that_dies_is_noticed_at_once():
     dying = CONTEXT.Process(target=die_after_one_message, args=(store.port,), daemon=True)
     dying.start()
     options = {"members": [0, 1], "trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 20}
-    communicator = P2pCommunicator(store, "r", peer_id=1, **options)
+    communicator = connected(store, "r", peer_id=1, **options)
     buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
     first, second = (communicator.receive([(0, buffer)]) for buffer in buffers)
     first.wait()

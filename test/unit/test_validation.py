@@ -64,7 +64,7 @@ def test_what_is_no_manifest_is_refused(raw):
 
 # -- requests and commands
 
-PREPARE = PrepareSend("route", ("a", "b"), ((0, 16), (32, 0)), "gloo", 5.0)
+PREPARE = PrepareSend("route", ("a", "b"), ((0, 16), (32, 0)), "gloo", 5.0, ((0, 3), (1, 2)))
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,18 @@ PREPARE = PrepareSend("route", ("a", "b"), ((0, 16), (32, 0)), "gloo", 5.0)
         ({"read_plans": ("a",)}, "trainer rank 0 has 2 sizes of a round for 1 engine ranks"),
         ({"round_bytes": ((0, -16), (1, 0))}, "a size of a round of trainer rank 0"),
         ({"round_bytes": ((0, BIG), (1, 0))}, "a size of a round of trainer rank 0"),
+        ({"groups": ()}, "trainer rank 0 and engine rank 1 are in no communicator together"),
+        ({"groups": ((0, 2), (1, 3))}, "trainer rank 0 and engine rank 1 are in no communicator together"),
+        ({"groups": ((0, 3), (1, 2), ())}, "3 communicators for 2 engine ranks"),
+        ({"groups": ((0, 3), ())}, "trainer rank 1 and engine rank 0 are in no communicator together"),
+        ({"groups": ((3, 0), (1, 2))}, "not in ascending order"),
+        ({"groups": ((0, 0, 3), (1, 2))}, "not in ascending order"),
+        ({"groups": ((0, 3, BIG), (1, 2))}, "members that are not ranks"),
+        ({"groups": ((-1, 0, 3), (1, 2))}, "members that are not ranks"),
+        ({"groups": ((0, 1, 2, 3), (1, 2))}, "engine rank 0 is a member of several communicators"),
+        ({"groups": ((0, 1, 3), (1, 2))}, "communicator 0 has members that neither send nor receive"),
+        ({"round_bytes": ((0, 16), (0, 0))}, "communicator 1 has members that neither send nor receive"),
+        ({"round_bytes": ((0, 16), (0, 0)), "groups": ((0, 3), ())}, "communicator 1 has members that neither"),
         ({"backend": "mpi"}, "neither gloo nor nccl"),
         ({"timeout_s": float("nan")}, "timeout_s=nan"),
         ({"timeout_s": 0.0}, "timeout_s=0.0"),

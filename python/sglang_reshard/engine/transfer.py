@@ -37,7 +37,7 @@ from sglang_reshard.protocol.validation import check_handles, check_layout
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.tracer import trace
 from sglang_reshard.transports.base import Transport, TransportContext
-from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicator
+from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicators, backend_of
 from sglang_reshard.transports.factory import create_transport
 from sglang_reshard.transports.memory import Handles, PeerMemory, host_identity
 
@@ -155,7 +155,7 @@ class TransferCache:
     def __init__(self, engine_rank: int, device: torch.device) -> None:
         self._rank, self._device = engine_rank, device
         self._broadcast_groups: BroadcastCommunicators | None = None
-        self._p2p: P2pCommunicator | None = None
+        self._p2p: P2pCommunicators | None = None
         self._shadow: ShadowWeights | None = None
         self._mapped: dict[int, tuple[str, PeerMemory]] = {}  # by trainer rank, with the content hash of the handles
         self.transfer: PreparedTransfer | None = None
@@ -166,7 +166,9 @@ class TransferCache:
         return self._broadcast_groups is not None
 
     def drop_communicators(self) -> None:
-        self._broadcast_groups = None
+        if self._broadcast_groups is not None:
+            self._broadcast_groups.close()
+            self._broadcast_groups = None
 
     def drop_transfer(self) -> None:
         """Drops the prepared transfer, and the P2P connections that only it uses."""
@@ -213,7 +215,7 @@ class TransferCache:
                 transfer=f"{request.update}/{strategy.digest()}",
                 read_plans=tuple(demand.digest for demand in demands),
                 round_bytes=tuple(tuple(row) for row in strategy.round_bytes.tolist()),
-                backend="nccl" if self._device.type == "cuda" else "gloo",
+                backend=backend_of(self._device),
                 timeout_s=request.timeout_s,
                 groups=strategy.groups,
             )
@@ -246,7 +248,8 @@ class TransferCache:
         round_bytes = plan.strategy.senders(self._rank)
         if plan.prepare_send is not None and round_bytes:
             peer_id = len(request.trainer_hosts) + self._rank
-            self._p2p = session.connect_peers(plan.prepare_send, peer_id, self._device, scope)
+            self._p2p = session.p2p_communicators(plan.prepare_send, peer_id, self._device)
+            self._p2p.connect(session.p2p_store(plan.prepare_send, scope))
         context = TransportContext(
             engine_rank=self._rank,
             device=self._device,

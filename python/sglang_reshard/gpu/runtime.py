@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +44,10 @@ class CudaRuntime:
 
     def used_devices(self) -> list[torch.device]:
         """Returns the GPUs on which this process has a context, on which work may be under way."""
-        used = range(torch.cuda.device_count() if self.uses_gpu() else 0)
-        return [torch.device("cuda", index) for index in used if torch._C._cuda_hasPrimaryContext(index)]
+        if not self.uses_gpu():
+            return []
+        has_context: Any = getattr(torch._C, "_cuda_hasPrimaryContext")  # noqa: B009 (only in torch built for CUDA)
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count()) if has_context(index)]
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()
@@ -167,6 +169,16 @@ class CudaRuntime:
                     yield
             finally:
                 stream.synchronize()
+
+    def adopt_stream(self, device: torch.device) -> Callable[[], None]:
+        """Returns a call by which another thread uses this one's current stream, until that thread ends."""
+        stream = torch.cuda.current_stream(device)
+
+        def adopt() -> None:  # not as a context, whose end would go back to GPU 0, and make a context there
+            torch.cuda.set_device(device)
+            torch.cuda.set_stream(stream)
+
+        return adopt
 
     def free_bytes(self, device: torch.device) -> int:
         """Returns what can be allocated, with what torch's allocator keeps unused."""

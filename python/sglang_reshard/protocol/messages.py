@@ -140,10 +140,10 @@ class PrepareSend(msgspec.Struct, frozen=True, tag="prepare_send"):
     transfer     identifies what is prepared; a later `StartTransfer` refers to it
     read_plans   digest of each engine rank's read plan, under which its send requests are in the session
     round_bytes  bytes sent in one round, [trainer ranks, engine ranks]; 0 where nothing is sent
-    groups       peer ids of the members of each communicator, ascending, see `plan.p2p_groups`; every link's two ends
-                 are in exactly one of them
     backend      "gloo" or "nccl"
     timeout_s    seconds that any one wait may last
+    groups       peer ids of the members of each communicator, ascending, see `plan.p2p_groups`; every link's two ends
+                 are in exactly one of them
     """
 
     transfer: str
@@ -151,13 +151,7 @@ class PrepareSend(msgspec.Struct, frozen=True, tag="prepare_send"):
     round_bytes: tuple[tuple[int, ...], ...]
     backend: str
     timeout_s: float
-    groups: tuple[tuple[int, ...], ...] = ()
-
-    def members(self) -> tuple[int, ...]:
-        """Returns the peer ids of the ranks that send or receive, see `P2pCommunicator`."""
-        senders = [t for t, row in enumerate(self.round_bytes) if any(row)]
-        receivers = [e for e, column in enumerate(zip(*self.round_bytes, strict=True)) if any(column)]
-        return (*senders, *(len(self.round_bytes) + e for e in receivers))
+    groups: tuple[tuple[int, ...], ...]
 
 
 class ConnectPeers(msgspec.Struct, frozen=True, tag="connect_peers"):

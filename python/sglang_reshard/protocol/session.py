@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from sglang_reshard.control import Address, ControlClient, ControlServer, ControlStore, WaitTimedOut
 from sglang_reshard.digest.regions import RegionSet
@@ -21,7 +22,7 @@ from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.plan.p2p import SendRequest
 from sglang_reshard.protocol.messages import PrepareSend
 from sglang_reshard.protocol.update_channel import UpdateChannel
-from sglang_reshard.transports.communicator import P2pCommunicator
+from sglang_reshard.transports.communicator import P2pCommunicators
 
 T = TypeVar("T")
 _TRAINERS = "trainers"  # the scope that trainer ranks stay in between updates
@@ -67,29 +68,23 @@ class Session:
         """Returns a torch.distributed store for the rendezvous of process groups. `scope` aborts its waits."""
         return ControlStore(self.client, timeout_s, scope)
 
-    def connect_peers(
-        self, prepare: PrepareSend, peer_id: int, device: torch.device, scope: str
-    ) -> P2pCommunicator | None:
-        """Connects a rank to those that it sends to or receives from. None for a rank that does neither.
-
-        Collective over `prepare.members()`.
+    def p2p_communicators(self, prepare: PrepareSend, peer_id: int, device: torch.device) -> P2pCommunicators:
+        """Returns a rank's communicators of a transfer, to be connected over its `p2p_store`.
 
         peer_id  trainer rank, or the number of trainer ranks plus the engine rank
-        scope    aborts the waits of the rendezvous
         """
-        members = prepare.members()
-        if peer_id not in members:
-            return None
-        return P2pCommunicator(
-            self.store(prepare.timeout_s, scope),
-            prepare.transfer,
+        return P2pCommunicators(
+            prepare.groups,
             peer_id=peer_id,
-            members=members,
             trainer_ranks=len(prepare.round_bytes),
             backend=prepare.backend,
             device=device,
             timeout_s=prepare.timeout_s,
         )
+
+    def p2p_store(self, prepare: PrepareSend, scope: str) -> dist.Store:
+        """Returns the store over which a transfer's communicators connect. `scope` aborts its waits."""
+        return dist.PrefixStore(f"p2p/{prepare.transfer}", self.store(prepare.timeout_s, scope))
 
     # -- published by trainer ranks, until it changes
 

@@ -20,7 +20,8 @@ import torch
 
 from sglang_reshard.digest.regions import RegionSet
 from sglang_reshard.digest.source import SourceChecksums
-from sglang_reshard.errors import Aborted, Mismatch, ReshardError
+from sglang_reshard.errors import Aborted, Mismatch, ReshardError, Unsupported
+from sglang_reshard.gpu.announce import trainer_device
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.plan.p2p import SendRequest
 from sglang_reshard.protocol.messages import (
@@ -35,7 +36,7 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import UpdateChannel
 from sglang_reshard.protocol.validation import check_prepare_send, check_send_request
 from sglang_reshard.trainer.publisher import PublishedShards
-from sglang_reshard.transports.communicator import P2pCommunicator
+from sglang_reshard.transports.communicator import P2pCommunicators
 from sglang_reshard.transports.p2p import P2pSender
 
 logger = get_logger(__name__)
@@ -44,14 +45,13 @@ Shards = Callable[[], Sequence[torch.Tensor]]  # returns this rank's, in the lay
 
 @dataclass(slots=True)
 class _PreparedSend:
-    """What is kept between updates. `communicator` is None for a rank that sends nothing."""
+    """What is kept between updates. A rank that sends nothing has no communicators to connect."""
 
     command: PrepareSend
     layout: str
     handles: str
-    device: torch.device
     sender: P2pSender
-    communicator: P2pCommunicator | None = None
+    communicators: P2pCommunicators
     connected: bool = False
 
 
@@ -109,14 +109,14 @@ class TrainerWorker:
         """Drops connections, buffers, and the views that keep the shards' memory."""
         self._checksums = None
         prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared.communicator is not None:
-            prepared.communicator.close()
+        if prepared is not None:
+            prepared.communicators.close()
 
     def _abort(self, _reason: str) -> None:
         """Ends this rank's waits for its peers. Called from another thread."""
         prepared = self._prepared
-        if prepared is not None and prepared.communicator is not None:
-            prepared.communicator.abort()
+        if prepared is not None:
+            prepared.communicators.abort()
 
     def _handle(
         self, channel: UpdateChannel, command: Command, published: PublishedShards | None, shards: Shards
@@ -134,9 +134,7 @@ class TrainerWorker:
         elif (prepared := self._prepared) is None:
             return  # PrepareSend failed, which has aborted the update
         elif isinstance(command, ConnectPeers):
-            prepared.communicator = self._session.connect_peers(
-                prepared.command, self._rank, prepared.device, channel.scope
-            )
+            prepared.communicators.connect(self._session.p2p_store(prepared.command, channel.scope))
             prepared.connected = True
         elif isinstance(command, StartTransfer):
             if command.transfer != prepared.command.transfer or not prepared.connected:
@@ -144,8 +142,7 @@ class TrainerWorker:
                     f"trainer rank {self._rank} was asked to start transfer {command.transfer!r}, but has prepared "
                     f"{prepared.command.transfer!r}; this is a bug, please report it"
                 )
-            if prepared.communicator is not None:
-                prepared.sender.send(prepared.communicator)
+            prepared.sender.send(prepared.communicators)
 
     def _prepare(
         self, command: PrepareSend, published: PublishedShards, shards: Sequence[torch.Tensor]
@@ -163,7 +160,7 @@ class TrainerWorker:
             requests[engine_rank] = known
         self._send_requests = requests
         trainer_ranks = len(command.round_bytes)
-        device = _message_device(command.backend, shards)
+        device = _message_device(command.backend if requests else "gloo", shards)
         sender = P2pSender(
             published.source,
             shards,
@@ -171,7 +168,8 @@ class TrainerWorker:
             {trainer_ranks + e: round_bytes[e] for e in requests},
             device,
         )
-        return _PreparedSend(command, published.layout, published.handles, device, sender)
+        communicators = self._session.p2p_communicators(command, self._rank, device)
+        return _PreparedSend(command, published.layout, published.handles, sender, communicators)
 
     def _source_checksums(
         self, command: RequestChecksums, published: PublishedShards, shards: Shards
@@ -197,5 +195,7 @@ def _message_device(backend: str, shards: Sequence[torch.Tensor]) -> torch.devic
     """Returns where messages are packed: NCCL sends from a GPU's memory only, gloo from the host's."""
     if backend != "nccl":
         return torch.device("cpu")
-    on_gpu = next((shard.device for shard in shards if shard.is_cuda), None)
-    return on_gpu or torch.device("cuda", torch.cuda.current_device())
+    device = trainer_device(shards)
+    if device is None:
+        raise Unsupported("this process uses no GPU, and NCCL sends between GPUs only; use transport='ipc'")
+    return device

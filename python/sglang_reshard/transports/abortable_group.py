@@ -1,98 +1,216 @@
-"""Process groups outside of torch.distributed's default world, whose waits another thread can abort."""
+"""Process groups outside of torch.distributed's default world, whose waits end at a deadline or by another thread."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from sglang_reshard.errors import ReshardError
+from sglang_reshard.errors import DeadlineExceeded, ReshardError
+from sglang_reshard.transports.gloo import GlooGroup
+from sglang_reshard.transports.nccl import NcclGroup
 
-_CONNECT_S = 20.0  # for gloo to connect processes that are all running
-_EXPIRED = timedelta(milliseconds=1)
-_UNUSED_TAG = 0x5EA3  # no message is sent with it
+T = TypeVar("T")
+_ROUNDING_S = 0.01  # gloo counts whole milliseconds
+_GRACE_S = 1.0  # after a deadline, for the call to raise it by itself
 
 
 class PeerDisconnected(ReshardError):
     """The connection to another rank broke. Most often that rank has failed, and reports the cause."""
 
 
+class ProcessGroup(Protocol):
+    """One rank's end of a group of torch's. Ranks are those within the group.
+
+    Calls may block, also beyond a deadline, but for `adopt_stream`, `abort` and `close`; `start` and `broadcast` do not
+    if `starts_at_once`. They raise RuntimeError when a connection breaks, a deadline passes or the group is aborted.
+    """
+
+    starts_at_once: bool
+
+    def adopt_stream(self) -> Callable[[], None]:
+        """Returns a call by which another thread goes on where this one is, if operations depend on the thread."""
+
+    def connect(self) -> None:
+        """Connects to all other ranks, which are all known to have come."""
+
+    def start(self, verb: str, messages: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[tuple[int, ...], dist.Work]]:
+        """Starts to "send" or "receive" a message each. Returns the ranks whose messages an operation consists of."""
+
+    def broadcast(self, buffer: torch.Tensor, root: int) -> dist.Work: ...
+
+    def wait(self, work: dist.Work, deadline: float) -> None:
+        """Waits for one operation until `deadline`, a time of the monotonic clock."""
+
+    def abort(self, pending: tuple[object, ...]) -> None:
+        """Ends all calls, closes all connections. `pending`: the operations that have not completed."""
+
+    def close(self) -> None:
+        """Closes all connections, with no message pending: gloo would keep its connection until it has arrived."""
+
+
+_BACKENDS: dict[str, Callable[[dist.Store, int, int, torch.device, float], ProcessGroup]] = {
+    "gloo": GlooGroup,
+    "nccl": NcclGroup,
+}
+
+
 class AbortableGroup:
-    """One rank's end of a process group. `pg` is None once it has been closed."""
+    """One rank's communicator with the other members of a group.
 
-    def __init__(self, pg: Any, backend: str, rank: int, size: int) -> None:
-        """`rank` is this process's rank within the group of `size`; `backend` is "gloo" or "nccl"."""
-        self.pg: Any = pg
-        self.backend, self._rank, self._size = backend, rank, size
-        self._changed, self._aborted = threading.Condition(), False
+    name       of this rank, for errors
+    timeout_s  seconds that any one wait may last
+    pending    operations that were started and have not completed
+    """
 
-    def run_abortable(self, wait: Callable[[], object]) -> None:
-        """Runs `wait`, which blocks on messages. Raises what it raises, and RuntimeError once the group is aborted.
+    def __init__(
+        self, names: Sequence[str], rank: int, *, backend: str, device: torch.device, timeout_s: float
+    ) -> None:
+        """Connects nothing yet, so that `abort` finds what is being connected.
 
-        On gloo it runs in a thread of its own. When a connection breaks, gloo (torch 2.11) ends the waits for messages
-        that have not begun to arrive, and forgets those that are halfway: these last until their own timeout, and
-        nothing that Python can reach ends them sooner. That thread is then left behind until the timeout, with the
-        message's buffer, to which nothing is written any more.
+        names    of all members, for errors; `rank` is this one's place among them
+        backend  "gloo" or "nccl"
+        device   this rank's GPU, for nccl
         """
-        if self.backend == "nccl":
-            wait()
-            return
-        ended, failed = threading.Event(), list[BaseException]()
+        self.name, self.timeout_s, self.pending = names[rank], timeout_s, set[object]()
+        self._names, self._rank, self._backend, self._device = names, rank, backend, device
+        self._group: ProcessGroup | None = None
+        self._changed, self._aborted, self._closed = threading.Condition(), False, False
+
+    def connect(self, store: dist.Store, deadline: float | None = None) -> None:
+        """Connects to all other members. Collective.
+
+        store     of the group alone
+        deadline  for all of it, a time of the monotonic clock; None for `timeout_s` from now
+
+        Raises DeadlineExceeded and PeerDisconnected, naming the members that are missing.
+        """
+        deadline = time.monotonic() + self.timeout_s if deadline is None else deadline
+        joined = [f"joined/{rank}" for rank in range(len(self._names))]
+        self._rendezvous(store, joined, deadline)
+        group = _BACKENDS[self._backend](store, self._rank, len(self._names), self._device, self.timeout_s)
+        with self._changed:
+            if not (closed := self._closed):
+                self._group = group
+        if closed:
+            group.close()
+            raise self._stopped()
+        try:
+            self.perform(f"could not connect to {self.others()}", lambda group: group.connect(), deadline)
+        except BaseException:
+            self.abort()
+            raise
+        store.delete_key(joined[self._rank])  # every member that is connected has seen it
+
+    def perform(
+        self, what: str, call: Callable[[ProcessGroup], T], deadline: float | None = None, *, starts: bool = False
+    ) -> T:
+        """Runs a call of the process group, which may block on other ranks. `starts`: it starts an operation.
+
+        Raises DeadlineExceeded and PeerDisconnected; `what` says what this rank could not do then.
+        """
+        deadline = time.monotonic() + self.timeout_s if deadline is None else deadline
+        group = self._open_group()
+        with self.named_errors(what, deadline):
+            return call(group) if starts and group.starts_at_once else self._run(group, call, deadline)
+
+    @contextlib.contextmanager
+    def named_errors(self, what: str, deadline: float) -> Iterator[None]:
+        """Turns the process group's errors into errors that say what this rank could not do."""
+        try:
+            yield
+        except ReshardError:
+            raise
+        except RuntimeError as error:
+            if time.monotonic() >= deadline - _ROUNDING_S:
+                raise DeadlineExceeded(
+                    f"{self.name} {what} within {self.timeout_s:.0f} s; is that rank stuck? Look at its log"
+                ) from error
+            raise PeerDisconnected(
+                f"{self.name} {what}: the connection broke; did that rank fail? Look at its log. ({error})"
+            ) from error
+
+    def _run(self, group: ProcessGroup, call: Callable[[ProcessGroup], T], deadline: float) -> T:
+        """Runs `call` until it ends, the group is aborted, or shortly after `deadline`.
+
+        It runs in a thread of its own. When a connection breaks, gloo (torch 2.11) ends the waits for messages that
+        have not begun to arrive, and forgets those that are halfway: these last until their own timeout, and nothing
+        that Python can reach ends them sooner. NCCL's calls wait in C++ for peers that may be stuck. The thread is then
+        left behind, with the message's buffer, to which nothing is written any more.
+        """
+        results, failed = list[T](), list[BaseException]()
+        adopt_stream = group.adopt_stream()
 
         def run() -> None:
             try:
-                wait()
+                adopt_stream()
+                found = [call(group)]
             except BaseException as error:
                 failed.append(error)
+                found = []
             with self._changed:
-                ended.set()
+                results.extend(found)
                 self._changed.notify_all()
 
         threading.Thread(target=run, name="sglang-reshard wait", daemon=True).start()
         with self._changed:
-            self._changed.wait_for(lambda: self._aborted or ended.is_set())
+            self._changed.wait_for(
+                lambda: self._aborted or results or failed, max(0.0, deadline - time.monotonic()) + _GRACE_S
+            )
         if failed:
             raise failed.pop()  # nothing here keeps it: its traceback refers to the buffers
-        if not ended.is_set():
-            raise RuntimeError("the process group was aborted")
+        if results:
+            return results[0]
+        if self._aborted:
+            raise self._stopped()
+        raise RuntimeError("it had not returned at the deadline")
 
     def abort(self) -> None:
-        """Closes all connections and ends this rank's waits. May be called from any thread.
-
-        Gloo's own `abort` ends nothing. But a receive that times out closes all connections of its rank. A receive from
-        a rank that has died fails before it times out, and closes nothing; so one is posted for every other rank.
-        """
-        if (pg := self._detach()) is None:
+        """Closes all connections and ends this rank's waits. May be called from any thread."""
+        if (group := self._detach()) is None:
             return
-        for other in (r for r in range(self._size) if r != self._rank):
-            with contextlib.suppress(RuntimeError):  # the timeout, or this connection is broken already
-                pg.recv([torch.empty(1)], other, _UNUSED_TAG).wait(_EXPIRED)
+        group.abort(tuple(self.pending))
         with self._changed:
             self._aborted = True  # from here on nothing is written to the buffers
             self._changed.notify_all()
-        # Destroying a gloo group joins its threads, one of which may be in a broadcast until its timeout.
-        last = [pg]
-        del pg
-        threading.Thread(target=last.clear, name="sglang-reshard group destruction", daemon=True).start()
 
-    def close_idle(self) -> None:
-        """Closes all connections. No message may be pending: gloo would keep its connection until it has arrived."""
-        self._detach()
+    def close(self) -> None:
+        """Closes all connections. Peers that wait for this rank fail at once (gloo) or at their deadline (NCCL)."""
+        if self.pending:
+            self.abort()
+        elif (group := self._detach()) is not None:
+            group.close()
 
-    def _detach(self) -> Any:
-        """Returns the gloo group that is to be closed. None if it has been, and on NCCL, whose own abort suffices."""
+    def _detach(self) -> ProcessGroup | None:
         with self._changed:
-            pg, self.pg = self.pg, None
-        if pg is not None and self.backend == "nccl":
-            pg.abort()
-            return None
-        return pg
+            group, self._group, self._closed = self._group, None, True
+        return group
 
+    def _open_group(self) -> ProcessGroup:
+        if (group := self._group) is None:
+            raise self._stopped()
+        return group
 
-def connect_gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=min(timeout_s, _CONNECT_S)))
+    def others(self) -> str:
+        """Returns the names of all other members."""
+        return ", ".join(name for rank, name in enumerate(self._names) if rank != self._rank)
+
+    def _stopped(self) -> PeerDisconnected:
+        return PeerDisconnected(f"{self.name} stopped waiting for {self.others()}: the process group was aborted")
+
+    def _rendezvous(self, store: dist.Store, joined: list[str], deadline: float) -> None:
+        """Waits until all members have set their keys, so that an error can name those that have not."""
+        store.set(joined[self._rank], "")
+        try:
+            store.wait(joined, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            missing = ", ".join(name for name, key in zip(self._names, joined, strict=True) if not store.check([key]))
+            raise DeadlineExceeded(
+                f"{self.name} waited {self.timeout_s:.0f} s for {missing} to connect; look at their logs"
+            ) from error

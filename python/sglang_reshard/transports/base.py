@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from sglang_reshard.plan import BroadcastPlan, ReadPlan, TensorIndex
-from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicator
+from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicators
 from sglang_reshard.transports.memory import PeerMemory
 
 if TYPE_CHECKING:  # a trainer rank sends without the tracer
@@ -23,7 +23,7 @@ class TransportContext:
     broadcast         the broadcast plan, None unless the strategy is broadcast
     broadcast_groups  this rank's communicators for it
     round_bytes       trainer rank -> bytes that it sends to this rank per round, for the trainer ranks that send
-    p2p               the communicator that connects this rank to them
+    p2p               the communicators that connect this rank to them
     """
 
     engine_rank: int
@@ -35,7 +35,7 @@ class TransportContext:
     broadcast: BroadcastPlan | None
     broadcast_groups: BroadcastCommunicators | None
     round_bytes: dict[int, int]
-    p2p: P2pCommunicator | None
+    p2p: P2pCommunicators | None
 
 
 class Transport(Protocol):

@@ -1,74 +1,64 @@
 """Communicators over process groups of our own: broadcasts among engine ranks, messages from trainer to engine ranks.
 
 They are connected over the session's store rather than by `dist.new_group`, so that neither side's own world (its
-group names, the order of its collectives) depends on them. Gloo for host memory, NCCL for GPUs.
+group names, the order of its collectives) depends on them. Gloo for host memory, NCCL for GPUs. All are connected
+before the first byte is written, and every wait ends at a deadline, or when another thread aborts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ErrorType
 
-from sglang_reshard.errors import DeadlineExceeded, ReshardError
-from sglang_reshard.transports.abortable_group import AbortableGroup, PeerDisconnected, connect_gloo
+from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.transports.abortable_group import AbortableGroup, PeerDisconnected, ProcessGroup
 
+__all__ = [
+    "BroadcastCommunicator",
+    "BroadcastCommunicators",
+    "P2pCommunicator",
+    "P2pCommunicators",
+    "PeerBuffer",
+    "PeerDisconnected",
+    "PendingOps",
+    "PendingRound",
+    "backend_of",
+]
+
+_Operation = tuple[tuple[int, ...], dist.Work]  # with the ranks within the group that it sends to or receives from
 PeerBuffer = tuple[int, torch.Tensor]  # peer id of the receiver or sender, and the bytes (1-D, contiguous)
-_POLL_S = 0.0002
-_ROUNDING_S = 0.01  # gloo counts whole milliseconds
-_NO_DEADLINE = float("inf")
+
+
+def backend_of(device: torch.device) -> str:
+    """Returns the backend for messages between ranks on such devices."""
+    return "nccl" if runtime().is_gpu(device) else "gloo"
 
 
 class BroadcastCommunicator(AbortableGroup):
     """Broadcasts among `members`, a group of engine ranks."""
 
-    def __init__(
-        self, store: dist.Store, members: tuple[int, ...], engine_rank: int, backend: str, timeout_s: float
-    ) -> None:
-        self.members, self._engine_rank = members, engine_rank
-        self._timeout = timedelta(seconds=timeout_s)
-        prefixed = dist.PrefixStore(f"{backend}/" + ",".join(map(str, members)), store)
-        rank, size = members.index(engine_rank), len(members)
-        pg: Any
-        if backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            pg = dist.ProcessGroupNCCL(prefixed, rank, size, options)
-        else:
-            pg = connect_gloo(prefixed, rank, size, timeout_s)
-        super().__init__(pg, backend, rank, size)
+    def __init__(self, members: tuple[int, ...], engine_rank: int, device: torch.device, timeout_s: float) -> None:
+        self.members = members
+        names, rank = [f"engine rank {member}" for member in members], members.index(engine_rank)
+        super().__init__(names, rank, backend=backend_of(device), device=device, timeout_s=timeout_s)
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> dist.Work:
         """Starts the broadcast of `buffer` (1-D, bytes) from engine rank `root` to all members."""
-        options = dist.BroadcastOptions()
-        options.rootRank = self.members.index(root)
-        options.rootTensor = 0
-        options.timeout = self._timeout
-        if (pg := self.pg) is None:
-            raise self._disconnected("the process group was aborted")
-        return pg.broadcast([buffer], options)
+        rank = self.members.index(root)
+        what = f"could not start a broadcast with {self.others()}"
+        work = self.perform(what, lambda group: group.broadcast(buffer, rank), starts=True)
+        self.pending.add(work)
+        return work
 
     def wait(self, work: dist.Work) -> None:
-        """Waits until a broadcast has arrived, or was sent (on a GPU: until the current stream may use the buffer)."""
-        on_gpu = self.backend == "nccl"  # where waiting only orders streams
-        try:
-            self.run_abortable(work.wait if on_gpu else lambda: work.wait(self._timeout))
-        except RuntimeError as error:
-            raise self._disconnected(str(error)) from error
-
-    def _disconnected(self, why: str) -> PeerDisconnected:
-        others = [member for member in self.members if member != self._engine_rank]
-        return PeerDisconnected(
-            f"engine rank {self._engine_rank} lost its connection to engine ranks {others} in a broadcast; did one of "
-            f"them fail? Look at their logs. ({why})"
-        )
+        """Waits until a broadcast has arrived, or was sent."""
+        deadline = time.monotonic() + self.timeout_s
+        what = f"could not finish a broadcast with {self.others()}"
+        self.perform(what, lambda group: group.wait(work, deadline), deadline)
+        self.pending.discard(work)
 
 
 class BroadcastCommunicators:
@@ -80,8 +70,7 @@ class BroadcastCommunicators:
     def __init__(self, engine_rank: int, device: torch.device, timeout_s: float, epoch: int) -> None:
         self._epoch = epoch
         self._store: dist.Store | None = None
-        self._engine_rank, self._timeout_s = engine_rank, timeout_s
-        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self._engine_rank, self._device, self._timeout_s = engine_rank, device, timeout_s
         self._connected: dict[tuple[int, ...], BroadcastCommunicator] = {}
 
     def use_store(self, store: dist.Store) -> None:
@@ -92,9 +81,9 @@ class BroadcastCommunicators:
         """Collective: all members must request their communicators in the same order."""
         if members not in self._connected:
             assert self._store is not None
-            self._connected[members] = BroadcastCommunicator(
-                self._store, members, self._engine_rank, self._backend, self._timeout_s
-            )
+            communicator = BroadcastCommunicator(members, self._engine_rank, self._device, self._timeout_s)
+            self._connected[members] = communicator  # before it connects, so that it can be aborted
+            communicator.connect(dist.PrefixStore(",".join(map(str, members)), self._store))
         return self._connected[members]
 
     def abort(self) -> None:
@@ -102,51 +91,47 @@ class BroadcastCommunicators:
         for communicator in list(self._connected.values()):
             communicator.abort()
 
+    def close(self) -> None:
+        for communicator in self._connected.values():
+            communicator.close()
+
 
 class PendingOps:
     """Sends or receives in progress. Their buffers must not be touched until `wait` returns."""
 
-    def __init__(self, communicator: P2pCommunicator, verb: str, works: list[tuple[int, dist.Work]]) -> None:
+    def __init__(self, communicator: P2pCommunicator, verb: str, works: list[_Operation]) -> None:
         self._communicator, self._verb, self._works = communicator, verb, works
+        communicator.pending.add(self)
 
-    def wait(self) -> None:
-        """Waits until all have arrived, or were sent (on a GPU: until the current stream may use their buffers).
+    def wait(self, deadline: float | None = None) -> float:
+        """Waits until all have arrived, or were sent. Returns the deadline.
 
-        Raises DeadlineExceeded after the communicator's `timeout_s`, and PeerDisconnected at once if a connection
-        breaks.
+        Raises DeadlineExceeded at `deadline`, by default after the communicator's `timeout_s`, and PeerDisconnected at
+        once if a connection breaks.
         """
-        if self._works:
-            deadline = time.monotonic() + self._communicator.timeout_s
-            self._communicator.run_abortable(lambda: self._wait_for_each(deadline))
+        communicator = self._communicator
+        deadline = time.monotonic() + communicator.timeout_s if deadline is None else deadline
+        if self in communicator.pending:
+            communicator.finish(self._verb, self._works, deadline)
             self._works = []
-            self._communicator.pending -= 1
-
-    def _wait_for_each(self, deadline: float) -> None:
-        for peer, work in self._works:
-            with self._communicator.translated_errors(self._verb, peer, deadline):
-                self._communicator.wait_for(work, deadline)
+            communicator.pending.discard(self)
+        return deadline
 
 
 class P2pCommunicator(AbortableGroup):
     """Sends and receives messages between trainer ranks and engine ranks.
 
-    A peer id is a trainer rank, or the number of trainer ranks plus an engine rank. Collective over `members`.
+    A peer id is a trainer rank, or the number of trainer ranks plus an engine rank.
 
-    store          the session's
-    name           distinguishes the communicators that share one store
     members        the peer ids that participate, ascending
     trainer_ranks  number of trainer ranks, including those that do not participate
     backend        "gloo" or "nccl"
     device         this rank's GPU, for nccl
     timeout_s      seconds that any one wait may last
-
-    `pending` counts the PendingOps that were started and have not completed.
     """
 
     def __init__(
         self,
-        store: dist.Store,
-        name: str,
         *,
         peer_id: int,
         members: Sequence[int],
@@ -155,24 +140,9 @@ class P2pCommunicator(AbortableGroup):
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        self.timeout_s, self.pending = timeout_s, 0
-        self._trainer_ranks = trainer_ranks
-        self._name = self._rank_name(peer_id)
-        self._group_rank = {member: i for i, member in enumerate(members)}
-        rank, size = self._group_rank[peer_id], len(members)
-        joined = {member: f"p2p/{name}/joined/{member}" for member in members}
-        self._rendezvous(store, joined, peer_id)
-        prefixed = dist.PrefixStore(f"p2p/{name}", store)
-        try:
-            if backend == "nccl":
-                pg = _connect_nccl(prefixed, rank, size, device, timeout_s)
-            else:
-                pg = connect_gloo(prefixed, rank, size, timeout_s)
-        except RuntimeError as error:
-            others = self._rank_names(member for member in members if member != peer_id)
-            raise PeerDisconnected(f"{self._name} could not connect to {others}: {error}") from error
-        super().__init__(pg, backend, rank, size)
-        store.delete_key(joined[peer_id])  # every member that is connected has seen it
+        self._group_rank = {member: rank for rank, member in enumerate(members)}
+        names = [f"trainer rank {m}" if m < trainer_ranks else f"engine rank {m - trainer_ranks}" for m in members]
+        super().__init__(names, self._group_rank[peer_id], backend=backend, device=device, timeout_s=timeout_s)
 
     def send(self, buffers: Sequence[PeerBuffer]) -> PendingOps:
         """Starts sending, one message to each of several peers."""
@@ -182,114 +152,100 @@ class P2pCommunicator(AbortableGroup):
         """Starts receiving, one message from each of several peers. A peer's messages arrive in the order it sends."""
         return self._start("receive", buffers)
 
-    def close(self) -> None:
-        """Closes all connections. Peers that wait for this rank fail at once (gloo) or at their deadline (NCCL)."""
-        if self.pending:
-            self.abort()
-        else:
-            self.close_idle()
+    def finish(self, verb: str, works: list[_Operation], deadline: float) -> None:
+        """Waits for operations until `deadline`, a time of the monotonic clock."""
 
-    def run_abortable(self, wait: Callable[[], object]) -> None:
-        """Runs `wait`. Raises what it raises, and PeerDisconnected once the communicator is aborted."""
-        try:
-            super().run_abortable(wait)
-        except ReshardError:
-            raise
-        except RuntimeError as error:
-            raise PeerDisconnected(f"{self._name} stopped waiting for P2P messages: {error}") from error
+        def wait_for_each(group: ProcessGroup) -> None:
+            for ranks, work in works:
+                with self.named_errors(f"could not {self._described(verb, ranks)}", deadline):
+                    group.wait(work, deadline)
 
-    def wait_for(self, work: dist.Work, deadline: float) -> None:
-        """Waits for one operation until `deadline`, a time of the monotonic clock."""
-        if self.backend != "nccl":
-            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            return
-        # NCCL's own `wait` only orders streams. Errors are polled, as it is configured not to raise them.
-        while not work.is_completed():
-            if time.monotonic() >= deadline:
-                raise RuntimeError("the GPU had not finished at the deadline")
-            self._check_nccl()
-            time.sleep(_POLL_S)
-        self._check_nccl()
-        work.wait()
-
-    @contextlib.contextmanager
-    def translated_errors(self, verb: str, peer: int, deadline: float) -> Iterator[None]:
-        """Turns the process group's errors into errors that name the peer."""
-        try:
-            yield
-        except RuntimeError as error:
-            message = f"{self._name} could not {verb} a message {'from' if verb == 'receive' else 'to'} "
-            message += self._rank_name(peer)
-            if time.monotonic() >= deadline - _ROUNDING_S:
-                raise DeadlineExceeded(
-                    f"{message} within {self.timeout_s:.0f} s; is that rank stuck? Look at its log"
-                ) from error
-            raise PeerDisconnected(
-                f"{message}: the connection broke; did that rank fail? Look at its log. ({error})"
-            ) from error
+        ranks = tuple(rank for of_work, _ in works for rank in of_work)
+        self.perform(f"could not {self._described(verb, ranks)}", wait_for_each, deadline)
 
     def _start(self, verb: str, buffers: Sequence[PeerBuffer]) -> PendingOps:
-        if not buffers:
-            return PendingOps(self, verb, [])
-        if (pg := self.pg) is None:
-            raise PeerDisconnected(f"{self._name} has closed its P2P communicator")
-        self.pending += 1
-        start = pg.send if verb == "send" else pg.recv
-        if self.backend == "nccl":
-            with self.translated_errors(verb, buffers[0][0], _NO_DEADLINE):
-                # As one NCCL group, within which no order can deadlock, on the communicator of all members.
-                pg._start_coalescing()
-                for peer, buffer in buffers:
-                    start([buffer], self._group_rank[peer], 0)
-                return PendingOps(self, verb, [(buffers[0][0], pg._end_coalescing())])
-        works = []
+        messages = [(self._group_rank[peer], buffer) for peer, buffer in buffers]
+        what = f"could not {self._described(verb, [rank for rank, _ in messages])}"
+        return PendingOps(self, verb, self.perform(what, lambda group: group.start(verb, messages), starts=True))
+
+    def _described(self, verb: str, ranks: Iterable[int]) -> str:
+        peers = ", ".join(self._names[rank] for rank in ranks)
+        return f"{verb} a message {'from' if verb == 'receive' else 'to'} {peers}"
+
+
+class P2pCommunicators:
+    """One rank's communicators with the ranks that it sends to or receives from, see `plan.p2p_groups`.
+
+    A trainer rank may be a member of several, an engine rank of one. All members go through theirs in the order of
+    `groups`, when they connect and in each round. So no order can deadlock: of all communicators with a rank that waits
+    in one, the first has no member that waits in another, as engine ranks are in no other, and trainer ranks are done
+    with those before it.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[int]],
+        *,
+        peer_id: int,
+        trainer_ranks: int,
+        backend: str,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        """`groups` are the members of all communicators of a transfer. Nothing is connected yet."""
+        self._timeout_s = timeout_s
+        self._own = {
+            number: P2pCommunicator(
+                peer_id=peer_id,
+                members=members,
+                trainer_ranks=trainer_ranks,
+                backend=backend,
+                device=device,
+                timeout_s=timeout_s,
+            )
+            for number, members in enumerate(groups)
+            if peer_id in members
+        }
+        self._number_of = {peer: number for number in self._own for peer in groups[number]}
+
+    def connect(self, store: dist.Store) -> None:
+        """Connects them all within `timeout_s`. Collective over their members. `store` is of the transfer alone."""
+        deadline = time.monotonic() + self._timeout_s
+        for number, communicator in self._own.items():
+            communicator.connect(dist.PrefixStore(str(number), store), deadline)
+
+    def send(self, buffers: Sequence[PeerBuffer]) -> PendingRound:
+        """Starts sending, one message to each of several peers."""
+        return PendingRound([self._own[n].send(own) for n, own in self._by_communicator(buffers)])
+
+    def receive(self, buffers: Sequence[PeerBuffer]) -> PendingRound:
+        """Starts receiving, one message from each of several peers. A peer's messages arrive in the order it sends."""
+        return PendingRound([self._own[n].receive(own) for n, own in self._by_communicator(buffers)])
+
+    def abort(self) -> None:
+        """Ends all of this rank's waits. May be called from any thread."""
+        for communicator in self._own.values():
+            communicator.abort()
+
+    def close(self) -> None:
+        for communicator in self._own.values():
+            communicator.close()
+
+    def _by_communicator(self, buffers: Sequence[PeerBuffer]) -> list[tuple[int, list[PeerBuffer]]]:
+        found: dict[int, list[PeerBuffer]] = {}
         for peer, buffer in buffers:
-            with self.translated_errors(verb, peer, _NO_DEADLINE):
-                works.append((peer, start([buffer], self._group_rank[peer], 0)))
-        return PendingOps(self, verb, works)
-
-    def _rendezvous(self, store: dist.Store, joined: dict[int, str], peer_id: int) -> None:
-        """Waits until all members have set their keys, so that an error can name those that have not."""
-        store.set(joined[peer_id], "")
-        try:
-            store.wait(list(joined.values()), timedelta(seconds=self.timeout_s))
-        except (dist.DistStoreError, dist.DistNetworkError) as error:
-            missing = self._rank_names(member for member, key in joined.items() if not store.check([key]))
-            raise DeadlineExceeded(
-                f"{self._name} waited {self.timeout_s:.0f} s for {missing} to connect; look at their logs"
-            ) from error
-
-    def _check_nccl(self) -> None:
-        if (pg := self.pg) is None or pg.get_error() != ErrorType.SUCCESS:
-            raise RuntimeError("NCCL reports an error, see the log")
-
-    def _rank_name(self, peer_id: int) -> str:
-        engine_rank = peer_id - self._trainer_ranks
-        return f"trainer rank {peer_id}" if engine_rank < 0 else f"engine rank {engine_rank}"
-
-    def _rank_names(self, peer_ids: Iterable[int]) -> str:
-        return ", ".join(map(self._rank_name, peer_ids))
+            found.setdefault(self._number_of[peer], []).append((peer, buffer))
+        return sorted(found.items(), key=lambda item: item[0])
 
 
-def _connect_nccl(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    # The communicator's own deadlines expire first: NCCL's watchdog would end the process.
-    options._timeout = 10 * timedelta(seconds=timeout_s)
-    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"), torch.cuda.device(device):
-        pg: Any = dist.ProcessGroupNCCL(store, rank, size, options)
-        pg.eager_connect_single_device(device)
-    return pg
+class PendingRound:
+    """The messages of one round, over all communicators."""
 
+    def __init__(self, pending: list[PendingOps]) -> None:
+        self._pending = pending
 
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Sets a variable that torch reads only while a process group is created."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    def wait(self) -> None:
+        """As `PendingOps.wait`."""
+        deadline = None
+        for ops in self._pending:
+            deadline = ops.wait(deadline)

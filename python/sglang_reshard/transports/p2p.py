@@ -1,7 +1,7 @@
 """Sends exactly the elements that engine ranks lack, point to point.
 
     sender = P2pSender(layout, shards, requests, round_bytes, device)    # a trainer rank
-    sender.send(communicator)
+    sender.send(communicators)
 
     transport = P2pTransport(context)                                    # an engine rank
     transport.move()
@@ -14,7 +14,8 @@ sent from the shard, or received into the live parameter, in place.
 No deadlock can arise. All ranks go through the rounds in ascending order, and within a round nothing blocks. A trainer
 rank starts the sends of round k when those of round k - 2 are done, an engine rank posts the receives of round k when
 it has unpacked round k - 2. So of all messages that have not arrived, those of the lowest round are in transit on both
-sides, or will be without waiting for any message that has not arrived.
+sides, or will be without waiting for any message that has not arrived. That the messages of a round go over several
+communicators changes nothing: see `P2pCommunicators`, and `nccl` for why their kernels fit a GPU together.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from sglang_reshard.plan import ReadPlan
 from sglang_reshard.plan.broadcast import ALIGN_BYTES
 from sglang_reshard.plan.p2p import BufferSlice, Message, SendRequest, cut_messages, send_request, sent_reads
 from sglang_reshard.transports.base import TransportContext
-from sglang_reshard.transports.communicator import P2pCommunicator, PeerBuffer, PendingOps
+from sglang_reshard.transports.communicator import P2pCommunicators, PeerBuffer, PendingRound
 from sglang_reshard.transports.copies import CopyList
 from sglang_reshard.transports.ipc import IpcTransport
 
@@ -68,14 +69,14 @@ class P2pSender:
         self._rounds, self.extra_bytes = _build_rounds(links, device, pack=True)
         self.sent_bytes = sum(link.payload_bytes for link in links.values())
 
-    def send(self, communicator: P2pCommunicator) -> None:
+    def send(self, communicators: P2pCommunicators) -> None:
         """Sends all rounds. Returns when the last has been sent; raises as `PendingOps.wait` does."""
-        pending: list[PendingOps] = []
+        pending: list[PendingRound] = []
         for buffers, copies in self._rounds:
             if len(pending) == BUCKETS:
                 pending.pop(0).wait()
             copies.run()
-            pending.append(communicator.send(buffers))
+            pending.append(communicators.send(buffers))
         for ops in pending:
             ops.wait()
 
@@ -83,7 +84,7 @@ class P2pSender:
 class P2pTransport:
     """An engine rank's side: receives from the trainer ranks that send, and meanwhile reads the memory of the others.
 
-    On failure it closes the communicator, so that ranks that wait for this one fail as well.
+    On failure it closes the communicators, so that ranks that wait for this one fail as well.
     """
 
     def __init__(self, context: TransportContext) -> None:
@@ -101,7 +102,7 @@ class P2pTransport:
         self.extra_bytes += self._direct.extra_bytes
         self.read_bytes = self._direct.read_bytes | {t: link.payload_bytes for t, link in links.items()}
         self.received_bytes = sum(self.read_bytes.values())
-        self._communicator = context.p2p
+        self._communicators = context.p2p
 
     def move(self) -> None:
         """Raises as `PendingOps.wait` does."""
@@ -115,13 +116,13 @@ class P2pTransport:
                 for buffers, _ in self._rounds[number + BUCKETS : number + BUCKETS + 1]:
                     pending.append(self._receive(buffers))  # into the bucket that was just unpacked
         except BaseException:
-            if self._communicator is not None:
-                self._communicator.close()
+            if self._communicators is not None:
+                self._communicators.close()
             raise
 
-    def _receive(self, buffers: list[PeerBuffer]) -> PendingOps:
-        assert self._communicator is not None  # ranks with rounds have one
-        return self._communicator.receive(buffers)
+    def _receive(self, buffers: list[PeerBuffer]) -> PendingRound:
+        assert self._communicators is not None  # ranks with rounds have them
+        return self._communicators.receive(buffers)
 
 
 def destination_reads(plan: ReadPlan, trainer_rank: int) -> list[tuple[int, ...]]:
@@ -170,7 +171,7 @@ class P2pLink:
         if len(message.slices) > 1:
             return None
         own, *others = self.own_views(message.slices[0])
-        alike = own.dtype == self.dtypes[message.slices[0].item] and own.device.type == device.type
+        alike = own.dtype == self.dtypes[message.slices[0].item] and own.device == device
         if others or not alike or not own.is_contiguous():
             return None
         return own.as_strided((own.numel(),), (1,)).view(torch.uint8)

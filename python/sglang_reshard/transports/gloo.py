@@ -1,0 +1,68 @@
+"""Gloo process groups, for host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CONNECT_S = 20.0  # for gloo to connect processes that are all running
+_EXPIRED = timedelta(milliseconds=1)
+_UNUSED_TAG = 0x5EA3  # no message is sent with it
+
+
+class GlooGroup:
+    """One rank's end of a gloo process group; see `abortable_group.ProcessGroup`."""
+
+    starts_at_once = True
+
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._timeout = timedelta(seconds=timeout_s)
+        self._pg: Any = None
+
+    def adopt_stream(self) -> Callable[[], None]:
+        return lambda: None
+
+    def connect(self) -> None:
+        timeout = min(self._timeout, timedelta(seconds=_CONNECT_S))
+        self._pg = dist.ProcessGroupGloo(self._store, self._rank, self._size, timeout=timeout)
+
+    def start(self, verb: str, messages: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[tuple[int, ...], dist.Work]]:
+        start = self._pg.send if verb == "send" else self._pg.recv
+        return [((peer,), start([buffer], peer, 0)) for peer, buffer in messages]
+
+    def broadcast(self, buffer: torch.Tensor, root: int) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = root, 0, self._timeout
+        work: dist.Work = self._pg.broadcast([buffer], options)
+        return work
+
+    def wait(self, work: dist.Work, deadline: float) -> None:
+        work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+    def abort(self, pending: tuple[object, ...]) -> None:
+        """Closes all connections. When it returns, nothing is written to buffers any more.
+
+        Gloo's own `abort` ends nothing. But a receive that times out closes all connections of its rank. A receive from
+        a rank that has died fails before it times out, and closes nothing; so one is posted for every other rank.
+        """
+        if (pg := self._pg) is None:
+            return
+        for other in (r for r in range(self._size) if r != self._rank):
+            with contextlib.suppress(RuntimeError):  # the timeout, or this connection is broken already
+                pg.recv([torch.empty(1)], other, _UNUSED_TAG).wait(_EXPIRED)
+        # Destroying a gloo group joins its threads, one of which may be in a broadcast until its timeout.
+        last = [pg]
+        self._pg = None
+        del pg
+        threading.Thread(target=last.clear, name="sglang-reshard group destruction", daemon=True).start()
+
+    def close(self) -> None:
+        self._pg = None
