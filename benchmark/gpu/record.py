@@ -32,7 +32,7 @@ class Case(NamedTuple):
     layers: int = 0
 
 
-# Colocated trainers of one host: FSDP over its eight GPUs. The last is for rehearsals.
+# Colocated trainers of one host: FSDP over its eight GPUs.
 CASES = {
     "qwen3-8b-tp4": Case("qwen3-8b", "fsdp=8", "tp=4"),
     "qwen3-30b-a3b-tp8-ep8": Case("qwen3-30b-a3b", "fsdp=8", "tp=8,ep=8"),
@@ -56,10 +56,8 @@ def main(names: list[str]) -> None:
             )
             path = recording.FOLDER / f"{name}.program"
             _record(request, path)
-        of = recording.load(path)
-        print(
-            f"{path.name}: {path.stat().st_size:,} bytes, {len(of.copies):,} copies of {len(of.layout.tensors):,} tensors"
-        )
+        copies, tensors = len((of := recording.load(path)).copies), len(of.layout.tensors)
+        print(f"{path.name}: {path.stat().st_size:,} bytes, {copies:,} copies of {tensors:,} tensors")
 
 
 def _record(request: PlanRequest, path: Path) -> None:

@@ -1,0 +1,73 @@
+"""Runs the battery: `python -m benchmark.gpu [--rehearse] [--only NUMBER|WORD ...] [--out FILE]`.
+
+A JSON line for each item with what was expected and what was seen, and a verdict at the end. It needs torch with CUDA,
+Triton and what `packages` names, and no SGLang. On a host without a GPU it is rehearsed on virtual ones, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmark.gpu import packages
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--rehearse", action="store_true", help="on virtual GPUs, also where there is a real one")
+    parser.add_argument("--only", nargs="+", default=[], metavar="ITEM", help="numbers, or words of their names")
+    parser.add_argument("--spawn", action="store_true", help="start each process anew: slow, should forks fail")
+    parser.add_argument("--out", type=Path, help="file for the results; by default benchmark/results/gpu.json")
+    options = parser.parse_args()
+    packages.find()
+    # Before torch is imported. Its own check would begin to use the GPU, and then no process could be forked.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    rehearsed = options.rehearse or not any(Path("/dev").glob("nvidia[0-9]*"))
+    if rehearsed:
+        from benchmark.gpu import rehearsal
+
+        rehearsal.prepare()
+        rehearsal.preload()
+        with rehearsal.folder() as folder:
+            return _run(options, folder)
+    return _run(options, "")
+
+
+def _run(options: argparse.Namespace, folder: str) -> int:
+    import msgspec
+
+    from benchmark.gpu import facts, items, runner
+    from benchmark.gpu.place import Place
+
+    place = Place("battery", folder, start="spawn" if options.spawn else "fork")
+    chosen = items.chosen(options.only)
+    found = facts.of(place)
+    begin = time.monotonic()
+    print(json.dumps({"host": found}), flush=True)
+    rows = []
+    for row in runner.run(chosen, place, found["count"]):
+        rows.append(row)
+        print(json.dumps(msgspec.to_builtins(row)), flush=True)
+    verdict = _verdict(rows, bool(folder))
+    print(json.dumps({"verdict": verdict, "seconds": round(time.monotonic() - begin, 1)}), flush=True)
+    if not folder or options.out:
+        facts.save(
+            options.out or facts.RESULTS, found, rows, " ".join(["python -m benchmark.gpu", *sys.argv[1:]]), verdict
+        )
+    return 1 if any(row.verdict == "fail" for row in rows) else 0
+
+
+def _verdict(rows: list[Any], rehearsed: bool) -> str:
+    counts = {kind: sum(row.verdict == kind for row in rows) for kind in ("pass", "fail", "skipped")}
+    text = f"{counts['pass']} passed, {counts['fail']} failed, {counts['skipped']} skipped"
+    failed = ", ".join(row.name for row in rows if row.verdict == "fail")
+    return ("rehearsed: no GPU; " if rehearsed else "") + text + (f" ({failed})" if failed else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Packs what `make test-gpu` needs on a host without a network: `python -m benchmark.gpu.bundle [--python 3.12]`.
+
+The files of the commit, without those that are large and not needed, and the packages that a host with torch may lack,
+as wheels of that Python, unpacked. On the host: `tar xf gpu-bundle.tar.gz && cd sglang-reshard && make test-gpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+from benchmark.gpu.facts import REPOSITORY, commit
+from benchmark.gpu.packages import FOLDER, NAMES
+
+ARCHIVE = REPOSITORY / "build" / "gpu-bundle.tar.gz"
+MAX_BYTES = 64 << 20
+_PARTS = ("Makefile", "LICENSE", "README.md", "benchmark", "python", "test/support")
+_TOP = "sglang-reshard"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.gpu.bundle", description=__doc__.splitlines()[0])
+    parser.add_argument("--python", default="3.12", help="version on the host")
+    parser.add_argument("--platform", default="x86_64-manylinux_2_28", help="of the host, as uv names it")
+    options = parser.parse_args()
+    _download(options.python, options.platform)
+    _pack()
+    nbytes = ARCHIVE.stat().st_size
+    if nbytes > MAX_BYTES:
+        raise SystemExit(f"{ARCHIVE.name} has {nbytes:,} bytes, and at most {MAX_BYTES:,} may travel")
+    print(f"{ARCHIVE.relative_to(REPOSITORY)}: {nbytes:,} bytes, commit {commit()}, for Python {options.python}")
+
+
+def _download(python: str, platform: str) -> None:
+    """Installs the packages for another Python beside this one's."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    uv = [str(Path(sys.executable).with_name("uv")), "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
+    where = ["--python-version", python, "--python-platform", platform, "--target", str(FOLDER)]
+    subprocess.run([*uv, *where, *NAMES], check=True)
+
+
+def _pack() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", *_PARTS], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
+    said = REPOSITORY / "build" / "COMMIT"
+    said.write_text(commit() + "\n")
+    with tarfile.open(ARCHIVE, "w:gz") as archive:
+        for name in filter(None, listed):
+            if not name.startswith("benchmark/results/"):
+                archive.add(REPOSITORY / name, f"{_TOP}/{name}")
+        archive.add(said, f"{_TOP}/COMMIT")
+        archive.add(FOLDER, f"{_TOP}/{FOLDER.relative_to(REPOSITORY)}")
+
+
+if __name__ == "__main__":
+    main()

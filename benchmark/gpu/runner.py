@@ -1,0 +1,76 @@
+"""Runs items one after the other, each in a process of its own under a deadline, so that none can end the others."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmark.gpu.item import Bench, Item, Row, Skip
+from benchmark.gpu.place import Place
+
+
+def run(items: Sequence[Item], place: Place, gpus: int) -> Iterator[Row]:
+    """Yields a row for each. gpus: that there are."""
+    for item in items:
+        if item.gpus > gpus:
+            yield Row(item.number, item.name, item.expected, "skipped", f"needs {item.gpus} GPUs", 0.0, {})
+        else:
+            yield _run(item, dataclasses.replace(place, name=item.name))
+
+
+def _run(item: Item, place: Place) -> Row:
+    begin = time.monotonic()
+    context: Any = multiprocessing.get_context(place.start)
+    link, its_end = context.Pipe()
+    process = context.Process(target=_answer, args=(its_end, item, place))
+    process.start()
+    its_end.close()
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # the child does it, too: whoever is first
+        os.setpgid(process.pid, process.pid)
+    seen: dict[str, Any] = {}
+    verdict, why = "fail", ""
+    try:
+        while True:
+            left = begin + item.limit_s - time.monotonic()
+            if not link.poll(max(0.0, left)):
+                why = f"did not end within {item.limit_s:.0f} s; its stack is in the output"
+                break
+            kind, value = link.recv()
+            if kind == "seen":
+                seen.update(value)
+            else:
+                verdict, why = value
+                break
+    except (EOFError, ConnectionResetError):
+        process.join(5)
+        why = f"the process ended with exit code {process.exitcode}"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its peers are in its process group
+        process.join(20)
+    return Row(item.number, item.name, item.expected, verdict, why, round(time.monotonic() - begin, 2), seen)
+
+
+def _answer(link: Connection, item: Item, place: Place) -> None:
+    os.setpgid(0, 0)
+    faulthandler.dump_traceback_later(item.limit_s - 2, exit=False)
+    bench = Bench(place, lambda figures: link.send(("seen", figures)))
+    try:
+        item.run(bench)
+    except Skip as why:
+        link.send(("end", ("skipped", str(why))))
+    except BaseException as error:
+        traceback.print_exc()
+        link.send(("end", ("fail", "; ".join([*bench.faults, f"{type(error).__name__}: {error}"]))))
+    else:
+        link.send(("end", ("fail" if bench.faults else "pass", "; ".join(bench.faults))))
+    os._exit(0)  # what peers and libraries do at exit is no part of it

@@ -1,0 +1,71 @@
+"""What needs two GPUs: peer access, and memory of a GPU that the reader does not see."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmark.gpu import sharing
+from benchmark.gpu.copy_items import copied
+from benchmark.gpu.item import Bench, Item
+from benchmark.gpu.nccl_items import join
+from benchmark.gpu.peer import Here
+from benchmark.gpu.place import DEVICE, GIB, MIB, pattern, same_bytes, seconds_of
+from sglang_reshard.protocol.session import LOOPBACK, Session
+from sglang_reshard.transports.memory import Handles
+
+_FIRST, _SECOND = ("0", (0,)), ("1", (1,))
+
+
+def unseen(bench: Bench) -> None:
+    """Each process sees one GPU, and not the other's: the reader maps the other's memory on its own."""
+    size = bench.place.pick(4 * GIB, MIB)
+    producer = bench.peer("trainer rank on GPU 0", visible=_FIRST)
+    consumer = bench.peer("engine rank on GPU 1", visible=_SECOND)
+    near, far = producer.call(sharing.device_of), consumer.call(sharing.device_of)
+    bench.saw(gpus=[near["uuid"], far["uuid"]])
+    bench.check(near["uuid"] != far["uuid"], "both processes use one GPU")
+    handles = producer.call(sharing.publish, [size], 1)
+    free = producer.call(sharing.free)
+    figures = consumer.call(_read, handles, size)
+    bench.saw(**figures)
+    bench.check(figures["right"], "the bytes of the other GPU were read wrong")
+    context = free - producer.call(sharing.free)
+    bench.saw(bytes_taken_on_the_producers_gpu=context)
+    bench.check(context < 64 * MIB, f"the reader took {context:,} bytes of the other GPU: a context")
+
+
+def _read(here: Here, handles: Handles, size: int) -> dict[str, float | bool]:
+    sharing.open_handles(here, handles)
+    there = sharing.bytes_of(here.kept["memory"], 0, size)
+    own = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    copies = copied([(own, there)])
+    seconds = seconds_of(copies.run, rounds=3)
+    expected = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    pattern(1, expected)
+    return {"right": same_bytes(own, expected), "seconds": seconds, "gb_per_s": size / seconds / 1e9}
+
+
+def peer_access(bench: Bench) -> None:
+    bench.enter()
+    pairs = [(a, b) for a in range(torch.cuda.device_count()) for b in range(torch.cuda.device_count()) if a != b]
+    access = {f"{a} to {b}": torch.cuda.can_device_access_peer(a, b) for a, b in pairs}
+    bench.saw(**access)
+    bench.check(all(access.values()), "some pairs of GPUs have no peer access; their ranks use p2p")
+
+
+def two_ranks(bench: Bench) -> None:
+    """The same as "NCCL with a GPU twice", with a GPU for each: now it must connect."""
+    ranks = [bench.peer(f"rank {n}", visible=visible) for n, visible in enumerate((_FIRST, _SECOND))]
+    session = Session.host(LOOPBACK, 20.0)
+    for number, peer in enumerate(ranks):
+        peer.start(join, session.address, "two", number, 30.0)
+    found = [peer.result() for peer in ranks]
+    bench.saw(seconds=[seconds for _, seconds in found])
+    bench.check(not any(error for error, _ in found), f"not connected: {found}")
+
+
+ITEMS = (
+    Item(20, "two GPUs: unseen memory", "memory of a GPU that is not visible is mapped on the reader's own", unseen, 2),
+    Item(21, "two GPUs: peer access", "every pair can reach each other", peer_access, 2),
+    Item(22, "two GPUs: NCCL", "two ranks connect in seconds", two_ranks, 2),
+)

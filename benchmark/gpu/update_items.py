@@ -1,0 +1,88 @@
+"""Whole updates: two trainer ranks and two engine ranks on one GPU."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from benchmark.gpu.item import Bench, Item
+from benchmark.gpu.place import MIB
+from benchmark.gpu.world import Model, World
+
+_SLACK = 8 * MIB
+_LEAK_S = 42.0
+_WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "verified": {"verify": "full"},
+    "staged": {"staged": True},
+    "unmapped": {"unmap_after": True},
+}
+
+
+def end_to_end(bench: Bench) -> None:
+    hidden, layers = bench.place.pick((4096, 12), (16, 2))
+    world = World(bench, Model(layers, hidden, trained="float32"))
+    version = 0
+    bench.saw(served_bytes=world.model.nbytes)
+    with world.session() as engines:
+        for way, options in _WAYS.items():
+            seen = []
+            for _ in range(3):
+                version += 1
+                world.become(version)
+                seen.append(world.update(version, **options))
+            last = seen[-1]
+            bench.saw(
+                **{
+                    way: {
+                        "transport": last["transport"],
+                        "first_seconds": seen[0]["seconds"],
+                        "seconds": last["seconds"],
+                        "move_seconds": last["phases"].get("move"),
+                        "peak_extra": max(s["peak_extra"] for s in seen),
+                    }
+                }
+            )
+            bench.check(last["transport"] == "ipc", f"{way}: went by {last['transport']}: {last['reason']}")
+            excess = last["received"] - last["least"]
+            bench.check(excess == 0, f"{way}: {excess:,} bytes more than needed were received")
+    _check(bench, engines)
+    for engine in engines:
+        plain, end = engine["free"][2], engine["free"][-1]
+        bench.check(plain - end < _SLACK, f"{plain - end:,} bytes more were used at the end than after three updates")
+    bench.saw(allocator_peak=max(engine["allocator_peak"] for engine in engines), free=engines[0]["free"])
+
+
+def leak(bench: Bench) -> None:
+    """Shards are freed and allocated anew before each update, as a trainer that offloads does."""
+    hidden, layers = bench.place.pick((1024, 8), (16, 1))
+    updates = bench.place.pick(1000, 12)
+    world = World(bench, Model(layers, hidden))
+    end = time.monotonic() + _LEAK_S
+    seconds = []
+    with world.session(check_every=updates // 10 or 1) as engines:
+        for version in range(1, updates + 1):
+            world.become(version, anew=True)
+            seconds.append(world.update(version, unmap_after=True)["seconds"])
+            if time.monotonic() > end:
+                break
+    _check(bench, engines)
+    free = engines[0]["free"]
+    early, late = free[len(free) // 5], free[-1]
+    bench.saw(updates=len(free), median_seconds=sorted(seconds)[len(seconds) // 2], lost_bytes=early - late)
+    bench.check(early - late < _SLACK, f"{early - late:,} bytes were lost in {len(free)} updates")
+    bench.check(len(free) >= bench.place.pick(300, 5), f"only {len(free)} updates in {_LEAK_S:.0f} s")
+
+
+def _check(bench: Bench, engines: list[dict[str, Any]]) -> None:
+    for rank, engine in enumerate(engines):
+        bench.check(not engine["failed"], f"engine rank {rank} refused: {engine['failed'][:1]}")
+        bench.check(not engine["wrong"], f"engine rank {rank} has other bits: {engine['wrong'][:3]}")
+
+
+ITEMS = (
+    Item(
+        9, "end to end", "plain, verified, staged and unmapped updates: bit-exact, by ipc, with flat memory", end_to_end
+    ),
+    Item(19, "leak", "1,000 updates with other memory in each lose nothing", leak),
+)
