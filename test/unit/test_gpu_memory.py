@@ -1,0 +1,190 @@
+"""GPU memory by allocation: one handle for each, noticed when it is another one, opened and closed once."""
+
+import pytest
+import torch
+
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.sources import change_detector, describe
+from sglang_reshard.sources.change_detector import ChangeDetector
+from sglang_reshard.trainer.publisher import ShardPublisher
+from sglang_reshard.transports.memory import Handles, MemoryExporter, PeerMemory, unreadable_reason
+from support.gpu_runtime import GPU, one_process_runtime
+
+CPU, UUID = torch.device("cpu"), "GPU-of-the-trainer"
+
+
+@pytest.fixture
+def gpu():
+    with one_process_runtime() as runtime:
+        yield runtime
+
+
+def shard_in(memory, number, like):
+    return memory.region(number, Region.of(Box.whole(tuple(like.shape))), like.dtype)
+
+
+def some_shards(gpu):
+    """Five in two allocations, as torch's allocator cuts them, with gaps; and one without elements."""
+    first, second = gpu.allocate(2048), gpu.allocate(1024)
+    shards = [
+        first[512:560].view(torch.float32).view(3, 4),
+        second[0:64].view(torch.bfloat16).view(4, 8).t(),
+        first[1024:1040],
+        first[0:64].view(torch.int64)[2:6],
+        torch.empty(0, 7),
+        second[512:576].view(torch.float32),
+    ]
+    for number, shard in enumerate(shards):
+        shard.copy_(torch.arange(shard.numel()).view(shard.shape) + number)
+    return shards
+
+
+def test_every_allocation_is_one_handle_and_asked_for_once(gpu):
+    shards = some_shards(gpu)
+    exporter = MemoryExporter(0)
+    handles = exporter.export(shards)
+    assert [(s.nbytes, s.device_uuid) for s in handles.storages] == [(2048, UUID), (1024, UUID)]
+    assert [(v.storage, v.offset) for v in handles.shards] == [(0, 128), (1, 0), (0, 1024), (0, 2), (-1, 0), (1, 128)]
+    assert (gpu.count("allocation"), gpu.count("export")) == (2, 2)
+    assert exporter.export(shards) == handles
+    assert (gpu.count("allocation"), gpu.count("export")) == (4, 2)
+
+
+def test_shards_are_read_through_mappings_of_the_engines_own_device(gpu):
+    shards = some_shards(gpu)
+    peer = PeerMemory(0, MemoryExporter(0).export(shards), GPU)
+    for number, shard in enumerate(shards):
+        if shard.numel():
+            assert torch.equal(shard_in(peer, number, shard), shard)
+    shards[0].fill_(9)
+    assert shard_in(peer, 0, shards[0]).eq(9).all()
+    assert [c[0] for c in gpu.calls if c[-1] == GPU] == ["open", "open"]
+    peer.close()
+    assert sorted(gpu.opened.values()) == [0, 0]
+
+
+def test_what_was_opened_is_closed_if_the_rest_cannot_be(gpu):
+    shards = some_shards(gpu)
+    handles = MemoryExporter(0).export(shards)
+    gpu.reallocate(gpu.allocate(8))
+    gpu._allocations.pop(shards[1].data_ptr())  # freed by the trainer
+    with pytest.raises(Unsupported, match=r"trainer rank 7 on GPU GPU-of-the-trainer cannot be mapped for cuda:3"):
+        PeerMemory(7, handles, GPU)
+    assert not +gpu.opened
+
+
+def test_an_engine_rank_without_a_gpu_cannot_map_gpu_memory(gpu):
+    handles = MemoryExporter(0).export(some_shards(gpu))
+    with pytest.raises(Unsupported, match=r"cannot be mapped by an engine rank on cpu; use transport='p2p'"):
+        PeerMemory(0, handles, CPU)
+
+
+def test_memory_without_handles_is_published_with_the_reason(gpu):
+    """Even transport="p2p" failed by the export: expandable segments, cudaMallocAsync, pools of virtual memory."""
+    shard = some_shards(gpu)[0]
+    gpu.without_handles = "its GPU memory has no CUDA IPC handle"
+    handles = MemoryExporter(5).export([shard], ["lm_head"])
+    assert handles == Handles((), (), "trainer rank 5: lm_head: its GPU memory has no CUDA IPC handle")
+    publisher = ShardPublisher(Session.host(), 0, (0,))
+    first = publisher.publish([("lm_head", shard)], check_finite=False)
+    assert publisher.publish([("lm_head", shard)], check_finite=False) is first
+    assert publisher.shards([("lm_head", shard)])[0].data_ptr() == shard.data_ptr()  # to be sent
+    with pytest.raises(Unsupported, match="lm_head: its GPU memory has no CUDA IPC handle"):
+        PeerMemory(5, handles, GPU)
+    assert unreadable_reason(handles, 5, GPU) == handles.reason
+
+
+def test_one_handle_tells_whether_a_rank_can_be_mapped(gpu):
+    handles = MemoryExporter(0).export(some_shards(gpu))
+    assert unreadable_reason(handles, 0, GPU) == ""
+    assert (gpu.count("open"), gpu.count("close")) == (1, 1)
+    gpu.without_handles = "no peer access"
+    assert "cannot be mapped for cuda:3" in unreadable_reason(handles, 0, GPU)
+    assert "cannot be mapped by an engine rank on cpu" in unreadable_reason(handles, 0, CPU)
+
+
+def test_one_file_tells_whether_host_memory_can_be_mapped():
+    weight = torch.ones(3)
+    handles = MemoryExporter(0).export([weight])
+    assert unreadable_reason(handles, 0, CPU) == ""
+    other = Handles((type(handles.storages[0])(1, 0, 1, 4096),), handles.shards)
+    assert "trainer rank 4" in unreadable_reason(other, 4, CPU)
+
+
+# -- memory that is not what it was
+
+
+def published_twice(gpu, change):
+    memory = gpu.allocate(64)
+    tensors = [("w", memory.view(torch.float32))]
+    publisher = ShardPublisher(Session.host(), 0, (0,))
+    first = publisher.publish(tensors, check_finite=False)
+    change(memory)
+    return first, publisher.publish(tensors, check_finite=False)
+
+
+def test_memory_that_was_freed_and_allocated_again_at_its_address_gets_a_new_handle(gpu):
+    """As by storage().resize_(0) and back: same storage, same address, and the engine would read the old weights."""
+    first, second = published_twice(gpu, gpu.reallocate)
+    assert first.layout == second.layout
+    assert first.handles != second.handles
+    assert gpu.count("export") == 2
+
+
+def test_the_same_allocation_is_not_published_again(gpu):
+    first, second = published_twice(gpu, lambda memory: memory.fill_(1))
+    assert second is first
+    assert (gpu.count("export"), gpu.count("allocation")) == (1, 2)
+
+
+def test_another_storage_at_the_same_address_in_the_same_allocation_keeps_its_handle(gpu):
+    memory = gpu.allocate(64)
+    exporter = MemoryExporter(0)
+    first = exporter.export([memory.view(torch.float32)])
+    assert exporter.export([torch.frombuffer(gpu._allocations[memory.data_ptr()][1], dtype=torch.float32)]) == first
+    gpu.reallocate(memory)
+    assert exporter.export([memory.view(torch.float32)]) != first
+
+
+def test_a_freed_allocation_is_not_current(gpu):
+    memory = gpu.allocate(64)
+    exporter = MemoryExporter(0)
+    exporter.export([memory])
+    assert exporter.is_current()
+    gpu._allocations.clear()
+    assert not exporter.is_current()
+
+
+def test_a_storage_of_another_size_is_changed(monkeypatch):
+    """One that was resized to less, and back to more, may be where it was; its tensors may not fit any more."""
+    given = [("w", torch.ones(4))]
+    known = ChangeDetector.of(given, describe(given, trainer_rank=0, global_ranks=(0,)).inputs)
+    assert known.unchanged(given)
+    monkeypatch.setattr(change_detector, "_nbytes", lambda storage: 12)
+    assert not known.unchanged(given)
+
+
+def test_an_emptied_storage_is_refused(gpu):
+    emptied = torch.ones(4)
+    emptied.untyped_storage().resize_(0)
+    with pytest.raises(Unsupported, match="trainer rank 2: head has no memory any more"):
+        MemoryExporter(2).export([some_shards(gpu)[0], emptied], ["norm", "head"])
+
+
+# -- what must have ended before memory is read
+
+
+def test_every_gpu_that_a_shard_is_on_is_waited_for_in_every_update(gpu, monkeypatch):
+    """`torch.cuda.synchronize()` waits for the thread's current GPU only."""
+    tensors = [("a", gpu.allocate(8)), ("b", gpu.allocate(8))]
+    addresses = [tensor.data_ptr() for _, tensor in tensors]
+    devices = {address: torch.device("cuda", number) for number, address in enumerate(addresses)}
+    monkeypatch.setattr(torch.Tensor, "device", property(lambda t: devices.get(t.data_ptr(), CPU)), raising=False)
+    publisher = ShardPublisher(Session.host(), 0, (0,))
+    for _ in range(2):
+        publisher.publish(tensors, check_finite=False)
+    waits = [call for call in gpu.calls if call[0] == "synchronize"]
+    assert waits == [("synchronize", "cuda:0", "cuda:1")] * 2
+    assert gpu.calls.index(waits[0]) < gpu.calls.index(next(c for c in gpu.calls if c[0] == "export"))

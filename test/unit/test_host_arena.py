@@ -1,0 +1,161 @@
+"""Offloaded shards: copied in every update to where they were, read through one mapping, registered with CUDA once."""
+
+import gc
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.trainer.publisher import ShardPublisher
+from sglang_reshard.transports import memory as memory_module
+from sglang_reshard.transports.memory import MemoryExporter, PeerMemory
+from support.gpu_runtime import GPU, one_process_runtime
+
+
+@pytest.fixture
+def gpu():
+    with one_process_runtime() as runtime:
+        yield runtime
+
+
+def shard_in(memory, number, like):
+    return memory.region(number, Region.of(Box.whole(tuple(like.shape))), like.dtype)
+
+
+def some_shards(value=0):
+    flat = torch.arange(24.0) + value
+    fused = torch.arange(6, dtype=torch.bfloat16).view(3, 2).t() + value
+    return [flat[:12].view(3, 4), fused, torch.empty(0, 5), torch.ones(5, dtype=torch.uint8) + value, fused, flat[12:]]
+
+
+def test_offloaded_shards_are_copied_and_stay_as_they_are(gpu):
+    shards = some_shards()
+    exporter = MemoryExporter(0)
+    handles = exporter.export(shards)
+    assert len(handles.storages) == 1
+    assert not any(shard.is_shared() for shard in shards)
+    peer = PeerMemory(0, handles, GPU)
+    for number, shard in enumerate(shards):
+        if shard.numel():
+            assert torch.equal(shard_in(peer, number, shard), shard)
+            assert shard_in(peer, number, shard).device.type == "cpu"
+            assert shard_in(peer, number, shard).data_ptr() % 64 == 0
+    assert handles.shards[1] == handles.shards[4]  # the same memory is copied once
+    peer.close()
+
+
+def test_handles_stay_the_same_and_values_are_new_in_every_update(gpu):
+    publisher = ShardPublisher(Session.host(), 0, (0,))
+    shards = some_shards()
+    first = publisher.publish(named(shards), check_finite=False)
+    peer = PeerMemory(0, publisher._handles, GPU)
+    shards[0].add_(100)  # in place: the list is unchanged
+    second = publisher.publish(named(shards), check_finite=False)
+    assert torch.equal(shard_in(peer, 0, shards[0]), shards[0])
+    anew = some_shards(7)  # offloaded again, to other memory
+    third = publisher.publish(named(anew), check_finite=False)
+    assert torch.equal(shard_in(peer, 1, anew[1]), anew[1])
+    assert first == second == third
+    peer.close()
+    publisher.close()
+
+
+def named(shards):
+    return [(f"t{i}", shard) for i, shard in enumerate(shards)]
+
+
+def test_shards_of_other_shapes_get_another_arena_and_none_is_kept(gpu):
+    exporter = MemoryExporter(0)
+    before = len(os.listdir("/proc/self/fd"))
+    first = exporter.export([torch.ones(3)])
+    second = exporter.export([torch.ones(4)])
+    assert first.storages != second.storages
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    exporter.export([gpu.allocate(16)])  # back on the GPU
+    assert len(os.listdir("/proc/self/fd")) == before
+    exporter.export([torch.ones(3)])
+    exporter.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_too_little_shared_memory_leaves_p2p(gpu, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=100))
+    handles = MemoryExporter(3).export([torch.ones(100)])
+    assert handles.storages == ()
+    assert handles.reason.startswith("trainer rank 3 has to move 448 bytes of shards into shared memory, but /dev/shm")
+
+
+def test_shards_on_the_gpu_and_in_host_memory_are_handed_over_together(gpu):
+    shards = [torch.arange(3.0), gpu.allocate(12).view(torch.float32).fill_(5), torch.arange(4.0)]
+    exporter = MemoryExporter(0)
+    handles = exporter.export(shards)
+    assert [type(handle).__name__ for handle in handles.storages] == ["GpuAllocation", "ShmStorage"]
+    peer = PeerMemory(0, handles, GPU)
+    assert all(torch.equal(shard_in(peer, number, shard), shard) for number, shard in enumerate(shards))
+    peer.close()
+
+
+def test_pinned_shards_are_copied_whoever_has_them_and_the_others_are_moved_in_place():
+    """Moved in place they would be pageable from then on."""
+    with one_process_runtime(uses_gpu=False) as runtime:
+        pinned, pageable = torch.ones(3), torch.ones(4)
+        runtime.pinned = {pinned.data_ptr()}
+        exporter = MemoryExporter(0)
+        handles = exporter.export([pinned, pageable])
+        assert (pinned.is_shared(), pageable.is_shared()) == (False, True)
+        peer = PeerMemory(0, handles, torch.device("cpu"))
+        assert torch.equal(shard_in(peer, 1, pageable), pageable)
+        assert torch.equal(shard_in(peer, 0, pinned), pinned)
+        assert not runtime.registered
+        peer.close()
+
+
+def test_host_memory_is_registered_as_long_as_it_is_mapped(gpu):
+    exporter = MemoryExporter(0)
+    peer = PeerMemory(0, exporter.export([torch.ones(2000)]), GPU)
+    (address,) = gpu.registered
+    assert gpu.registered[address] == 8192  # whole pages
+    assert shard_in(peer, 0, torch.ones(2000)).data_ptr() == address
+    peer.close()
+    assert not gpu.registered
+
+
+def test_where_the_host_cannot_register_memory_it_is_read_all_the_same(gpu, told):
+    memory_module._warn_unregistered.cache_clear()
+    gpu.can_register = False
+    exporter = MemoryExporter(0)
+    handles = exporter.export([torch.arange(3.0)])
+    for _ in range(2):
+        peer = PeerMemory(0, handles, GPU)
+        assert shard_in(peer, 0, torch.empty(3)).tolist() == [0, 1, 2]
+        peer.close()
+    assert len([r for r in told.records if "cannot be registered with CUDA" in r.message]) == 1
+
+
+def test_nothing_is_copied_before_the_way_to_the_host_has_ended(gpu, monkeypatch):
+    """`tensor.to("cpu", non_blocking=True)` returns before the values are there."""
+    shard = torch.zeros(3)
+
+    def arrive(devices):
+        assert GPU in devices
+        shard.fill_(6)
+
+    monkeypatch.setattr(gpu, "synchronize", arrive)
+    publisher = ShardPublisher(Session.host(), 0, (0,))
+    publisher.publish([("w", shard)], check_finite=False)
+    peer = PeerMemory(0, publisher._handles, GPU)
+    assert shard_in(peer, 0, shard).tolist() == [6.0] * 3
+    peer.close()
+    publisher.close()
+
+
+def test_a_freed_storage_is_refused_by_name(gpu):
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(Unsupported, match="trainer rank 3: w has no memory any more"):
+        MemoryExporter(3).export([freed], ["w"])
