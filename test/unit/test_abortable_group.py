@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from sglang_reshard.errors import ReshardError
+from sglang_reshard.errors import DeadlineExceeded, ReshardError
 from sglang_reshard.transports.communicator import BroadcastCommunicators
 from support.sent import CPU, connected
 
@@ -94,13 +94,15 @@ def test_abort_ends_the_wait_for_half_a_message(verb):
     assert not data[-1]
     threading.Timer(0.5, communicator.close).start()
     begun = time.monotonic()
-    with pytest.raises(ReshardError, match="engine rank 0 stopped waiting for trainer rank 0: the process group was aborted"):
+    with pytest.raises(
+        ReshardError, match="engine rank 0 stopped waiting for trainer rank 0: the process group was aborted"
+    ):
         pending.wait()
     assert time.monotonic() - begun < SOON_S
 
 
-def groups_at(store, rank):
-    groups = BroadcastCommunicators(rank, CPU, timeout_s=60, epoch=1)
+def groups_at(store, rank, timeout_s=60):
+    groups = BroadcastCommunicators(rank, CPU, timeout_s, epoch=1)
     groups.use_store(store)
     return groups
 
@@ -129,3 +131,30 @@ def test_abort_ends_the_wait_for_half_a_broadcast():
         group.wait(work)
     del groups, group, work  # gloo's own end of a group waits for its threads
     assert time.monotonic() - begun < SOON_S
+
+
+def connect_and_stay(port, told):
+    groups = groups_at(store_at(port), 0, timeout_s=10)
+    groups.get((0, 1))
+    told.recv()
+
+
+def test_a_broadcast_ends_at_its_deadline_and_names_the_others():
+    store, (ours, theirs) = store_at(0, hosts=True), CONTEXT.Pipe()
+    silent = CONTEXT.Process(target=connect_and_stay, args=(store.port, theirs), daemon=True)
+    silent.start()
+    group = groups_at(store, 1, timeout_s=10).get((0, 1))
+    group.timeout_s = 0.5
+    work = group.broadcast(torch.zeros(8, dtype=torch.uint8), 0)
+    begun = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="engine rank 1 could not finish a broadcast with engine rank 0 within"):
+        group.wait(work)
+    assert time.monotonic() - begun < SOON_S
+    ours.send("end")
+    silent.join(10)
+
+
+def test_a_rank_that_does_not_come_to_a_broadcast_group_is_named():
+    groups = groups_at(store_at(0, hosts=True), 1, timeout_s=0.5)
+    with pytest.raises(DeadlineExceeded, match="engine rank 1 waited 0 s for engine rank 0 to connect"):
+        groups.get((0, 1))

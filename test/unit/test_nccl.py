@@ -1,0 +1,338 @@
+"""NCCL groups end no process, change no environment, and block nothing that a deadline or an abort does not end."""
+
+import os
+import threading
+import time
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sglang_reshard.errors import DeadlineExceeded
+from sglang_reshard.gpu import runtime as gpu
+from sglang_reshard.transports.abortable_group import PeerDisconnected
+from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicator, P2pCommunicators
+from sglang_reshard.transports.nccl import changed_environment
+
+GPU = torch.device("cuda", 0)
+DATA = torch.zeros(8, dtype=torch.uint8)
+OPTIONS = {"members": [0, 1], "trainer_ranks": 1, "backend": "nccl", "device": GPU, "timeout_s": 0.5}
+LATE_S = 4.0  # of a busy host, beside the second of grace
+
+
+class FakeWork:
+    def __init__(self, pg):
+        self.pg = pg
+
+    def is_completed(self):
+        return self.pg.finished.is_set() or self.pg.aborted.is_set()  # as the kernel of an aborted operation
+
+    def wait(self):
+        assert self.is_completed(), "it would block for as long as the group's timeout"
+        if self.pg.error:
+            raise RuntimeError(self.pg.error)
+
+
+class FakeNccl:
+    """torch's ProcessGroupNCCL as far as it is used. Blocks where that does, and in threads that may be left behind."""
+
+    made: ClassVar[list["FakeNccl"]] = []
+    fails = ""  # the call that raises
+
+    def __init__(self, store, rank, size, options):
+        self.environment, self.options = dict(os.environ), options
+        self.connected, self.finished, self.aborted = (threading.Event() for _ in range(3))
+        self.may_abort = threading.Event()
+        self.may_abort.set()
+        self.error, self.calls, self.environments = "", [], {}
+        FakeNccl.made.append(self)
+        time.sleep(0.01)
+        self.note("made")
+
+    def note(self, name):
+        self.calls.append((name, threading.get_ident()))
+        self.environments[name] = dict(os.environ)
+        if FakeNccl.fails == name:
+            raise RuntimeError(f"{name} failed")
+
+    def eager_connect_single_device(self, device):
+        self.note("eager")
+
+    def _comm_ptr(self):
+        while not self.connected.wait(0.01):  # not ended by `abort`, which waits for it
+            pass
+        self.note("ready")
+        return 1
+
+    def _start_coalescing(self):
+        self.note("start")
+
+    def send(self, tensors, peer, tag):
+        self.note("send")
+
+    def recv(self, tensors, peer, tag):
+        self.note("recv")
+
+    def _end_coalescing(self):
+        self.note("end")
+        return FakeWork(self)
+
+    def broadcast(self, tensors, options):
+        self.note("broadcast")
+        return FakeWork(self)
+
+    def abort(self):
+        self.note("abort")
+        self.aborted.set()
+        self.may_abort.wait(20)
+
+
+class OneGpu(gpu.CudaRuntime):
+    """Says that `GPU` is one, and in which threads its stream was adopted."""
+
+    def is_gpu(self, device):
+        return device.type == "cuda"
+
+    def adopt_stream(self, device):
+        return lambda: None
+
+
+@pytest.fixture(autouse=True)
+def nccl(monkeypatch):
+    monkeypatch.setattr(FakeNccl, "made", [])
+    monkeypatch.setattr(FakeNccl, "fails", "")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl)
+    options = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace(blocking=None, max_ctas=None)))
+    monkeypatch.setattr(FakeNccl, "Options", options.Options, raising=False)
+    before = gpu.runtime()
+    gpu.use(OneGpu())
+    yield FakeNccl
+    gpu.use(before)
+
+
+def store_with_peers(entered=True, peers=1):
+    """A store in which the other members have set what they set."""
+    store = dist.HashStore()
+    for rank in range(1, peers + 1):
+        store.set(f"joined/{rank}", "")
+        if entered:
+            store.add("entered", 1)
+    return store
+
+
+def soon(condition):
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def connected(**changes):
+    """A communicator whose other member does whatever is necessary."""
+    communicator = P2pCommunicator(peer_id=0, **(OPTIONS | changes))
+    threading.Thread(
+        target=lambda: (soon(lambda: FakeNccl.made), FakeNccl.made[0].connected.set()), daemon=True
+    ).start()
+    communicator.connect(store_with_peers(peers=len(changes.get("members", "ab")) - 1))
+    return communicator, FakeNccl.made[0]
+
+
+def test_it_is_made_without_a_watchdog_and_does_not_block():
+    before = dict(os.environ)
+    _, pg = connected()
+    assert pg.environment["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    assert pg.options.config.blocking == 0
+    assert 8 * pg.options.config.max_ctas <= 132, "eight communicators at once on an H100"
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("value", [None, "0", "1"])
+def test_the_environment_is_as_before_also_when_it_cannot_be_made(monkeypatch, value):
+    if value is not None:
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", value)
+    before = dict(os.environ)
+    monkeypatch.setattr(FakeNccl, "fails", "made")
+    with pytest.raises(RuntimeError, match="made failed"):
+        P2pCommunicator(peer_id=0, **OPTIONS).connect(store_with_peers())
+    assert dict(os.environ) == before
+
+
+def test_threads_change_the_environment_one_after_the_other():
+    before, inside, most = dict(os.environ), [], []
+
+    def change(number):
+        with changed_environment({"TORCH_NCCL_BLOCKING_WAIT": str(number)}):
+            inside.append(number)
+            most.append(len(inside))
+            time.sleep(0.005)
+            assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == str(number)
+            inside.pop()
+
+    threads = [threading.Thread(target=change, args=(n,)) for n in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 20
+    assert dict(os.environ) == before
+
+
+def test_a_rank_that_does_not_connect_is_named_at_the_deadline():
+    begun = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="trainer rank 0 could not connect to engine rank 0 within"):
+        P2pCommunicator(peer_id=0, **OPTIONS).connect(store_with_peers())
+    assert time.monotonic() - begun < OPTIONS["timeout_s"] + LATE_S
+    (pg,) = FakeNccl.made
+    assert pg.aborted.is_set()
+
+
+@pytest.mark.parametrize("entered", [True, False])
+def test_connecting_ends_when_another_thread_aborts(entered):
+    """Both while members come, when NCCL can be aborted, and while torch waits for NCCL, when it cannot."""
+    communicator = P2pCommunicator(peer_id=0, **(OPTIONS | {"timeout_s": 60}))
+    threading.Timer(0.2, communicator.abort).start()
+    begun = time.monotonic()
+    with pytest.raises(PeerDisconnected, match="trainer rank 0 stopped waiting for engine rank 0"):
+        communicator.connect(store_with_peers(entered))
+    assert time.monotonic() - begun < LATE_S
+    assert FakeNccl.made[0].aborted.is_set()
+    with pytest.raises(PeerDisconnected):
+        communicator.send([(1, DATA)])
+
+
+def test_what_was_aborted_before_it_connects_does_not_connect():
+    communicator = P2pCommunicator(peer_id=0, **OPTIONS)
+    communicator.abort()
+    with pytest.raises(PeerDisconnected, match="stopped waiting"):
+        communicator.connect(store_with_peers())
+    soon(lambda: all(pg.aborted.is_set() for pg in FakeNccl.made))
+
+
+def test_operations_are_started_together_in_a_thread_of_their_own():
+    """A failure would leave the thread within NCCL's group: nothing that it starts later would be launched."""
+    communicator, pg = connected(members=[0, 1, 2])
+    pending = communicator.send([(1, DATA), (2, DATA)])
+    started = [call for call in pg.calls if call[0] in ("start", "send", "end")]
+    assert [name for name, _ in started] == ["start", "send", "send", "end"]
+    assert len({thread for _, thread in started} - {threading.get_ident()}) == 1
+    pg.finished.set()
+    pending.wait()
+    assert not communicator.pending
+
+
+def test_a_failure_to_start_is_an_error_of_this_rank(monkeypatch):
+    communicator, _ = connected()
+    monkeypatch.setattr(FakeNccl, "fails", "send")
+    with pytest.raises(
+        PeerDisconnected, match=r"trainer rank 0 could not send a message to engine rank 0: .*send failed"
+    ):
+        communicator.send([(1, DATA)])
+
+
+@pytest.mark.parametrize("verb", ["send", "receive"])
+def test_a_wait_ends_at_the_deadline_and_names_the_rank(verb):
+    communicator, _ = connected()
+    pending = getattr(communicator, verb)([(1, DATA)])
+    begun = time.monotonic()
+    with pytest.raises(
+        DeadlineExceeded, match=f"trainer rank 0 could not {verb} a message (to|from) engine rank 0 within"
+    ):
+        pending.wait()
+    assert time.monotonic() - begun < OPTIONS["timeout_s"] + LATE_S
+
+
+def test_an_operation_that_failed_is_an_error_of_this_rank_and_the_process_lives():
+    communicator, pg = connected()
+    pending = communicator.send([(1, DATA)])
+    pg.error = "ncclRemoteError"
+    pg.finished.set()
+    with pytest.raises(PeerDisconnected, match="ncclRemoteError"):
+        pending.wait()
+
+
+def test_an_aborted_operation_has_not_succeeded_though_its_kernel_has_ended():
+    communicator, _ = connected(timeout_s=60)
+    pending = communicator.receive([(1, DATA)])
+    threading.Timer(0.1, communicator.abort).start()
+    with pytest.raises(PeerDisconnected, match="aborted"):
+        pending.wait()
+
+
+def test_closing_with_messages_pending_aborts_and_returns_though_nccl_does_not():
+    communicator, pg = connected()
+    pg.may_abort.clear()
+    communicator.send([(1, DATA)])
+    begun = time.monotonic()
+    communicator.close()
+    assert pg.aborted.is_set()
+    assert time.monotonic() - begun < LATE_S
+    pg.may_abort.set()
+
+
+def test_closing_without_waits_for_nobody():
+    communicator, pg = connected()
+    pg.may_abort.clear()
+    begun = time.monotonic()
+    communicator.close()
+    assert time.monotonic() - begun < 0.5
+    soon(pg.aborted.is_set)
+    pg.may_abort.set()
+
+
+def test_an_abort_does_not_ask_the_users_groups_to_end_the_process(monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_EXTRA_DUMP_ON_EXEC", "1")
+    communicator, pg = connected()
+    communicator.abort()
+    assert pg.environments["abort"]["TORCH_NCCL_EXTRA_DUMP_ON_EXEC"] == "0"
+    assert os.environ["TORCH_NCCL_EXTRA_DUMP_ON_EXEC"] == "1"
+
+
+def test_a_broadcast_group_is_connected_before_it_is_used_and_its_waits_are_bounded():
+    groups = BroadcastCommunicators(0, GPU, 0.5, epoch=1)
+    store = dist.HashStore()
+    groups.use_store(store)
+    own = dist.PrefixStore("0,1", dist.PrefixStore("broadcast/1", store))
+    own.set("joined/1", "")
+    own.add("entered", 1)
+    threading.Thread(
+        target=lambda: (soon(lambda: FakeNccl.made), FakeNccl.made[0].connected.set()), daemon=True
+    ).start()
+    group = groups.get((0, 1))
+    (pg,) = FakeNccl.made
+    assert [name for name, _ in pg.calls] == ["made", "eager", "ready"]
+    assert pg.environment["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    work = group.broadcast(DATA, 0)
+    with pytest.raises(DeadlineExceeded, match="engine rank 0 could not finish a broadcast with engine rank 1 within"):
+        group.wait(work)
+    groups.close()
+    assert pg.aborted.is_set()
+
+
+def test_a_rank_goes_through_its_communicators_in_their_order():
+    groups = ((0, 3), (0, 1, 4), (0, 5))
+    options = {"trainer_ranks": 3, "backend": "nccl", "device": GPU, "timeout_s": 5.0}
+    communicators = P2pCommunicators(groups, peer_id=0, **options)
+    store = dist.HashStore()
+    for number, members in enumerate(groups):
+        of_group = dist.PrefixStore(str(number), store)
+        for rank in range(1, len(members)):
+            of_group.set(f"joined/{rank}", "")
+            of_group.add("entered", 1)
+
+    def connect_all():
+        for number in range(len(groups)):
+            soon(lambda number=number: len(FakeNccl.made) > number)
+            FakeNccl.made[number].connected.set()
+
+    threading.Thread(target=connect_all, daemon=True).start()
+    communicators.connect(store)
+    pending = communicators.send([(5, DATA), (4, DATA), (3, DATA)])
+    sent = [pg.environments.get("end") is not None for pg in FakeNccl.made]
+    assert sent == [True] * 3
+    for pg in FakeNccl.made:
+        pg.finished.set()
+    pending.wait()
+    communicators.abort()
+    assert all(pg.aborted.is_set() for pg in FakeNccl.made)

@@ -1,0 +1,97 @@
+"""A transfer over several communicators delivers every byte, and an abort or a failure in one of them ends all waits.
+
+Two engine ranks are said to share a GPU, so that each gets a communicator of its own; messages go through gloo.
+"""
+
+import multiprocessing
+import os
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.plan import strategy
+from sglang_reshard.plan.p2p_groups import plan_p2p_groups
+from sglang_reshard.transports.communicator import P2pCommunicators
+from support.sent import CPU
+from support.world import run_world
+from test_p2p import MIB, serve, train
+from test_p2p_mishaps import serve_through_a_mishap, train_through_a_mishap
+
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def share_a_gpu():
+    def groups(topology, per_round):
+        trainers, engines = per_round.shape
+        found = plan_p2p_groups(per_round, [RankDevice()] * trainers, [RankDevice("GPU-0")] * engines, ["a"] * engines)
+        assert len(found) == engines
+        return found
+
+    strategy._communicators = groups
+
+
+def train_in_groups(trainer, *arguments):
+    return train(trainer, *arguments)
+
+
+def serve_in_groups(*arguments):
+    share_a_gpu()
+    return serve(*arguments)
+
+
+@pytest.mark.parametrize("bucket_bytes", [256, MIB])
+def test_what_is_sent_over_several_communicators_is_exact(bucket_bytes):
+    transfers, served = run_world(2, 2, train_in_groups, serve_in_groups, (2,), "tp", torch.float32, bucket_bytes, 3)
+    assert [differing for differing, _ in served] == [[], []]
+    assert transfers == [[transfers[0][0]] * 3] * 2, "connections are kept"
+
+
+def fail_in_groups(*arguments):
+    share_a_gpu()
+    return serve_through_a_mishap(*arguments)
+
+
+@pytest.mark.parametrize("mishap", ["trainer", "engine"])
+def test_a_failure_in_one_communicator_is_told_to_all_and_the_next_update_heals_it(mishap):
+    told, exact = run_world(2, 2, train_through_a_mishap, fail_in_groups, mishap)
+    assert told[0] == told[1]
+    assert (told[0][0], told[0][2]) == (True, True)
+    assert "stumbled" in told[0][1]
+    assert exact == [True, True]
+
+
+GROUPS = ((0, 1), (0, 2))
+OPTIONS = {"trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 60}
+
+
+def receive_nothing(port, peer_id):
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    communicators = P2pCommunicators(GROUPS, peer_id=peer_id, **OPTIONS)
+    communicators.connect(store)
+    begun = time.monotonic()
+    with pytest.raises(ReshardError):
+        communicators.receive([(0, torch.zeros(8, dtype=torch.uint8))]).wait()
+    os._exit(0 if time.monotonic() - begun < 10 else 1)
+
+
+def test_an_abort_ends_the_waits_in_all_of_them():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    peers = [CONTEXT.Process(target=receive_nothing, args=(store.port, peer), daemon=True) for peer in (1, 2)]
+    for peer in peers:
+        peer.start()
+    communicators = P2pCommunicators(GROUPS, peer_id=0, **OPTIONS)
+    communicators.connect(store)
+    pending = communicators.receive([(1, torch.zeros(8, dtype=torch.uint8)), (2, torch.zeros(8, dtype=torch.uint8))])
+    threading.Timer(0.3, communicators.abort).start()
+    begun = time.monotonic()
+    with pytest.raises(ReshardError, match="trainer rank 0 (stopped waiting|could not receive)"):
+        pending.wait()
+    assert time.monotonic() - begun < 5
+    for peer in peers:
+        peer.join(20)
+    assert [peer.exitcode for peer in peers] == [0, 0]
