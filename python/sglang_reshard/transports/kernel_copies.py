@@ -30,23 +30,25 @@ class KernelCopies:
 
         All of them are left, with a warning, on a host that has no Triton or on which it cannot compile.
         """
-        try:
-            # Where nothing runs on a GPU, Triton is not imported.
-            from sglang_reshard.transports.copy_kernel import compile_kernel
-
-            reachable = [all(runtime().reachable_by_kernels(tensor, device) for tensor in pair) for pair in pairs]
-            found, rest = launches_of(itertools.compress(pairs, reachable), tiling)
-            with runtime().using(device):
-                for launch in found:
-                    compile_kernel(launch.kind, device)
-            runtime().synchronize([device])
-        except Exception as error:  # Triton's, a C compiler's, the file system's that it keeps its kernels in
-            logger.warning("copies run one by one on %s, and slowly, as Triton cannot be used: %s", device, error)
+        reachable = [all(runtime().reachable_by_kernels(tensor, device) for tensor in pair) for pair in pairs]
+        found, rest = launches_of(itertools.compress(pairs, reachable), tiling)
+        if not found:
             return cls(device, ()), list(pairs)
         on_device = tuple(
             (launch.kind, torch.from_numpy(launch.boxes).to(device), torch.from_numpy(launch.tiles).to(device))
             for launch in found
         )
+        try:
+            # Where nothing runs on a GPU, Triton is not imported.
+            from sglang_reshard.transports.copy_kernel import compile_kernel
+
+            with runtime().using(device):
+                for launch in found:
+                    compile_kernel(launch.kind, device)
+            runtime().synchronize([device])  # tables may be used in another stream
+        except Exception as error:  # Triton's, a C compiler's, the file system's that it keeps its kernels in
+            logger.warning("copies run one by one on %s, and slowly, as Triton cannot be used: %s", device, error)
+            return cls(device, ()), list(pairs)
         return cls(device, on_device), rest + [pair for pair, is_so in zip(pairs, reachable, strict=True) if not is_so]
 
     @property
