@@ -102,6 +102,21 @@ fuzz: setup
 	$(BIN)/python -m benchmark.fuzz --cases $(CASES)
 	$(BIN)/python -m benchmark.pages fuzz
 
+# What only a GPU can show, in ten minutes on one H200; see docs/results/gpu.md. It needs torch 2.11 with CUDA and
+# Triton and no SGLang: where this checkout has no environment, the host's own Python runs it. Without a GPU it is
+# rehearsed on virtual ones, and says so. GPU_ARGS="--only 8 replay" for a part.
+GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
+.PHONY: test-gpu gpu-bundle
+test-gpu:
+	PYTHONPATH=python $(GPU_PYTHON) -m benchmark.gpu $(GPU_ARGS)
+	$(if $(wildcard $(BIN)/python),$(BIN)/python -m benchmark.pages gpu)
+
+# The same for a host without a network: build/gpu-bundle.tar.gz has the files of the commit, and the packages that
+# torch does not bring with it, for Python GPU_VERSION. There: unpack it and run make test-gpu.
+GPU_VERSION ?= 3.12
+gpu-bundle: setup
+	$(BIN)/python -m benchmark.gpu.bundle --python $(GPU_VERSION)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -178,6 +178,50 @@ def test_all(path: Path) -> str:
     return "\n".join(lines)
 
 
+def gpu(path: Path) -> str:
+    """A row for each item of the battery, with its figures."""
+    if not path.exists():
+        return f"No run is recorded: `make test-gpu` on a host with a GPU writes benchmark/results/{path.name}."
+    head, rows = results.load(path)
+    host = head["host"]
+    lines = [
+        f"{_measured_by(head, path)}, driver {host['driver']}, torch {host['torch']}, NCCL {host['nccl']}, commit "
+        f"{head['commit']}: {head['verdict']}.",
+        "",
+        "| item | | expected | verdict | s | seen |",
+        "|---:|---|---|---|---:|---|",
+    ]
+    for row in rows:
+        verdict = f"{row['verdict']}: {row['why']}" if row["why"] else row["verdict"]
+        cells = [
+            str(row["number"]),
+            row["name"],
+            row["expected"],
+            verdict,
+            f"{row['seconds']:.1f}",
+            _figures(row["seen"]),
+        ]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _figures(seen: dict[str, Any]) -> str:
+    """Returns an item's figures as "name value", nested ones in parentheses."""
+    parts = []
+    for name, value in seen.items():
+        text = f"({_figures(value)})" if isinstance(value, dict) else _figure(value)
+        parts.append(f"{name.replace('_', ' ')} {text}")
+    return "; ".join(parts)
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_figure, value[:4])) + (", ..." if len(value) > 4 else "") or "none"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
 TABLES: dict[str, Table] = {
     "costs": Table("README.md", results.BENCH, lambda path: tables.costs(*results.load(path))),
     "benchmark": Table("docs/results/benchmark.md", results.BENCH, lambda path: tables.markdown(*results.load(path))),
@@ -187,6 +231,7 @@ TABLES: dict[str, Table] = {
     "verl": Table("docs/results/verl.md", results.FOLDER / "verl.json", verl),
     "faults": Table("docs/results/faults.md", results.FOLDER / "faults.json", faults),
     "fuzz": Table("docs/results/fuzz.md", results.FOLDER / "fuzz.json", fuzz),
+    "gpu": Table("docs/results/gpu.md", results.FOLDER / "gpu.json", gpu),
     "soak": Table("docs/results/soak.md", results.FOLDER / "soak.json", soak),
     "test-all": Table("docs/results/test-all.md", results.FOLDER / "test-all.json", test_all),
 }

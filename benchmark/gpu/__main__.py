@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def _run(options: argparse.Namespace, folder: str) -> int:
     import msgspec
 
     from benchmark.gpu import facts, items, runner
+    from benchmark.gpu.item import Row
     from benchmark.gpu.place import Place
 
     place = Place("battery", folder, start="spawn" if options.spawn else "fork")
@@ -49,20 +51,20 @@ def _run(options: argparse.Namespace, folder: str) -> int:
     found = facts.of(place)
     begin = time.monotonic()
     print(json.dumps({"host": found}), flush=True)
-    rows = []
+    path = options.out or (None if folder else facts.RESULTS)
+    command = " ".join(["python -m benchmark.gpu", *sys.argv[1:]])
+    rows: list[Row] = []
     for row in runner.run(chosen, place, found["count"]):
         rows.append(row)
         print(json.dumps(msgspec.to_builtins(row)), flush=True)
+        if path:  # after each, should something end this one
+            facts.save(path, found, rows, command, _verdict(rows, bool(folder)))
     verdict = _verdict(rows, bool(folder))
     print(json.dumps({"verdict": verdict, "seconds": round(time.monotonic() - begin, 1)}), flush=True)
-    if not folder or options.out:
-        facts.save(
-            options.out or facts.RESULTS, found, rows, " ".join(["python -m benchmark.gpu", *sys.argv[1:]]), verdict
-        )
     return 1 if any(row.verdict == "fail" for row in rows) else 0
 
 
-def _verdict(rows: list[Any], rehearsed: bool) -> str:
+def _verdict(rows: Sequence[Any], rehearsed: bool) -> str:
     counts = {kind: sum(row.verdict == kind for row in rows) for kind in ("pass", "fail", "skipped")}
     text = f"{counts['pass']} passed, {counts['fail']} failed, {counts['skipped']} skipped"
     failed = ", ".join(row.name for row in rows if row.verdict == "fail")

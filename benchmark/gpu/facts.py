@@ -38,7 +38,7 @@ def _here(here: Here) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB),
         "count": torch.cuda.device_count(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
     }

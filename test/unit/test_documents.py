@@ -199,6 +199,7 @@ RUN_BY = {
     r"make test-newest": "test/engine/live/test_newest.py",
     r"make fuzz|python -m benchmark\.fuzz .*": "test/fuzz/test_frames.py",
     r"make soak|python -m benchmark\.soak .*": "test/engine/live/test_soak_short.py",
+    r"make (test-gpu|gpu-bundle)( .*)?|python -m benchmark\.gpu(\.record)?( .*)?": "test/unit/test_gpu_battery.py",
     r"make bench.*|python -m benchmark(\.\w+)?( .*)?": "test/unit/test_benchmark.py",
     r"make lock|pip (install|uninstall) .*|make (wheel|fork|test-fork)( .*)?": "test/engine/release/test_fork.py",
     r"sglang-reshard plan( .*)?": "test/engine/forecast/test_presets.py",
