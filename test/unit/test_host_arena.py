@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box, Region
@@ -55,6 +56,7 @@ def test_handles_stay_the_same_and_values_are_new_in_every_update(gpu):
     peer = PeerMemory(0, publisher._handles, GPU)
     shards[0].add_(100)  # in place: the list is unchanged
     second = publisher.publish(named(shards), check_finite=False)
+    assert second is first
     assert torch.equal(shard_in(peer, 0, shards[0]), shards[0])
     anew = some_shards(7)  # offloaded again, to other memory
     third = publisher.publish(named(anew), check_finite=False)
@@ -66,6 +68,17 @@ def test_handles_stay_the_same_and_values_are_new_in_every_update(gpu):
 
 def named(shards):
     return [(f"t{i}", shard) for i, shard in enumerate(shards)]
+
+
+def test_the_arena_keeps_no_shard_alive(gpu):
+    publisher = ShardPublisher(Session.host(), 0, (0,))
+    shards = some_shards()
+    kept = [StorageWeakRef(shard.untyped_storage()) for shard in shards if shard.numel()]
+    publisher.publish(named(shards), check_finite=False)
+    del shards
+    gc.collect()
+    assert all(storage.expired() for storage in kept)
+    publisher.close()
 
 
 def test_shards_of_other_shapes_get_another_arena_and_none_is_kept(gpu):

@@ -77,6 +77,7 @@ class ShardPublisher:
             return self._published
         assert self._published is not None  # the first call publishes
         runtime().synchronize(self._published.devices)
+        self._memory.refresh()
         return self._published
 
     def shards(self, named_tensors: NamedTensors | torch.nn.Module) -> tuple[torch.Tensor, ...]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.transports.shm import allocate_shared, check_free_shm
 
 _ALIGNMENT = 64  # bytes
@@ -50,6 +51,8 @@ class HostArena:
             arena[begin : begin + place.nbytes].view(place.dtype).view(place.shape)
             for begin, place in zip(begins, self._places, strict=True)
         ]
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
 
     def fits(self, shards: Sequence[torch.Tensor]) -> bool:
         return self._places == _places(shards)
@@ -57,8 +60,29 @@ class HostArena:
     def refresh(self, shards: Sequence[torch.Tensor]) -> None:
         """Copies shards that fit."""
         distinct = [number for number, place in enumerate(self._places) if place.first == number]
+        self._targets = [self.copies[number] for number in distinct]
+        self._sources = _without_owner([shards[number] for number in distinct])
+        self.refresh_again()
+
+    def refresh_again(self) -> None:
+        """Copies the shards that were copied last, once more. Their memory must not have been freed or moved since."""
         with torch.inference_mode():
-            torch._foreach_copy_([self.copies[i] for i in distinct], [shards[i] for i in distinct])
+            torch._foreach_copy_(self._targets, self._sources)
+
+
+def _without_owner(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the same views of the same memory, which do not keep it alive: a trainer may offload or free it."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    views = []
+    for shard in shards:
+        owner = shard.untyped_storage()
+        storage = storages.get(owner.data_ptr())
+        if storage is None:
+            storage = runtime().storage(owner.data_ptr(), owner.nbytes(), shard.device)
+            storages[owner.data_ptr()] = storage
+        view = torch.empty(0, dtype=shard.dtype)
+        views.append(view.set_(storage, int(shard.storage_offset()), shard.shape, shard.stride()))
+    return views
 
 
 def _places(shards: Sequence[torch.Tensor]) -> list[_Place]:

@@ -127,8 +127,13 @@ class MemoryExporter:
         return Handles(tuple(storages), tuple(views))
 
     def is_current(self) -> bool:
-        """Returns whether the last handles are still right for the same tensors, and nothing has to be copied."""
-        return self._arena is None and self._gpu.is_current()
+        """Returns whether the last handles are still right for shards whose storages are the same as then."""
+        return self._gpu.is_current()
+
+    def refresh(self) -> None:
+        """Copies the values that shards in the arena have now. Their storages must be those of the last export."""
+        if self._arena is not None:
+            self._arena.refresh_again()
 
     def close(self) -> None:
         self._moved, self._gpu, self._arena = {}, GpuExporter(), None
