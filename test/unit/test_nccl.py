@@ -16,7 +16,7 @@ from sglang_reshard.transports.abortable_group import PeerDisconnected
 from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicator, P2pCommunicators
 from sglang_reshard.transports.nccl import changed_environment
 
-GPU = torch.device("cuda", 0)
+GPU = torch.device("meta")  # memory that is not the host's
 DATA = torch.zeros(8, dtype=torch.uint8)
 OPTIONS = {"members": [0, 1], "trainer_ranks": 1, "backend": "nccl", "device": GPU, "timeout_s": 0.5}
 LATE_S = 4.0  # of a busy host, beside the second of grace
@@ -93,7 +93,7 @@ class OneGpu(gpu.CudaRuntime):
     """Says that `GPU` is one, and in which threads its stream was adopted."""
 
     def is_gpu(self, device):
-        return device.type == "cuda"
+        return device == GPU
 
     def adopt_stream(self, device):
         return lambda: None
@@ -127,6 +127,18 @@ def soon(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def connect_all(count):
+    """Lets NCCL connect the groups that are made, in a thread; what is given to the first time is done at once."""
+
+    def run():
+        for number in range(count):
+            soon(lambda number=number: len(FakeNccl.made) > number)
+            FakeNccl.made[number].finished.set()
+            FakeNccl.made[number].connected.set()
+
+    threading.Thread(target=run, daemon=True).start()
 
 
 def connected(**changes):
@@ -290,19 +302,19 @@ def test_an_abort_does_not_ask_the_users_groups_to_end_the_process(monkeypatch):
 
 
 def test_a_broadcast_group_is_connected_before_it_is_used_and_its_waits_are_bounded():
-    groups = BroadcastCommunicators(0, GPU, 0.5, epoch=1)
+    groups = BroadcastCommunicators(0, GPU, 5.0, epoch=1)
     store = dist.HashStore()
     groups.use_store(store)
     own = dist.PrefixStore("0,1", dist.PrefixStore("broadcast/1", store))
     own.set("joined/1", "")
     own.add("entered", 1)
-    threading.Thread(
-        target=lambda: (soon(lambda: FakeNccl.made), FakeNccl.made[0].connected.set()), daemon=True
-    ).start()
+    connect_all(1)
     group = groups.get((0, 1))
     (pg,) = FakeNccl.made
-    assert [name for name, _ in pg.calls] == ["made", "eager", "ready"]
+    assert [name for name, _ in pg.calls] == ["made", "eager", "ready", "broadcast"]
     assert pg.environment["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    pg.finished.clear()
+    group.timeout_s = 0.5
     work = group.broadcast(DATA, 0)
     with pytest.raises(DeadlineExceeded, match="engine rank 0 could not finish a broadcast with engine rank 1 within"):
         group.wait(work)
@@ -313,7 +325,7 @@ def test_a_broadcast_group_is_connected_before_it_is_used_and_its_waits_are_boun
 def test_a_rank_goes_through_its_communicators_in_their_order():
     groups = ((0, 3), (0, 1, 4), (0, 5))
     options = {"trainer_ranks": 3, "backend": "nccl", "device": GPU, "timeout_s": 5.0}
-    communicators = P2pCommunicators(groups, peer_id=0, **options)
+    communicators = P2pCommunicators(groups, peer_id=0, peers=(3, 4, 5), **options)
     store = dist.HashStore()
     for number, members in enumerate(groups):
         of_group = dist.PrefixStore(str(number), store)
@@ -321,18 +333,14 @@ def test_a_rank_goes_through_its_communicators_in_their_order():
             of_group.set(f"joined/{rank}", "")
             of_group.add("entered", 1)
 
-    def connect_all():
-        for number in range(len(groups)):
-            soon(lambda number=number: len(FakeNccl.made) > number)
-            FakeNccl.made[number].connected.set()
-
-    threading.Thread(target=connect_all, daemon=True).start()
+    connect_all(len(groups))
     communicators.connect(store)
+    order = [
+        (name, number) for number, pg in enumerate(FakeNccl.made) for name, _ in pg.calls if name in ("ready", "end")
+    ]
+    assert order == [("ready", 0), ("end", 0), ("ready", 1), ("end", 1), ("ready", 2), ("end", 2)]
     pending = communicators.send([(5, DATA), (4, DATA), (3, DATA)])
-    sent = [pg.environments.get("end") is not None for pg in FakeNccl.made]
-    assert sent == [True] * 3
-    for pg in FakeNccl.made:
-        pg.finished.set()
     pending.wait()
+    assert [[name for name, _ in pg.calls].count("end") for pg in FakeNccl.made] == [2] * 3
     communicators.abort()
     assert all(pg.aborted.is_set() for pg in FakeNccl.made)

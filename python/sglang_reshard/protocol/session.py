@@ -73,10 +73,16 @@ class Session:
 
         peer_id  trainer rank, or the number of trainer ranks plus the engine rank
         """
+        trainer_ranks = len(prepare.round_bytes)
+        if peer_id < trainer_ranks:
+            peers = [trainer_ranks + e for e, nbytes in enumerate(prepare.round_bytes[peer_id]) if nbytes]
+        else:
+            peers = [t for t, row in enumerate(prepare.round_bytes) if row[peer_id - trainer_ranks]]
         return P2pCommunicators(
             prepare.groups,
             peer_id=peer_id,
-            trainer_ranks=len(prepare.round_bytes),
+            peers=peers,
+            trainer_ranks=trainer_ranks,
             backend=prepare.backend,
             device=device,
             timeout_s=prepare.timeout_s,

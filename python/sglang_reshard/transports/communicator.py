@@ -84,6 +84,8 @@ class BroadcastCommunicators:
             communicator = BroadcastCommunicator(members, self._engine_rank, self._device, self._timeout_s)
             self._connected[members] = communicator  # before it connects, so that it can be aborted
             communicator.connect(dist.PrefixStore(",".join(map(str, members)), self._store))
+            byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            communicator.wait(communicator.broadcast(byte, members[0]))  # NCCL connects GPUs when they are first used
         return self._connected[members]
 
     def abort(self) -> None:
@@ -187,13 +189,18 @@ class P2pCommunicators:
         groups: Sequence[Sequence[int]],
         *,
         peer_id: int,
+        peers: Sequence[int],
         trainer_ranks: int,
         backend: str,
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        """`groups` are the members of all communicators of a transfer. Nothing is connected yet."""
-        self._timeout_s = timeout_s
+        """Connects nothing yet.
+
+        groups  the members of all communicators of a transfer
+        peers   the ranks that this one sends to, or receives from
+        """
+        self._peers, self._sends, self._device, self._timeout_s = peers, peer_id < trainer_ranks, device, timeout_s
         self._own = {
             number: P2pCommunicator(
                 peer_id=peer_id,
@@ -213,6 +220,10 @@ class P2pCommunicators:
         deadline = time.monotonic() + self._timeout_s
         for number, communicator in self._own.items():
             communicator.connect(dist.PrefixStore(str(number), store), deadline)
+        # NCCL connects two GPUs when one first sends to the other.
+        room = torch.zeros(len(self._peers), dtype=torch.uint8, device=self._device).split(1)
+        bytes_of_peers = list(zip(self._peers, room, strict=False))  # no peers: one empty part
+        (self.send if self._sends else self.receive)(bytes_of_peers).wait(deadline)
 
     def send(self, buffers: Sequence[PeerBuffer]) -> PendingRound:
         """Starts sending, one message to each of several peers."""
@@ -244,8 +255,7 @@ class PendingRound:
     def __init__(self, pending: list[PendingOps]) -> None:
         self._pending = pending
 
-    def wait(self) -> None:
+    def wait(self, deadline: float | None = None) -> None:
         """As `PendingOps.wait`."""
-        deadline = None
         for ops in self._pending:
             deadline = ops.wait(deadline)
