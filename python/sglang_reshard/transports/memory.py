@@ -338,5 +338,5 @@ def _open_gpu(handle: GpuAllocation, trainer_rank: int, device: torch.device) ->
 @cache
 def _warn_unregistered() -> None:
     logger.warning(
-        "trainers' host memory cannot be registered with CUDA here, and is copied as pageable memory, which takes longer"
+        "trainers' host memory cannot be registered with CUDA, and is copied as pageable memory, which takes longer"
     )
