@@ -32,8 +32,9 @@ class KernelCopies:
         """
         reachable = [all(runtime().reachable_by_kernels(tensor, device) for tensor in pair) for pair in pairs]
         found, rest = launches_of(itertools.compress(pairs, reachable), tiling)
+        rest += [pair for pair, is_reachable in zip(pairs, reachable, strict=True) if not is_reachable]
         if not found:
-            return cls(device, ()), list(pairs)
+            return cls(device, ()), rest
         on_device = tuple(
             (launch.kind, torch.from_numpy(launch.boxes).to(device), torch.from_numpy(launch.tiles).to(device))
             for launch in found
@@ -49,7 +50,7 @@ class KernelCopies:
         except Exception as error:  # Triton's, a C compiler's, the file system's that it keeps its kernels in
             logger.warning("copies run one by one on %s, and slowly, as Triton cannot be used: %s", device, error)
             return cls(device, ()), list(pairs)
-        return cls(device, on_device), rest + [pair for pair, is_so in zip(pairs, reachable, strict=True) if not is_so]
+        return cls(device, on_device), rest
 
     @property
     def table_bytes(self) -> int:
