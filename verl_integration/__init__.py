@@ -10,7 +10,7 @@ in every actor worker, every rollout worker and the driver, where it hooks into 
     checkpoint_engine.py  `ReshardCheckpointEngine`, in verl's registry under the name "reshard"
     training_engine_weights.py     training engines' `get_per_tensor_param`: its result refers to the engine
     server_adapter.py     SGLang's `ServerAdapter.update_weights`: receives the shards instead of gathered tensors
-    driver_metrics.py     `CheckpointEngineManager.update_weights`, `Tracking.log`: metrics of a colocated sync
+    driver_hooks.py       `CheckpointEngineManager.update_weights`, `Tracking.log`: checks and metrics of a sync
 
 verl also allows registering an engine class or a rollout class. But it chooses them before it imports this module, and
 silently uses its own if a registration comes too late; hooks on the chosen classes always apply.
@@ -18,8 +18,8 @@ silently uses its own if a registration comes too late; hooks on the chosen clas
 
 from __future__ import annotations
 
-from sglang_reshard.verl import checkpoint_engine, driver_metrics
+from sglang_reshard.verl import checkpoint_engine, driver_hooks
 
 __all__ = ["checkpoint_engine"]
 
-driver_metrics.install()
+driver_hooks.install()

@@ -4,6 +4,9 @@ FSDP2     the DTensors of its state dict: nothing is copied, the inference engin
 Megatron  the local parameters, described by verl's probes of Megatron-Bridge, see `megatron`
 others    verl's shard contract, `get_per_tensor_param_shard`, see `shard_contract`; verl casts every shard there, so
           this rank holds a second copy of its shards during a sync
+
+Parameters that verl has offloaded are read where they are, in host memory; only the others, and those into which LoRA
+adapters are merged, are moved to the GPU for a sync.
 """
 
 from __future__ import annotations
@@ -13,10 +16,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.verl import fsdp, megatron, shard_contract
 from sglang_reshard.verl.shard_exchange import AllGather
+from sglang_reshard.verl.training_engine_weights import serves_adapters
 
 NamedShards = list[tuple[Any, ...]]
 
@@ -26,12 +32,10 @@ def unsupported_reason(engine: Any, adapter: Any = None, peft_config: Any = None
 
     adapter  the rollout's ServerAdapter, if trainer and rollout share a process
     """
-    if peft_config is not None or (fsdp.is_peft(engine) and not engine.model_config.lora.get("merge", False)):
+    if peft_config is not None or serves_adapters(engine):
         return "a LoRA adapter that is not merged is not supported; set model.lora.merge=True"
     if getattr(engine, "_qat_enabled", False):
         return "quantization-aware training quantizes weights during the sync, which is not supported"
-    if getattr(engine, "_uses_fsdp2_cpu_offload_policy", False) and _accelerated():
-        return "fsdp_config.offload_policy keeps the shards in pinned host memory, which is not supported"
     if adapter is None:
         return ""
     if adapter.config.get("quantization", None):
@@ -53,45 +57,60 @@ class EngineShards:
 
     @contextlib.contextmanager
     def tensors(self, engine: Any) -> Iterator[tuple[NamedShards, bool]]:
-        """Yields the shards, and True if their memory is freed at the end (offloaded parameters, casts).
+        """Yields the shards, and True if their memory is freed afterwards: merged or cast ones, or what verl offloads.
 
         Raises Unsupported for an engine whose weights cannot be resharded.
         """
         if reason := unsupported_reason(engine):
             raise Unsupported(f"{reason}; standalone replicas have no fallback")
-        with _on_device(engine) as moved:
+        with contextlib.ExitStack() as stack:
             if fsdp.is_fsdp2(engine):
-                with fsdp.merged(engine):
-                    yield self._fsdp2.tensors(engine), moved or fsdp.is_peft(engine)
+                adapters = fsdp.is_peft(engine)
+                if adapters:
+                    stack.enter_context(_on_device(engine))
+                    stack.enter_context(fsdp.merged(engine))
+                shards = self._fsdp2.tensors(engine)
+                yield shards, adapters or _is_offloaded_next(engine, shards)
             elif hasattr(engine, "_mcore_export_index"):  # verl's Megatron engine, whatever model is in it
-                yield list(self._megatron.tensors(engine)), moved
+                if not self._megatron.has_values(engine):
+                    stack.enter_context(_on_device(engine))
+                tensors: NamedShards = list(self._megatron.tensors(engine))
+                yield tensors, _is_offloaded_next(engine, tensors)
             else:
+                stack.enter_context(_on_device(engine))
                 yield self._contract.tensors(engine), True
 
 
+def _is_offloaded_next(engine: Any, shards: NamedShards) -> bool:
+    """Returns whether verl frees shards after the sync: those on a GPU, if it offloads parameters between uses."""
+    tensors = (_local(row[1]) for row in shards)
+    return bool(engine.is_param_offload_enabled) and any(map(runtime().on_gpu, filter(torch.Tensor.numel, tensors)))
+
+
 @contextlib.contextmanager
-def _on_device(engine: Any) -> Iterator[bool]:
-    """Moves offloaded parameters to the accelerator inside the block. Yields True if it did."""
-    moves = bool(engine.is_param_offload_enabled) and _accelerated() and _is_on_host(engine)
+def _on_device(engine: Any) -> Iterator[None]:
+    """Moves offloaded parameters to the accelerator inside the block, as verl itself does for a sync."""
+    moves = bool(engine.is_param_offload_enabled) and _device_name() != "cpu" and _is_offloaded(engine)
     if moves:
         engine.to(_device_name(), model=True, optimizer=False, grad=False)
     try:
-        yield moves
+        yield
     finally:
         if moves:
             engine.to("cpu", model=True, optimizer=False, grad=False)
 
 
-def _is_on_host(engine: Any) -> bool:
+def _is_offloaded(engine: Any) -> bool:
     modules = engine.module if isinstance(engine.module, (list, torch.nn.ModuleList)) else [engine.module]
-    return all(parameter.device.type == "cpu" for module in modules for parameter in module.parameters())
+    tensors = (_local(parameter) for module in modules for parameter in module.parameters())
+    return not any(runtime().on_gpu(tensor) and tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _device_name() -> str:
     from verl.utils.device import get_device_name
 
     return str(get_device_name())
-
-
-def _accelerated() -> bool:
-    return _device_name() != "cpu"

@@ -30,10 +30,7 @@ def is_peft(engine: Any) -> bool:
 
 @contextlib.contextmanager
 def merged(engine: Any) -> Iterator[None]:
-    """Merges LoRA adapters, if there are any, into the weights inside the block, as verl does."""
-    if not is_peft(engine):
-        yield
-        return
+    """Merges LoRA adapters into the weights inside the block, as verl does."""
     from verl.utils.fsdp_utils import merged_lora_context
 
     with merged_lora_context(engine.module, backup_adapters=True):

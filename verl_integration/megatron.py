@@ -1,4 +1,4 @@
-"""Reads verl's Megatron engine: the live parameters of Megatron-Core, under their names in the checkpoint.
+"""Reads verl's Megatron engine: Megatron-Core's parameters, live or offloaded, under their names in the checkpoint.
 
 Megatron-Bridge has a converter to the checkpoint for each parameter, which gathers first. verl makes a probe of it that
 runs the same code without communication: other ranks' elements are placeholders. `TracedParameters` traces it once, on
@@ -17,6 +17,7 @@ import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import ExplicitSharding
+from sglang_reshard.verl.host_copies import HostCopies
 from sglang_reshard.verl.shard_exchange import AllGather
 from sglang_reshard.verl.traced_parameters import Conversion, TracedParameters
 
@@ -31,12 +32,27 @@ class Megatron:
         self._all_gather = all_gather
         self._parameters: TracedParameters | None = None
 
+    def has_values(self, engine: Any) -> bool:
+        """Returns whether `tensors` finds all parameters' values, on a GPU or offloaded. Collective the first time."""
+        copies = HostCopies(engine.module)
+        return all(copies.values(parameter) is not None for parameter in self._traced(engine).parameters)
+
     def tensors(self, engine: Any) -> list[tuple[str, torch.Tensor, ExplicitSharding]]:
         """Returns the arguments of `describe`. Raises as `TracedParameters` does, the first time."""
+        copies = HostCopies(engine.module)
+
+        def values(parameter: torch.Tensor) -> torch.Tensor:
+            found = copies.values(parameter)
+            assert found is not None, "the parameters must be loaded if has_values is False"
+            return found
+
+        return self._traced(engine).tensors(values)
+
+    def _traced(self, engine: Any) -> TracedParameters:
         if self._parameters is None:
             _check(engine)
             self._parameters = TracedParameters(_conversions(engine), self._all_gather)
-        return self._parameters.tensors()
+        return self._parameters
 
 
 def _check(engine: Any) -> None:

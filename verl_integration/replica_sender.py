@@ -21,7 +21,7 @@ from sglang_reshard.verl.metrics import sync_metrics, transport_reasons
 from sglang_reshard.verl.settings import Settings
 
 logger = logging.getLogger(__name__)
-# Of the last sync in this process; verl drops what a colocated sync returns, so `driver_metrics` asks for it.
+# Of the last sync in this process; verl drops what a colocated sync returns, so `driver_hooks` asks for it.
 _last_metrics: dict[str, float] = {}
 
 
@@ -78,7 +78,7 @@ class ReplicaSender:
                 staged=self._settings.staged,
                 unmap_after=temporary,
             )
-            if temporary:
+            if temporary or engine.is_param_offload_enabled:  # views would keep what verl moves to the GPU next
                 self._sender.release()
         self._version = global_steps
         metrics = sync_metrics(reports, time.perf_counter() - started)

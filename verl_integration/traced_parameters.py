@@ -40,8 +40,8 @@ class _LocalView(NamedTuple):
     parameter: torch.Tensor
     view: Geometry | None
 
-    def tensor(self) -> torch.Tensor:
-        data = self.parameter.data
+    def tensor(self, data: torch.Tensor) -> torch.Tensor:
+        """Returns them out of `data`: the parameter's own, or a copy that has the same elements."""
         if self.view is None:
             return data
         return data.as_strided(self.view.size, self.view.stride, int(data.storage_offset()) + self.view.offset)
@@ -65,15 +65,26 @@ class TracedParameters:
             for dtype in {tensor.dtype for tensor in self._tensors.values()}
         }
 
-    def tensors(self) -> list[tuple[str, torch.Tensor, ExplicitSharding]]:
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """This rank's parameters of which the checkpoint has elements."""
+        return list({id(local.parameter): local.parameter for local in self._local.values()}.values())
+
+    def tensors(
+        self, values: Callable[[torch.Tensor], torch.Tensor] = lambda parameter: parameter.data
+    ) -> list[tuple[str, torch.Tensor, ExplicitSharding]]:
         """Returns (name in the checkpoint, the parameter's own memory, sharding) of every tensor, for `describe`.
 
-        Only `parameter.data` is read anew.
+        values  returns the memory that has a parameter's elements now; only this is asked anew
         """
         return [
-            (name, self._local[name].tensor() if name in self._local else self._empty[tensor.dtype], tensor.sharding)
+            (name, self._tensor(name, values) if name in self._local else self._empty[tensor.dtype], tensor.sharding)
             for name, tensor in self._tensors.items()
         ]
+
+    def _tensor(self, name: str, values: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        local = self._local[name]
+        return local.tensor(values(local.parameter))
 
     def _trace_all(self, conversions: Iterable[Conversion]) -> RankShards:
         numbers: dict[LocalBoxes, int] = {}

@@ -34,7 +34,10 @@ def engine_of(weights: Any) -> Any:
 
 
 def install() -> None:
-    """Makes every training engine of verl return `TrainingEngineWeights`. Nothing is gathered until one iterates."""
+    """Makes every training engine of verl return `TrainingEngineWeights`.
+
+    Nothing is moved to the GPU and nothing gathered until one iterates.
+    """
     from verl.workers.engine.base import BaseEngine, EngineRegistry
 
     registered = [
@@ -50,5 +53,26 @@ def install() -> None:
 
 
 def _get_per_tensor_param(stock: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    if serves_adapters(engine):  # they are described by the second result
+        weights, peft_config = stock(engine, *args, **kwargs)
+        return TrainingEngineWeights(engine, iter(weights)), peft_config
+    return TrainingEngineWeights(engine, _gathered(stock, engine, *args, **kwargs)), None
+
+
+def serves_adapters(engine: Any) -> bool:
+    """Returns whether an engine has LoRA adapters that verl hands to the rollout as such, without merging them."""
+    module = getattr(engine, "module", None)
+    has_adapters = getattr(engine, "peft_cls", None) is not None or hasattr(
+        getattr(module, "_fsdp_wrapped_module", module), "peft_config"
+    )
+    return has_adapters and not engine.model_config.lora.get("merge", False)
+
+
+def _gathered(stock: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """Calls `stock`, which may load offloaded parameters to the GPU, when the first tensor is asked for."""
     weights, peft_config = stock(engine, *args, **kwargs)
-    return TrainingEngineWeights(engine, iter(weights)), peft_config
+    if peft_config is not None:
+        raise Unsupported(
+            f"{type(engine).__name__} has LoRA adapters that are not known as such; set model.lora.merge=True"
+        )
+    yield from weights

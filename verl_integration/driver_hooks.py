@@ -1,4 +1,4 @@
-"""Passes the metrics of a colocated sync, which verl itself drops, to verl's logger in the driver."""
+"""Hooks verl's driver: refuses syncs that cannot take place; logs the metrics of colocated ones, which verl drops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 from verl.utils.ray_utils import auto_await
 
+from sglang_reshard.errors import Unsupported
 from sglang_reshard.verl.hooks import around
+from sglang_reshard.verl.settings import BACKEND
 
 _pending: dict[str, float] = {}  # of the last colocated sync, until the next call of `Tracking.log`
 
@@ -22,6 +24,7 @@ def install() -> None:
 
 
 async def _update_weights(stock: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    _check_replicas(manager)
     metrics = await stock(manager, *args, **kwargs)
     if manager.backend == "naive":
         sync_metrics = await manager.actor_wg.workers[0].__ray_call__.remote(_take_metrics)
@@ -29,6 +32,23 @@ async def _update_weights(stock: Callable[..., Any], manager: Any, *args: Any, *
         _pending.update(sync_metrics)
         metrics = {**(metrics or {}), **sync_metrics}
     return metrics
+
+
+def _check_replicas(manager: Any) -> None:
+    """Raises Unsupported for hybrid replicas of a manager whose backend is for standalone ones.
+
+    The trainer's workers are theirs, too. They would send, and nobody would say where the replica's server is.
+    """
+    from verl.workers.rollout.replica import RolloutMode
+
+    hybrid = [replica for replica in manager.replicas if replica.rollout_mode == RolloutMode.HYBRID]
+    if manager.backend == BACKEND and hybrid:
+        raise Unsupported(
+            f"{len(hybrid)} of the {len(manager.replicas)} replicas are hybrid (they share their workers with the "
+            f"trainer), but their CheckpointEngineManager has backend={BACKEND!r}, which is for standalone replicas. "
+            "Give it a copy of the configuration with backend='naive', as verl's own trainers do; "
+            f"rollout.checkpoint_engine.backend={BACKEND} stays, and makes the sync reshard"
+        )
 
 
 def _take_metrics(_worker: Any) -> dict[str, float]:
