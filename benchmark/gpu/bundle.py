@@ -1,12 +1,13 @@
 """Packs what `make test-gpu` needs on a host without a network: `python -m benchmark.gpu.bundle [--python 3.12]`.
 
-The files of the commit, without those that are large and not needed, and the packages that a host with torch may lack,
+The files of the commit that it needs, and the packages that a host with torch may lack,
 as wheels of that Python, unpacked. On the host: `tar xf gpu-bundle.tar.gz && cd sglang-reshard && make test-gpu`.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,9 @@ def main() -> None:
     nbytes = ARCHIVE.stat().st_size
     if nbytes > MAX_BYTES:
         raise SystemExit(f"{ARCHIVE.name} has {nbytes:,} bytes, and at most {MAX_BYTES:,} may travel")
-    print(f"{ARCHIVE.relative_to(REPOSITORY)}: {nbytes:,} bytes, commit {commit()}, for Python {options.python}")
+    print(
+        f"{ARCHIVE.relative_to(REPOSITORY)}: {nbytes:,} bytes, commit {commit().removesuffix('+')}, for Python {options.python}"
+    )
 
 
 def _download(python: str, platform: str) -> None:
@@ -44,16 +47,19 @@ def _download(python: str, platform: str) -> None:
 
 
 def _pack() -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", *_PARTS], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    ).stdout.split("\0")
-    said = REPOSITORY / "build" / "COMMIT"
-    said.write_text(commit() + "\n")
-    with tarfile.open(ARCHIVE, "w:gz") as archive:
-        for name in filter(None, listed):
-            if not name.startswith("benchmark/results/"):
-                archive.add(REPOSITORY / name, f"{_TOP}/{name}")
-        archive.add(said, f"{_TOP}/COMMIT")
+    """What is not committed does not travel."""
+    archived = subprocess.run(
+        ["git", "archive", "--format=tar", f"--prefix={_TOP}/", "HEAD", *_PARTS], cwd=REPOSITORY, stdout=subprocess.PIPE
+    )
+    archived.check_returncode()
+    said = (commit().removesuffix("+") + "\n").encode()
+    with tarfile.open(ARCHIVE, "w:gz") as archive, tarfile.open(fileobj=io.BytesIO(archived.stdout)) as committed:
+        for member in committed:
+            if not member.name.startswith(f"{_TOP}/benchmark/results/"):
+                archive.addfile(member, committed.extractfile(member) if member.isfile() else None)
+        header = tarfile.TarInfo(f"{_TOP}/COMMIT")
+        header.size = len(said)
+        archive.addfile(header, io.BytesIO(said))
         archive.add(FOLDER, f"{_TOP}/{FOLDER.relative_to(REPOSITORY)}")
 
 
