@@ -40,6 +40,7 @@ class Job:
     moves        shards' memory is freed right after each update, and other memory is allocated
     live_moves   engine ranks free and allocate their live weights between updates
     segment      bytes of the one allocation that has all shards of a trainer rank; 0 for one allocation each
+    held         look after each update what the process holds; else after the last one
     options      of the sender, `update_options` of each update
     """
 
@@ -50,6 +51,7 @@ class Job:
     moves: bool = False
     live_moves: bool = False
     segment: int = 0
+    held: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     update_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -158,8 +160,10 @@ def train(trainer: Trainer, process: VirtualProcess, job: Job) -> Trained:
         if job.moves:
             sender.release()
             shards.move()  # at once: nobody may still read the old memory
-        trained.held.append(Held.of(process))
+        if job.held or version == job.updates:
+            trained.held.append(Held.of(process))
     sender.close()
+    process.until_unmapped()
     return trained
 
 
@@ -176,6 +180,7 @@ def serve(rank: int, _size: int, requests: Requests, process: VirtualProcess, jo
     own = rank % job.tp
     model = ToyRank(own, job.tp, DTYPE)
     process.give_memory(model)
+    process.memory.keeps_unused = True  # as an engine's allocator does
     process.cuda.synchronize(process.device)
     receiver = WeightReceiver(model, own, job.tp, process.device)
     served = Served()
@@ -184,14 +189,9 @@ def serve(rank: int, _size: int, requests: Requests, process: VirtualProcess, jo
             output = receiver.update(request)
         requests.answer(output)
         if output.success:
-            version = request.weight_version or ""
-            stock = ToyRank(own, job.tp, DTYPE)
-            stock.load_weights(checkpoint(int(version), DTYPE).items())
-            served.versions.append(version)
-            served.differing += [
-                (version, name) for name, p in stock.named_parameters() if not torch.equal(getattr(model, name), p)
-            ]
-        served.held.append(Held.of(process))
+            check_weights(model, request.weight_version or "", served)
+        if job.held or len(served.versions) == job.updates:
+            served.held.append(Held.of(process))
         if job.live_moves:  # as memory is released and resumed without a memory saver
             kept = {name: parameter.data.cpu() for name, parameter in model.named_parameters()}
             for parameter in model.parameters():
@@ -199,4 +199,15 @@ def serve(rank: int, _size: int, requests: Requests, process: VirtualProcess, jo
             for name, parameter in model.named_parameters():
                 parameter.data = process.tensor(kept[name])
             process.cuda.synchronize(process.device)
+    process.until_unmapped()
     return served
+
+
+def check_weights(model: ToyRank, version: str, served: Served) -> None:
+    """Compares a model with what stock loading of that version makes of it."""
+    stock = ToyRank(model.rank, model.size, DTYPE)
+    stock.load_weights(checkpoint(int(version), DTYPE).items())
+    served.versions.append(version)
+    for name, parameter in stock.named_parameters():
+        if not torch.equal(getattr(model, name), parameter):
+            served.differing.append((version, name))

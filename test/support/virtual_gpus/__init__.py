@@ -4,6 +4,7 @@ description  hosts, GPUs, and what each process sees of them
 memory       GPU memory of a process: files that other processes can really map
 libcuda      the driver's functions for handles
 torch_cuda   torch.cuda, and torch's idea of where a tensor is
+torch_ipc    torch's own handles, and their counters
 kernel       the copies of the Triton kernel, at checked addresses
 nccl         process groups that punish what NCCL punishes
 environment  a process's environment, compared

@@ -11,8 +11,8 @@ from support.virtual_gpus.description import VirtualGpus
 from support.virtual_gpus.journal import Journal
 from support.virtual_gpus.memory import VirtualMemory
 
-_HANDLE = struct.Struct("<8sIIQQ32s")  # magic, process, GPU, allocation, bytes, unused
-_MAGIC = b"virtual!"
+HANDLE = struct.Struct("<8sIIQQ32s")  # magic, process, GPU, allocation, bytes, unused
+MAGIC = b"virtual!"
 _INVALID_VALUE, _INVALID_CONTEXT, _NOT_MAPPED, _PEER_ACCESS_UNSUPPORTED, _ALREADY_REGISTERED = 1, 201, 211, 217, 712
 _NAMES = {
     _INVALID_VALUE: b"CUDA_ERROR_INVALID_VALUE",
@@ -64,7 +64,7 @@ class VirtualLibcuda:
         found = self._memory.find(base.value)
         if found is None or found.mapped or self._allocator != "native":
             return _INVALID_VALUE
-        data = _HANDLE.pack(_MAGIC, found.pid, found.number, found.id, found.nbytes, b"")
+        data = HANDLE.pack(MAGIC, found.pid, found.number, found.id, found.nbytes, b"")
         ctypes.memmove(handle._obj.reserved, data, len(data))
         self._journal.note("export", id=found.id)
         return 0
@@ -73,8 +73,8 @@ class VirtualLibcuda:
         number = self._current()
         if number is None:
             return _INVALID_CONTEXT
-        magic, pid, source, id, nbytes, _ = _HANDLE.unpack(bytes(handle.reserved))
-        if magic != _MAGIC:
+        magic, pid, source, id, nbytes, _ = HANDLE.unpack(bytes(handle.reserved))
+        if magic != MAGIC:
             return _INVALID_VALUE
         if pid == os.getpid():
             return _INVALID_CONTEXT  # a handle cannot be opened where it was made

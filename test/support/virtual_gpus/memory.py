@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,6 +72,7 @@ class VirtualMemory:
         self._lock = threading.RLock()
         self._segment: tuple[ctypes.Array[ctypes.c_ubyte], list[int]] | None = None
         self._unused: dict[int, list[Memory]] = {}  # what torch's allocator keeps, by GPU
+        self._limbo: list[Memory] = []
         self.keeps_unused = False  # as torch's allocator does until `empty_cache`
         self.contexts: set[int] = set()
 
@@ -109,6 +110,9 @@ class VirtualMemory:
         nbytes = -(-nbytes // _BLOCK) * _BLOCK
         self.use(number)
         with self._lock:
+            limbo, self._limbo = self._limbo, []
+            for memory in limbo:
+                self._dropped(memory)
             found = next((m for m in self._unused.get(number, ()) if m.nbytes == nbytes), None)
             if found is None:
                 if nbytes > self.free_bytes(number):
@@ -116,9 +120,9 @@ class VirtualMemory:
                 found = self._new_file(nbytes, number)
             else:
                 self._unused[number].remove(found)
-            memory = (ctypes.c_ubyte * nbytes).from_address(found.base)
-            weakref.finalize(memory, self._dropped, found).atexit = False
-            return memory
+            array = (ctypes.c_ubyte * nbytes).from_address(found.base)
+            weakref.finalize(array, self._dropped, found).atexit = False
+            return array
 
     def _new_file(self, nbytes: int, number: int) -> Memory:
         self._last_id += 1
@@ -152,10 +156,16 @@ class VirtualMemory:
 
     def _dropped(self, memory: Memory) -> None:
         """The last tensor on it is gone."""
-        if self.keeps_unused:
+        if self.is_referred_to(memory):
+            self._limbo.append(memory)
+        elif self.keeps_unused:
             self._unused.setdefault(memory.number, []).append(memory)
         else:
             self._free(memory)
+
+    def is_referred_to(self, memory: Memory) -> bool:
+        """Returns whether torch would not free it; see `torch_ipc`."""
+        return False
 
     def _free(self, memory: Memory) -> None:
         mapped = self.mapped_by_others(memory)
@@ -211,6 +221,11 @@ class VirtualMemory:
         """Processes of mapped memory that were still writing to their GPU."""
         return sorted({m.pid for m in self.mappings() if self.pending(m.number, m.pid).exists()})
 
+    def all_mapped_by_others(self) -> list[int]:
+        """Processes that have any of this process's memory mapped."""
+        own = f"*.{os.getpid()}.*.open.*"
+        return sorted({int(f.name.rpartition(".")[2]) for f in self.folder.glob(own)})
+
     # -- all of them
 
     def pending(self, number: int, pid: int | None = None) -> Path:
@@ -238,7 +253,9 @@ class VirtualMemory:
         """Of the GPU, as cudaMemGetInfo counts. What is freed but mapped elsewhere is not free."""
         contexts, used = 0, {}
         for entry in os.scandir(self.folder):
-            if entry.name.startswith(f"{number}."):
+            with suppress(FileNotFoundError):  # somebody has unmapped it just now
+                if not entry.name.startswith(f"{number}."):
+                    continue
                 status = entry.stat()
                 contexts += entry.name.endswith(".context")
                 used[status.st_ino] = status.st_size

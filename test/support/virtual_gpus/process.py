@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from sglang_reshard.engine.context import Phase, UpdateContext
+from sglang_reshard.engine.context import Phase, UpdateContext, Vote
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.gpu.driver import CudaDriver
 from sglang_reshard.gpu.runtime import CudaRuntime, use
@@ -24,6 +25,7 @@ from support.virtual_gpus.libcuda import VirtualLibcuda
 from support.virtual_gpus.memory import VirtualMemory
 from support.virtual_gpus.nccl import VirtualNccl
 from support.virtual_gpus.torch_cuda import VirtualTorchCuda
+from support.virtual_gpus.torch_ipc import VirtualTorchIpc
 
 
 class VirtualRuntime(CudaRuntime):
@@ -52,6 +54,7 @@ class VirtualProcess:
         self.cuda.install()
         VirtualNccl(self.gpus, self.place, self.memory, self.journal, self.cuda).install()
         VirtualKernel(self.memory, self.library, self.cuda, self.journal).install()
+        VirtualTorchIpc(self.memory, self.library, self.cuda, self.place.allocator, self.journal).install()
         driver = CudaDriver(self.library)
         _replace_everywhere("cuda_driver", lambda: driver)
         _replace_everywhere("host_identity", lambda: self.place.host)
@@ -83,26 +86,34 @@ class VirtualProcess:
 
     @contextmanager
     def update(self, unmapped: bool = False) -> Iterator[None]:
-        """Around an update, on both sides: the environment is as it was, and nothing is mapped if it must not be."""
+        """Around an update, on both sides. `unmapped`: afterwards no memory is mapped, and none kept unused."""
         with self.environment.unchanged("an update"):
             yield
         self.journal.note("answer", mappings=len(self.memory.mappings()), registered=len(self.library.registered))
         if unmapped and (self.memory.mappings() or self.library.registered):
             raise self.journal.broken("memory was still mapped at the answer")
+        if unmapped and (kept := self.memory.reserved(self.place.number) - self.memory.allocated(self.place.number)):
+            raise self.journal.broken(f"{kept:,} bytes were still kept unused at the answer")
+
+    def until_unmapped(self) -> None:
+        """Waits until no process maps this one's memory, nor it others': engine ranks notice a session's end later."""
+        end = time.monotonic() + 10
+        while (self.memory.mappings() or self.memory.all_mapped_by_others()) and time.monotonic() < end:
+            time.sleep(0.02)
 
     # -- the engine's side of the rules
 
     def _watch_the_engine(self) -> None:
         _before(UpdateExecutor, "_move", lambda *_: self._sources_are_synchronized())
-        _before(UpdateContext, "all_gather_votes", lambda _, phase, *__: self._own_is_synchronized(phase))
+        _before(UpdateContext, "all_gather_votes", lambda _, phase, vote: self._own_is_synchronized(phase, vote))
         _before(CopyList, "run", lambda *_: self.cuda.started(self.place.number))
 
     def _sources_are_synchronized(self) -> None:
         if writing := self.memory.unsynchronized():
             raise self.journal.broken(f"memory of processes {writing} was read, which had not synchronized their GPU")
 
-    def _own_is_synchronized(self, phase: Phase) -> None:
-        if phase in (Phase.STAGED, Phase.COMMIT) and self.cuda.unsynchronized():
+    def _own_is_synchronized(self, phase: Phase, vote: Vote) -> None:
+        if phase in (Phase.STAGED, Phase.COMMIT) and not vote.error and self.cuda.unsynchronized():
             raise self.journal.broken(f"the engine rank voted {phase} before its copies had ended")
 
 

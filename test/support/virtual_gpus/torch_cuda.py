@@ -5,9 +5,11 @@ Only in processes that tests start for this: what is replaced stays replaced.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +35,7 @@ class VirtualTorchCuda:
         for name in (
             "is_initialized", "device_count", "current_device", "set_device", "synchronize", "get_device_properties",
             "mem_get_info", "memory_allocated", "memory_reserved", "max_memory_allocated", "reset_peak_memory_stats",
-            "empty_cache", "default_stream", "current_stream", "stream", "get_allocator_backend",
+            "empty_cache", "default_stream", "current_stream", "set_stream", "stream", "get_allocator_backend",
             "can_device_access_peer",
         ):  # fmt: skip
             setattr(torch.cuda, name, getattr(self, name))
@@ -41,7 +43,7 @@ class VirtualTorchCuda:
         torch.cuda.memory._snapshot = self._snapshot  # type: ignore[assignment]
         torch.cuda.nccl.version = lambda: (2, 28, 0)  # type: ignore[assignment]
         torch.cuda.device = self._device_context()  # type: ignore[misc,assignment]
-        torch.cuda.Stream = self._stream  # type: ignore[misc,assignment]
+        torch.cuda.Stream = self.new_stream  # type: ignore[misc,assignment]
         torch.Tensor.device = property(self._device_of)  # type: ignore[assignment,misc]
         torch.Tensor.is_cuda = property(lambda t: self._device_of(t).type == "cuda")  # type: ignore[assignment,misc]
         torch.UntypedStorage.device = property(self._device_of_storage)  # type: ignore[assignment,misc]
@@ -149,21 +151,24 @@ class VirtualTorchCuda:
         return getattr(self._thread, "index", 0)
 
     def set_device(self, device: Any) -> None:
-        """As torch.cuda.set_device, but that it makes no context on a GPU that has none."""
+        """As cudaSetDevice, which makes a context; nothing happens where the device is the thread's already."""
         index = self._index(device)
-        if index == self.current_device():
-            return
-        self._thread.index = index
-        if self._place.visible[index] in self._memory.contexts:
-            self._thread.context = index
+        if index != self.current_device():
+            self._memory.use(self._place.visible[index])
+            self._thread.index = self._thread.context = index
 
     def _enter(self, index: int) -> int:
-        """As c10::cuda::ExchangeDevice: makes no context where the device is the thread's already."""
+        """As c10::cuda::ExchangeDevice."""
         before = self.current_device()
-        if index != before:
-            self._memory.use(self._place.visible[index])
-            self.set_device(index)
+        self.set_device(index)
         return before
+
+    def _leave(self, before: int) -> None:
+        """As c10::cuda::MaybeSetDevice, which makes no context."""
+        if before != self.current_device():
+            self._thread.index = before
+            if self._place.visible[before] in self._memory.contexts:
+                self._thread.context = before
 
     def _device_context(self) -> type:
         cuda = self
@@ -176,7 +181,7 @@ class VirtualTorchCuda:
                 self.before = cuda._enter(self.index)
 
             def __exit__(self, *_: object) -> None:
-                cuda.set_device(self.before)
+                cuda._leave(self.before)
 
         return device
 
@@ -186,7 +191,7 @@ class VirtualTorchCuda:
         self._memory.use(self._place.visible[index])
         self._thread.context = index
         self._ended(self._place.visible[index])
-        self.set_device(before)
+        self._leave(before)
 
     # -- what was started on a GPU, and ends when it is synchronized
 
@@ -234,24 +239,49 @@ class VirtualTorchCuda:
     def _snapshot(self, *_: Any) -> dict[str, Any]:
         return {"allocator_settings": {"expandable_segments": self._place.allocator == "expandable_segments"}}
 
-    def default_stream(self, device: Any = None) -> Any:
-        return self._stream(device)
+    # -- streams: all do at once what they are given, and are kept apart by name only
 
-    def current_stream(self, device: Any = None) -> Any:
-        return self._stream(device)
+    def default_stream(self, device: Any = None) -> VirtualStream:
+        return VirtualStream(self, self._index(device), 0)
 
-    def stream(self, _stream: Any) -> Any:
-        return nullcontext()
+    def current_stream(self, device: Any = None) -> VirtualStream:
+        index = self._index(device)
+        return getattr(self._thread, "streams", {}).get(index) or self.default_stream(index)
 
-    def _stream(self, device: Any = None, **_: Any) -> Any:
-        number = self._number(device)
-        return SimpleNamespace(
-            synchronize=lambda: self._ended(number),
-            wait_stream=lambda _: None,
-            wait_event=lambda _: None,
-            cuda_stream=0,
-            device=device,
-        )
+    def set_stream(self, stream: VirtualStream) -> None:
+        self._thread.streams = {**getattr(self._thread, "streams", {}), stream.device_index: stream}
+
+    @contextmanager
+    def stream(self, stream: VirtualStream) -> Iterator[None]:
+        before = self.current_stream(stream.device_index)
+        self.set_stream(stream)
+        try:
+            yield
+        finally:
+            self.set_stream(before)
+
+    def new_stream(self, device: Any = None, **_: Any) -> VirtualStream:
+        return VirtualStream(self, self._index(device), next(_stream_ids))
 
 
+@dataclass(frozen=True)
+class VirtualStream:
+    """As torch.cuda.Stream."""
+
+    cuda: VirtualTorchCuda
+    device_index: int
+    stream_id: int
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.device_index)
+
+    def synchronize(self) -> None:
+        self.cuda._ended(self.cuda._number(self.device_index))
+
+    def wait_stream(self, _other: VirtualStream) -> None:
+        """Nothing has to wait."""
+
+
+_stream_ids = itertools.count(1)
 _CLONE = torch.Tensor.clone

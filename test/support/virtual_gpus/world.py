@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +55,7 @@ def left_over(gpus: VirtualGpus) -> list[str]:
 
 
 def _train(trainer: Trainer, gpus: VirtualGpus, trainers: Any, engines: Any, train: Any, serve: Any, args: Any) -> Any:
+    gc.freeze()  # so that later collections look at what the test makes
     process = VirtualProcess(gpus, trainers[trainer.rank], f"trainer rank {trainer.rank}").install()
     return train(trainer, process, *args)
 
@@ -62,6 +64,7 @@ def _serve(
     rank: int, size: int, requests: Requests, gpus: VirtualGpus, trainers: Any, engines: Any, train: Any, serve: Any,
     args: Any,
 ) -> Any:  # fmt: skip
+    gc.freeze()
     process = VirtualProcess(gpus, engines[rank], f"engine rank {rank}").install()
     return serve(rank, size, requests, process, *args)
 

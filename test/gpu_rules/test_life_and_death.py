@@ -1,0 +1,177 @@
+"""Many updates hold no more than few do; nothing is freed under a reader, and none is left behind by a failure."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.errors import ReshardError
+from support.gpu_jobs import DTYPE, Held, Job, Served, Shards, check_weights, serve, train
+from support.left_behind import torch_segments
+from support.sweep import sweep
+from support.toy import ToyRank
+from support.virtual_gpus.description import Place
+from support.virtual_gpus.world import left_over, run_with_gpus, virtual_gpus
+
+UPDATES, MANY = 30, 1000
+WARM = 10
+
+
+def flat(held: Sequence[Held]) -> bool:
+    """Whether nothing grows, update after update."""
+    warm, last = held[WARM], held[-1]
+    fixed = ("descriptors", "mappings", "allocated", "mapped", "registered")
+    same = all(getattr(last, name) <= getattr(warm, name) for name in fixed)
+    assert same, f"update {WARM + 1}: {warm}; update {len(held)}: {last}"
+    per_update = (last.resident - warm.resident) / (len(held) - WARM)
+    assert per_update < 4 << 10 or last.resident - warm.resident < 2 << 20, f"{per_update:,.0f} bytes more in each"
+    return same
+
+
+@pytest.mark.parametrize("updates", [UPDATES, sweep(MANY)])
+@pytest.mark.parametrize(
+    ("offloaded", "transport", "unmap"),
+    [(False, "ipc", True), (False, "ipc", False), (True, "ipc", False), (False, "p2p", False)],
+)
+def test_shards_that_move_in_every_update_leave_nothing_behind(offloaded, transport, unmap, updates):
+    before = torch_segments()
+    gpus_of = range(2), range(2, 4)
+    job = Job(
+        (2,), 2, updates, offloaded=offloaded, moves=True, held=True,
+        options={"transport": transport}, update_options={"unmap_after": unmap},
+    )  # fmt: skip
+    with virtual_gpus(gpus=4, freed_while_mapped="violation" if unmap else "undefined") as gpus:
+        places = [[Place("host 0", (n,)) for n in numbers] for numbers in gpus_of]
+        trained, served = run_with_gpus(gpus, *places, train, serve, job, deadline_s=120 + 2 * updates)
+        assert not left_over(gpus)
+    assert all(not s.differing and len(s.versions) == updates for s in served)
+    assert all(flat(rank.held) for rank in (*trained, *served))
+    assert torch_segments() <= before
+
+
+def test_memory_that_comes_again_at_its_address_is_mapped_anew():
+    """All shards are in one allocation, which is freed and made again: the tensors look the same."""
+    job = Job((2,), 1, updates=4, moves=True, segment=1 << 16)
+    with virtual_gpus(gpus=2, freed_while_mapped="undefined") as gpus:
+        places = [[Place("host 0", (n,)) for n in range(2)] for _ in range(2)]
+        trained, served = run_with_gpus(gpus, *places, train, serve, job)
+    assert all(not s.differing for s in served)
+    assert {s.held[-1].mapped for s in served} == {2 << 16}
+    assert len(trained[0].reports) == 4
+
+
+@pytest.mark.parametrize("options", [{"staged": True}, {"verify": "full"}, {"staged": True, "unmap_after": True}])
+def test_memory_is_freed_right_after_an_update_of_every_kind(options):
+    job = Job((2,), 2, updates=2, moves=True, update_options={"unmap_after": True, **options})
+    with virtual_gpus(gpus=2) as gpus:
+        places = [Place("host 0", (n,)) for n in range(2)], [Place("host 0", (0, 1), n) for n in range(2)]
+        _, served = run_with_gpus(gpus, *places, train, serve, job)
+    assert all(s.versions == ["1", "2"] and not s.differing for s in served)
+
+
+# -- failures, with NCCL between trainer ranks and engine ranks, or among engine ranks
+
+
+def train_through_failures(trainer, process, transport, updates=3):
+    process.cuda.synchronize(process.device)
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=8, transport=transport)
+    shards = Shards(process, Job((trainer.size,)))
+    told = []
+    for version in range(1, updates + 1):
+        shards.become(version)
+        try:
+            with process.update():
+                sender.update(shards.named.items(), weight_version=str(version))
+            told.append("updated")
+        except ReshardError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    sender.close()
+    process.until_unmapped()
+    return told
+
+
+def serve_with_a_failure(rank, size, requests, process, _transport, where="nowhere"):
+    """Engine rank 1 fails in the second update: at "connect", which it does anew, or in the middle of "move"."""
+    model = ToyRank(rank, size, DTYPE)
+    process.give_memory(model)
+    process.cuda.synchronize(process.device)
+    receiver = WeightReceiver(model, rank, size, process.device)
+    served = Served()
+
+    def fail(*_args, **_options):
+        raise OSError("it stumbled")
+
+    for request in requests:
+        transfers = receiver._executor.transfers
+        if (request.update, rank) == (2, 1) and where == "move":
+            transfers.transfer.transport.move = fail
+        if request.update == 2 and where == "connect":
+            transfers.clear()
+            if rank == 1:
+                transfers.connect = fail
+        elif "connect" in vars(transfers):
+            del transfers.connect
+        with process.update():
+            output = receiver.update(request)
+        requests.answer(output)
+        if output.success:
+            check_weights(model, request.weight_version, served)
+    return served
+
+
+def serve_failing_in_move(*args):
+    return serve_with_a_failure(*args, where="move")
+
+
+def serve_failing_in_connect(*args):
+    return serve_with_a_failure(*args, where="connect")
+
+
+SEPARATE = [Place("a", (n,)) for n in range(2)], [Place("b", (0, 1), n) for n in range(2)]
+TOGETHER = [Place("a", (n,)) for n in range(2)], [Place("a", (0, 1), n) for n in range(2)]
+
+
+@pytest.mark.parametrize(("transport", "places"), [("p2p", SEPARATE), ("broadcast", TOGETHER)])
+@pytest.mark.parametrize(
+    ("serving", "kind"), [(serve_failing_in_move, "TornWeights"), (serve_failing_in_connect, "EngineRefused")]
+)
+def test_a_failure_ends_no_process_and_the_next_update_succeeds(transport, places, serving, kind):
+    with virtual_gpus(hosts=("a", "b"), gpus=2) as gpus:
+        told, served = run_with_gpus(gpus, *places, train_through_failures, serving, transport)
+        assert not left_over(gpus)
+    assert all(t == told[0] for t in told)
+    first, second, third = told[0]
+    assert (first, third) == ("updated", "updated")
+    assert second.startswith(kind)
+    assert "it stumbled" in second
+    assert all(s.versions == ["1", "3"] and not s.differing for s in served)
+
+
+def test_settings_by_which_nccl_would_hang_are_refused_with_the_cure():
+    engines = [Place("b", (0, 1), n, environment={"NCCL_CUMEM_ENABLE": "0"}) for n in range(2)]
+    with virtual_gpus(hosts=("a", "b"), gpus=2) as gpus:
+        told, _ = run_with_gpus(gpus, SEPARATE[0], engines, train_through_failures, serve_with_a_failure, "p2p")
+    assert len(set(itertools.chain(*told))) == 1
+    assert "NCCL_CUMEM_ENABLE" in told[0][0]
+    assert told[0][0].startswith(("EngineRefused", "Unsupported", "Mismatch"))
+
+
+# -- the environment, while communicators are made for several engines at once
+
+
+def test_engines_that_are_connected_at_once_leave_the_environment():
+    before = dict(os.environ)
+    trainers = [Place("a", (n,)) for n in range(2)]
+    engines = [Place("b", (n,)) for n in range(4)]
+    with virtual_gpus(hosts=("a", "b"), gpus=4) as gpus:
+        trained, served = run_with_gpus(gpus, trainers, engines, train, serve, Job((2,), 1))
+    assert all(not s.differing for s in served)
+    assert {r.transport for r in trained[0].reports[0].values()} == {"p2p"}
+    assert dict(os.environ) == before
+    assert torch.get_num_threads() > 0
