@@ -157,6 +157,7 @@ def test_buffers_are_freed_after_the_stream_that_writes_them_has_ended() -> None
     """Point 19: under copies that have not ended, torch would give their memory to somebody else."""
     ((_, outcome),), (noted,) = run_world(1, 1, update_with, fail_staged, {"staged": True}, {})
     assert "spoiled" in outcome
+    noted = [event for event in noted if event != "synchronize"]  # before memory is unmapped
     assert noted[noted.index("own stream ended") :][:3] == ["own stream ended", "cleared", "answered"]
 
 

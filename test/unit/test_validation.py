@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.layout.manifest import inflate, pack_blob, unpack_blob
 from sglang_reshard.protocol.messages import PrepareSend
 from sglang_reshard.protocol.validation import check_handles, check_layout, check_prepare_send, check_request
@@ -106,6 +107,7 @@ class Request(msgspec.Struct, frozen=True):
     layout: str = "l"
     handles: tuple[str, ...] = ("a", "b")
     trainer_hosts: tuple[str, ...] = ("h", "h")
+    trainer_devices: tuple[RankDevice, ...] = ()
     prepared: tuple[str, ...] = ()
     weight_version: str | None = None
     transport: str = "auto"
@@ -122,6 +124,8 @@ class Request(msgspec.Struct, frozen=True):
         ({"handles": ("a",)}, "2 trainer hosts, 1 memory handles"),
         ({"handles": (), "trainer_hosts": ()}, "0 trainer hosts"),
         ({"prepared": ("r",)}, "1 prepared transfers"),
+        ({"trainer_devices": (RankDevice(),)}, "1 trainer devices"),
+        ({"trainer_devices": (RankDevice("x" * 5000),) * 2}, "a name of 5,000 characters"),
         ({"update": -1}, "the update number -1"),
         ({"bucket_bytes": 0}, "bucket_bytes=0 "),
         ({"bucket_bytes": BIG}, "bucket_bytes="),

@@ -35,7 +35,7 @@ from sglang_reshard.trainer.collectives import on_first_rank
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateCoordinator, UpdateOptions
 from sglang_reshard.trainer.publisher import PublishedShards, ShardPublisher
 from sglang_reshard.trainer.worker import Shards, TrainerWorker
-from sglang_reshard.transports.memory import host_identity
+from sglang_reshard.transports.memory import MemoryExporter, host_identity
 
 logger = get_logger(__name__)
 
@@ -110,18 +110,27 @@ class WeightSender:
         transport: str = "auto",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        shared_memory: MemoryExporter | None = None,
     ) -> WeightSender:
         """Uses a session that is open already.
 
-        global_ranks  the rank of each trainer rank in torch.distributed's world, as device meshes list them
-        send          sends a request to the engine and returns its answer; on trainer rank 0, None on the others
+        global_ranks   the rank of each trainer rank in torch.distributed's world, as device meshes list them
+        send           sends a request to the engine and returns its answer; on trainer rank 0, None on the others
+        shared_memory  of the senders to all engines, see `ShardPublisher`
         """
         sender = cls.__new__(cls)
-        sender._begin(session, trainer_rank, global_ranks, send, SenderConfig(transport, bucket_bytes, timeout_s))
+        config = SenderConfig(transport, bucket_bytes, timeout_s)
+        sender._begin(session, trainer_rank, global_ranks, send, config, shared_memory)
         return sender
 
     def _begin(
-        self, session: Session, rank: int, global_ranks: tuple[int, ...], send: Send | None, config: SenderConfig
+        self,
+        session: Session,
+        rank: int,
+        global_ranks: tuple[int, ...],
+        send: Send | None,
+        config: SenderConfig,
+        shared_memory: MemoryExporter | None = None,
     ) -> None:
         if (send is not None) != (rank == 0):
             raise ValueError("send must be given on trainer rank 0, and must be None on the others")
@@ -131,7 +140,7 @@ class WeightSender:
         self._session, self._rank, self._global_ranks = session, rank, global_ranks
         self._host = host_identity()
         self._coordinator = UpdateCoordinator(session, global_ranks, send, config) if send is not None else None
-        self._publisher = ShardPublisher(session, rank, global_ranks)
+        self._publisher = ShardPublisher(session, rank, global_ranks, shared_memory)
         self._worker = TrainerWorker(session, rank, config.timeout_s)
         self._update = 0
         self._updating = threading.Lock()
@@ -270,9 +279,12 @@ class WeightSender:
             failure = Failure.of(error)
             if not isinstance(error, ReshardError):
                 logger.exception("trainer rank %d cannot participate in update %d", self._rank, self._update)
-        layout, handles = (published.layout, published.handles) if published else ("", "")
-        prepared = self._worker.prepared_transfer(published)
-        channel.publish_status(self._rank, TrainerStatus(self._host, layout, handles, failure, prepared))
+        if published is None:
+            status = TrainerStatus(self._host, "", "", failure)
+        else:
+            prepared = self._worker.prepared_transfer(published)
+            status = TrainerStatus(self._host, published.layout, published.handles, None, prepared, published.device)
+        channel.publish_status(self._rank, status)
         return published, functools.partial(self._publisher.shards, named_tensors)
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
 
 from sglang_reshard.digest.target import TargetChecksums
 from sglang_reshard.engine.shadow_weights import ShadowWeights, check_room, shadow_bytes
+from sglang_reshard.engine.trainer_memory import TrainerMemory
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.gpu.announce import rank_device
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import (
     ClusterTopology,
@@ -33,13 +35,13 @@ from sglang_reshard.plan import (
 from sglang_reshard.plan.p2p import send_request
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, PrepareSend
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.protocol.validation import check_handles, check_layout
+from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.tracer import trace
 from sglang_reshard.transports.base import Transport, TransportContext
 from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicators, backend_of
 from sglang_reshard.transports.factory import create_transport
-from sglang_reshard.transports.memory import Handles, PeerMemory, host_identity
+from sglang_reshard.transports.memory import PeerMemory, host_identity
 
 _SHOWN_NAMES = 5
 
@@ -48,19 +50,20 @@ _SHOWN_NAMES = 5
 class TargetPlan:
     """An engine rank's traced loader and read plan.
 
-    Valid for one source layout (by content hash), one set of live addresses and one set of trainer hosts.
+    Valid for one source layout (by content hash), one set of live addresses, one set of trainer ranks' hosts and GPUs,
+    and one set of trainer ranks whose memory cannot be mapped.
     """
 
     layout: str
     signature: int | str
-    trainer_hosts: tuple[str, ...]
+    trainers: tuple[object, ...]
     tensor_index: TensorIndex
     program: Program
     read_plan: ReadPlan
     demand: RankDemand
 
     def is_current(self, request: DistributedUpdateWeightsReq, signature: int | str) -> bool:
-        return self._is_traced(request, signature) and self.trainer_hosts == request.trainer_hosts
+        return self._is_traced(request, signature) and self.trainers == _trainers(request)
 
     def _is_traced(self, request: DistributedUpdateWeightsReq, signature: int | str) -> bool:
         return (self.layout, self.signature) == (request.layout, signature)
@@ -74,11 +77,15 @@ class TargetPlan:
         session: Session,
         rank: int,
         size: int,
+        device: torch.device,
+        memory: TrainerMemory,
         known: TargetPlan | None,
     ) -> TargetPlan:
-        """Traces and plans for engine rank `rank` of `size`.
+        """Traces and plans for engine rank `rank` of `size` on `device`.
 
-        known  an earlier plan, whose trace is reused for a trainer that has the same tensors on other hosts
+        memory  tries whether the trainer ranks' memory can be mapped
+        known   an earlier plan, whose trace is reused for a trainer that has the same tensors elsewhere, and which is
+                returned if nothing has changed
         """
         if known is not None and known._is_traced(request, signature):
             tensor_index, program = known.tensor_index, known.program
@@ -86,11 +93,24 @@ class TargetPlan:
             layout = session.get_layout(request.layout, SourceLayout, request.timeout_s)
             check_layout(layout, len(request.trainer_hosts))
             program = trace(model, [t.spec for t in layout.tensors])
-            tensor_index = TensorIndex.of(layout)
-        host = host_identity()
-        read_plan = plan_reads(tensor_index, program.copies, RankLocation(rank, size, host, request.trainer_hosts))
-        demand = rank_demand(tensor_index, read_plan, host, len(os.sched_getaffinity(0)))
-        return cls(request.layout, signature, request.trainer_hosts, tensor_index, program, read_plan, demand)
+            tensor_index, known = TensorIndex.of(layout), None
+        host, gpu = host_identity(), rank_device(device)
+        location = RankLocation(rank, size, host, request.trainer_hosts, gpu, request.trainer_devices)
+        read_plan = None
+        if known is not None and known.trainers == _trainers(request):
+            read_plan, location = known.read_plan, replace(location, unreadable=known.demand.unreadable)
+        while True:
+            read_plan = read_plan or plan_reads(tensor_index, program.copies, location)
+            tried = {t for t in read_plan.traffic() if request.trainer_hosts[t] == host} | set(location.unreadable)
+            unreadable = memory.unreadable(tried, request, session, tensor_index.layout)
+            if unreadable.keys() == set(location.unreadable):
+                break
+            # Others may hold the same shards, and have not been tried.
+            read_plan, location = None, replace(location, unreadable=unreadable)
+        if known is not None and known.read_plan is read_plan and known.demand.unreadable == unreadable:
+            return known
+        demand = rank_demand(tensor_index, read_plan, host, len(os.sched_getaffinity(0)), gpu, unreadable)
+        return cls(request.layout, signature, _trainers(request), tensor_index, program, read_plan, demand)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +177,7 @@ class TransferCache:
         self._broadcast_groups: BroadcastCommunicators | None = None
         self._p2p: P2pCommunicators | None = None
         self._shadow: ShadowWeights | None = None
-        self._mapped: dict[int, tuple[str, PeerMemory]] = {}  # by trainer rank, with the content hash of the handles
+        self.trainer_memory = TrainerMemory(device)
         self.transfer: PreparedTransfer | None = None
 
     @property
@@ -181,11 +201,12 @@ class TransferCache:
         """Unmaps the trainer ranks' memory, and drops all that has views of it."""
         self.drop_transfer()
         self._shadow = None
-        self._mapped = {}
+        self.trainer_memory.unmap()
 
     def clear(self) -> None:
         """Drops all that depends on other ranks."""
         self.unmap()
+        self.trainer_memory.clear()
         self.drop_communicators()
 
     def abort(self) -> None:
@@ -208,7 +229,8 @@ class TransferCache:
         check_unread(unread, request.ignore)
         topology = ClusterTopology.of(demands, request.trainer_hosts, request.trainer_devices)
         strategy = choose_strategy(request.transport, target.tensor_index, demands, topology, request.bucket_bytes)
-        memory = self._map(_trainer_ranks_read(strategy, target, self._rank), request, session, target)
+        trainer_ranks = _trainer_ranks_read(strategy, target, self._rank)
+        memory = self.trainer_memory.map(trainer_ranks, request, session, target.tensor_index.layout)
         prepare_send = None
         if strategy.round_bytes.any():
             prepare_send = PrepareSend(
@@ -282,21 +304,9 @@ class TransferCache:
         """Returns the program that writes to where the transfer arrives."""
         return self._shadow.program if self._shadow is not None else target.program
 
-    def _map(
-        self, trainer_ranks: Sequence[int], request: DistributedUpdateWeightsReq, session: Session, target: TargetPlan
-    ) -> dict[int, PeerMemory]:
-        """Maps the memory of these trainer ranks, and unmaps that of others."""
-        mapped = {}
-        for trainer_rank in trainer_ranks:
-            digest = request.handles[trainer_rank]
-            known = self._mapped.get(trainer_rank)
-            if known is None or known[0] != digest:
-                handles = session.get_handles(trainer_rank, digest, Handles, request.timeout_s)
-                check_handles(handles, target.tensor_index.layout, trainer_rank)
-                known = digest, PeerMemory(trainer_rank, handles)
-            mapped[trainer_rank] = known
-        self._mapped = mapped
-        return {trainer_rank: memory for trainer_rank, (_, memory) in mapped.items()}
+
+def _trainers(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:
+    return request.trainer_hosts, request.trainer_devices
 
 
 def _options(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:

@@ -155,13 +155,24 @@ class UpdateExecutor:
             check_same_version(request.package_version)
             check_transport(request.transport)
         signature = self._signature.current()
-        if self._target is None or not self._target.is_current(request, signature):
+        target, memory = self._target, self.transfers.trainer_memory
+        if target is None or not target.is_current(request, signature) or memory.tried_handles != request.handles:
+            transfer = None
+            self.transfers.drop_transfer()  # its views would keep memory mapped that is mapped anew
             with context.enter(Phase.TRACE):
-                self._target = TargetPlan.of(
-                    self._model, signature, request, context.session, self._rank, self._size, known=self._target
+                self._target = target = TargetPlan.of(
+                    self._model,
+                    signature,
+                    request,
+                    context.session,
+                    self._rank,
+                    self._size,
+                    self._device,
+                    memory,
+                    known=target,
                 )
         return Vote(
-            reusable=transfer is not None and transfer.is_current(request, self._target),
+            reusable=transfer is not None and transfer.is_current(request, target),
             has_communicators=self.transfers.has_communicators,
         )
 

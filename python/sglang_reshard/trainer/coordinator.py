@@ -10,7 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from sglang_reshard.errors import DeadlineExceeded, EngineRefused, Mismatch, ReshardError, TornWeights
+from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.layout.source_layout import SourceLayout, first_difference
 from sglang_reshard.observability import spans
 from sglang_reshard.observability.report import TrainerRankReport, UpdateReport, slowest_seconds
@@ -127,6 +130,7 @@ class UpdateCoordinator:
                     layout=statuses[0].layout,
                     handles=tuple(status.handles for status in statuses),
                     trainer_hosts=tuple(status.host for status in statuses),
+                    trainer_devices=_devices(statuses),
                     prepared=tuple(status.prepared for status in statuses),
                     weight_version=options.weight_version,
                     transport=self._config.transport,
@@ -156,6 +160,12 @@ class UpdateCoordinator:
                     for digest in (statuses[0].layout, status.layout)
                 )
                 raise Mismatch(first_difference(first, other, rank))
+
+
+def _devices(statuses: Sequence[TrainerStatus]) -> tuple[RankDevice, ...]:
+    """Returns each trainer rank's GPU, without what its process sees: nothing depends on that."""
+    devices = tuple(msgspec.structs.replace(status.device, visible=()) for status in statuses)
+    return devices if any(device.uuid for device in devices) else ()
 
 
 def _report(

@@ -6,6 +6,7 @@ import itertools
 import math
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, PrepareSend
 from sglang_reshard.protocol.validation.layouts import MAX_TRAINER_RANKS
 
@@ -17,11 +18,12 @@ _MAX_NAME_LENGTH = 4096  # characters of a name, a hash, a host
 
 def check_request(request: DistributedUpdateWeightsReq) -> None:
     """Raises Mismatch for a request that no sender makes."""
-    ranks, prepared = len(request.trainer_hosts), len(request.prepared)
-    if not 1 <= ranks <= MAX_TRAINER_RANKS or len(request.handles) != ranks or prepared not in (0, ranks):
+    ranks, devices, prepared = len(request.trainer_hosts), len(request.trainer_devices), len(request.prepared)
+    equal = len(request.handles) == ranks and {devices, prepared} <= {0, ranks}
+    if not 1 <= ranks <= MAX_TRAINER_RANKS or not equal:
         raise _invalid_request(
-            f"it has {ranks} trainer hosts, {len(request.handles)} memory handles and {prepared} prepared transfers, "
-            f"expected the same number of each, from 1 to {MAX_TRAINER_RANKS:,}"
+            f"it has {ranks} trainer hosts, {len(request.handles)} memory handles, {devices} trainer devices and "
+            f"{prepared} prepared transfers, expected the same number of each, from 1 to {MAX_TRAINER_RANKS:,}"
         )
     if not 0 <= request.update <= _MAX_UPDATE:
         raise _invalid_request(f"the update number {request.update} is not from 0 to {_MAX_UPDATE:,}")
@@ -31,7 +33,8 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
         raise _invalid_request(f"timeout_s={request.timeout_s} is not above 0 and at most {MAX_TIMEOUT_S:.0f}")
     version = request.weight_version or ""
     names = (request.layout, request.transport, version, request.package_version, request.traceparent)
-    for name in (*names, *request.handles, *request.trainer_hosts, *request.prepared, *request.ignore):
+    gpus = [text for device in request.trainer_devices for text in _texts(device)]
+    for name in (*names, *request.handles, *request.trainer_hosts, *gpus, *request.prepared, *request.ignore):
         if len(name) > _MAX_NAME_LENGTH:
             raise _invalid_request(f"a name of {len(name):,} characters is too long: {name[:40]!r}...")
 
@@ -57,6 +60,10 @@ def check_prepare_send(command: PrepareSend, trainer_ranks: int) -> None:
         raise _invalid_command(f"a name has more than {_MAX_NAME_LENGTH:,} characters")
     if not _is_timeout(command.timeout_s):
         raise _invalid_command(f"timeout_s={command.timeout_s} is not above 0 and at most {MAX_TIMEOUT_S:.0f}")
+
+
+def _texts(device: RankDevice) -> tuple[str, ...]:
+    return device.uuid, device.allocator, *device.visible, *device.nccl, *device.nccl.values()
 
 
 def _check_groups(command: PrepareSend) -> None:

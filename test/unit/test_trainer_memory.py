@@ -1,0 +1,142 @@
+"""One handle of each trainer rank is tried before a plan is made, again once handles change; none is fetched twice."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.engine import trainer_memory
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.trainer_memory import TrainerMemory
+from support.toy import ToyRank, checkpoint
+from support.toy_trainers import State
+from support.world import run_world
+
+CPU = torch.device("cpu")
+NO_HANDLES = "its GPU memory has no CUDA IPC handle"
+
+
+class Trace:
+    """Stands in for the session and for what opens handles, and records what is done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[str] = []
+        self.reasons: dict[str, str] = {}
+        monkeypatch.setattr(trainer_memory, "check_handles", lambda *_: None)
+        monkeypatch.setattr(trainer_memory, "unreadable_reason", self.try_one)
+        monkeypatch.setattr(trainer_memory, "PeerMemory", self.map)
+
+    def get_handles(self, trainer_rank: int, digest: str, *_: object) -> str:
+        self.done.append(f"fetch {digest}")
+        return digest
+
+    def try_one(self, handles: str, trainer_rank: int, device: torch.device) -> str:
+        self.done.append(f"try {handles}")
+        return self.reasons.get(handles, "")
+
+    def map(self, trainer_rank: int, handles: str, device: torch.device) -> Any:
+        self.done.append(f"map {handles}")
+        return SimpleNamespace(close=lambda: self.done.append(f"close {handles}"))
+
+    def since(self) -> list[str]:
+        done, self.done = self.done, []
+        return done
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Trace:
+    return Trace(monkeypatch)
+
+
+def asked(*handles: str) -> Any:
+    return SimpleNamespace(handles=handles, timeout_s=1.0)
+
+
+def test_handles_are_fetched_once_and_tried_before_they_are_mapped(seen):
+    memory, request = TrainerMemory(CPU), asked("a0", "b0")
+    assert memory.unreadable([0, 1], request, seen, None) == {}
+    memory.map([0, 1], request, seen, None)
+    assert seen.since() == ["fetch a0", "try a0", "fetch b0", "try b0", "map a0", "map b0"]
+    assert memory.unreadable([0, 1], request, seen, None) == {}
+    memory.map([0, 1], request, seen, None)
+    assert seen.since() == []
+
+
+def test_old_memory_is_unmapped_before_a_new_handle_is_tried(seen):
+    """Its address, and even its handle, may be those of the new memory."""
+    memory = TrainerMemory(CPU)
+    memory.unreadable([0, 1], asked("a0", "b0"), seen, None)
+    memory.map([0, 1], asked("a0", "b0"), seen, None)
+    seen.since()
+    memory.unreadable([0, 1], asked("a0", "b1"), seen, None)
+    memory.map([0, 1], asked("a0", "b1"), seen, None)
+    assert seen.since() == ["close b0", "fetch b1", "try b1", "map b1"]
+
+
+def test_memory_that_had_no_handles_is_tried_again_once_it_has(seen):
+    memory = TrainerMemory(CPU)
+    seen.reasons = {"a0": NO_HANDLES}
+    assert memory.unreadable([0, 1], asked("a0", "b0"), seen, None) == {0: NO_HANDLES}
+    assert memory.unreadable([0, 1], asked("a1", "b0"), seen, None) == {}
+    assert seen.since() == ["fetch a0", "try a0", "fetch b0", "try b0", "fetch a1", "try a1"]
+
+
+def test_what_failed_is_tried_again_after_a_failed_update(seen):
+    memory = TrainerMemory(CPU)
+    seen.reasons = {"a0": NO_HANDLES}
+    memory.unreadable([0], asked("a0"), seen, None)
+    memory.clear()
+    seen.reasons = {}
+    assert memory.unreadable([0], asked("a0"), seen, None) == {}
+
+
+# -- end to end, on a host without GPUs: engine rank 1 cannot map trainer rank 0's memory for a while
+
+
+def train(trainer):
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    found = []
+    state = State((2,), "fsdp", torch.float32)
+    for version in (1, 2, 3):
+        if version == 3:
+            state = State((2,), "fsdp", torch.float32)  # in other memory
+        state.become(version)
+        report = sender.update(state.given, weight_version=str(version))
+        assert all(rank.received_bytes == rank.least_bytes for rank in report.engine_ranks)
+        found.append((report.transport, report.transport_reason))
+    sender.close()
+    return found
+
+
+def serve(rank, size, requests):
+    real, tries = trainer_memory.unreadable_reason, []
+
+    def reason(handles, trainer_rank, device):
+        tries.append(trainer_rank)
+        first = len(tries) <= 2
+        return NO_HANDLES if (rank, trainer_rank) == (1, 0) and first else real(handles, trainer_rank, device)
+
+    trainer_memory.unreadable_reason = reason
+    model, stock = ToyRank(rank, size), ToyRank(rank, size)
+    receiver = WeightReceiver(model, rank, size, CPU)
+    exact = []
+    for version, request in enumerate(requests, start=1):
+        requests.answer(receiver.update(request))
+        stock.load_weights(checkpoint(version).items())
+        exact.append(all(torch.equal(p, getattr(model, n)) for n, p in stock.named_parameters()))
+    return tries, exact
+
+
+def test_a_pair_that_cannot_read_is_sent_to_until_it_can():
+    trainers, engines = run_world(2, 2, train, serve)
+    first, warm, moved = trainers[0]
+    assert first[0] == warm[0] == "ipc+p2p"
+    assert f"engine rank 1 cannot map the memory of trainer rank 0: {NO_HANDLES}" in first[1]
+    assert moved[0] == "ipc"
+    for tries, exact in engines:
+        assert sorted(tries) == [0, 0, 1, 1], "once for each set of handles"
+        assert exact == [True, True, True]
