@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import os
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -74,12 +75,18 @@ def interpreted_kernel() -> ModuleType:
 def interpreted(gpu: InterpretedGpu | None = None) -> Iterator[InterpretedGpu]:
     """Copy lists take the GPU's way inside the block, and nothing else does."""
     gpu = gpu or InterpretedGpu()
+    known = sys.modules.get(_KERNEL)  # and not mock.patch.dict, which forgets what the block imports
+    sys.modules[_KERNEL] = interpreted_kernel()
     with (
-        mock.patch.dict("sys.modules", {_KERNEL: interpreted_kernel()}),
         mock.patch.object(copies, "runtime", return_value=gpu),
         mock.patch.object(kernel_copies, "runtime", return_value=gpu),
     ):
-        yield gpu
+        try:
+            yield gpu
+        finally:
+            del sys.modules[_KERNEL]
+            if known is not None:
+                sys.modules[_KERNEL] = known
 
 
 def run_in_numpy(launch: Launch, memory: torch.Tensor) -> None:
