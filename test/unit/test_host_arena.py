@@ -13,6 +13,7 @@ from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.publisher import ShardPublisher
 from sglang_reshard.transports import memory as memory_module
+from sglang_reshard.transports.host_arena import HostArena
 from sglang_reshard.transports.memory import MemoryExporter, PeerMemory
 from support.gpu_runtime import GPU, one_process_runtime
 
@@ -61,13 +62,33 @@ def test_handles_stay_the_same_and_values_are_new_in_every_update(gpu):
     anew = some_shards(7)  # offloaded again, to other memory
     third = publisher.publish(named(anew), check_finite=False)
     assert torch.equal(shard_in(peer, 1, anew[1]), anew[1])
-    assert first == second == third
+    assert (first.layout, first.handles) == (third.layout, third.handles)
     peer.close()
     publisher.close()
 
 
 def named(shards):
     return [(f"t{i}", shard) for i, shard in enumerate(shards)]
+
+
+def test_senders_to_several_engines_share_one_arena_and_copy_once_in_an_update(gpu, monkeypatch):
+    copies = []
+    refresh = HostArena.refresh_again
+    monkeypatch.setattr(HostArena, "refresh_again", lambda arena: (copies.append(arena), refresh(arena)))
+    exporter, shards = MemoryExporter(0), some_shards()
+    publishers = [ShardPublisher(Session.host(), 0, (0,), exporter) for _ in range(3)]
+    for update in range(2):
+        exporter.begin_update()
+        shards[0].fill_(update)
+        published = [publisher.publish(named(shards), check_finite=False) for publisher in publishers]
+        peer = PeerMemory(0, publishers[2]._handles, GPU)
+        assert shard_in(peer, 0, shards[0]).eq(update).all()
+        peer.close()
+        assert len({p.handles for p in published}) == 1
+    assert len(copies) == 2
+    publishers[0].close()
+    assert exporter.export(shards) == publishers[1]._handles
+    exporter.close()
 
 
 def test_the_arena_keeps_no_shard_alive(gpu):

@@ -26,6 +26,7 @@ from sglang_reshard.protocol.messages import DEFAULT_TIMEOUT_S
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import NamedTensors
 from sglang_reshard.trainer.coordinator import Send
+from sglang_reshard.transports.memory import MemoryExporter
 
 
 class MultiEngineSender:
@@ -40,6 +41,7 @@ class MultiEngineSender:
         self._address, self._rank, self._global_ranks = address, trainer_rank, global_ranks
         self._options = options
         self._senders: dict[str, WeightSender] = {}
+        self._memory = MemoryExporter(trainer_rank)
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -73,6 +75,7 @@ class MultiEngineSender:
             raise Mismatch(f"trainer rank {self._rank}: there is no engine to update; call set_engines first")
         if not isinstance(named_tensors, (torch.nn.Module, Collection)):
             named_tensors = list(named_tensors)
+        self._memory.begin_update()
         if len(self._senders) == 1:
             ((name, sender),) = self._senders.items()
             return {name: sender.update(named_tensors, **options)}
@@ -101,6 +104,7 @@ class MultiEngineSender:
     def close(self) -> None:
         """Ends all sessions. Collective."""
         self.set_engines({})
+        self._memory.close()
 
     def _sender(self, name: str, send: Send | None) -> WeightSender:
         timeout_s = self._options.get("timeout_s", DEFAULT_TIMEOUT_S)
@@ -109,6 +113,7 @@ class MultiEngineSender:
             trainer_rank=self._rank,
             global_ranks=self._global_ranks,
             send=send,
+            shared_memory=self._memory,
             **self._options,
         )
 

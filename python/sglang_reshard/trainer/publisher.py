@@ -36,6 +36,8 @@ class PublishedShards:
     tied             names of tensors that share the memory of another one
     devices          GPUs on which work on the shards may be under way
     device           the rank's own GPU, as it is announced
+    memory           storage and address of each shard. New shards may have the handles of earlier ones: in an arena,
+                     or if there are no handles
     """
 
     source: SourceLayout
@@ -45,14 +47,28 @@ class PublishedShards:
     tied: tuple[str, ...]
     devices: tuple[torch.device, ...]
     device: RankDevice
+    memory: tuple[tuple[int, int], ...]
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Equal for shards with the same layout in the same memory, as long as something refers to them."""
+        return self.layout, self.handles, self.memory
 
 
 class ShardPublisher:
     """Publishes one trainer rank's shards. Holds no tensor: a trainer that offloads its weights frees their memory."""
 
-    def __init__(self, session: Session, trainer_rank: int, global_ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        trainer_rank: int,
+        global_ranks: tuple[int, ...],
+        shared_memory: MemoryExporter | None = None,
+    ) -> None:
+        """`shared_memory` exports the memory for several engines; its owner begins their updates, and closes it."""
         self._session, self._rank, self._global_ranks = session, trainer_rank, global_ranks
-        self._memory = MemoryExporter(trainer_rank)
+        self._memory = shared_memory or MemoryExporter(trainer_rank)
+        self._owns_memory = shared_memory is None
         self._changes: ChangeDetector | None = None
         self._published: PublishedShards | None = None
         self._handles: Handles | None = None
@@ -65,6 +81,8 @@ class ShardPublisher:
         Raises Unsupported and Mismatch as `describe` does, and Mismatch for values that are not finite, if
         `check_finite` is set.
         """
+        if self._owns_memory:
+            self._memory.begin_update()
         with _garbage_collector_paused():
             changed = self._changed(named_tensors, always=check_finite)
         if changed is not None:
@@ -85,7 +103,8 @@ class ShardPublisher:
         return describe(named_tensors, trainer_rank=self._rank, global_ranks=self._global_ranks).shards
 
     def close(self) -> None:
-        self._memory.close()
+        if self._owns_memory:
+            self._memory.close()
         self._changes = None
 
     def _changed(self, named_tensors: NamedTensors | torch.nn.Module, always: bool) -> NamedTensorList | None:
@@ -109,6 +128,7 @@ class ShardPublisher:
             tuple(tied_names(state.layout, state.shards)),
             devices,
             rank_device(trainer_device(state.shards)),
+            tuple((int(shard.untyped_storage()._cdata), shard.data_ptr()) for shard in state.shards),
         )
         if known is not None and published.handles != known.handles:
             self._session.delete_handles(self._rank, known.handles)

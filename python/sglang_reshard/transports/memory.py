@@ -17,6 +17,7 @@ import math
 import mmap
 import os
 import socket
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -78,6 +79,8 @@ class MemoryExporter:
 
     It does not keep the shards' memory alive: a trainer that offloads its weights gets it back. A CPU storage that is
     moved in place no longer shares its memory with a numpy array that it was made from.
+
+    Senders to several engines share one, in a thread each, so that there is one arena: then the first of them copies.
     """
 
     def __init__(self, trainer_rank: int) -> None:
@@ -86,6 +89,12 @@ class MemoryExporter:
         self._moved: dict[int, tuple[StorageWeakRef, ShmStorage]] = {}
         self._gpu = GpuExporter()
         self._arena: HostArena | None = None
+        self._copied = False  # in this update
+        self._lock = threading.Lock()
+
+    def begin_update(self) -> None:
+        """Shards have other values from now on. Called once for each update of all engines."""
+        self._copied = False
 
     def export(self, shards: Sequence[torch.Tensor], names: Sequence[str] = ()) -> Handles:
         """Returns handles of `shards`, and copies those that are in the arena. What is exported already stays as it is.
@@ -96,6 +105,10 @@ class MemoryExporter:
         so. Raises Unsupported if there is too little shared memory to move storages, stating how much is needed, and
         for memory that was freed or is on another kind of device, naming the tensor.
         """
+        with self._lock:
+            return self._export(shards, names)
+
+    def _export(self, shards: Sequence[torch.Tensor], names: Sequence[str]) -> Handles:
         on_gpu, copied, in_place = self._by_place(shards, names)
         views = [ShardView(-1, 0, ())] * len(shards)
         storages: dict[ShmStorage | GpuAllocation, int] = {}
@@ -128,15 +141,19 @@ class MemoryExporter:
 
     def is_current(self) -> bool:
         """Returns whether the last handles are still right for shards whose storages are the same as then."""
-        return self._gpu.is_current()
+        with self._lock:
+            return self._gpu.is_current()
 
     def refresh(self) -> None:
         """Copies the values that shards in the arena have now. Their storages must be those of the last export."""
-        if self._arena is not None:
-            self._arena.refresh_again()
+        with self._lock:
+            if self._arena is not None and not self._copied:
+                self._arena.refresh_again()
+                self._copied = True
 
     def close(self) -> None:
-        self._moved, self._gpu, self._arena = {}, GpuExporter(), None
+        with self._lock:
+            self._moved, self._gpu, self._arena = {}, GpuExporter(), None
 
     def _by_place(self, shards: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[list[int], list[int], list[int]]:
         """Returns the numbers of the shards on GPUs, of those that are copied, and of those that are moved in place."""
@@ -167,9 +184,11 @@ class MemoryExporter:
             self._arena = None
             return []
         if self._arena is None or not self._arena.fits(shards):
-            self._arena = None  # its room may be needed
+            self._arena, self._copied = None, False  # its room may be needed
             self._arena = HostArena(shards, f"trainer rank {self._rank}")
-        self._arena.refresh(shards)
+        if not self._copied:
+            self._arena.refresh(shards)
+            self._copied = True
         handle = _move(self._arena.storage, f"trainer rank {self._rank}")
         return [(handle, copy) for copy in self._arena.copies]
 
