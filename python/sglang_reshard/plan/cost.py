@@ -38,8 +38,9 @@ class Costs:
 
 # On 2 cores without a GPU, fitted to benchmark/results/bench.json.
 CPU = Costs(1e10, 1e-6, 5e9, 1.2e9, 1e-4, shares_cores=True)
-# From data sheets (HBM, NVLink, 400 Gb/s network cards); not measured on a GPU.
-GPU = Costs(1.5e12, 5e-6, 3e11, 4e10, 2e-5, shares_cores=False)
+# From data sheets (HBM, NVLink, 400 Gb/s network cards); not measured on a GPU. A box is a tile or more of a kernel's
+# (`transports.copy_table`), of which a GPU makes hundreds in a microsecond, and no launch of its own.
+GPU = Costs(1.5e12, 5e-9, 3e11, 4e10, 2e-5, shares_cores=False)
 
 
 def usual_costs(topology: ClusterTopology) -> Costs:

@@ -1,4 +1,4 @@
-"""The Triton kernel that makes the copies of a `CopyTable`. Imported only where copies run on a GPU.
+"""The Triton kernel that makes the copies of a table (`copy_table`). Imported only where copies run on a GPU.
 
 Without type annotations but for constants: Triton reads them.
 """
