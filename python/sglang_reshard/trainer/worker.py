@@ -48,8 +48,7 @@ class _PreparedSend:
     """What is kept between updates. A rank that sends nothing has no communicators to connect."""
 
     command: PrepareSend
-    layout: str
-    handles: str
+    shards: tuple[object, ...]  # `PublishedShards.identity`
     sender: P2pSender
     communicators: P2pCommunicators
     connected: bool = False
@@ -74,8 +73,7 @@ class TrainerWorker:
         prepared = self._prepared
         if prepared is None or published is None or not prepared.connected:
             return ""
-        current = (prepared.layout, prepared.handles) == (published.layout, published.handles)
-        return prepared.command.transfer if current else ""
+        return prepared.command.transfer if prepared.shards == published.identity else ""
 
     def run(self, channel: UpdateChannel, published: PublishedShards | None, shards: Shards) -> UpdateResult:
         """Executes commands until the update ends.
@@ -169,12 +167,12 @@ class TrainerWorker:
             device,
         )
         communicators = self._session.p2p_communicators(command, self._rank, device)
-        return _PreparedSend(command, published.layout, published.handles, sender, communicators)
+        return _PreparedSend(command, published.identity, sender, communicators)
 
     def _source_checksums(
         self, command: RequestChecksums, published: PublishedShards, shards: Shards
     ) -> SourceChecksums:
-        key = command.regions, published.layout, published.handles
+        key = command.regions, published.identity
         if self._checksums is None or self._checksums[0] != key:
             self._regions = {
                 digest: self._regions.get(digest) or self._session.get_regions(rank, digest, self._timeout_s)
