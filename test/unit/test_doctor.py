@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_reshard import __version__
 from sglang_reshard.cli.doctor import Finding, gpus, host, installed, server
 from sglang_reshard.cli.doctor.output import as_json, failed, show
+from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.patches.launch import TORCHRUN_VARIABLES
 
 KEY = "a key"
@@ -186,6 +188,53 @@ def test_memory_that_cannot_be_read_is_a_fail(monkeypatch: pytest.MonkeyPatch) -
     assert found.status == "fail"
     assert "no such file" in found.says
     assert "p2p" in found.cure
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A host of four GPUs, of which this process sees two. Returns its /dev."""
+    for number in range(4):
+        (tmp_path / f"nvidia{number}").touch()
+    monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "H200")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    return tmp_path
+
+
+def announced(monkeypatch: pytest.MonkeyPatch, allocator: str = "native", **settings: str) -> None:
+    device = RankDevice("GPU-0", ("GPU-0", "GPU-1"), allocator, {"version": "2.28.9"} | settings)
+    monkeypatch.setattr(gpus, "rank_device", lambda _: device)
+
+
+def test_a_process_may_see_fewer_gpus_than_the_host_has(two_gpus: Path) -> None:
+    found = only(gpus.check_gpus())
+    assert found.status == "ok"
+    assert "2 x H200 of the host's 4; memory of the others can be mapped" in found.says
+
+
+@pytest.mark.parametrize(("access", "status"), [(True, "ok"), (False, "warning")])
+def test_gpus_without_peer_access(two_gpus: Path, monkeypatch: pytest.MonkeyPatch, access: bool, status: str) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: access)
+    found = only(gpus.check_peer_access())
+    assert found.status == status
+    assert ("auto sends by p2p" in found.says) is not access
+
+
+@pytest.mark.parametrize(("allocator", "status"), [("native", "ok"), ("expandable_segments", "warning")])
+def test_memory_without_handles(two_gpus: Path, monkeypatch: pytest.MonkeyPatch, allocator: str, status: str) -> None:
+    announced(monkeypatch, allocator)
+    found = only(gpus.check_allocator())
+    assert found.status == status
+    assert ("unset PYTORCH_CUDA_ALLOC_CONF" in found.cure) is (status == "warning")
+
+
+def test_nccl_s_settings_are_shown(two_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    announced(monkeypatch)
+    assert "2.28.9, no settings; export NCCL_CUMEM_ENABLE=0" in only(gpus.check_nccl()).says
+    announced(monkeypatch, NCCL_CUMEM_ENABLE="0")
+    assert only(gpus.check_nccl()).says == "2.28.9, NCCL_CUMEM_ENABLE=0"
 
 
 def test_expandable_segments_beside_the_memory_saver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

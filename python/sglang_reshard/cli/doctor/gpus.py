@@ -1,4 +1,4 @@
-"""Checks GPUs, peer access between them, memory handles between processes, NCCL and the memory saver."""
+"""Checks GPUs, peer access, the kind of their memory, memory handles between processes, NCCL and the memory saver."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ import torch
 from sglang_reshard.cli.doctor.finding import Check, Finding, fail, ok, warning
 from sglang_reshard.cli.doctor.reader import pattern
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.gpu.announce import rank_device
+from sglang_reshard.gpu.device import NCCL_SETTINGS
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.transports.memory import MemoryExporter
 
 _READER_S = 120.0  # it imports torch, which takes long where many do
+_DEVICES = Path("/dev")
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -26,8 +29,11 @@ def check_gpus() -> list[Finding]:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         kinds = ", ".join(f"{len(list(same))} x {name}" for name, same in itertools.groupby(sorted(names)))
-        return ok("GPUs", f"{kinds}; torch is built for CUDA {torch.version.cuda}")
-    if not list(Path("/dev").glob("nvidia[0-9]*")):
+        on_host = len(list(_DEVICES.glob("nvidia[0-9]*")))
+        hidden = on_host - len(names)
+        masked = f" of the host's {on_host}; memory of the others can be mapped all the same" if hidden > 0 else ""
+        return ok("GPUs", f"{kinds}{masked}; torch is built for CUDA {torch.version.cuda}")
+    if not list(_DEVICES.glob("nvidia[0-9]*")):
         return ok("GPUs", "no GPU: engines run on CPU here, see sglang_reshard.testing.cpu_host")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -42,7 +48,7 @@ def check_gpus() -> list[Finding]:
 
 
 def check_peer_access() -> list[Finding]:
-    """Engine ranks read other GPUs' memory through peer access; without it the driver stages the bytes on the host."""
+    """Engine ranks read other GPUs' memory through peer access; trainer ranks without it send to them."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         return ok("peer access", "no GPU" if count == 0 else "one GPU: nothing to reach")
@@ -51,7 +57,7 @@ def check_peer_access() -> list[Finding]:
         shown = ", ".join(f"{a}-{b}" for a, b in without[:4]) + (", ..." if len(without) > 4 else "")
         return warning(
             "peer access",
-            f"not between the GPUs {shown}: ipc between them goes through the host",
+            f"not between the GPUs {shown}: engine ranks on one cannot read the other's memory, and auto sends by p2p",
             "look at nvidia-smi topo -p2p r; in a virtual machine ask for GPUs with NVLink, or turn off IOMMU and ACS",
         )
     return ok("peer access", f"between all of {count} GPUs")
@@ -65,12 +71,35 @@ def check_handles() -> list[Finding]:
     return found + _handed_over([torch.device("cuda", i) for i in range(torch.cuda.device_count())])
 
 
+def check_allocator() -> list[Finding]:
+    """Memory of other kinds than cudaMalloc's has no handles, see `gpu.runtime`."""
+    if not torch.cuda.is_available():
+        return ok("GPU memory", "no GPU")
+    kind = rank_device(_first_gpu()).allocator
+    if kind == "native":
+        return ok("GPU memory", "torch allocates by cudaMalloc: engine ranks on this host can map it")
+    return warning(
+        "GPU memory",
+        f"torch allocates {kind}, which has no handles: a trainer with it sends by p2p, and cannot update engine ranks "
+        "on its own GPUs",
+        f"unset {' and '.join(_ALLOCATOR)} for the trainer's processes",
+    )
+
+
 def check_nccl() -> list[Finding]:
+    """What trainer and engine must agree on where trainer ranks send to engine ranks, see `plan.topology`."""
     if not torch.cuda.is_available():
         return ok("NCCL", "no GPU: gloo carries what is sent")
     if not torch.distributed.is_nccl_available():
         return fail("NCCL", "this torch has none", "install torch from its own index, built for CUDA")
-    return ok("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    nccl = rank_device(_first_gpu()).nccl
+    settings = [f"{name}={nccl[name]}" for name in NCCL_SETTINGS if name in nccl]
+    says = f"{nccl['version']}, {', '.join(settings) or 'no settings'}"
+    if "NCCL_CUMEM_ENABLE" in nccl:
+        return ok("NCCL", says)
+    return ok(
+        "NCCL", f"{says}; where a trainer sends on its own host, export NCCL_CUMEM_ENABLE=0 for it, as SGLang does"
+    )
 
 
 def check_memory_saver() -> list[Finding]:
@@ -89,7 +118,18 @@ def check_memory_saver() -> list[Finding]:
     return ok("memory saver", f"{told}; used where an engine is started with enable_memory_saver=True")
 
 
-GPU_CHECKS: tuple[Check, ...] = (check_gpus, check_peer_access, check_handles, check_nccl, check_memory_saver)
+GPU_CHECKS: tuple[Check, ...] = (
+    check_gpus,
+    check_peer_access,
+    check_allocator,
+    check_handles,
+    check_nccl,
+    check_memory_saver,
+)
+
+
+def _first_gpu() -> torch.device:
+    return torch.device("cuda", 0)
 
 
 def _handed_over(devices: list[torch.device]) -> list[Finding]:
