@@ -154,8 +154,8 @@ def test_a_failure_ends_no_process_and_the_next_update_succeeds(transport, place
 
 
 def test_settings_by_which_nccl_would_hang_are_refused_with_the_cure():
-    engines = [Place("b", (0, 1), n, environment={"NCCL_CUMEM_ENABLE": "0"}) for n in range(2)]
-    with virtual_gpus(hosts=("a", "b"), gpus=2) as gpus:
+    engines = [Place("a", (2, 3), n, environment={"NCCL_CUMEM_ENABLE": "0"}) for n in range(2)]
+    with virtual_gpus(hosts=("a",), gpus=4) as gpus:
         told, _ = run_with_gpus(gpus, SEPARATE[0], engines, train_through_failures, serve_with_a_failure, "p2p")
     assert len(set(itertools.chain(*told))) == 1
     assert "NCCL_CUMEM_ENABLE" in told[0][0]

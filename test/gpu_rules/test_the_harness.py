@@ -416,7 +416,7 @@ def disagree(process, trainer):
 
 
 def test_settings_that_differ_are_reported():
-    with pytest.raises(RuleBroken, match="settings differ between members"):
+    with pytest.raises(RuleBroken, match="settings differ between members of a host"):
         run(disagree, Place(HOST, (0,)), Place(HOST, (1,), environment={"NCCL_CUMEM_ENABLE": "0"}))
 
 

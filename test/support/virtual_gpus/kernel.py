@@ -29,7 +29,7 @@ class VirtualKernel:
     def launch(self, kind: TileKind, boxes: torch.Tensor, tiles: torch.Tensor, *_: Any) -> None:
         if not (boxes.is_cuda and tiles.is_cuda):
             raise self._journal.broken("a kernel was given a table in host memory")
-        self._cuda.started(self._memory.find(boxes.data_ptr()).number)  # type: ignore[union-attr]
+        self._cuda.copied(self._memory.find(boxes.data_ptr()).number)  # type: ignore[union-attr]
         of_box = (tiles >> 32).tolist()
         for number, box in enumerate(boxes.view(-1, FIELDS).tolist()):
             source, destination, middle, last, rows, columns, *strides = box

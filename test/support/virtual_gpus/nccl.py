@@ -1,7 +1,7 @@
 """torch's ProcessGroupNCCL for virtual GPUs: what it forgives, what it hangs on, and what it ends a process for.
 
 - construction lasts until all members have come, and is ended by nothing but `abort`
-- a GPU twice in one communicator, or settings that differ between members, are broken rules
+- a GPU twice in one communicator, or settings that differ between members of a host, are broken rules
 - buffers are GPU memory that this process has allocated on its own GPU
 - communicators that are in use at once must find room on a GPU together: the order of their operations differs
 - operations begin in their order and end later; `wait` of one that has not ended is not bounded by anything
@@ -162,7 +162,12 @@ class VirtualProcessGroup:
         else:
             self._name = bytes(self._store.get("virtual_nccl_id")).decode()
         place, gpus = self.nccl.place, self.nccl.gpus
-        card = {"gpu": gpus.uuid(place.host, place.number), "settings": self._settings, "pid": os.getpid()}
+        card = {
+            "gpu": gpus.uuid(place.host, place.number),
+            "settings": self._settings,
+            "pid": os.getpid(),
+            "host": place.host,
+        }
         _write(self._file(str(self._rank)), json.dumps(card).encode())
         threading.Thread(target=self._run, name="virtual NCCL", daemon=True).start()
 
@@ -175,9 +180,9 @@ class VirtualProcessGroup:
         if twice := sorted({gpu for gpu in on if on.count(gpu) > 1}):
             self._error = ErrorType.COMM_ERROR
             raise self.nccl.journal.broken(f"GPU {twice[0]} is twice in one communicator: ranks on {on}")
-        if any(card["settings"] != self._settings for card in cards):
-            settings = sorted({json.dumps(card["settings"]) for card in cards})
-            self.nccl.journal.broken(f"NCCL's settings differ between members, which hangs: {settings}")
+        here = [card["settings"] for card in cards if card["host"] == self.nccl.place.host]
+        if any(settings != self._settings for settings in here):
+            self.nccl.journal.broken(f"NCCL's settings differ between members of a host, which hangs: {here}")
             self._until(lambda: False)
         self.nccl.journal.note("communicator", rank=self._rank, gpus=on)
 

@@ -76,7 +76,7 @@ class VirtualProcess:
     def write(self, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Writes as a kernel does, which ends later."""
         tensor.copy_(values)
-        self.cuda.started(self.place.number)
+        self.cuda.wrote(self.place.number)
         return tensor
 
     def give_memory(self, module: torch.nn.Module) -> None:
@@ -106,14 +106,14 @@ class VirtualProcess:
     def _watch_the_engine(self) -> None:
         _before(UpdateExecutor, "_move", lambda *_: self._sources_are_synchronized())
         _before(UpdateContext, "all_gather_votes", lambda _, phase, vote: self._own_is_synchronized(phase, vote))
-        _before(CopyList, "run", lambda *_: self.cuda.started(self.place.number))
+        _before(CopyList, "run", lambda *_: self.cuda.copied(self.place.number))
 
     def _sources_are_synchronized(self) -> None:
         if writing := self.memory.unsynchronized():
             raise self.journal.broken(f"memory of processes {writing} was read, which had not synchronized their GPU")
 
     def _own_is_synchronized(self, phase: Phase, vote: Vote) -> None:
-        if phase in (Phase.STAGED, Phase.COMMIT) and not vote.error and self.cuda.unsynchronized():
+        if phase in (Phase.STAGED, Phase.COMMIT) and not vote.error and self.cuda.is_copying():
             raise self.journal.broken(f"the engine rank voted {phase} before its copies had ended")
 
 

@@ -30,6 +30,7 @@ class VirtualTorchCuda:
     def __init__(self, gpus: VirtualGpus, place: Place, memory: VirtualMemory, journal: Journal) -> None:
         self._gpus, self._place, self._memory, self._journal = gpus, place, memory, journal
         self._thread = threading.local()
+        self._copying: set[int] = set()  # numbers of GPUs
 
     def install(self) -> None:
         for name in (
@@ -195,13 +196,19 @@ class VirtualTorchCuda:
 
     # -- what was started on a GPU, and ends when it is synchronized
 
-    def started(self, number: int) -> None:
+    def wrote(self, number: int) -> None:
+        """The process's own work on its weights, which others must not read before it has ended."""
         self._memory.pending(number).touch()
 
-    def unsynchronized(self) -> bool:
-        return any(self._memory.pending(number).exists() for number in self._place.visible)
+    def copied(self, number: int) -> None:
+        """Copies of an update."""
+        self._copying.add(number)
+
+    def is_copying(self) -> bool:
+        return bool(self._copying)
 
     def _ended(self, number: int) -> None:
+        self._copying.discard(number)
         self._memory.pending(number).unlink(missing_ok=True)
         self._journal.note("synchronize", number=number)
 
