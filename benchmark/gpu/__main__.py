@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -22,12 +23,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--rehearse", action="store_true", help="on virtual GPUs, also where there is a real one")
     parser.add_argument("--only", nargs="+", default=[], metavar="ITEM", help="numbers, or words of their names")
+    parser.add_argument("--within", type=float, default=570.0, metavar="SECONDS", help="for all items")
     parser.add_argument("--spawn", action="store_true", help="start each process anew: slow, should forks fail")
     parser.add_argument("--out", type=Path, help="file for the results; by default benchmark/results/gpu.json")
     options = parser.parse_args()
     packages.find()
     # Before torch is imported. Its own check would begin to use the GPU, and then no process could be forked.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # the host may have no network, and no name of its own
+        os.environ.setdefault(name, "lo")
     rehearsed = options.rehearse or not any(Path("/dev").glob("nvidia[0-9]*"))
     if rehearsed:
         from benchmark.gpu import rehearsal
@@ -42,6 +46,8 @@ def main() -> int:
 def _run(options: argparse.Namespace, folder: str) -> int:
     import msgspec
 
+    # Imported once for all processes that are forked; it does not use the GPU.
+    import sglang_reshard.transports.copy_kernel  # noqa: F401
     from benchmark.gpu import facts, items, runner
     from benchmark.gpu.item import Row
     from benchmark.gpu.place import Place
@@ -54,7 +60,7 @@ def _run(options: argparse.Namespace, folder: str) -> int:
     path = options.out or (None if folder else facts.RESULTS)
     command = " ".join(["python -m benchmark.gpu", *sys.argv[1:]])
     rows: list[Row] = []
-    for row in runner.run(chosen, place, found["count"]):
+    for row in runner.run(chosen, place, found["count"], options.within if not folder else math.inf):
         rows.append(row)
         print(json.dumps(msgspec.to_builtins(row)), flush=True)
         if path:  # after each, should something end this one

@@ -33,9 +33,8 @@ def main() -> None:
     nbytes = ARCHIVE.stat().st_size
     if nbytes > MAX_BYTES:
         raise SystemExit(f"{ARCHIVE.name} has {nbytes:,} bytes, and at most {MAX_BYTES:,} may travel")
-    print(
-        f"{ARCHIVE.relative_to(REPOSITORY)}: {nbytes:,} bytes, commit {commit().removesuffix('+')}, for Python {options.python}"
-    )
+    what = f"commit {commit().removesuffix('+')}, for Python {options.python}"
+    print(f"{ARCHIVE.relative_to(REPOSITORY)}: {nbytes:,} bytes, {what}")
 
 
 def _download(python: str, platform: str) -> None:

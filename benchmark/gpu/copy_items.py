@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 
 from benchmark.gpu import sharing
 from benchmark.gpu.item import Bench, Item
+from benchmark.gpu.peer import Here
 from benchmark.gpu.place import DEVICE, GIB, MIB, Place, free_bytes, pattern, same_bytes, seconds_of
 from sglang_reshard.layout.regions import ITEM_BYTES
 from sglang_reshard.transports.copies import CopyList
@@ -21,6 +23,7 @@ from sglang_reshard.transports.kernel_copies import KernelCopies
 Pair = tuple[torch.Tensor, torch.Tensor]  # destination, source
 SHAPE = 96, 2048  # of an expert's shard in Qwen3-30B-A3B, FSDP over 8 trainer ranks
 _SMALL = 6, 128
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 GOAL = 1.2  # times a copy on the same GPU
 _CASTS = ("float64", "float32", "float16", "bfloat16")
 
@@ -38,14 +41,14 @@ def copied(pairs: Sequence[Pair], tiling: Tiling = DEFAULT_TILING) -> CopyList:
 
 
 def exact(bench: Bench) -> None:
-    bench.enter()
     rows, columns = bench.place.pick((1000, 1000), (24, 40))
+    _compile(bench, rows, columns)
+    bench.enter()
     wrong = []
     for name, pair in _cases(rows, columns):
         destination, source = pair
-        expected = torch.full_like(destination, 0)
-        expected.copy_(source)
-        destination.fill_(0)
+        expected = _by_torch(destination, source)
+        _cleared(destination)
         copied([pair]).run()
         torch.cuda.synchronize(DEVICE)
         if not _equal(destination, expected):
@@ -54,13 +57,43 @@ def exact(bench: Bench) -> None:
     copied([pair for _, pair in together]).run()
     torch.cuda.synchronize(DEVICE)
     for name, (destination, source) in together:
-        expected = torch.full_like(destination, 0)
-        expected.copy_(source)
-        if not _equal(destination, expected):
+        if not _equal(destination, _by_torch(destination, source)):
             wrong.append(f"{name}, in one list with all others")
     bench.saw(cases=len(together), wrong=wrong[:20])
     bench.check(not wrong, f"{len(wrong)} copies were wrong: {wrong[:5]}")
     _large(bench)
+
+
+def _compile(bench: Bench, rows: int, columns: int) -> None:
+    """Compiles all kernels in several processes at once; Triton keeps them in its folder."""
+    begin, parts = time.perf_counter(), bench.place.pick(6, 1)
+    peers = [bench.peer(f"compiler {part}") for part in range(parts)]
+    for part, peer in enumerate(peers):
+        peer.start(_build, rows, columns, part, parts)
+    for peer in peers:
+        peer.result()
+        peer.stop()
+    bench.saw(compile_seconds=time.perf_counter() - begin)
+
+
+def _build(here: Here, rows: int, columns: int, part: int, parts: int) -> None:
+    pairs = sorted((pair for _, pair in _cases(rows, columns)), key=lambda pair: str((pair[1].dtype, pair[0].dtype)))
+    copied(pairs[len(pairs) * part // parts : len(pairs) * (part + 1) // parts])
+
+
+def _by_torch(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Returns what a single copy writes; equal dtypes as integers, as torch cannot copy some others on a GPU."""
+    expected = torch.empty(tuple(destination.shape), dtype=destination.dtype, device=DEVICE)
+    if destination.dtype == source.dtype:
+        unit = _INTEGERS[source.element_size()]
+        expected.view(unit).copy_(source.view(unit))
+    else:
+        expected.copy_(source)
+    return expected
+
+
+def _cleared(tensor: torch.Tensor) -> None:
+    tensor.view(-1).view(torch.uint8).zero_()
 
 
 def _cases(rows: int, columns: int) -> Iterator[tuple[str, Pair]]:
@@ -92,7 +125,7 @@ def values(rows: int, columns: int, dtype: str) -> torch.Tensor:
         return found
     places = torch.arange(rows * columns, dtype=torch.int64, device=DEVICE)
     bits = (places * 2654435761 + (places << 40) * 40503) >> 7  # each byte takes all values
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
+    integers = _INTEGERS[found.element_size()]
     found.view(-1).view(integers).copy_(bits.to(integers))
     return found
 
@@ -237,27 +270,37 @@ def _graph_of(run: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def _batch_memcpy(pairs: list[Pair]) -> Callable[[], None]:
-    """cudaMemcpyBatchAsync, which knows runs of bytes only: contiguous rows are one each."""
-    from cuda.bindings import driver
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes: order of access to the source, hints of both locations (type, id), flags."""
 
-    runs = []
-    for destination, source in pairs:
-        if source.is_contiguous():
-            runs.append((destination.data_ptr(), source.data_ptr(), source.nbytes))
-        else:
-            width = source.shape[-1] * source.element_size()
-            steps = range(source.shape[0])
-            to, of = destination.stride(0) * destination.element_size(), source.stride(0) * source.element_size()
-            runs += [(destination.data_ptr() + i * to, source.data_ptr() + i * of, width) for i in steps]
-    to_list, from_list, sizes = (list(column) for column in zip(*runs, strict=True))
-    attributes = driver.CUmemcpyAttributes()
-    attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    stream = driver.CUstream(torch.cuda.Stream(DEVICE).cuda_stream)  # the default stream is refused
+    _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
+
+
+def _batch_memcpy(pairs: list[Pair]) -> Callable[[], None]:
+    """The driver's cuMemcpyBatchAsync, which knows runs of bytes only."""
+    assert all(source.is_contiguous() for _, source in pairs), "rows would be one copy each"
+    count = len(pairs)
+    to = (ctypes.c_uint64 * count)(*(d.data_ptr() for d, _ in pairs))
+    of = (ctypes.c_uint64 * count)(*(s.data_ptr() for _, s in pairs))
+    sizes = (ctypes.c_size_t * count)(*(s.nbytes for _, s in pairs))
+    attributes, first = _Attributes(order=1), ctypes.c_size_t(0)  # in the stream's order
+    stream = torch.cuda.Stream(DEVICE)  # the default stream is refused
+    call = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync_v2  # of CUDA 13
 
     def run() -> None:
-        error, *_ = driver.cuMemcpyBatchAsync(to_list, from_list, sizes, len(sizes), [attributes], [0], 1, stream)
-        assert not int(error), str(error)
+        stream.wait_stream(torch.cuda.current_stream(DEVICE))
+        code = call(
+            to,
+            of,
+            sizes,
+            ctypes.c_size_t(count),
+            ctypes.byref(attributes),
+            ctypes.byref(first),
+            ctypes.c_size_t(1),
+            ctypes.c_void_p(stream.cuda_stream),
+        )
+        if code:
+            raise RuntimeError(f"cuMemcpyBatchAsync: error {code}")
 
     return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from functools import partial
@@ -10,7 +11,7 @@ import torch
 
 from benchmark.gpu import sharing
 from benchmark.gpu.copy_items import copied
-from benchmark.gpu.item import Bench, Item
+from benchmark.gpu.item import Bench, Item, Skip
 from benchmark.gpu.peer import Here
 from benchmark.gpu.place import DEVICE, GIB, MIB, pattern, same_bytes, seconds_of
 from sglang_reshard.gpu.runtime import runtime
@@ -56,7 +57,10 @@ def streams(bench: Bench) -> None:
 
 
 def arena(bench: Bench) -> None:
-    size = bench.place.pick(4 * GIB, MIB)
+    status = os.statvfs("/dev/shm")
+    size = bench.place.pick(min(4 * GIB, status.f_bavail * status.f_frsize // 2), MIB)
+    if size < MIB:
+        raise Skip("/dev/shm is too small; docker: --shm-size")
     producer = bench.peer("trainer that has offloaded")
     bench.enter()
     handles, seconds, pinned = producer.call(offload, size, 1, not bench.place.rehearsed)
@@ -94,10 +98,14 @@ def arena(bench: Bench) -> None:
 def offload(here: Here, size: int, number: int, pin: bool) -> tuple[Handles, float, bool]:
     """Puts shards of a version in other host memory than the last one's, and exports them."""
     shard = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
-    pattern(number, shard)
+    on_gpu = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    pattern(number, on_gpu)
+    shard.copy_(on_gpu)
     here.kept["offloaded"] = shard
     exporter = here.kept.setdefault("exporter", MemoryExporter(sharing.PRODUCER))
+    torch.cuda.synchronize(DEVICE)
     begin = time.perf_counter()
+    exporter.begin_update()
     handles = exporter.export([shard])
     return handles, time.perf_counter() - begin, runtime().is_pinned(shard)
 

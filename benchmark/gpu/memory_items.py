@@ -15,6 +15,7 @@ from sglang_reshard.errors import ReshardError
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.transports.memory import MemoryExporter
 
+_MANY_S = 25.0
 _SLACK = 16 * MIB  # kernels that are loaded late, tables of the driver
 
 
@@ -27,7 +28,6 @@ def life(bench: Bench) -> None:
     for peer in (*openers, victim):
         peer.call(sharing.ready)
     sharing.ready(bench.here)
-    with_victim = sharing.free(bench.here)
     for count in (0, 1, 2, 4):
         before, number = sharing.free(bench.here), number + 1
         handles = sharing.publish(bench.here, [size], number)
@@ -42,7 +42,8 @@ def life(bench: Bench) -> None:
     handles = sharing.publish(bench.here, [size], number)
     victim.call(sharing.open_handles, handles)
     victim.kill()
-    held = with_victim - sharing.drop(bench.here)
+    before = sharing.free(bench.here)  # the victim's context is gone
+    held = size - (sharing.drop(bench.here) - before)
     bench.saw(held_after_a_killed_opener=held)
     bench.check(held < slack, f"{held:,} bytes are held after an opener was killed")
     _identities(bench, size)
@@ -70,7 +71,10 @@ def many(bench: Bench) -> None:
     opener.call(sharing.ready)
     sharing.ready(bench.here)
     exports, opens, free = [], [], []
+    end = time.monotonic() + _MANY_S
     for number in range(rounds):
+        if time.monotonic() > end and number > 3:
+            break
         begin = time.perf_counter()
         shards = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for size in sizes]
         bench.here.kept["shards"] = shards
@@ -93,13 +97,13 @@ def many(bench: Bench) -> None:
         del shards
         free.append(sharing.drop(bench.here))
     bench.saw(
-        rounds=rounds,
-        export_seconds=sorted(exports)[rounds // 2],
-        open_seconds=sorted(opens)[rounds // 2],
+        rounds=len(opens),
+        export_seconds=sorted(exports)[len(exports) // 2],
+        open_seconds=sorted(opens)[len(opens) // 2],
         first_open_seconds=opens[0],
         lost_bytes=free[1] - free[-1],
     )
-    bench.check(free[1] - free[-1] < 4 * MIB, f"{free[1] - free[-1]:,} bytes were lost in {rounds - 2} rounds")
+    bench.check(free[1] - free[-1] < 4 * MIB, f"{free[1] - free[-1]:,} bytes were lost in {len(free) - 2} rounds")
 
 
 def _first_byte_of_last(here: Here, tensor: int, size: int) -> int:

@@ -91,8 +91,9 @@ def pattern(number: int, like: torch.Tensor) -> None:
     flat = like.view(-1).view(torch.uint8)
     for begin in range(0, flat.numel(), 64 * MIB):
         piece = flat[begin : begin + 64 * MIB]
-        places = torch.arange(begin, begin + piece.numel(), dtype=torch.int32, device=flat.device)
-        piece.copy_(((places * 31 + (places >> 11) + number * 17) % 251).to(torch.uint8))
+        places = torch.arange(piece.numel(), dtype=torch.int32, device=flat.device)
+        offset = number * 17 + begin // (64 * MIB) * 13
+        piece.copy_(((places * 31 + (places >> 11) + offset) % 251).to(torch.uint8))
 
 
 def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:

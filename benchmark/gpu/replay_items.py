@@ -114,11 +114,19 @@ def replay(path: Path, bench: Bench) -> None:
     found = part_of(recording.load(path), bench.place)
     index = TensorIndex.of(found.layout)
     handles: list[Handles] = producer.result(timeout_s=50)
+    bench.saw(
+        program=f"{found.model}, {found.source} to {found.target}, engine rank {found.engine_rank}",
+        layers=found.layers,
+        source_bytes=index.nbytes,
+        handles=sum(len(h.storages) for h in handles),
+        shards=sum(len(h.shards) for h in handles),
+    )
     begin = time.perf_counter()
     read_plan = found.read_plan(index, _HOST)
     planned = time.perf_counter()
     memory = {rank: PeerMemory(rank, handles[rank], DEVICE) for rank in read_plan.traffic()}
     mapped = time.perf_counter()
+    bench.saw(reads=len(read_plan.copy_ids), plan_seconds=planned - begin, map_seconds=mapped - planned)
     program = found.program(DEVICE)
     context = TransportContext(
         engine_rank=found.engine_rank,
@@ -142,15 +150,7 @@ def replay(path: Path, bench: Bench) -> None:
     plain.fill_(1)
     limit = seconds_of(partial(plain[0].copy_, plain[1]), rounds=7)
     bench.saw(
-        program=f"{found.model}, {found.source} to {found.target}, engine rank {found.engine_rank}",
-        layers=found.layers,
-        source_bytes=index.nbytes,
         bytes=nbytes,
-        reads=len(read_plan.copy_ids),
-        handles=sum(len(h.storages) for h in handles),
-        shards=sum(len(h.shards) for h in handles),
-        plan_seconds=planned - begin,
-        map_seconds=mapped - planned,
         connect_seconds=connected - connecting,
         seconds=seconds,
         one_copy_seconds=limit,

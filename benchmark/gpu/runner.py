@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import math
 import multiprocessing
 import os
 import signal
@@ -17,14 +18,29 @@ from typing import Any
 from benchmark.gpu.item import Bench, Item, Row, Skip
 from benchmark.gpu.place import Place
 
+_LEAST_S = 5.0  # an item needs as much
 
-def run(items: Sequence[Item], place: Place, gpus: int) -> Iterator[Row]:
-    """Yields a row for each. gpus: that there are."""
+
+def run(items: Sequence[Item], place: Place, gpus: int, within_s: float = math.inf) -> Iterator[Row]:
+    """Yields a row for each.
+
+    gpus      that there are
+    within_s  seconds for all of them; items for which none are left are skipped
+    """
+    end = time.monotonic() + within_s
     for item in items:
+        left = end - time.monotonic()
         if item.gpus > gpus:
-            yield Row(item.number, item.name, item.expected, "skipped", f"needs {item.gpus} GPUs", 0.0, {})
+            yield _skipped(item, f"needs {item.gpus} GPUs")
+        elif left < _LEAST_S:
+            yield _skipped(item, f"the {within_s:.0f} s for all items were over")
         else:
-            yield _run(item, dataclasses.replace(place, name=item.name))
+            limited = dataclasses.replace(item, limit_s=min(item.limit_s, left))
+            yield _run(limited, dataclasses.replace(place, name=item.name))
+
+
+def _skipped(item: Item, why: str) -> Row:
+    return Row(item.number, item.name, item.expected, "skipped", why, 0.0, {})
 
 
 def _run(item: Item, place: Place) -> Row:

@@ -35,12 +35,12 @@ def publish(here: Here, sizes: Sequence[int], number: int = 0) -> Handles:
         pattern(number, shard)
         shards.append(shard)
     here.kept["shards"] = shards
-    torch.cuda.synchronize(DEVICE)
     return export(here)
 
 
 def export(here: Here) -> Handles:
     exporter = here.kept.setdefault("exporter", MemoryExporter(PRODUCER))
+    torch.cuda.synchronize(DEVICE)
     handles: Handles = exporter.export(here.kept["shards"])
     return handles
 

@@ -10,7 +10,8 @@ from benchmark.gpu.place import MIB
 from benchmark.gpu.world import Model, World
 
 _SLACK = 8 * MIB
-_LEAK_S = 42.0
+_UPDATES = 2  # of each way in a turn; the second one has nothing to plan
+_LEAK_S = 35.0
 _WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "verified": {"verify": "full"},
@@ -20,14 +21,14 @@ _WAYS: dict[str, dict[str, Any]] = {
 
 
 def end_to_end(bench: Bench) -> None:
-    hidden, layers = bench.place.pick((4096, 12), (16, 2))
+    hidden, layers = bench.place.pick((4096, 12), (16, 1))
     world = World(bench, Model(layers, hidden, trained="float32"))
     version = 0
     bench.saw(served_bytes=world.model.nbytes)
     with world.session() as engines:
-        for way, options in _WAYS.items():
+        for way, options in (*_WAYS.items(), *_WAYS.items()):  # what is loaded late, is loaded in the first turn
             seen = []
-            for _ in range(3):
+            for _ in range(_UPDATES):
                 version += 1
                 world.become(version)
                 seen.append(world.update(version, **options))
@@ -48,8 +49,10 @@ def end_to_end(bench: Bench) -> None:
             bench.check(excess == 0, f"{way}: {excess:,} bytes more than needed were received")
     _check(bench, engines)
     for engine in engines:
-        plain, end = engine["free"][2], engine["free"][-1]
-        bench.check(plain - end < _SLACK, f"{plain - end:,} bytes more were used at the end than after three updates")
+        before, after = engine["free"][len(engine["free"]) // 2 - 1], engine["free"][-1]
+        bench.check(
+            before - after < _SLACK, f"{before - after:,} bytes were lost in {len(engine['free']) // 2} updates"
+        )
     bench.saw(allocator_peak=max(engine["allocator_peak"] for engine in engines), free=engines[0]["free"])
 
 

@@ -53,12 +53,16 @@ class Model:
 
 
 def values(version: int, name: str, shape: tuple[int, ...], box: Box, dtype: torch.dtype) -> torch.Tensor:
-    """Returns what `box` of a tensor holds in a version, in host memory."""
+    """Returns what `box` of a tensor holds in a version."""
     number = sum(map(ord, name)) + 7 * version
     if len(shape) == 1:
-        return ((torch.arange(box.start[0], box.stop[0]) * 3 + number) % 251).to(dtype)
-    rows, columns = (torch.arange(a, b) for a, b in zip(box.start, box.stop, strict=True))
+        return ((_range(box.start[0], box.stop[0]) * 3 + number) % 251).to(dtype)
+    rows, columns = (_range(a, b) for a, b in zip(box.start, box.stop, strict=True))
     return ((rows[:, None] * 31 + columns[None, :] * 7 + number) % 251).to(dtype)
+
+
+def _range(begin: int, end: int) -> torch.Tensor:
+    return torch.arange(begin, end, dtype=torch.int32, device=DEVICE)
 
 
 class EngineRank(torch.nn.Module):
@@ -98,14 +102,14 @@ class EngineRank(torch.nn.Module):
         torch.nn.Module.__init__(other)
         other.model, other.rank, other.size = self.model, self.rank, self.size
         for name, parameter in self.named_parameters():
-            host = torch.zeros(parameter.shape, dtype=parameter.dtype)
-            other.register_parameter(name, torch.nn.Parameter(host, requires_grad=False))
+            empty = torch.zeros(tuple(parameter.shape), dtype=parameter.dtype, device=DEVICE)
+            other.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
         other.load_weights(expected.items())
-        return [n for n, p in self.named_parameters() if not torch.equal(p.data.cpu(), getattr(other, n).data)]
+        return [n for n, p in self.named_parameters() if not torch.equal(p.data, getattr(other, n).data)]
 
 
 class _Expected:
-    """All tensors of a version in host memory, one at a time."""
+    """All tensors of a version, one at a time."""
 
     def __init__(self, model: Model, version: int) -> None:
         self._model, self._version = model, version
@@ -149,6 +153,8 @@ def become(here: Here, model: Model, version: int, anew: bool = False) -> None:
         if name not in state:
             state[name] = torch.empty(mine.shape, dtype=mine.dtype, device=DEVICE), blocks(shape, boxes)
         state[name][0].copy_(mine)
+    del mine
+    free_bytes()
 
 
 def _rows(shape: tuple[int, ...], rank: int, size: int) -> Box:
@@ -208,7 +214,7 @@ def serve(here: Here, model: Model, rank: int, size: int, check_every: int) -> d
             wrong += [
                 f"version {request.weight_version}: {name}" for name in engine.wrong(int(request.weight_version or 0))
             ]
-        free.append(int(torch.cuda.mem_get_info(DEVICE)[0]))
+        free.append(free_bytes())
         link.send_bytes(encode(output))
     if addresses != [p.data_ptr() for p in engine.parameters()]:
         wrong.append("parameters have moved")
