@@ -1,5 +1,9 @@
 """Several engines take the same weights at the same time, and come and go between updates."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused, Mismatch
+from sglang_reshard.gpu.runtime import CudaRuntime, runtime, use
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.collectives import broadcast_message, gather_messages
@@ -115,3 +120,40 @@ def test_messages_are_gathered_in_the_order_of_the_ranks():
 
 def gather_own(trainer):
     return gather_messages([str(trainer.rank)] * (trainer.rank + 1), list[str], dist.group.WORLD)
+
+
+class ThirdGpu(CudaRuntime):
+    """The calling thread's GPU is cuda:3, and a new thread's cuda:0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.local()
+        self.thread.gpu = 3
+
+    def uses_gpu(self) -> bool:
+        return True
+
+    def current_device(self) -> torch.device:
+        return torch.device("cuda", getattr(self.thread, "gpu", 0))
+
+    @contextmanager
+    def using(self, device: torch.device) -> Iterator[None]:
+        self.thread.gpu = device.index
+        yield
+
+
+def test_each_engines_thread_uses_the_callers_gpu() -> None:
+    """Point 18 of the rules of GPUs: a trainer rank has one, and a new thread starts at GPU 0."""
+    before, gpus = runtime(), ThirdGpu()
+    use(gpus)
+    try:
+        address = Address("s", "127.0.0.1", 1, "00" * 32)
+        sender = MultiEngineSender(address, trainer_rank=0, global_ranks=(0,))
+        seen: dict[str, torch.device] = {}
+        for name in ("a", "b"):
+            note = SimpleNamespace(update=lambda _, name=name: seen.setdefault(name, gpus.current_device()))
+            sender._senders[name] = note
+        sender.update([("w", torch.zeros(1))])
+    finally:
+        use(before)
+    assert seen == {"a": torch.device("cuda:3"), "b": torch.device("cuda:3")}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from sglang_reshard._deprecated import renamed_keywords
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, ReshardError, TornWeights
+from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DEFAULT_TIMEOUT_S
 from sglang_reshard.protocol.session import Session
@@ -79,13 +81,12 @@ class MultiEngineSender:
         if len(self._senders) == 1:
             ((name, sender),) = self._senders.items()
             return {name: sender.update(named_tensors, **options)}
-        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        gpu = runtime().current_device() if runtime().uses_gpu() else None
 
         def update(sender: WeightSender) -> UpdateReport | Exception:
-            if gpu is not None:
-                torch.cuda.set_device(gpu)  # a new thread starts at GPU 0
             try:
-                return sender.update(named_tensors, **options)
+                with nullcontext() if gpu is None else runtime().using(gpu):  # a new thread starts at GPU 0
+                    return sender.update(named_tensors, **options)
             except Exception as error:
                 return error
 
