@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-verl test-all test-faults bench bench-quick bench-verl lint lock clean
+.PHONY: setup demo test test-gpu-rules test-verl test-all test-faults bench bench-quick bench-verl lint lock clean
 
 setup: $(STAMP) setup-newest
 
@@ -48,6 +48,11 @@ demo: $(STAMP)
 # PYTEST_ARGS="test/unit -k plan" for a part.
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The part that runs on virtual GPUs: shapes of trainer and engines by the rules of CUDA and NCCL, without a GPU. Two
+# minutes of the above.
+test-gpu-rules: setup
+	$(BIN)/python -m pytest test/gpu_rules $(PYTEST_ARGS)
 
 # The part that runs real verl: Ray workers, SGLang servers, main_ppo. Four minutes of the above.
 test-verl: setup

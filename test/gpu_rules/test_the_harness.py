@@ -1,5 +1,6 @@
 """Each rule of the virtual GPUs, broken on purpose, is reported; and what real GPUs allow is not."""
 
+import functools
 import gc
 import os
 import threading
@@ -166,6 +167,33 @@ def share_two_of_a_segment(process, _):
 
 def test_tensors_of_a_segment_share_an_allocation_and_an_address_comes_again_with_another_id():
     assert run(share_two_of_a_segment, Place(HOST, (0,))) == [(True, True, (True, False))]
+
+
+def share_as_torch_does(process, trainer, openers):
+    """Whether memory is freed that so many processes have opened by torch's own handle."""
+    tensor = process.tensor(torch.arange(6.0)) if trainer.rank == 0 else None
+    said = [tensor.untyped_storage()._share_cuda_() if trainer.rank == 0 else None]
+    dist.broadcast_object_list(said, 0, trainer.group)
+    seen = None
+    if 0 < trainer.rank <= openers:
+        storage = torch.UntypedStorage._new_shared_cuda(*said[0])
+        seen = torch.empty(0).set_(storage, 0, (6,), (1,)).sum().item()
+        del storage
+        gc.collect()
+    meet(trainer)
+    del tensor
+    gc.collect()
+    process.memory.tensor((1,), torch.int8)  # torch looks at what it could not free when it allocates
+    freed = not process.memory.reserved(process.place.number)
+    meet(trainer)
+    return seen if trainer.rank else freed
+
+
+@pytest.mark.parametrize(("openers", "freed"), [(0, False), (1, True), (2, False)])
+def test_memory_shared_by_torchs_counters_is_freed_if_one_process_has_opened_it(openers, freed):
+    task = functools.partial(share_as_torch_does, openers=openers)
+    told = run(task, *[Place(HOST, (0,))] * 3)
+    assert told == [freed, *[15.0] * openers, *[None] * (2 - openers)]
 
 
 # -- freed memory
@@ -418,6 +446,24 @@ def disagree(process, trainer):
 def test_settings_that_differ_are_reported():
     with pytest.raises(RuleBroken, match="settings differ between members of a host"):
         run(disagree, Place(HOST, (0,)), Place(HOST, (1,), environment={"NCCL_CUMEM_ENABLE": "0"}))
+
+
+def use_many(process, trainer):
+    groups = []
+    for number in range(5):
+        options = dist.ProcessGroupNCCL.Options()
+        groups.append(dist.ProcessGroupNCCL(dist.PrefixStore(str(number), store_of(trainer)), trainer.rank, 2, options))
+        groups[-1].eager_connect_single_device(process.device)
+    buffer = process.tensor(torch.ones(3))
+    works = [group.recv([buffer], 1 - trainer.rank, 0) for group in groups]
+    for group in groups:
+        group.abort()
+    return len(works)
+
+
+def test_communicators_that_do_not_find_room_on_a_gpu_together_are_reported():
+    with pytest.raises(RuleBroken, match=r"communicators in use at once have \[32, 32, 32, 32, 32\] CTAs of 132"):
+        run(use_many, Place(HOST, (0,)), Place(HOST, (1,)))
 
 
 def wait_without_a_bound(process, trainer):

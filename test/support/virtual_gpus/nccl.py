@@ -247,7 +247,7 @@ class VirtualProcessGroup:
             self.nccl.in_use[id(work)] = self._ctas
             if sum(self.nccl.in_use.values()) > CTAS:
                 self.nccl.journal.broken(
-                    f"communicators in use at once have {self.nccl.in_use.values()} CTAs of {CTAS}"
+                    f"communicators in use at once have {[*self.nccl.in_use.values()]} CTAs of {CTAS}"
                 )
         self._given.put((work, steps))
         return work
