@@ -18,11 +18,11 @@ import torch
 
 from sglang_reshard.engine.transfer import TransferCache
 from sglang_reshard.engine.update import UpdateExecutor
-from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import UpdateChannel
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trainer.publisher import ShardPublisher
 from sglang_reshard.trainer.worker import TrainerWorker
+from sglang_reshard.transports.communicator import P2pCommunicators
 from sglang_reshard.transports.copies import CopyList
 from sglang_reshard.transports.p2p import P2pSender
 
@@ -77,7 +77,7 @@ class Stations:
             self._before(ShardPublisher, "publish", "publish")
             self._before(UpdateChannel, "publish_status", "announce")
             self._before(TrainerWorker, "_prepare", "plan")
-            self._before(Session, "connect_peers", "connect")
+            self._before(P2pCommunicators, "connect", "connect")
             self._before(P2pSender, "send", "send")
             self._before(UpdateChannel, "put_checksums", "verify")
         return self
