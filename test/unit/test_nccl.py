@@ -90,7 +90,7 @@ class FakeNccl:
 
 
 class OneGpu(gpu.CudaRuntime):
-    """Says that `GPU` is one, and in which threads its stream was adopted."""
+    """Says that `GPU` is one."""
 
     def is_gpu(self, device):
         return device == GPU
@@ -232,6 +232,24 @@ def test_operations_are_started_together_in_a_thread_of_their_own():
     pg.finished.set()
     pending.wait()
     assert not communicator.pending
+
+
+def test_a_thread_that_starts_operations_has_the_callers_stream_and_goes_back_to_no_other_gpu(monkeypatch):
+    """NCCL waits for the current stream of the thread that starts: on another, the bucket might not be packed yet."""
+    told = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device, threading.get_ident()))
+    for name in ("set_device", "set_stream"):
+        monkeypatch.setattr(
+            torch.cuda, name, lambda value, name=name: told.append((name, value, threading.get_ident()))
+        )
+    device = torch.device("cuda", 3)
+    adopt = gpu.CudaRuntime().adopt_stream(device)
+    thread = threading.Thread(target=adopt)
+    thread.start()
+    thread.join()
+    stream = ("stream of", device, threading.get_ident())
+    assert [call[:2] for call in told] == [("set_device", device), ("set_stream", stream)]
+    assert {call[2] for call in told} == {thread.ident}
 
 
 def test_a_failure_to_start_is_an_error_of_this_rank(monkeypatch):
