@@ -7,6 +7,7 @@ Triton and what `packages` names, and no SGLang. On a host without a GPU it is r
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -50,11 +51,17 @@ def _run(options: argparse.Namespace, folder: str) -> int:
     import sglang_reshard.transports.copy_kernel  # noqa: F401
     from benchmark.gpu import facts, items, runner
     from benchmark.gpu.item import Row
+    from benchmark.gpu.peer import PeerFailed
     from benchmark.gpu.place import Place
 
     place = Place("battery", folder, start="spawn" if options.spawn else "fork")
     chosen = items.chosen(options.only)
-    found = facts.of(place)
+    try:
+        found = facts.of(place)
+    except PeerFailed as error:
+        print(json.dumps({"forks cannot use the GPU; each process is started anew": str(error)}), flush=True)
+        place = dataclasses.replace(place, start="spawn")
+        found = facts.of(place)
     begin = time.monotonic()
     print(json.dumps({"host": found}), flush=True)
     path = options.out or (None if folder else facts.RESULTS)
