@@ -152,7 +152,7 @@ class CudaRuntime:
 
     @contextlib.contextmanager
     def own_stream(self, device: torch.device) -> Iterator[None]:
-        """Runs the block in a stream beside the others, after all that `device` has been given; waits for it at the end.
+        """Runs the block in a stream beside the others, after all that `device` was given; waits for it at the end.
 
         It waits also if the block fails: memory that is freed then must not be reused under the block's kernels.
         """
