@@ -92,8 +92,8 @@ class NcclGroup:
 
     def wait(self, work: dist.Work, deadline: float) -> None:
         # `Work.wait` blocks until the group's timeout. `is_completed` also returns True for an operation that failed
-        # (`WorkNCCL::isCompleted`), and for the kernel of one that was aborted. No other may be started meanwhile: torch
-        # would remember that NCCL is in progress, and see no error any more (`NCCLComm::checkForNcclError`).
+        # (`WorkNCCL::isCompleted`), and for the kernel of one that was aborted. No other may be started meanwhile:
+        # torch would remember that NCCL is in progress, and see no error any more (`NCCLComm::checkForNcclError`).
         while not work.is_completed():
             if time.monotonic() >= deadline:
                 raise RuntimeError("the GPU had not finished at the deadline")
