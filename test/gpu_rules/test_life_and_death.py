@@ -160,6 +160,15 @@ def test_settings_by_which_nccl_would_hang_are_refused_with_the_cure():
     assert told[0][0].startswith(("EngineRefused", "Unsupported", "Mismatch"))
 
 
+def test_memory_without_handles_is_refused_where_it_could_only_be_sent_to_its_own_gpu():
+    trainers = [Place("a", (n,), allocator="expandable_segments") for n in range(2)]
+    with virtual_gpus(hosts=("a",), gpus=2) as gpus:
+        told, _ = run_with_gpus(gpus, trainers, TOGETHER[1], train_through_failures, serve_with_a_failure, "auto")
+    assert len(set(itertools.chain(*told))) == 1
+    assert told[0][0].startswith("EngineRefused")
+    assert "expandable_segments" in told[0][0]
+
+
 # -- several engines at once
 
 
