@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.runtime import runtime
+from support import gpu_jobs
 from support.virtual_gpus import journal
 from support.virtual_gpus.description import Place
 from support.virtual_gpus.journal import RuleBroken
@@ -502,3 +504,29 @@ def test_without_a_watchdog_the_operation_fails():
 def test_what_was_broken_is_said_though_the_error_was_caught():
     with pytest.raises(RuleBroken, match="trainer rank 0: for example"), virtual_gpus() as gpus:
         journal.Journal(gpus.folder, "trainer rank 0").broken("for example")
+
+
+# -- the package, with a rule taken out
+
+
+def serve_without_unmapping(rank, size, requests, process, job):
+    UpdateExecutor.unmap = lambda self: None
+    return gpu_jobs.serve(rank, size, requests, process, job)
+
+
+def serve_without_waiting(rank, size, requests, process, job):
+    UpdateExecutor._synchronize = lambda self: None
+    return gpu_jobs.serve(rank, size, requests, process, job)
+
+
+@pytest.mark.parametrize(
+    ("serve", "unmap_after", "rule"),
+    [
+        (serve_without_unmapping, True, "memory was still mapped at the answer"),
+        (serve_without_waiting, False, "voted commit before its copies had ended"),
+    ],
+)
+def test_an_update_that_forgets_a_rule_is_reported(serve, unmap_after, rule):
+    job = gpu_jobs.Job((1,), 1, update_options={"unmap_after": unmap_after})
+    with pytest.raises(RuleBroken, match=rule), virtual_gpus(gpus=1) as gpus:
+        run_with_gpus(gpus, [Place(HOST, (0,))], [Place(HOST, (0,))], gpu_jobs.train, serve, job)

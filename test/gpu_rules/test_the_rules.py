@@ -1,4 +1,7 @@
-"""Which tests hold each rule of GPUs that no CPU forgets by itself; all of them exist."""
+"""Which tests hold each rule of GPUs; all of them exist, and the table in docs/reliability.md names them.
+
+PYTHONPATH=. python test/gpu_rules/test_the_rules.py    # the table anew
+"""
 
 import ast
 from pathlib import Path
@@ -6,7 +9,11 @@ from typing import NamedTuple
 
 import pytest
 
+from benchmark import marked
+
 TEST = Path(__file__).parent.parent
+PAGE = TEST.parent / "docs" / "reliability.md"
+NAME = "gpu-rules"
 
 
 class Rule(NamedTuple):
@@ -194,6 +201,18 @@ RULES = {
 }
 
 
+def table() -> str:
+    lines = ["| # | rule | a test that holds it |", "|---:|---|---|"]
+    for number, rule in RULES.items():
+        file, _, name = rule.tests[-1].partition("::")
+        lines.append(f"| {number} | {rule.says} | `test/{file}`: {name.removeprefix('test_').replace('_', ' ')} |")
+    return "\n".join(lines)
+
+
+def test_the_table_of_the_document_is_up_to_date():
+    assert marked.read(PAGE, NAME) == table()
+
+
 def test_all_rules_are_listed():
     assert list(RULES) == list(range(1, 25))
     assert all(rule.tests for rule in RULES.values())
@@ -204,3 +223,7 @@ def test_a_test_that_holds_a_rule_exists(test):
     file, _, name = test.partition("::")
     tree = ast.parse((TEST / file).read_text())
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+if __name__ == "__main__":
+    marked.write(PAGE, NAME, table())

@@ -194,6 +194,7 @@ RUN_BY = {
     r"make test PYTEST_ARGS=test/unit": ".ci/run",
     r"(.* )?make demo( .*)?|(\.venv/bin/)?sglang-reshard demo( --help)?": "test/engine/test_demo_run.py",
     r"make test-verl|\.venv/bin/python -m pytest test/verl/.*": "test/verl/test_megatron.py",
+    r"make test-gpu-rules": "test/gpu_rules/test_the_harness.py",
     r"make test-all": "test/engine/architectures/test_architectures.py",
     r"make test-faults": "test/faults/test_storm.py",
     r"make test-newest": "test/engine/live/test_newest.py",
