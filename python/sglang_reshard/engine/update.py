@@ -90,7 +90,7 @@ class UpdateExecutor:
 
     def prepare_commit(self, context: UpdateContext, refusal: str) -> None:
         """Votes once more before the shadow weights become live, as time has passed since `prepare`."""
-        with self._torn_if_vote_is_lost(context):
+        with self._torn_if_vote_is_lost(context, may_write=not refusal):
             context.all_gather_votes(Phase.READY, Vote(refusal))
 
     def write(self, context: UpdateContext) -> DistributedUpdateWeightsOutput:
@@ -207,12 +207,12 @@ class UpdateExecutor:
                     except Exception as failure:
                         error = describe_error(failure)
                 context.all_gather_votes(Phase.CALL, Vote(error))
-            with self._torn_if_vote_is_lost(context, may_write=not request.staged):
-                error = ""
-                try:
-                    self.transfers.connect(request, plan, regions, context.session, channel.scope, target)
-                except Exception as failure:
-                    error = context.abort_because(failure)
+            error = ""
+            try:
+                self.transfers.connect(request, plan, regions, context.session, channel.scope, target)
+            except Exception as failure:
+                error = context.abort_because(failure)
+            with self._torn_if_vote_is_lost(context, may_write=not error and not request.staged):
                 context.all_gather_votes(Phase.CONNECT, Vote(error))
 
     def _move(self, context: UpdateContext) -> None:
@@ -255,7 +255,10 @@ class UpdateExecutor:
 
     @contextmanager
     def _torn_if_vote_is_lost(self, context: UpdateContext, may_write: bool = True) -> Iterator[None]:
-        """Around a vote after which the other ranks may write: a rank that loses its connection then counts as torn."""
+        """Around a vote after which the other ranks may write: a rank that loses its connection then counts as torn.
+
+        may_write  whether they may by this rank's own vote: one that votes failure stops all
+        """
         try:
             yield
         except ConnectionLost:
