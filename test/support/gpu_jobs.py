@@ -40,7 +40,7 @@ class Job:
     moves        shards' memory is freed right after each update, and other memory is allocated
     live_moves   engine ranks free and allocate their live weights between updates
     segment      bytes of the one allocation that has all shards of a trainer rank; 0 for one allocation each
-    held         look after each update what the process holds; else after the last one
+    held         look after each update what the process holds, and keep no reports; else after the last one
     options      of the sender, `update_options` of each update
     """
 
@@ -156,7 +156,8 @@ def train(trainer: Trainer, process: VirtualProcess, job: Job) -> Trained:
         shards.become(version)
         with process.update():
             reports = sender.update(shards.named.items(), weight_version=str(version), **job.update_options)
-        trained.reports.append(reports)
+        if not job.held:  # a thousand reports would be what grows
+            trained.reports.append(reports)
         if job.moves:
             sender.release()
             shards.move()  # at once: nobody may still read the old memory
