@@ -45,7 +45,7 @@ RULES = {
         "an engine rank maps memory of GPUs that it does not see",
         (
             EVERY_SIZE,
-            "unit/test_topology.py::test_colocated_engines_of_any_size_read_memory",
+            "unit/test_cluster_topology.py::test_colocated_engines_of_any_size_read_memory",
             "unit/test_gpu_memory.py::test_shards_are_read_through_mappings_of_the_engines_own_device",
         ),
     ),
@@ -54,7 +54,7 @@ RULES = {
         (
             EVERY_SIZE,
             f"{SHAPES}::test_gpus_without_peer_access",
-            "unit/test_topology.py::test_a_pair_without_peer_access_is_sent_what_others_read",
+            "unit/test_cluster_topology.py::test_a_pair_without_peer_access_is_sent_what_others_read",
         ),
     ),
     4: Rule(
@@ -90,7 +90,7 @@ RULES = {
         "ranks whose settings of NCCL differ are refused, not connected",
         (
             f"{LIFE}::test_settings_by_which_nccl_would_hang_are_refused_with_the_cure",
-            "unit/test_topology.py::test_nccl_s_settings_have_to_agree_on_one_host",
+            "unit/test_cluster_topology.py::test_nccl_s_settings_have_to_agree_on_one_host",
         ),
     ),
     9: Rule(
@@ -124,7 +124,7 @@ RULES = {
         "expandable segments are not mapped",
         (
             WITHOUT_HANDLES,
-            "unit/test_topology.py::test_memory_without_handles_on_the_same_gpu_is_refused_with_the_cure",
+            "unit/test_cluster_topology.py::test_memory_without_handles_on_the_same_gpu_is_refused_with_the_cure",
             "unit/test_gpu_driver.py::test_memory_without_handles_is_told_though_it_is_mapped",
         ),
     ),
