@@ -78,14 +78,15 @@ class TargetPlan:
         rank: int,
         size: int,
         device: torch.device,
-        memory: TrainerMemory,
+        transfers: TransferCache,
         known: TargetPlan | None,
     ) -> TargetPlan:
         """Traces and plans for engine rank `rank` of `size` on `device`.
 
-        memory  tries whether the trainer ranks' memory can be mapped
-        known   an earlier plan, whose trace is reused for a trainer that has the same tensors elsewhere, and which is
-                returned if nothing has changed
+        transfers  tries whether the trainer ranks' memory can be mapped; drops its prepared transfer before, but not
+                   for weights that the loader refuses
+        known      an earlier plan, whose trace is reused for a trainer that has the same tensors elsewhere, and which
+                   is returned if nothing has changed
         """
         if known is not None and known._is_traced(request, signature):
             tensor_index, program = known.tensor_index, known.program
@@ -96,13 +97,14 @@ class TargetPlan:
             tensor_index, known = TensorIndex.of(layout), None
         host, gpu = host_identity(), rank_device(device)
         location = RankLocation(rank, size, host, request.trainer_hosts, gpu, request.trainer_devices)
+        transfers.drop_transfer()  # its views would keep memory mapped that is mapped anew
         read_plan = None
         if known is not None and known.trainers == _trainers(request):
             read_plan, location = known.read_plan, replace(location, unreadable=known.demand.unreadable)
         while True:
             read_plan = read_plan or plan_reads(tensor_index, program.copies, location)
             tried = {t for t in read_plan.traffic() if request.trainer_hosts[t] == host} | set(location.unreadable)
-            unreadable = memory.unreadable(tried, request, session, tensor_index.layout)
+            unreadable = transfers.trainer_memory.unreadable(tried, request, session, tensor_index.layout)
             if unreadable.keys() == set(location.unreadable):
                 break
             # Others may hold the same shards, and have not been tried.

@@ -155,10 +155,8 @@ class UpdateExecutor:
             check_same_version(request.package_version)
             check_transport(request.transport)
         signature = self._signature.current()
-        target, memory = self._target, self.transfers.trainer_memory
-        if target is None or not target.is_current(request, signature) or memory.tried_handles != request.handles:
-            transfer = None
-            self.transfers.drop_transfer()  # its views would keep memory mapped that is mapped anew
+        target, tried_handles = self._target, self.transfers.trainer_memory.tried_handles
+        if target is None or not target.is_current(request, signature) or tried_handles != request.handles:
             with context.enter(Phase.TRACE):
                 self._target = target = TargetPlan.of(
                     self._model,
@@ -168,9 +166,10 @@ class UpdateExecutor:
                     self._rank,
                     self._size,
                     self._device,
-                    memory,
+                    self.transfers,
                     known=target,
                 )
+        transfer = self.transfers.transfer
         return Vote(
             reusable=transfer is not None and transfer.is_current(request, target),
             has_communicators=self.transfers.has_communicators,
