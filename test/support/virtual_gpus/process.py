@@ -48,6 +48,8 @@ class VirtualProcess:
         self.environment = Environment(self.journal)
 
     def install(self) -> VirtualProcess:
+        for name in [n for n in os.environ if "NCCL_" in n]:  # SGLang sets some where it is imported
+            del os.environ[name]
         os.environ.update(self.place.environment)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus.uuid(self.place.host, n) for n in self.place.visible)
         self.environment.install()
