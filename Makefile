@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 
 .PHONY: setup demo test test-gpu-rules test-verl test-all test-faults bench bench-quick bench-verl lint lock clean
 
-setup: $(STAMP) setup-newest
+setup: $(STAMP) setup-newest setup-deepspeed
 
 # Again when the lock, or what is installed of this project, changes. requirements.lock was resolved with
 # overrides (see overrides.txt), so it is synced and not resolved again. Compiled at once: an engine of sixteen
@@ -36,6 +36,34 @@ $(NEWEST_STAMP): | $(STAMP)
 	  sglang==$(NEWEST)
 	touch $@
 
+# DeepSpeed, for the tests of ZeRO: 12 MB, without its compiled operators.
+DEEPSPEED := 0.19.8
+DEEPSPEED_STAMP := $(VENV)/deepspeed/.$(DEEPSPEED)
+
+.PHONY: setup-deepspeed
+setup-deepspeed: $(DEEPSPEED_STAMP)
+
+$(DEEPSPEED_STAMP): | $(STAMP)
+	rm -rf $(VENV)/deepspeed
+	DS_BUILD_OPS=0 VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --no-deps --no-build-isolation \
+	  --compile-bytecode --target $(VENV)/deepspeed deepspeed==$(DEEPSPEED) hjson==3.1.0 py-cpuinfo==9.0.0 ninja==1.13.2
+	touch $@
+
+# Megatron-Bridge with the transformers that it wants, for the tests of its converters: 137 MB, without the packages for
+# GPUs. `make test-all` runs them.
+BRIDGE := 0.3.1
+BRIDGE_STAMP := $(VENV)/megatron-bridge/.$(BRIDGE)
+
+.PHONY: setup-bridge
+setup-bridge: $(BRIDGE_STAMP)
+
+$(BRIDGE_STAMP): | $(STAMP)
+	rm -rf $(VENV)/megatron-bridge
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --no-deps --compile-bytecode \
+	  --target $(VENV)/megatron-bridge megatron-bridge==$(BRIDGE) transformers==4.57.3 huggingface-hub==0.36.2 \
+	  datasets==4.0.0
+	touch $@
+
 # The tests that run on both ends of the range of SGLang's versions; `make test` has them too.
 test-newest: setup
 	$(BIN)/python -m pytest test/engine/test_hooks.py test/engine/live/test_newest.py \
@@ -54,6 +82,23 @@ test: setup
 test-gpu-rules: setup
 	$(BIN)/python -m pytest test/gpu_rules $(PYTEST_ARGS)
 
+# The part that runs on several hosts: network namespaces of this one, which need root.
+test-hosts: setup
+	$(BIN)/python -m pytest test/hosts $(PYTEST_ARGS)
+
+# Every trainer by every way and transport, swept; it writes benchmark/results/trainers.json and
+# docs/results/trainers.md; with PYTEST_ARGS="FILES" their rows only. Half an hour on 2 cores; `make test` has a case of
+# each.
+TRAINERS := test/trainers \
+  $(addprefix test/verl/test_,fsdp.py megatron.py megatron_bridge.py colocated.py disaggregated.py)
+
+.PHONY: test-hosts test-trainers
+test-trainers: setup setup-bridge
+	$(if $(PYTEST_ARGS),,rm -f benchmark/results/trainers.json)
+	SGLANG_RESHARD_SWEEP=1 SGLANG_RESHARD_TRAINERS=benchmark/results/trainers.json \
+	  $(BIN)/python -m pytest $(or $(PYTEST_ARGS),$(TRAINERS))
+	$(BIN)/python -m benchmark.pages trainers
+
 # The part that runs real verl: Ray workers, SGLang servers, main_ppo. Four minutes of the above.
 test-verl: setup
 	$(BIN)/python -m pytest test/verl $(PYTEST_ARGS)
@@ -62,7 +107,7 @@ test-verl: setup
 # every engine that the architectures are tried with. It writes benchmark/results/architectures.json and its
 # page in docs/results, and benchmark/results/test-all.json: counts, minutes and the slowest tests, unless PYTEST_ARGS
 # chooses a part.
-test-all: setup
+test-all: setup setup-bridge
 	SGLANG_RESHARD_SWEEP=1 $(if $(PYTEST_ARGS),,SGLANG_RESHARD_SUMMARY=benchmark/results/test-all.json) \
 	  $(BIN)/python -m pytest $(PYTEST_ARGS)
 	$(if $(PYTEST_ARGS),,$(BIN)/python -m benchmark.pages test-all)

@@ -47,6 +47,41 @@ def digest(path: Path) -> str:
     return "\n".join(lines)
 
 
+def mesh_to_mesh(path: Path) -> str:
+    head, rows = results.load(path)
+    lines = [
+        f"{_measured_by(head, path)}: {rows[0]['tensors']} matrices of bfloat16, {rows[0]['bytes'] / 1e6:,.0f} MB, on "
+        f"4 ranks over gloo. Seconds are the median of {rows[0]['moves']} moves, each that of the slowest rank. "
+        f"{' '.join(head['notes'])}",
+        "",
+        "| layouts | way | move, s | times reshard | plan, s | received by a rank, MB | buffers, MB | bit-exact |",
+        "|---|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for r in rows:
+        ours = next(o for o in rows if o["case"] == r["case"] and o["way"] == "reshard")
+        cells = [r["case"], r["way"], f"{r['seconds_median']:.3f}"]
+        cells.append(f"{r['seconds_median'] / ours['seconds_median']:.1f}")
+        cells.append("" if r["plan_seconds"] is None else f"{r['plan_seconds']:.2f}")
+        cells += ["" if r[n] is None else f"{r[n] / 1e6:.1f}" for n in ("received_bytes", "extra_bytes")]
+        lines.append("| " + " | ".join([*cells, "yes" if r["bit_exact"] else "NO"]) + " |")
+    return "\n".join(lines)
+
+
+def trainers(path: Path) -> str:
+    head, rows = results.load(path)
+    lines = [
+        f"{_measured_by(head, path)}. `received / least` is of the update that received most.",
+        "",
+        "| trainer | what is passed | transport | | received / least |",
+        "|---|---|---|---|---:|",
+    ]
+    for row in {tuple(v for k, v in row.items() if k != "test"): row for row in rows}.values():
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
+        transport = f"`{row['transport']}`" if row["transport"] != "any" else "any"
+        lines.append(f"| {row['trainer']} | {row['way']} | {transport} | {row['state']} | {ratio} |")
+    return "\n".join(lines)
+
+
 def faults(path: Path) -> str:
     head, rows = results.load(path)
     lines = [
@@ -228,7 +263,9 @@ TABLES: dict[str, Table] = {
     "demo": Table("docs/results/demo.md", results.FOLDER / "demo.json", demo),
     "planning": Table("docs/results/planning.md", results.PLANNING, planning),
     "digest": Table("docs/results/digest.md", results.FOLDER / "digest.json", digest),
+    "mesh-to-mesh": Table("docs/results/mesh-to-mesh.md", results.FOLDER / "mesh_to_mesh.json", mesh_to_mesh),
     "verl": Table("docs/results/verl.md", results.FOLDER / "verl.json", verl),
+    "trainers": Table("docs/results/trainers.md", results.FOLDER / "trainers.json", trainers),
     "faults": Table("docs/results/faults.md", results.FOLDER / "faults.json", faults),
     "fuzz": Table("docs/results/fuzz.md", results.FOLDER / "fuzz.json", fuzz),
     "gpu": Table("docs/results/gpu.md", results.FOLDER / "gpu.json", gpu),

@@ -43,19 +43,25 @@ def digest(tensor: torch.Tensor) -> str:
 
 def write_live_digests(model: torch.nn.Module, named_tensors: Any) -> None:
     """A custom weight loader: every rank writes `<folder>/<tp rank>.json` and loads nothing."""
+    write_json(digests(model), named_tensors)
+
+
+def write_json(found: Any, named_tensors: Any) -> None:
+    """Writes what a custom weight loader has found on this rank to where `read_live_digests` reads it."""
     from sglang.srt.distributed import get_tp_group
 
     ((_, folder),) = list(named_tensors)
     path = Path(bytes(folder.cpu().tolist()).decode()) / f"{get_tp_group().rank_in_group}.json"
     # Renamed into place, so that a reader never sees half a file.
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(digests(model)))
+    partial.write_text(json.dumps(found))
     os.replace(partial, path)
 
 
-def read_live_digests(engine: Any, folder: str | Path) -> list[dict[str, str]]:
-    """Returns the digests of every TP rank of an `sglang.Engine` that was started with `LOADER` allowed.
+def read_live_digests(engine: Any, folder: str | Path, loader: str = LOADER) -> list[Any]:
+    """Returns the digests of every TP rank of an `sglang.Engine` that was started with `loader` allowed.
 
+    loader  `LOADER`, or another custom weight loader that calls `write_json`
     The folder must be on the engine's host; earlier files there are replaced.
     """
     folder = Path(folder)
@@ -64,9 +70,9 @@ def read_live_digests(engine: Any, folder: str | Path) -> list[dict[str, str]]:
         old.unlink()
     message = torch.tensor(list(str(folder.resolve()).encode()), dtype=torch.uint8)
     with _session(engine):
-        ok, reason = engine.update_weights_from_tensor([("folder", message)], load_format=LOADER, flush_cache=False)
+        ok, reason = engine.update_weights_from_tensor([("folder", message)], load_format=loader, flush_cache=False)
     if not ok:
-        raise EngineRefused(f"The engine wrote no digests: {reason}. Start it with custom_weight_loader=['{LOADER}'].")
+        raise EngineRefused(f"The engine wrote no digests: {reason}. Start it with custom_weight_loader=['{loader}'].")
     tp_size = engine.server_args.tp_size
     missing = [rank for rank in range(tp_size) if not (folder / f"{rank}.json").exists()]
     if missing:

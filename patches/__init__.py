@@ -11,6 +11,7 @@ A request of an update passes:
     scheduler.py                checks the scheduler's state; flushes the cache; catches all exceptions
     tp_worker.py                forwards to the model runner
     model_runner.py             the live parameters: `sglang_reshard.engine.receiver.WeightReceiver`
+    lora_adapters.py            or a LoRA adapter, which lora_names.py registers: also by a `WeightReceiver`
 
 sglang_versions.py handles the differences between SGLang's versions, supported_engine.py recognises engines that cannot
 be updated, hook_check.py checks that every process has these patches.

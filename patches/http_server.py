@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sglang_reshard.layout.decoders import json_decoder
 from sglang_reshard.patches import torn_weights, weights_info
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 
@@ -59,7 +60,7 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def update_weights_distributed(request: Any) -> Response:
         try:
-            message = msgspec.json.decode(await request.body(), type=DistributedUpdateWeightsReq)
+            message = json_decoder(DistributedUpdateWeightsReq).decode(await request.body())
         except msgspec.MsgspecError as error:
             output = DistributedUpdateWeightsOutput(success=False, message=f"malformed request: {error}")
         else:

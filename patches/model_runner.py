@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang_reshard.engine.receiver import WeightReceiver
 
 _IN_PROGRESS = DistributedUpdateWeightsOutput(success=True, message="", under_way=True)
-_RECEIVER = "_reshard_receiver"
+_RECEIVER, _REPACKED = "_reshard_receiver", "_reshard_repacked"  # on the model runner
 
 
 def apply() -> None:
@@ -29,26 +29,54 @@ def update_weights_distributed(
 ) -> DistributedUpdateWeightsOutput:
     """Executes a step of an update on this engine rank. `refusal` is why this rank must not be updated, or empty."""
     device = next(self.model.parameters()).device
-    kept: tuple[WeightReceiver, str] | None = getattr(self, _RECEIVER, None)
-    if kept is None:
-        from sglang.srt.distributed import get_tp_group
-
-        from sglang_reshard.engine.receiver import WeightReceiver
-
-        tp = get_tp_group()
-        # Repacking depends on how the engine was started, so the modules need to be checked only once.
-        kept = WeightReceiver(self.model, tp.rank_in_group, tp.world_size, device), repacked_reason(self.model)
-        setattr(self, _RECEIVER, kept)
-    receiver, repacked = kept
-    if step == "stage":
-        return receiver.stage(request, refusal or repacked)
+    receiver = _receiver(self, request, device)
     if step == "staged":
         return receiver.staged() or _IN_PROGRESS
+    refusal = refusal or _refusal(self, request)
+    if step == "stage":
+        return receiver.stage(request, refusal)
     # A forward pass in flight still reads the old weights. Not every one runs in SGLang's forward_stream: without the
     # overlap schedule it is the scheduler's, with PD multiplexing one of several.
     runtime().synchronize([device])
     run = receiver.commit if step == "commit" else receiver.update
-    return run(request, refusal or repacked)
+    return run(request, refusal)
+
+
+def _receiver(runner: ModelRunner, request: DistributedUpdateWeightsReq, device: torch.device) -> WeightReceiver:
+    """Returns what receives the model's weights, or those of a LoRA adapter."""
+    if request.lora is not None:
+        from sglang_reshard.patches import lora_adapters
+
+        return lora_adapters.receiver(runner, request.lora, *_place())
+    receiver: WeightReceiver | None = getattr(runner, _RECEIVER, None)
+    if receiver is None:
+        from sglang_reshard.engine.receiver import WeightReceiver
+
+        receiver = WeightReceiver(runner.model, *_place(), device)
+        setattr(runner, _RECEIVER, receiver)
+    return receiver
+
+
+def _place() -> tuple[int, int]:
+    """Returns this engine rank, and the number of engine ranks."""
+    from sglang.srt.distributed import get_tp_group
+
+    tp = get_tp_group()
+    return tp.rank_in_group, tp.world_size
+
+
+def _refusal(runner: ModelRunner, request: DistributedUpdateWeightsReq) -> str:
+    """Returns why this engine must not be updated, however often one tries; empty if it can."""
+    if request.lora is not None:
+        from sglang_reshard.patches import lora_adapters
+
+        return lora_adapters.refusal(runner, request.lora)
+    # Repacking depends on how the engine was started, so the modules need to be checked only once.
+    known: str | None = getattr(runner, _REPACKED, None)
+    if known is None:
+        known = repacked_reason(runner.model)
+        setattr(runner, _REPACKED, known)
+    return known
 
 
 def repacked_reason(model: torch.nn.Module) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from sglang_reshard.errors import DeadlineExceeded, Unsupported
-from sglang_reshard.patches import hook_check, metrics, sglang_versions, torn_weights, weights_info
+from sglang_reshard.patches import hook_check, lora_names, metrics, sglang_versions, torn_weights, weights_info
 from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
 from sglang_reshard.patches.supported_engine import unsupported_reason
 from sglang_reshard.patches.update_observer import observed
@@ -42,7 +44,11 @@ async def update_weights_distributed(
     try:
         if refusal := await _missing_patches(self, request.timeout_s):
             return DistributedUpdateWeightsOutput(success=False, message=refusal)
-        return await _update(self, request)
+        if request.lora is None:
+            return await _update(self, request)
+        async with self.lora_update_lock:
+            lora = lora_names.with_lora_id(self, request.lora)
+            return await _update(self, msgspec.structs.replace(request, lora=lora))
     finally:
         setattr(self, weights_info.RUNNING, "")
 
@@ -71,19 +77,29 @@ async def _update(self: TokenizerManager, request: DistributedUpdateWeightsReq) 
 async def _write(
     self: TokenizerManager, request: DistributedUpdateWeightsReq, step: Step
 ) -> DistributedUpdateWeightsOutput:
-    """Lets the schedulers write the weights. Marks them torn if that fails halfway."""
+    """Lets the schedulers write the weights. Lets nobody use them if that fails halfway."""
     try:
         output = await _ask(self, request, step)
     except BaseException:  # cancelled, as the client disconnected: the outcome will not be known
-        torn_weights.mark(self, f"the client of update {request.update} disconnected before it ended")
+        _torn(self, request, f"the client of update {request.update} disconnected before it ended")
         raise
     if output.success:
-        torn_weights.heal(self)
-        weights_info.record(self, request, output)
+        if request.lora is None:
+            torn_weights.heal(self)
+            weights_info.record(self, request, output)
+        else:
+            await lora_names.updated(self, request.lora)
         self._update_weight_version_if_provided(request.weight_version)
     elif output.torn:
-        torn_weights.mark(self, output.message)
+        _torn(self, request, output.message)
     return output
+
+
+def _torn(self: TokenizerManager, request: DistributedUpdateWeightsReq, reason: str) -> None:
+    if request.lora is None:
+        torn_weights.mark(self, reason)
+    else:
+        lora_names.unload(self, request.lora, reason)
 
 
 async def _ask(
@@ -119,6 +135,8 @@ async def _missing_patches(self: TokenizerManager, timeout_s: float) -> str:
 def _refusal(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> str:
     """Returns why the update is refused before the schedulers are asked; empty if it is not."""
     if reason := unsupported_reason(manager.server_args):
+        return reason
+    if request.lora is not None and (reason := lora_names.refusal(manager, request.lora)):
         return reason
     if request.weight_version is not None and request.weight_version == sglang_versions.weight_version(manager):
         return (

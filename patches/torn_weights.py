@@ -55,7 +55,7 @@ def mark(manager: TokenizerManager, reason: str) -> None:
     metrics.set_torn(manager, True)
     # A continue_generation call may have checked before this update began, and lift the pause after it.
     if getattr(manager, _CONTINUING, 0) and manager.is_pause:
-        _abort_all(manager)
+        abort_all(manager)
 
 
 def heal(manager: TokenizerManager) -> None:
@@ -109,13 +109,13 @@ async def _continue_generation(
     try:
         async with manager.is_pause_cond:  # wait for an update in progress, whose outcome decides
             if reason(manager):
-                _abort_all(manager)
+                abort_all(manager)
         await stock(manager, *args, **kwargs)
     finally:
         setattr(manager, _CONTINUING, getattr(manager, _CONTINUING) - 1)
 
 
-def _abort_all(manager: TokenizerManager) -> None:
+def abort_all(manager: TokenizerManager) -> None:
     """Aborts all requests in the schedulers. Retracts them first: an abort alone runs one more forward pass."""
     from sglang.srt.managers.io_struct import PauseGenerationReqInput
 

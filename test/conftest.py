@@ -17,6 +17,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from support.summary import Summary
 
         config.pluginmanager.register(Summary(Path(path)))
+    if path := os.environ.get("SGLANG_RESHARD_TRAINERS"):
+        from support.trainer_rows import TrainerRows
+
+        config.pluginmanager.register(TrainerRows(Path(path)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

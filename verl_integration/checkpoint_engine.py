@@ -26,6 +26,7 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Failure
 from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.verl import server_adapter
+from sglang_reshard.verl.engine_shards import unsupported_reason
 from sglang_reshard.verl.replica_sender import ReplicaSender
 from sglang_reshard.verl.settings import BACKEND, Settings
 from sglang_reshard.verl.sync_channel import PendingSync, SyncChannel
@@ -127,7 +128,10 @@ class ReshardCheckpointEngine(CheckpointEngine):
         assert channel is not None
         failure = None
         try:
-            metrics = sender.update(engine_of(weights), global_steps)
+            engine = engine_of(weights)
+            if reason := unsupported_reason(engine):
+                raise Unsupported(f"{reason}; standalone replicas have no fallback")
+            metrics = sender.update(engine, global_steps)
         except BaseException as error:
             failure = Failure.of(error)
             raise

@@ -1,9 +1,12 @@
 """Returns a verl training engine's shards on this rank as arguments of `describe`, in place; gathers nothing.
 
 FSDP2     the DTensors of its state dict: nothing is copied, the inference engine casts
+FSDP1     the pieces of its flat parameters, likewise
 Megatron  the local parameters, described by verl's probes of Megatron-Bridge, see `megatron`
 others    verl's shard contract, `get_per_tensor_param_shard`, see `shard_contract`; verl casts every shard there, so
           this rank holds a second copy of its shards during a sync
+
+A LoRA adapter that is served as such is `lora_adapter`'s; the weights that it adapts are not merged with it then.
 
 Parameters that verl has offloaded are read where they are, in host memory; only the others, and those into which LoRA
 adapters are merged, are moved to the GPU for a sync.
@@ -18,22 +21,26 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.verl import fsdp, megatron, shard_contract
+from sglang_reshard.verl.fsdp import NamedShards
 from sglang_reshard.verl.shard_exchange import AllGather
 from sglang_reshard.verl.training_engine_weights import serves_adapters
-
-NamedShards = list[tuple[Any, ...]]
 
 
 def unsupported_reason(engine: Any, adapter: Any = None, peft_config: Any = None) -> str:
     """Returns why these weights cannot be resharded; empty if they can.
 
-    adapter  the rollout's ServerAdapter, if trainer and rollout share a process
+    adapter      the rollout's ServerAdapter, if trainer and rollout share a process
+    peft_config  of a LoRA adapter that is not merged, by verl
     """
-    if peft_config is not None or serves_adapters(engine):
-        return "a LoRA adapter that is not merged is not supported; set model.lora.merge=True"
+    adapts = peft_config is not None or serves_adapters(engine)
+    if adapts and adapter is None:
+        return "a LoRA adapter that is not merged reaches colocated replicas only; set model.lora.merge=True"
+    if adapts and not fsdp.is_fsdp(engine):
+        return (
+            f"a LoRA adapter of {type(engine).__name__} that is not merged is not supported; set model.lora.merge=True"
+        )
     if getattr(engine, "_qat_enabled", False):
         return "quantization-aware training quantizes weights during the sync, which is not supported"
     if adapter is None:
@@ -51,7 +58,7 @@ class EngineShards:
     """One trainer rank's shards. Returns the same objects for unchanged tensors, which makes updates short."""
 
     def __init__(self, all_gather: AllGather) -> None:
-        self._fsdp2 = fsdp.Fsdp2()
+        self._fsdp = fsdp.FsdpShards()
         self._contract = shard_contract.ShardContract(all_gather)
         self._megatron = megatron.Megatron(all_gather)
 
@@ -59,18 +66,16 @@ class EngineShards:
     def tensors(self, engine: Any) -> Iterator[tuple[NamedShards, bool]]:
         """Yields the shards, and True if their memory is freed afterwards: merged or cast ones, or what verl offloads.
 
-        Raises Unsupported for an engine whose weights cannot be resharded.
+        For an engine with no `unsupported_reason`.
         """
-        if reason := unsupported_reason(engine):
-            raise Unsupported(f"{reason}; standalone replicas have no fallback")
         with contextlib.ExitStack() as stack:
-            if fsdp.is_fsdp2(engine):
-                adapters = fsdp.is_peft(engine)
-                if adapters:
+            if fsdp.is_fsdp(engine):
+                merges = fsdp.is_peft(engine) and not serves_adapters(engine)
+                if merges:
                     stack.enter_context(_on_device(engine))
                     stack.enter_context(fsdp.merged(engine))
-                shards = self._fsdp2.tensors(engine)
-                yield shards, adapters or _is_offloaded_next(engine, shards)
+                shards = self._fsdp.tensors(engine)
+                yield shards, merges or _is_offloaded_next(engine, shards)
             elif hasattr(engine, "_mcore_export_index"):  # verl's Megatron engine, whatever model is in it
                 if not self._megatron.has_values(engine):
                     stack.enter_context(_on_device(engine))
@@ -79,6 +84,12 @@ class EngineShards:
             else:
                 stack.enter_context(_on_device(engine))
                 yield self._contract.tensors(engine), True
+
+
+def lora_adapter(engine: Any) -> tuple[str, NamedShards, bool]:
+    """Returns the LoRA adapter that an engine trains: its configuration, its shards, and whether they are freed."""
+    config, shards = fsdp.served_adapter(engine)
+    return config, shards, _is_offloaded_next(engine, shards)
 
 
 def _is_offloaded_next(engine: Any, shards: NamedShards) -> bool:

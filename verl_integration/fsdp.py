@@ -1,31 +1,51 @@
-"""Reads verl's FSDP2 engines: the DTensors of the state dict, under their names in the checkpoint."""
+"""Reads verl's FSDP engines: the shards of FSDP1 and FSDP2 modules, under their names in the checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from sglang_reshard.sources import FusedTensor
+from sglang_reshard.sources import FlatBuffer, FusedTensor, adapter_config, adapter_tensors, named_shards
 from sglang_reshard.sources.fused import slice_of
 
+NamedShards = list[tuple[Any, ...]]
+_SHARDS = "get_per_tensor_param_shard"  # what other engines define themselves
 
-def is_fsdp2(engine: Any) -> bool:
-    """Returns True if the DTensors of an engine's state dict describe its shards completely.
+
+def is_fsdp(engine: Any) -> bool:
+    """Returns True if FSDP's own state describes an engine's shards completely.
 
     VeOmni's engines use FSDP2, too, but shard experts outside of it.
     """
     from verl.utils.fsdp_utils import fsdp_version
     from verl.workers.engine.fsdp import FSDPEngine
 
-    plain = type(engine).get_per_tensor_param_shard is FSDPEngine.get_per_tensor_param_shard
-    return plain and fsdp_version(engine.module) == 2
+    plain = getattr(type(engine), _SHARDS, None) is getattr(FSDPEngine, _SHARDS)
+    return plain and fsdp_version(engine.module) in (1, 2)
 
 
 def is_peft(engine: Any) -> bool:
-    return hasattr(getattr(engine, "module", None), "peft_config")
+    return hasattr(_peft_model(engine), "peft_config")
+
+
+def peft_config(engine: Any) -> dict[str, Any]:
+    """Returns what verl's `get_per_tensor_param` returns beside the tensors of an adapter."""
+    found: dict[str, Any] = _peft_model(engine).peft_config["default"].to_dict()
+    return found
+
+
+def served_adapter(engine: Any) -> tuple[str, NamedShards]:
+    """Returns the LoRA adapter of an engine, as `WeightSender.lora_adapter` and its `update` take it."""
+    return adapter_config(_peft_model(engine)), adapter_tensors(engine.module)
+
+
+def _peft_model(engine: Any) -> Any:
+    module = getattr(engine, "module", None)
+    return getattr(module, "_fsdp_wrapped_module", module)
 
 
 @contextlib.contextmanager
@@ -37,31 +57,57 @@ def merged(engine: Any) -> Iterator[None]:
         yield
 
 
-class Fsdp2:
-    """Reads shards. Keeps the `FusedTensor` of each tensor of fused experts: the same object means no change."""
+class FsdpShards:
+    """Reads shards. Keeps the description of each fused tensor and flat buffer: the same object means no change."""
 
     def __init__(self) -> None:
         self._fused: dict[str, FusedTensor | None] = {}
+        self._buffers: dict[int, tuple[FlatBuffer, FlatBuffer]] = {}  # by id, with what it is as verl names it
 
     def tensors(self, engine: Any) -> list[tuple[Any, ...]]:
-        from verl.utils.fsdp_utils import normalize_peft_param_name
-        from verl.utils.model import convert_weight_keys
+        from verl.utils.fsdp_utils import fsdp_version
 
-        state = engine.module.state_dict()
-        if is_peft(engine):
-            state = normalize_peft_param_name(state)
-        state = convert_weight_keys(state, engine.module)
-        model_type = engine.model_config.hf_config.model_type
-        shards: list[tuple[Any, ...]] = []
-        for name, tensor in state.items():
-            fused = self._fused_tensor(name, tensor, model_type)
-            shards.append((name, tensor) if fused is None else (name, tensor, fused))
-        return shards
+        if fsdp_version(engine.module) == 2:
+            return [self._row(engine, *row) for row in _renamed(engine, engine.module.state_dict())]
+        return [row for given in named_shards(engine.module) for row in self._fsdp1_rows(engine, *given)]
 
-    def _fused_tensor(self, name: str, tensor: torch.Tensor, model_type: str) -> FusedTensor | None:
+    def _fsdp1_rows(
+        self, engine: Any, name: str, tensor: torch.Tensor, buffer: FlatBuffer | None = None
+    ) -> Iterator[tuple[Any, ...]]:
+        if buffer is None:
+            yield from (self._row(engine, *row) for row in _renamed(engine, {name: tensor}))
+            return
+        if id(buffer) not in self._buffers:
+            self._buffers[id(buffer)] = buffer, self._as_in_checkpoint(engine, buffer)
+        yield name, tensor, self._buffers[id(buffer)][1]
+
+    def _as_in_checkpoint(self, engine: Any, buffer: FlatBuffer) -> FlatBuffer:
+        members = []
+        for name, member in _renamed(engine, {member.name: member for member in buffer.members}):
+            fused = self._fused_tensor(engine, name, member.shape)
+            slices = fused.slices if fused is not None else ()
+            members.append(dataclasses.replace(member, name=name, slices=slices))
+        return FlatBuffer(tuple(members), buffer.ranges)
+
+    def _row(self, engine: Any, name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
+        fused = self._fused_tensor(engine, name, tuple(tensor.shape))
+        return (name, tensor) if fused is None else (name, tensor, fused)
+
+    def _fused_tensor(self, engine: Any, name: str, shape: tuple[int, ...]) -> FusedTensor | None:
         if name not in self._fused:
-            self._fused[name] = _unfused(name, tuple(tensor.shape), model_type)
+            self._fused[name] = _unfused(name, shape, engine.model_config.hf_config.model_type)
         return self._fused[name]
+
+
+def _renamed(engine: Any, state: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Returns what is in the checkpoint under its names there; LoRA adapters are not."""
+    from verl.utils.fsdp_utils import normalize_peft_param_name
+    from verl.utils.model import convert_weight_keys
+
+    if is_peft(engine):
+        state = normalize_peft_param_name(state)
+    found: dict[str, Any] = convert_weight_keys(state, engine.module)
+    return found.items()
 
 
 def _unfused(name: str, shape: tuple[int, ...], model_type: str) -> FusedTensor | None:

@@ -70,7 +70,9 @@ def _conversions(engine: Any) -> Iterator[Conversion]:
         if task is None or task.param_weight is None:  # not in the checkpoint, or of another pipeline stage
             yield Conversion("", None, _nothing)
         else:
-            yield Conversion(task.global_param_name, task.param_weight, _converter(task, finish, vocabulary))
+            # Megatron-Core marks what it keeps equal over pipeline stages, by adding up the gradients.
+            tied = getattr(task.param_weight, "shared_embedding", False)
+            yield Conversion(task.global_param_name, task.param_weight, _converter(task, finish, vocabulary), tied)
 
 
 def _nothing(shard: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -94,8 +96,10 @@ def _converter(
 
         if getattr(task.mapping, "is_grouped_export", False):
             raise Unsupported("it is one of several experts that the checkpoint has fused in one tensor")
-        probe = make_probe(task.mapping, task.megatron_module)
-        tensors = finish(task, probe.megatron_to_hf(shard, task.megatron_module))
+        converted = make_probe(task.mapping, task.megatron_module).megatron_to_hf(shard, task.megatron_module)
+        tensors = finish(task, converted)
+        if converted and not tensors:  # kept for later, until all experts are there
+            raise Unsupported("its architecture's bridge puts it together with other parameters in one tensor")
         if task.global_param_name.endswith(_PADDED_VOCABULARY):
             return {name: tensor[:vocabulary] for name, tensor in tensors.items()}
         return tensors

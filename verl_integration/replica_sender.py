@@ -13,10 +13,12 @@ import torch.distributed as dist
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address
 from sglang_reshard.observability.report import UpdateReport
+from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.collectives import gather_messages
 from sglang_reshard.trainer.coordinator import Send
-from sglang_reshard.verl.engine_shards import EngineShards
+from sglang_reshard.verl.engine_shards import EngineShards, lora_adapter
+from sglang_reshard.verl.fsdp import NamedShards
 from sglang_reshard.verl.metrics import sync_metrics, transport_reasons
 from sglang_reshard.verl.settings import Settings
 
@@ -39,6 +41,9 @@ class ReplicaSender:
         self.rank = dist.get_rank()
         self._host: Session | None = None
         self._sender: MultiEngineSender | None = None
+        self._adapter_sender: MultiEngineSender | None = None
+        self._address: Address | None = None
+        self._replicas: Mapping[str, Send | None] = {}
         self._shards = EngineShards(lambda message, kind: gather_messages(message, kind, world()))
         self._version: int | None = None
         self._logged = ""
@@ -53,33 +58,63 @@ class ReplicaSender:
     def set_replicas(self, address: Address, replicas: Mapping[str, Send | None]) -> None:
         """Sets the current replicas. A restarted replica has another name. Collective."""
         if self._sender is None:
-            self._sender = MultiEngineSender(
-                address,
-                trainer_rank=self.rank,
-                global_ranks=tuple(range(dist.get_world_size())),
-                transport=self._settings.transport,
-                bucket_bytes=self._settings.bucket_bytes,
-                timeout_s=self._settings.timeout,
-            )
+            self._sender = self._multi_sender(address)
         self._sender.set_engines(replicas)
+        self._address, self._replicas = address, replicas
 
     def update(self, engine: Any, global_steps: int | None) -> dict[str, float]:
         """Updates all replicas to the training engine's weights. Returns the sync's metrics. Collective."""
         assert self._sender is not None, "call set_replicas first"
         started = time.perf_counter()
         with self._shards.tensors(engine) as (named_tensors, temporary):
-            reports = self._sender.update(
-                named_tensors,
-                # verl may sync a step again, after validation for example; an engine accepts a version once.
-                weight_version=None if global_steps is None or global_steps == self._version else str(global_steps),
-                ignore=self._settings.ignore,
-                check_finite=self._settings.check_finite,
-                verify=self._settings.verify,
-                staged=self._settings.staged,
-                unmap_after=temporary,
-            )
-            if temporary or engine.is_param_offload_enabled:  # views would keep what verl moves to the GPU next
-                self._sender.release()
+            return self._sync(self._sender, engine, named_tensors, temporary, global_steps, started)
+
+    def update_adapter(self, engine: Any, global_steps: int | None) -> dict[str, float]:
+        """Updates the LoRA adapter that all replicas serve to the training engine's. Otherwise as `update`."""
+        from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
+
+        started = time.perf_counter()
+        config, named_tensors, temporary = lora_adapter(engine)
+        if self._adapter_sender is None:
+            assert self._address is not None, "call set_replicas first"
+            lora = LoraAdapter(SGLANG_LORA_NAME, config)
+            self._adapter_sender = self._multi_sender(self._address.named("lora"), lora=lora)
+        self._adapter_sender.set_engines(self._replicas)
+        return self._sync(self._adapter_sender, engine, named_tensors, temporary, global_steps, started)
+
+    def _multi_sender(self, address: Address, **options: Any) -> MultiEngineSender:
+        return MultiEngineSender(
+            address,
+            trainer_rank=self.rank,
+            global_ranks=tuple(range(dist.get_world_size())),
+            transport=self._settings.transport,
+            bucket_bytes=self._settings.bucket_bytes,
+            timeout_s=self._settings.timeout,
+            **options,
+        )
+
+    def _sync(
+        self,
+        sender: MultiEngineSender,
+        engine: Any,
+        named_tensors: NamedShards,
+        temporary: bool,
+        global_steps: int | None,
+        started: float,
+    ) -> dict[str, float]:
+        """`temporary`: the shards' memory is freed afterwards."""
+        reports = sender.update(
+            named_tensors,
+            # verl may sync a step again, after validation for example; an engine accepts a version once.
+            weight_version=None if global_steps is None or global_steps == self._version else str(global_steps),
+            ignore=self._settings.ignore,
+            check_finite=self._settings.check_finite,
+            verify=self._settings.verify,
+            staged=self._settings.staged,
+            unmap_after=temporary,
+        )
+        if temporary or engine.is_param_offload_enabled:  # views would keep what verl moves to the GPU next
+            sender.release()
         self._version = global_steps
         metrics = sync_metrics(reports, time.perf_counter() - started)
         self._record(reports, metrics)

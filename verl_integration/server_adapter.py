@@ -56,9 +56,11 @@ async def _update_weights(
     # A checkpoint engine's worker passes the wire format of its weights; a hybrid worker has the engine, and does not.
     if "wire_format" not in kwargs and adapter.config.checkpoint_engine.backend == BACKEND:
         engine = engine_of(weights)
-        reason = unsupported_reason(engine, adapter, kwargs.get("peft_config"))
+        peft_config = kwargs.get("peft_config")
+        reason = unsupported_reason(engine, adapter, peft_config)
         if not reason:
-            return await _reshard(adapter, engine, global_steps)
+            only_adapter = peft_config is not None and kwargs.get("base_sync_done", False)
+            return await _reshard(adapter, engine, global_steps, only_adapter)
         _warn_once(adapter, f"reshard: {reason}; this sync uses verl's own method, which gathers every tensor")
     return await stock(adapter, weights, global_steps=global_steps, **kwargs)
 
@@ -72,13 +74,14 @@ async def _wait_for_sync(adapter: Any, pending: PendingSync, global_steps: int |
     await _set_global_steps(adapter, global_steps)
 
 
-async def _reshard(adapter: Any, engine: Any, global_steps: int | None) -> dict[str, float]:
+async def _reshard(adapter: Any, engine: Any, global_steps: int | None, only_adapter: bool) -> dict[str, float]:
+    """`only_adapter`: the tensors of the LoRA adapter, and not the weights that it adapts."""
     await adapter._init_server_adapter()
     sender = getattr(adapter, _SENDER, None)
     if sender is None:
         sender = _colocated_sender(adapter)
         setattr(adapter, _SENDER, sender)
-    metrics = sender.update(engine, global_steps)
+    metrics = sender.update_adapter(engine, global_steps) if only_adapter else sender.update(engine, global_steps)
     if adapter._engine is not None and adapter._is_server_tp_leader():
         await _set_global_steps(adapter, global_steps)
     return metrics

@@ -7,7 +7,7 @@ ranks have the same tensors, in the same order, with the same shard maps.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -40,11 +40,13 @@ class RankShards(msgspec.Struct, frozen=True):
 
     rows   for each parameter in a list that all ranks have: the checkpoint tensors that this rank's shard of it belongs
            to, and the index of their boxes in `boxes`, which thousands of experts have in common
+    tied   indices in `rows` of the parameters that the trainer keeps equal to others, as tied embeddings
     error  why this rank cannot take part; sent to all ranks, which would wait otherwise
     """
 
     rows: tuple[tuple[tuple[str, int], ...], ...] = ()
     boxes: tuple[LocalBoxes, ...] = ()
+    tied: tuple[int, ...] = ()
     error: str = ""
 
 
@@ -58,8 +60,11 @@ class ShardedTensor(msgspec.Struct, frozen=True):
 def merge_shards(ranks: Sequence[RankShards]) -> dict[str, ShardedTensor]:
     """Returns all tensors by name, from the messages of all trainer ranks in rank order.
 
-    Raises Unsupported if a rank failed, if several parameters hold shards of one tensor, or if no rank holds some
-    elements of a tensor, and Mismatch if ranks disagree; both name the tensor and the ranks.
+    Tied parameters that hold the same boxes of one tensor are replicas of it. Of a rank that has several, the first in
+    the list is read.
+
+    Raises Unsupported if a rank failed, if parameters that are not tied hold shards of one tensor, or if no rank holds
+    some elements of a tensor, and Mismatch if ranks disagree; all name the tensor and the ranks.
     """
     for rank, shards in enumerate(ranks):
         if shards.error:
@@ -67,31 +72,58 @@ def merge_shards(ranks: Sequence[RankShards]) -> dict[str, ShardedTensor]:
         rows, first = len(shards.rows), len(ranks[0].rows)
         if rows != first:
             raise Mismatch(f"trainer rank {rank} lists {rows} parameters, and trainer rank 0 {first}")
-    row_of: dict[str, int] = {}
-    holders: dict[str, list[tuple[int, int]]] = {}
-    for row, name, rank, number in _ordered(ranks):
-        if row_of.setdefault(name, row) != row:
-            raise Unsupported(
-                f"{name} is held by several parameters, on trainer rank {rank} among others; only tensors whose parts "
-                "are shards of one parameter are supported"
-            )
-        holders.setdefault(name, []).append((rank, number))
+    holders: dict[str, list[_Holder]] = {}
+    for name, holder in _ordered(ranks):
+        holders.setdefault(name, []).append(holder)
     known: dict[tuple[tuple[int, int], ...], ShardedTensor] = {}
     tensors = {}
-    for name, numbers in holders.items():
-        key = tuple(numbers)
+    for name, of_name in holders.items():
+        if len({holder.row for holder in of_name}) > 1:
+            of_name = _replicas(name, of_name, ranks)
+        key = tuple((holder.rank, holder.number) for holder in of_name)
         if key not in known:
-            known[key] = _sharded_tensor(name, [(rank, ranks[rank].boxes[number]) for rank, number in numbers])
+            known[key] = _sharded_tensor(name, [(rank, ranks[rank].boxes[number]) for rank, number in key])
         tensors[name] = known[key]
     return tensors
 
 
-def _ordered(ranks: Sequence[RankShards]) -> Iterator[tuple[int, str, int, int]]:
-    """Yields (row, name, trainer rank, index of its boxes) in an order that is the same on all ranks."""
+class _Holder(NamedTuple):
+    """A parameter's shard of a checkpoint tensor: its row, its trainer rank, and the index of its boxes there."""
+
+    row: int
+    rank: int
+    number: int
+
+
+def _ordered(ranks: Sequence[RankShards]) -> Iterator[tuple[str, _Holder]]:
+    """Yields (name, holder) in an order that is the same on all ranks."""
     for row, of_ranks in enumerate(zip(*(shards.rows for shards in ranks), strict=True)):
         for rank, tensors in enumerate(of_ranks):
             for name, number in tensors:
-                yield row, name, rank, number
+                yield name, _Holder(row, rank, number)
+
+
+def _replicas(name: str, holders: Sequence[_Holder], ranks: Sequence[RankShards]) -> list[_Holder]:
+    """Returns one holder for each rank, out of those of several parameters."""
+    boxes: dict[int, set[Box]] = {}
+    for row, rank, number in holders:
+        if row not in ranks[rank].tied:
+            raise Unsupported(
+                f"{name} is held by several parameters, on trainer rank {rank} among others, that are not tied; only "
+                "tensors whose parts are shards of one parameter are supported"
+            )
+        boxes.setdefault(row, set()).update(box for box, _ in ranks[rank].boxes[number].boxes)
+    first, *others = boxes.values()
+    if any(other != first for other in others):
+        raise Unsupported(
+            f"{name} is held by several parameters, on trainer ranks {sorted({rank for _, rank, _ in holders})}, that "
+            "are sharded in different ways; tied parameters must be sharded alike"
+        )
+    of_rank: dict[int, _Holder] = {}
+    for holder in holders:
+        if ranks[holder.rank].boxes[holder.number].boxes:
+            of_rank.setdefault(holder.rank, holder)
+    return list(of_rank.values())
 
 
 def _sharded_tensor(name: str, by_rank: Sequence[tuple[int, LocalBoxes]]) -> ShardedTensor:

@@ -27,11 +27,14 @@ class Conversion(NamedTuple):
     name       the trainer's name of the parameter, for errors
     parameter  this rank's shard; None if it has none
     convert    converts a shard to checkpoint tensors by name. Other ranks' elements may have any value
+    tied       the trainer keeps the parameter equal to another one that converts to the same tensors, as it does with
+               tied embeddings that the first and the last pipeline stage both have
     """
 
     name: str
     parameter: torch.Tensor | None
     convert: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+    tied: bool = False
 
 
 class _LocalView(NamedTuple):
@@ -51,8 +54,8 @@ class TracedParameters:
     """One trainer rank's parameters. Construction is collective: it calls `all_gather` once.
 
     Raises Unsupported on all ranks, naming parameter and rank, if one of them cannot determine where elements go: the
-    conversion computes with them, or several parameters are parts of one checkpoint tensor. Raises Mismatch if ranks
-    disagree.
+    conversion computes with them, or several parameters are parts of one checkpoint tensor and are not tied. Raises
+    Mismatch if ranks disagree.
     """
 
     def __init__(self, conversions: Iterable[Conversion], all_gather: AllGather) -> None:
@@ -88,17 +91,19 @@ class TracedParameters:
 
     def _trace_all(self, conversions: Iterable[Conversion]) -> RankShards:
         numbers: dict[LocalBoxes, int] = {}
-        rows = []
+        rows, tied = [], []
         parameter = "the first parameter"
         try:
-            for conversion in conversions:
+            for row, conversion in enumerate(conversions):
                 parameter = conversion.name
+                if conversion.tied:
+                    tied.append(row)
                 traced = self._trace(conversion)
                 rows.append(tuple((name, numbers.setdefault(local, len(numbers))) for name, local in traced.items()))
         except Exception as error:  # of any kind: the other ranks wait for this one's message
             reason = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
             return RankShards(error=f"{parameter} cannot be resharded in place: {reason}")
-        return RankShards(tuple(rows), tuple(numbers))
+        return RankShards(tuple(rows), tuple(numbers), tuple(tied))
 
     def _trace(self, conversion: Conversion) -> dict[str, LocalBoxes]:
         """Returns what this rank's shard of one parameter holds of which checkpoint tensors."""
@@ -112,7 +117,7 @@ class TracedParameters:
         for name, result in trace_converter(conversion.convert, shape, data.dtype).items():
             traced[name], view = _local_boxes(result, shape, data.dtype)
             if traced[name].boxes:
-                self._local[name] = _LocalView(conversion.parameter, view)
+                self._local.setdefault(name, _LocalView(conversion.parameter, view))  # the first, as in merge_shards
         return traced
 
 

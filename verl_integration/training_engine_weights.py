@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.verl import fsdp
 from sglang_reshard.verl.hooks import around
 
 
@@ -53,25 +54,24 @@ def install() -> None:
 
 
 def _get_per_tensor_param(stock: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    if serves_adapters(engine):  # they are described by the second result
-        weights, peft_config = stock(engine, *args, **kwargs)
-        return TrainingEngineWeights(engine, iter(weights)), peft_config
-    return TrainingEngineWeights(engine, _gathered(stock, engine, *args, **kwargs)), None
+    if not serves_adapters(engine):
+        return TrainingEngineWeights(engine, _gathered(stock, engine, *args, **kwargs)), None
+    if fsdp.is_fsdp(engine):  # the adapters are described by the second result
+        return TrainingEngineWeights(engine, _gathered(stock, engine, *args, **kwargs)), fsdp.peft_config(engine)
+    weights, peft_config = stock(engine, *args, **kwargs)
+    return TrainingEngineWeights(engine, iter(weights)), peft_config
 
 
 def serves_adapters(engine: Any) -> bool:
     """Returns whether an engine has LoRA adapters that verl hands to the rollout as such, without merging them."""
-    module = getattr(engine, "module", None)
-    has_adapters = getattr(engine, "peft_cls", None) is not None or hasattr(
-        getattr(module, "_fsdp_wrapped_module", module), "peft_config"
-    )
+    has_adapters = getattr(engine, "peft_cls", None) is not None or fsdp.is_peft(engine)
     return has_adapters and not engine.model_config.lora.get("merge", False)
 
 
 def _gathered(stock: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
     """Calls `stock`, which may load offloaded parameters to the GPU, when the first tensor is asked for."""
     weights, peft_config = stock(engine, *args, **kwargs)
-    if peft_config is not None:
+    if peft_config is not None and not serves_adapters(engine):
         raise Unsupported(
             f"{type(engine).__name__} has LoRA adapters that are not known as such; set model.lora.merge=True"
         )

@@ -76,7 +76,7 @@ def hold(here: Here, path: str) -> list[Handles]:
                 continue
             local = torch.empty(shape, dtype=whole.dtype, device=DEVICE)
             for shard in of.shard_map.shards_of(rank):
-                local[shard.to_local(Region.of(shard.box)).slices()] = whole[shard.box.slices()]
+                of.shard_map.to_local(shard, Region.of(shard.box)).view(local)[...] = whole[shard.box.slices()]
             for tensor in tensors:
                 shards[rank][tensor] = _shifted(local, tensor)
     torch.cuda.synchronize(DEVICE)

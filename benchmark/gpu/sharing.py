@@ -12,7 +12,7 @@ import torch
 from benchmark.gpu.peer import Here
 from benchmark.gpu.place import DEVICE, free_bytes, pattern, same_bytes
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.layout.regions import Region
+from sglang_reshard.layout.regions import LocalRegion
 from sglang_reshard.transports.memory import Handles, MemoryExporter, PeerMemory
 
 PRODUCER = 0  # its trainer rank
@@ -71,7 +71,7 @@ def mapped(handles: Handles, trainer_rank: int = PRODUCER) -> PeerMemory:
 
 def bytes_of(memory: PeerMemory, tensor: int, size: int) -> torch.Tensor:
     """Returns a view of shard number `tensor`, of `size` bytes."""
-    return memory.region(tensor, Region((0,), (size,), (1,)), torch.uint8)
+    return memory.region(tensor, LocalRegion.whole((size,)), torch.uint8)
 
 
 def reads(here: Here, sizes: Sequence[int], number: int) -> bool:

@@ -13,6 +13,8 @@ from sglang_reshard import _deprecated
 from sglang_reshard.version import __version__
 
 if TYPE_CHECKING:
+    from sglang_reshard.api.module_receiver import ModuleReceiver
+    from sglang_reshard.api.module_sender import ModuleSender
     from sglang_reshard.api.multi_engine import MultiEngineSender
     from sglang_reshard.api.remote_engine import RemoteEngine
     from sglang_reshard.api.verl_engine import VerlEngine
@@ -20,28 +22,37 @@ if TYPE_CHECKING:
     from sglang_reshard.observability.report import UpdateReport
     from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
     from sglang_reshard.protocol.weights_info import WeightsInfo
+    from sglang_reshard.realloc import ReshardPlan, reshard
 
 _DEFINED_IN = {
     "DistributedUpdateWeightsOutput": "protocol.messages",
     "DistributedUpdateWeightsReq": "protocol.messages",
+    "ModuleReceiver": "api.module_receiver",
+    "ModuleSender": "api.module_sender",
     "MultiEngineSender": "api.multi_engine",
     "RemoteEngine": "api.remote_engine",
+    "ReshardPlan": "realloc",
     "UpdateReport": "observability.report",
     "VerlEngine": "api.verl_engine",
     "WeightSender": "api.weight_sender",
     "WeightsInfo": "protocol.weights_info",
+    "reshard": "realloc",
 }
 
 __all__ = [
     "DistributedUpdateWeightsOutput",
     "DistributedUpdateWeightsReq",
+    "ModuleReceiver",
+    "ModuleSender",
     "MultiEngineSender",
     "RemoteEngine",
+    "ReshardPlan",
     "UpdateReport",
     "VerlEngine",
     "WeightSender",
     "WeightsInfo",
     "__version__",
+    "reshard",
 ]
 
 _deprecated.install_module_finder()

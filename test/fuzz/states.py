@@ -10,6 +10,7 @@ import torch
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.layout.source_layout import EXPLICIT, compute_shard_map
 from sglang_reshard.sources import Mesh, Placement, ShardMap, SourceLayout, SourceTensor
+from sglang_reshard.sources.flat import flat_shard_map
 from sglang_reshard.trace.program import Copy
 from support import plans
 
@@ -36,7 +37,14 @@ def layout_of(random: Random) -> SourceLayout:
         if len(dims) == 2 and dims[0] == dims[1] >= 0 and random.random() < 0.5:
             placed = Placement(dims[0], meshes[mesh].shape[1]), placed[1]
         where = mesh, placements.setdefault(placed, len(placements))
-        if random.random() < 0.3:
+        kind = random.random()
+        if kind < 0.15:
+            cuts = sorted(random.randint(0, math.prod(shape)) for _ in range(trainers - 1))
+            held = flat_shard_map(
+                shape, tuple(zip(range(trainers), [0, *cuts], [*cuts, math.prod(shape)], strict=True))
+            )
+            where = EXPLICIT, explicit.setdefault(held, len(explicit))
+        elif kind < 0.4:
             held = _moved(compute_shard_map(shape, meshes[mesh], placed), random)
             where = EXPLICIT, explicit.setdefault(held, len(explicit))
         tensors.append(SourceTensor(f"t{i}", shape, random.choice(DTYPES), *where))

@@ -46,17 +46,18 @@ def read_all(layout, handles, trainer_rank, storages):
     peer = PeerMemory(trainer_rank, handles)
     for number, tensor in enumerate(layout.tensors):
         dtype = getattr(torch, tensor.dtype)
-        for shard in layout.shard_map(tensor).shards_of(trainer_rank):
-            at = shard.to_local(Region.of(shard.box))
+        held = layout.shard_map(tensor)
+        for shard in held.shards_of(trainer_rank):
+            at = held.to_local(shard, Region.of(shard.box))
             seen = peer.region(number, at, dtype)
             memory = seen.untyped_storage()
             reach = 1 + sum((n - 1) * s for n, s in zip(seen.shape, seen.stride(), strict=True))
             end = seen.data_ptr() + reach * dtype.itemsize
             assert memory.data_ptr() <= seen.data_ptr() < end <= memory.data_ptr() + memory.nbytes()
             view = handles.shards[number]
-            offset = view.offset + sum(a * s for a, s in zip(at.start, view.strides, strict=True))
+            offset, strides = at.memory(view.strides)
             handed = storages[handles.storages[view.storage].inode]
-            own = torch.empty(0, dtype=dtype).set_(handed, offset, at.count, view.strides)
+            own = torch.empty(0, dtype=dtype).set_(handed, view.offset + offset, at.count, strides)
             assert torch.equal(bits(seen), bits(own))
 
 

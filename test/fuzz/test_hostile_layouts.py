@@ -30,8 +30,12 @@ def plan(layout, trainer_ranks):
     extents = [layout.min_local_shapes(rank) for rank in range(trainer_ranks)]
     for row in range(len(plan.trainer_ranks)):
         _, part, tensor = plan.read(row)
-        shape = extents[int(plan.trainer_ranks[row])][tensor]
-        bounds = zip(part.local_region.start, part.local_region.count, part.local_region.step, shape, strict=True)
+        shape, region = extents[int(plan.trainer_ranks[row])][tensor], part.local_region
+        if region.is_flat:
+            reach = sum((n - 1) * s for n, s in zip(region.count, region.step, strict=True))
+            assert 0 <= region.start[0] <= region.start[0] + reach < shape[0]
+            continue
+        bounds = zip(region.start, region.count, region.step, shape, strict=True)
         assert all(a >= 0 and n >= 1 and s >= 1 and a + (n - 1) * s < length for a, n, s, length in bounds)
     assert unread_tensors(index, [rank_demand(index, plan, "a")]) == ()
     assert len(layout.local_bytes()) == trainer_ranks

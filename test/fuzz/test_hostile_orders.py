@@ -30,7 +30,7 @@ def carry_out(order, layout, shards, share):
     boxes: dict[tuple[int, int], deque[torch.Tensor]] = {}
     outlet = P2pSender(layout, shards, {9: order}, {9: share}, CPU)
     outlet.send(Mail(0, boxes))
-    views = [shards[tensor][region.slices()] for tensor, region in order.entries()]
+    views = [region.view(shards[tensor]) for tensor, region in order.entries()]
     for view, (_, region) in zip(views, order.entries(), strict=True):
         assert tuple(view.shape) == region.count
     assert outlet.sent_bytes == sum(view.numel() * view.element_size() for view in views)

@@ -127,7 +127,8 @@ def test_pieces_are_the_tensor(random):
     local = [shards_of(layout, whole, t, random) for t in range(layout.trainer_ranks)]
     for number, tensor in enumerate(layout.tensors):
         found = torch.zeros_like(whole[tensor.name])
-        for shard in layout.shard_map(tensor).shards:
+        held = layout.shard_map(tensor)
+        for shard in held.shards:
             for rank in shard.ranks:
-                found[shard.box.slices()] = local[rank][number][shard.to_local(Region.of(shard.box)).slices()]
+                found[shard.box.slices()] = held.to_local(shard, Region.of(shard.box)).view(local[rank][number])
         assert torch.equal(found, whole[tensor.name])

@@ -272,6 +272,24 @@ def test_a_new_thread_has_no_context():
     assert run(enter_in_a_thread, Place(HOST, (3,))) == [[None, 3]]
 
 
+def ask_in_a_thread(process, trainer):
+    def ask():
+        allocation = runtime().allocation(tensor.data_ptr(), process.device)
+        seen.extend((len(runtime().export_handle(allocation, process.device)), process.cuda.current_context()))
+
+    seen = []
+    tensor = process.tensor(torch.ones(3))
+    process.write(tensor, torch.zeros(3))
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return *seen, process.memory.pending(0).exists()
+
+
+def test_handles_are_made_in_a_new_thread_and_wait_for_nothing():
+    assert run(ask_in_a_thread, Place(HOST, (0,))) == [(64, 0, True)]
+
+
 def read_what_is_written(process, trainer):
     tensor = process.tensor(torch.ones(3)) if trainer.rank == 0 else None
     handle, _ = share(process, trainer, tensor)

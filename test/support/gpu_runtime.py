@@ -9,13 +9,17 @@ import ctypes
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu import runtime as gpu_runtime
 from sglang_reshard.gpu.runtime import Allocation, CudaRuntime
+from sglang_reshard.layout.regions import LocalRegion
+from sglang_reshard.transports.memory import PeerMemory
 
+R = TypeVar("R", bound=CudaRuntime)
 GPU = torch.device("cuda", 3)  # an engine rank's own
 
 
@@ -125,13 +129,28 @@ class OneProcessRuntime(CudaRuntime):
 
 
 @contextmanager
-def one_process_runtime(uses_gpu: bool = True) -> Iterator[OneProcessRuntime]:
-    """Installs one; puts back what was there."""
-    before, ours = gpu_runtime.runtime(), OneProcessRuntime(uses_gpu)
+def replaced_runtime(ours: R) -> Iterator[R]:
+    """Installs a runtime; puts back what was there."""
+    before = gpu_runtime.runtime()
     gpu_runtime.use(ours)
     try:
         yield ours
     finally:
         gpu_runtime.use(before)
+
+
+@contextmanager
+def one_process_runtime(uses_gpu: bool = True) -> Iterator[OneProcessRuntime]:
+    """Installs one; at the end nothing may be mapped or registered any more."""
+    ours = OneProcessRuntime(uses_gpu)
+    try:
+        with replaced_runtime(ours):
+            yield ours
+    finally:
         assert not +ours.opened, "memory is still mapped"
         assert not ours.registered, "memory is still registered"
+
+
+def shard_in(memory: PeerMemory, number: int, like: torch.Tensor) -> torch.Tensor:
+    """Returns shard `number` of mapped memory, of the shape and dtype of `like`."""
+    return memory.region(number, LocalRegion.whole(tuple(like.shape)), like.dtype)

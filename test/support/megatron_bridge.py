@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -149,26 +149,46 @@ class Task:
 
 
 class Bridge:
-    """Stands for AutoBridge: `get_conversion_tasks` of a Qwen model."""
+    """Stands for AutoBridge: `get_conversion_tasks` of a Qwen model.
+
+    tied       whether the output layer is the embedding, which the last pipeline stage then has a replica of
+    both_tied  whether that is listed, too; Megatron-Bridge lists the embedding alone
+    """
+
+    def __init__(self, tied: bool = False, both_tied: bool = False) -> None:
+        self.tied, self.both_tied = tied, both_tied
 
     def get_conversion_tasks(self, models: list[Any]) -> list[Task]:
-        (model,) = models
-        own = {_global_name(model, name): name for name, _ in model.named_parameters()}
+        own = {_global_name(model, name): (model, name) for model in models for name, _ in model.named_parameters()}
         stages: list[Any] = [None] * mpu.get_pipeline_model_parallel_world_size()
         dist.all_gather_object(stages, list(own), group=mpu.get_pipeline_model_parallel_group())
         tasks = []
         for name in dict.fromkeys(name for names in stages for name in names):
-            task = Task(name, mapping_of(name))
+            if name == OUTPUT and self.tied and not self.both_tied:
+                continue
+            task = Task(name, mapping_of(EMBEDDING if name == OUTPUT and self.tied else name))
             if name in own:
-                owner, _, leaf = own[name].rpartition(".")
+                model, local_name = own[name]
+                owner, _, leaf = local_name.rpartition(".")
                 task.megatron_module = model.get_submodule(owner)
                 task.param_weight = getattr(task.megatron_module, leaf)
             tasks.append(task)
         return tasks
 
 
+def training_engine(models: list[Any], hf_config: Any, bridge: Any) -> Any:
+    """As much of verl's Megatron engine as is read."""
+    return SimpleNamespace(
+        bridge=bridge,
+        module=models,
+        model_config=SimpleNamespace(hf_config=hf_config),
+        vanilla_bridge=False,
+        peft_cls=None,
+    )
+
+
 def _global_name(model: Any, name: str) -> str:
-    """Layers counted over all pipeline stages, experts over all expert parallel ranks."""
+    """Layers counted over all pipeline stages and model chunks, experts over all expert parallel ranks."""
     if found := re.match(r"decoder\.layers\.(\d+)\.", name):
         layer = model.decoder.layers[int(found[1])]
         name = f"decoder.layers.{layer.layer_number - 1}.{name[found.end() :]}"
@@ -178,10 +198,11 @@ def _global_name(model: Any, name: str) -> str:
     return name
 
 
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _OF_MODEL = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    EMBEDDING: "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
+    OUTPUT: "lm_head.weight",
 }
 _OF_LAYER = {
     "input_layernorm.weight": "input_layernorm.weight",

@@ -7,8 +7,9 @@ converters of `megatron_bridge`, which go the other way. That both models give t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,52 +22,61 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-VOCABULARY = 61
-_HIDDEN, _HEAD, _HEADS, _MLP = 24, 8, 4, 20
-
 
 @dataclass(frozen=True)
 class Case:
     """A model (`kind` as transformers calls it) and how it is spread over the trainer ranks.
 
     tp, pp, ep, etp  sizes: tensor, pipeline, expert and expert tensor parallel
+    vp               model chunks of a pipeline stage
     groups           heads with a key and value of their own
+    head, mlp        widths in elements, of a head and of a dense layer or an expert
     """
 
     kind: str
     tp: int = 1
     pp: int = 1
+    vp: int = 1
     ep: int = 1
     etp: int = 1
     groups: int = 2
     tied: bool = False
+    layers: int = 2
+    hidden: int = 24
+    heads: int = 4
+    head: int = 8
+    mlp: int = 20
+    vocabulary: int = 61
+    positions: int = 64
 
     @property
     def experts(self) -> int | None:
         return 4 if self.kind == "qwen3_moe" else None
 
 
-def reference(case: Case) -> transformers.PreTrainedModel:
+def reference(case: Case, seed: int = 7) -> transformers.PreTrainedModel:
     """The transformers model, the same on every rank."""
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": _HIDDEN,
-        "intermediate_size": _MLP,
-        "num_hidden_layers": 2,
-        "num_attention_heads": _HEADS,
+        "vocab_size": case.vocabulary,
+        "hidden_size": case.hidden,
+        "intermediate_size": case.mlp,
+        "num_hidden_layers": case.layers,
+        "num_attention_heads": case.heads,
         "num_key_value_heads": case.groups,
-        "head_dim": _HEAD,
-        "max_position_embeddings": 64,
+        "head_dim": case.head,
+        "max_position_embeddings": case.positions,
         "tie_word_embeddings": case.tied,
     }
     if case.kind == "qwen2":
         config = transformers.Qwen2Config(**sizes)
         model = transformers.Qwen2ForCausalLM(config)
+    elif case.kind == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     elif case.kind == "qwen3":
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
     else:
-        experts = {"num_experts": case.experts, "num_experts_per_tok": 2, "moe_intermediate_size": _MLP}
+        experts = {"num_experts": case.experts, "num_experts_per_tok": 2, "moe_intermediate_size": case.mlp}
         config = transformers.Qwen3MoeConfig(**sizes, **experts, norm_topk_prob=True)
         model = transformers.Qwen3MoeForCausalLM(config)
     with torch.no_grad():
@@ -99,6 +109,7 @@ def parallel(case: Case) -> Iterator[None]:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vp if case.vp > 1 else None,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
     )
@@ -108,32 +119,53 @@ def parallel(case: Case) -> Iterator[None]:
         mpu.destroy_model_parallel()
 
 
-def megatron_model(case: Case, tensors: dict[str, torch.Tensor]) -> GPTModel:
-    """This rank's part of a Megatron-Core model with the weights of a checkpoint."""
+@contextlib.contextmanager
+def _on_cpu() -> Iterator[None]:
+    """Where Megatron-Core takes the current GPU of its own accord, it gets the CPU."""
+    with (
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(torch.Tensor, "cuda", lambda tensor: tensor),
+        # 0.16.1 looks for it where there is no Transformer Engine.
+        mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+    ):
+        yield
+
+
+def megatron_models(case: Case, tensors: dict[str, torch.Tensor]) -> list[GPTModel]:
+    """This rank's part of a Megatron-Core model with the weights of a checkpoint, by model chunks."""
     initialize_rng_tracker(inference_rng_tracker=True)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=_HIDDEN,
-        num_attention_heads=_HEADS,
+    config = _config(case)
+    with _on_cpu():
+        models = [_model(case, config, stage if case.vp > 1 else None) for stage in range(case.vp)]
+    load(case, models, tensors)
+    return models
+
+
+def _config(case: Case) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=case.layers,
+        hidden_size=case.hidden,
+        num_attention_heads=case.heads,
         num_query_groups=case.groups,
-        kv_channels=_HEAD,
-        ffn_hidden_size=_MLP,
+        kv_channels=case.head,
+        ffn_hidden_size=case.mlp,
         activation_func=F.silu,
         gated_linear_unit=True,
         normalization="RMSNorm",
         layernorm_epsilon=1e-6,
-        qk_layernorm=case.kind != "qwen2",
+        qk_layernorm=case.kind.startswith("qwen3"),
         add_bias_linear=False,
         add_qkv_bias=case.kind == "qwen2",
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vp if case.vp > 1 else None,
         pipeline_dtype=torch.float32,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
         num_moe_experts=case.experts,
-        moe_ffn_hidden_size=_MLP if case.experts else None,
+        moe_ffn_hidden_size=case.mlp if case.experts else None,
         moe_router_topk=2,
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="allgather",
@@ -145,30 +177,40 @@ def megatron_model(case: Case, tensors: dict[str, torch.Tensor]) -> GPTModel:
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
     )
+
+
+def _model(case: Case, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
     spec = get_gpt_layer_local_spec(num_experts=case.experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     model = GPTModel(
         config,
         spec,
-        vocab_size=-(-VOCABULARY // (2 * case.tp)) * 2 * case.tp,
-        max_sequence_length=64,
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
+        vocab_size=-(-case.vocabulary // (2 * case.tp)) * 2 * case.tp,
+        max_sequence_length=case.positions,
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=case.tied,
         position_embedding_type="rope",
         rotary_base=10_000,
+        vp_stage=vp_stage,
     )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(_shard(model, name, tensors, case, parameter.shape))
     return model.eval()
+
+
+def load(case: Case, models: Sequence[GPTModel], tensors: dict[str, torch.Tensor]) -> None:
+    """Writes the weights of a checkpoint into this rank's parameters, in place as an optimizer does."""
+    with torch.no_grad():
+        for model in models:
+            for name, parameter in model.named_parameters():
+                parameter.copy_(_shard(model, name, tensors, case, parameter.shape))
 
 
 def _shard(model: GPTModel, name: str, tensors: dict[str, torch.Tensor], case: Case, shape: torch.Size) -> torch.Tensor:
     """What a Megatron parameter holds on this rank."""
     tp, rank = case.tp, mpu.get_tensor_model_parallel_rank()
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        whole = tensors["model.embed_tokens.weight" if "embedding" in name else "lm_head.weight"]
-        return F.pad(whole, (0, 0, 0, shape[0] * tp - VOCABULARY), value=0.5).chunk(tp)[rank]
+        embedding = case.tied or "embedding" in name
+        whole = tensors["model.embed_tokens.weight" if embedding else "lm_head.weight"]
+        return F.pad(whole, (0, 0, 0, shape[0] * tp - case.vocabulary), value=0.5).chunk(tp)[rank]
     if name == "decoder.final_layernorm.weight":
         return tensors["model.norm.weight"]
     _, _, number, part, *rest = name.split(".")
@@ -202,22 +244,25 @@ def _attention(rest: list[str], prefix: str, tensors: dict[str, torch.Tensor], c
     return torch.cat([torch.cat(group) for group in of_groups]).chunk(case.tp)[rank]
 
 
-def logits(case: Case, model: GPTModel, tokens: torch.Tensor) -> torch.Tensor | None:
-    """[batch, tokens, VOCABULARY] of all pipeline stages together; None on ranks that are not of the last one."""
-    torch.cuda.current_device = lambda: "cpu"  # its rotary embedding and buffers go there, of their own accord
-    vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16.1 looks for it where there is no Transformer Engine
+def logits(case: Case, models: Sequence[GPTModel], tokens: torch.Tensor) -> torch.Tensor | None:
+    """[batch, tokens, vocabulary] of all pipeline stages together; None on ranks that are not of the last one."""
     length = tokens.shape[1]
-    hidden = torch.empty(length, tokens.shape[0], _HIDDEN)
     later = torch.ones(length, length).triu(1).bool()[None, None]
+    stage, rank = mpu.get_pipeline_model_parallel_rank(), dist.get_rank()
     apart = dist.get_world_size() // case.pp  # ranks from one pipeline stage to the next
-    with torch.no_grad():
-        if not mpu.is_pipeline_first_stage():
-            dist.recv(hidden, dist.get_rank() - apart)
-            model.set_input_tensor(hidden)
-        out = model(tokens, torch.arange(length)[None].expand_as(tokens), later)
-        if not mpu.is_pipeline_last_stage():
-            dist.send(out.contiguous(), dist.get_rank() + apart)
-            return None
+    first = rank - stage * apart
+    with torch.no_grad(), _on_cpu():
+        for number, model in enumerate(models):
+            place = number * case.pp + stage  # of the chunk in the whole model
+            if place:
+                hidden = torch.empty(length, tokens.shape[0], case.hidden)
+                dist.recv(hidden, first + (place - 1) % case.pp * apart)
+                model.set_input_tensor(hidden)
+            out = model(tokens, torch.arange(length)[None].expand_as(tokens), later)
+            if place + 1 < case.pp * case.vp:
+                dist.send(out.contiguous(), first + (place + 1) % case.pp * apart)
+    if stage + 1 < case.pp:
+        return None
     parts = [torch.empty_like(out) for _ in range(case.tp)]
     dist.all_gather(parts, out.contiguous(), group=mpu.get_tensor_model_parallel_group())
-    return torch.cat(parts, -1)[..., :VOCABULARY]
+    return torch.cat(parts, -1)[..., : case.vocabulary]

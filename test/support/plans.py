@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.source_layout import EXPLICIT, compute_shard_map
 from sglang_reshard.plan import RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
-from sglang_reshard.sources import Mesh, Placement, ShardMap, SourceLayout, SourceTensor
+from sglang_reshard.sources import Mesh, Placement, ShardMap, SourceLayout, SourceTensor, TrainerState
+from sglang_reshard.sources.flat import flat_shard_map
 from sglang_reshard.trace.program import Copy
 
 HOST = "host"
@@ -83,7 +85,11 @@ def meshed_layouts(draw: Any) -> SourceLayout:
         if len(dims) == 2 and dims[0] == dims[1] >= 0 and draw(st.booleans()):
             placed = Placement(dims[0], meshes[mesh].shape[1]), placed[1]
         dtype = draw(st.sampled_from(["float32", "bfloat16", "uint8"]))
-        if draw(st.integers(0, 2)) == 0:
+        kind = draw(st.integers(0, 5))
+        if kind == 2:
+            held = draw(flat_maps(shape, trainers))
+            where = EXPLICIT, explicit.setdefault(held, len(explicit))
+        elif kind < 2:
             where = (
                 EXPLICIT,
                 explicit.setdefault(draw(moved(compute_shard_map(shape, meshes[mesh], placed))), len(explicit)),
@@ -92,6 +98,15 @@ def meshed_layouts(draw: Any) -> SourceLayout:
             where = mesh, placements.setdefault(placed, len(placements))
         tensors.append(SourceTensor(f"t{i}", shape, dtype, *where))
     return SourceLayout(trainers, tuple(meshes), tuple(placements), tuple(tensors), tuple(explicit))
+
+
+@st.composite
+def flat_maps(draw: Any, shape: tuple[int, ...], trainers: int) -> ShardMap:
+    """A tensor in a flat buffer that the trainer ranks share, cut anywhere; some ranks may have nothing."""
+    numel = math.prod(shape)
+    cuts = sorted(draw(st.lists(st.integers(0, numel), min_size=trainers - 1, max_size=trainers - 1)))
+    ranks = draw(st.permutations(range(trainers)))
+    return flat_shard_map(shape, tuple(zip(ranks, [0, *cuts], [*cuts, numel], strict=True)))
 
 
 @st.composite
@@ -153,9 +168,23 @@ def shards(layout: SourceLayout, whole: dict[str, torch.Tensor], trainer_rank: i
         )
         for shard in held.shards:
             if trainer_rank in shard.ranks:
-                at = shard.to_local(Region.of(shard.box))
-                local[at.slices()] = whole[tensor.name][shard.box.slices()]
+                held.to_local(shard, Region.of(shard.box)).view(local)[...] = whole[tensor.name][shard.box.slices()]
         found.append(local)
+    return found
+
+
+def assembled_states(states: Sequence[TrainerState]) -> dict[str, torch.Tensor]:
+    """Returns the whole tensors of a training state, from the shards of all trainer ranks; every replica is read."""
+    layout = states[0].layout
+    found = {}
+    for number, tensor in enumerate(layout.tensors):
+        held = layout.shard_map(tensor)
+        pieces = [(shard, states[rank].shards[number]) for shard in held.shards for rank in shard.ranks]
+        whole = found[tensor.name] = torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))
+        for shard, local in pieces:
+            whole[shard.box.slices()] = held.to_local(shard, Region.of(shard.box)).view(local)
+        for shard, local in pieces:
+            assert torch.equal(whole[shard.box.slices()], held.to_local(shard, Region.of(shard.box)).view(local))
     return found
 
 
@@ -182,7 +211,7 @@ def run_reads(plan: ReadPlan, local: dict[int, list[torch.Tensor]]) -> dict[str,
         c, p = plan.copies[copy], plan.items[part]
         shard = local[int(trainer_rank)][plan.tensor_ids[copy]]
         targets[c.target].as_strided(p.local_region.count, c.strides, c.offset + p.offset).copy_(
-            shard[p.local_region.slices()]
+            p.local_region.view(shard)
         )
     return targets
 

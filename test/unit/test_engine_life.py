@@ -17,9 +17,10 @@ from sglang_reshard.engine.shadow_weights import check_room
 from sglang_reshard.engine.transfer import TransferCache
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
-from sglang_reshard.gpu.runtime import CudaRuntime, runtime, use
+from sglang_reshard.gpu.runtime import CudaRuntime, use
 from sglang_reshard.observability.peak_memory import PeakMemory
 from sglang_reshard.patches import model_runner
+from support.gpu_runtime import replaced_runtime
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 
@@ -51,10 +52,8 @@ class Noting(CudaRuntime):
 
 @pytest.fixture
 def noting() -> Iterator[Noting]:
-    before, noting = runtime(), Noting()
-    use(noting)
-    yield noting
-    use(before)
+    with replaced_runtime(Noting()) as noting:
+        yield noting
 
 
 # -- the end of an update
@@ -215,8 +214,8 @@ def test_whatever_the_gpu_does_has_ended_before_live_weights_are_written(noting:
         return "output"
 
     receiver = SimpleNamespace(update=write, commit=write)
-    runner = SimpleNamespace(model=torch.nn.Linear(1, 1), _reshard_receiver=(receiver, ""))
-    assert model_runner.update_weights_distributed(runner, None, step, "") == "output"
+    runner = SimpleNamespace(model=torch.nn.Linear(1, 1), _reshard_receiver=receiver)
+    assert model_runner.update_weights_distributed(runner, SimpleNamespace(lora=None), step, "") == "output"
     assert noting.noted == ["synchronize", "written"]
 
 
@@ -243,10 +242,8 @@ class SmallGpu(CudaRuntime):
 
 @pytest.fixture
 def small_gpu() -> Iterator[SmallGpu]:
-    before, gpu = runtime(), SmallGpu()
-    use(gpu)
-    yield gpu
-    use(before)
+    with replaced_runtime(SmallGpu()) as gpu:
+        yield gpu
 
 
 def test_memory_outside_of_torchs_allocator_is_reported_apart(small_gpu: SmallGpu) -> None:

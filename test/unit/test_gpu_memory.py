@@ -4,25 +4,14 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import change_detector, describe
 from sglang_reshard.sources.change_detector import ChangeDetector
 from sglang_reshard.trainer.publisher import ShardPublisher
 from sglang_reshard.transports.memory import Handles, MemoryExporter, PeerMemory, unreadable_reason
-from support.gpu_runtime import GPU, one_process_runtime
+from support.gpu_runtime import GPU, shard_in
 
 CPU, UUID = torch.device("cpu"), "GPU-of-the-trainer"
-
-
-@pytest.fixture
-def gpu():
-    with one_process_runtime() as runtime:
-        yield runtime
-
-
-def shard_in(memory, number, like):
-    return memory.region(number, Region.of(Box.whole(tuple(like.shape))), like.dtype)
 
 
 def some_shards(gpu):

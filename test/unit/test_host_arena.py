@@ -9,23 +9,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.publisher import ShardPublisher
 from sglang_reshard.transports import memory as memory_module
 from sglang_reshard.transports.host_arena import HostArena
 from sglang_reshard.transports.memory import MemoryExporter, PeerMemory
-from support.gpu_runtime import GPU, one_process_runtime
-
-
-@pytest.fixture
-def gpu():
-    with one_process_runtime() as runtime:
-        yield runtime
-
-
-def shard_in(memory, number, like):
-    return memory.region(number, Region.of(Box.whole(tuple(like.shape))), like.dtype)
+from support.gpu_runtime import GPU, one_process_runtime, shard_in
 
 
 def some_shards(value=0):

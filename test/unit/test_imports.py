@@ -18,7 +18,7 @@ SOURCES = {
 # From the top down. A package may import from those in lower rows, and from those in its own row if there is no circle.
 LAYERS = (
     ("verl", "cli"),
-    ("api",),
+    ("api", "realloc"),
     ("patches",),
     ("trainer", "engine"),
     ("protocol",),

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.layout.regions import LocalRegion
 from sglang_reshard.transports.memory import MemoryExporter, PeerMemory
 
 
 def shard_in(memory, number, like):
     """Shard `number` as an engine rank sees it; it has the shape and dtype of `like`."""
-    return memory.region(number, Region.of(Box.whole(tuple(like.shape))), like.dtype)
+    return memory.region(number, LocalRegion.whole(tuple(like.shape)), like.dtype)
 
 
 def open_descriptors():

@@ -14,10 +14,11 @@ from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused, Mismatch
-from sglang_reshard.gpu.runtime import CudaRuntime, runtime, use
+from sglang_reshard.gpu.runtime import CudaRuntime
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.collectives import broadcast_message, gather_messages
+from support.gpu_runtime import replaced_runtime
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 
@@ -144,9 +145,7 @@ class ThirdGpu(CudaRuntime):
 
 def test_each_engines_thread_uses_the_callers_gpu() -> None:
     """Point 18 of the rules of GPUs: a trainer rank has one, and a new thread starts at GPU 0."""
-    before, gpus = runtime(), ThirdGpu()
-    use(gpus)
-    try:
+    with replaced_runtime(ThirdGpu()) as gpus:
         address = Address("s", "127.0.0.1", 1, "00" * 32)
         sender = MultiEngineSender(address, trainer_rank=0, global_ranks=(0,))
         seen: dict[str, torch.device] = {}
@@ -154,6 +153,4 @@ def test_each_engines_thread_uses_the_callers_gpu() -> None:
             note = SimpleNamespace(update=lambda _, name=name: seen.setdefault(name, gpus.current_device()))
             sender._senders[name] = note
         sender.update([("w", torch.zeros(1))])
-    finally:
-        use(before)
     assert seen == {"a": torch.device("cuda:3"), "b": torch.device("cuda:3")}

@@ -15,6 +15,7 @@ from sglang_reshard.gpu import runtime as gpu
 from sglang_reshard.transports.abortable_group import PeerDisconnected
 from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicator, P2pCommunicators
 from sglang_reshard.transports.nccl import changed_environment
+from support.gpu_runtime import replaced_runtime
 
 GPU = torch.device("meta")  # memory that is not the host's
 DATA = torch.zeros(8, dtype=torch.uint8)
@@ -106,10 +107,8 @@ def nccl(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl)
     options = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace(blocking=None, max_ctas=None)))
     monkeypatch.setattr(FakeNccl, "Options", options.Options, raising=False)
-    before = gpu.runtime()
-    gpu.use(OneGpu())
-    yield FakeNccl
-    gpu.use(before)
+    with replaced_runtime(OneGpu()):
+        yield FakeNccl
 
 
 def store_with_peers(entered=True, peers=1):

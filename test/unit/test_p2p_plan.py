@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.layout.regions import Box, LocalRegion
 from sglang_reshard.plan.broadcast import ALIGN_BYTES
 from sglang_reshard.plan.p2p import SendItem, SendRequest, cut_messages, round_bytes, send_request, sent_reads
 from sglang_reshard.sources import Placement
@@ -130,7 +130,7 @@ def test_duplicate_reads_are_sent_once():
     _, (plan,) = read_plans(layout, [[wanted(layout, 0, box), wanted(layout, 0, box, offset=6)]])
     assert len(plan.reads_from(0)) == 2
     request = send_request(plan, 0)
-    assert request.regions == (Region((0, 0), (2, 3), (1, 1)),)
+    assert request.regions == (LocalRegion((0, 0), (2, 3), (1, 1)),)
     assert [item.nbytes for item in request.items(layout)] == [12]
     assert plan.least_bytes() == 12
     assert layout.placements == ((Placement(0),),)

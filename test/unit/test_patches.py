@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from sglang_reshard.errors import TornWeights
-from sglang_reshard.patches import torn_weights
+from sglang_reshard.patches import lora_names, torn_weights
 from sglang_reshard.patches.http_server import TornWeightsMiddleware
 from sglang_reshard.patches.model_runner import repacked_reason
 from sglang_reshard.patches.process_watch import EngineDied, EngineProcess, EngineProcesses, _WatchedLoop
+from sglang_reshard.protocol.messages import LoraAdapter
 
 
 def model_with(**attributes):
@@ -22,6 +23,26 @@ def model_with(**attributes):
     for name, value in attributes.items():
         setattr(model[1], name, value)
     return model
+
+
+@pytest.mark.parametrize(
+    ("enabled", "limit", "name", "says"),
+    [
+        (True, None, "new", ""),
+        (True, 3, "new", ""),
+        (True, 2, "a", ""),
+        (True, 2, "new", "has 2 LoRA adapters, as many as max_loaded_loras=2 allows"),
+        (None, None, "a", "was started without LoRA"),
+    ],
+)
+def test_adapters_that_the_engine_cannot_have_are_refused(enabled, limit, name, says):
+    manager = SimpleNamespace(
+        server_args=SimpleNamespace(enable_lora=enabled, max_loaded_loras=limit),
+        lora_registry=SimpleNamespace(get_all_adapters=lambda: dict.fromkeys("ab")),
+    )
+    refusal = lora_names.refusal(manager, LoraAdapter(name, "{}"))
+    assert says in refusal
+    assert bool(refusal) == bool(says)
 
 
 def scales(dtype):

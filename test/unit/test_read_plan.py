@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.layout.regions import Box, LocalRegion
 from sglang_reshard.layout.source_layout import EXPLICIT
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads, rank_demand, unread_tensors
 from sglang_reshard.plan.read_plan import demanded_shards
@@ -138,7 +138,7 @@ def test_a_replica_on_the_same_host_is_found_at_any_local_start():
     for host, trainer_rank, first in (("a", 0, 0), ("b", 1, 5)):
         plan = plan_reads(TensorIndex.of(layout), [wanted(layout, 0, box)], RankLocation(0, 1, host, ("a", "b")))
         assert set(plan.traffic()) == {trainer_rank}
-        assert plan.items[0].local_region == Region((first,), (8,), (1,))
+        assert plan.items[0].local_region == LocalRegion((first,), (8,), (1,))
 
 
 def test_equal_and_shrinking_sizes_read_from_their_own_trainer_ranks():

@@ -85,8 +85,8 @@ def test_every_ranks_view_is_its_shards_and_all_views_are_the_slice(job):
             assert member.shape == tuple(expected.shape)
             own = member.sharding.shards_of(rank)
             for shard in own:
-                inside = shard.to_local(Region.of(shard.box)).slices()
-                assert torch.equal(member.tensor[inside], expected[shard.box.slices()])
+                inside = member.sharding.to_local(shard, Region.of(shard.box))
+                assert torch.equal(inside.view(member.tensor), expected[shard.box.slices()])
             assert tuple(member.tensor.shape) == (member.sharding.min_local_shape(rank) if own else (0,))
             if own:
                 assert member.tensor.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
@@ -182,11 +182,11 @@ def test_experts_are_views_of_the_fused_tensors_in_one_layout(way):
             parts = {"gate": gate_up[e, :INNER], "up": gate_up[e, INNER:], "down": down[e]}
             for name, expected in parts.items():
                 number = [t.name for t in layout.tensors].index(f"layers.{layer}.experts.{e}.{name}")
-                for shard in layout.shard_map(layout.tensors[number]).shards:
+                held = layout.shard_map(layout.tensors[number])
+                for shard in held.shards:
                     for rank in shard.ranks:
-                        local = states[rank].shards[number]
-                        inside = shard.to_local(Region.of(shard.box)).slices()
-                        assert torch.equal(local[inside], expected[shard.box.slices()])
+                        inside = held.to_local(shard, Region.of(shard.box))
+                        assert torch.equal(inside.view(states[rank].shards[number]), expected[shard.box.slices()])
 
 
 def test_layers_share_shard_maps_and_are_computed_once():

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.layout.manifest import inflate, pack_blob, unpack_blob
-from sglang_reshard.protocol.messages import PrepareSend
+from sglang_reshard.protocol.messages import LoraAdapter, PrepareSend
 from sglang_reshard.protocol.validation import check_handles, check_layout, check_prepare_send, check_request
 from sglang_reshard.sources import SourceLayout
 from sglang_reshard.transports.memory import Handles, ShardView, ShmStorage
@@ -114,6 +114,7 @@ class Request(msgspec.Struct, frozen=True):
     bucket_bytes: int = 1
     timeout_s: float = 1.0
     ignore: tuple[str, ...] = ()
+    lora: LoraAdapter | None = None
     package_version: str = ""
     traceparent: str = ""
 
@@ -132,6 +133,7 @@ class Request(msgspec.Struct, frozen=True):
         ({"timeout_s": float("inf")}, "timeout_s=inf"),
         ({"timeout_s": -1.0}, "timeout_s=-1.0"),
         ({"ignore": ("x" * 5000,)}, "a name of 5,000 characters"),
+        ({"lora": LoraAdapter("policy", "x" * 5000)}, "a name of 5,000 characters"),
     ],
 )
 def test_a_request_that_no_sender_makes_is_refused(changes, says):

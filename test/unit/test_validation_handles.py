@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout.regions import Region
+from sglang_reshard.layout.regions import LocalRegion, Region
 from sglang_reshard.protocol.validation import check_handles, check_layout
 from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor, describe
 from sglang_reshard.transports.gpu_memory import GpuAllocation
@@ -95,9 +95,10 @@ def test_what_trainers_with_fused_tensors_hand_over_passes(tp, ranks):
         check_handles(handles, state.layout, rank)
         peer = PeerMemory(rank, handles)
         for number, tensor in enumerate(state.layout.tensors):
-            for shard in state.layout.shard_map(tensor).shards_of(rank):
-                at = shard.to_local(Region.of(shard.box))
-                assert torch.equal(peer.region(number, at, torch.float32), state.shards[number][at.slices()])
+            held = state.layout.shard_map(tensor)
+            for shard in held.shards_of(rank):
+                at = held.to_local(shard, Region.of(shard.box))
+                assert torch.equal(peer.region(number, at, torch.float32), at.view(state.shards[number]))
 
 
 def test_offsets_count_in_elements_of_the_tensors_own_dtype():
@@ -166,7 +167,7 @@ def test_a_region_beyond_the_mapped_memory_is_refused_even_without_the_checks(ha
         with pytest.raises(Mismatch, match="outside of it"):
             peer.view(0, offset, strides, count, torch.uint8)
     with pytest.raises(Mismatch, match="an empty shard"):
-        PeerMemory(0, with_view(1, storage=-1)(handles)).region(1, Region((0, 0), (1, 1), (1, 1)), torch.bfloat16)
+        PeerMemory(0, with_view(1, storage=-1)(handles)).region(1, LocalRegion((0, 0), (1, 1), (1, 1)), torch.bfloat16)
 
 
 # -- what is opened

@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.layout.regions import Box, LocalRegion
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from sglang_reshard.plan.p2p import SendRequest, send_request
 from sglang_reshard.protocol.validation import check_send_request
@@ -41,14 +41,14 @@ def at(region):
         (lambda r: replace(r, tensor_ids=numbers(0, -1), region_ids=numbers(0, 0)), "from -1 to 0, of 3 tensors"),
         (lambda r: replace(r, region_ids=numbers(0, 1, 99)), "of 3 regions"),
         (lambda r: replace(r, tensor_ids=numbers(2, 1, 0)), "not within its shard of"),
-        (at(Region((1, 0), (2, 3), (1, 1))), r"not within its shard of t0, which has the shape \(2, 3\)"),
-        (at(Region((-1, 0), (1, 1), (1, 1))), "not within its shard of t0"),
-        (at(Region((0, 0), (2, 2), (1, 3))), "not within its shard of t0"),
-        (at(Region((0, 0), (2, 3), (0, 1))), "not within its shard of t0"),
-        (at(Region((0, 0), (2, 0), (1, 1))), "not within its shard of t0"),
-        (at(Region((0, 0), (1, 1), (BIG, 1))), "not within its shard of t0"),
-        (at(Region((BIG, BIG), (BIG, BIG), (BIG, BIG))), "not within its shard of t0"),
-        (at(Region((0,), (2,), (1,))), "not within its shard of t0"),
+        (at(LocalRegion((1, 0), (2, 3), (1, 1))), r"not within its shard of t0, which has the shape \(2, 3\)"),
+        (at(LocalRegion((-1, 0), (1, 1), (1, 1))), "not within its shard of t0"),
+        (at(LocalRegion((0, 0), (2, 2), (1, 3))), "not within its shard of t0"),
+        (at(LocalRegion((0, 0), (2, 3), (0, 1))), "not within its shard of t0"),
+        (at(LocalRegion((0, 0), (2, 0), (1, 1))), "not within its shard of t0"),
+        (at(LocalRegion((0, 0), (1, 1), (BIG, 1))), "not within its shard of t0"),
+        (at(LocalRegion((BIG, BIG), (BIG, BIG), (BIG, BIG))), "not within its shard of t0"),
+        (at(LocalRegion((0,), (2,), (1,))), "not within its shard of t0"),
         (
             lambda r: replace(r, tensor_ids=r.tensor_ids * 60, region_ids=r.region_ids * 60),
             "requests .* elements of a rank",
@@ -62,7 +62,7 @@ def test_a_request_for_other_elements_than_there_are_is_refused(good, change, sa
 
 def test_a_trainer_rank_that_holds_nothing_of_a_tensor_is_not_asked_for_it():
     layout = stated(rows((0, 4, (1,), 0)))
-    asked = SendRequest((Region((0, 0), (1, 1), (1, 1)),), numbers(0), numbers(0))
+    asked = SendRequest((LocalRegion((0, 0), (1, 1), (1, 1)),), numbers(0), numbers(0))
     check_send_request(asked, layout, 1, 0)
     with pytest.raises(Mismatch, match=r"w, which has the shape \(0,\)"):
         check_send_request(asked, layout, 0, 0)

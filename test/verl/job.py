@@ -73,9 +73,12 @@ class Job:
             self.manager.resume_generation_replicas()
         return {"metrics": metrics, "seconds": seconds, "gathers": self.trainer.gathers(), **self.trainer.sizes()}
 
-    def change_and_update(self, version: int) -> dict[str, Any]:
-        """The trainer's weights change, all engines are updated, and everything is looked at."""
-        self.trainer.perturb(version)
+    def change_and_update(self, version: int, only: str = "") -> dict[str, Any]:
+        """The trainer's weights change, all engines are updated, and everything is looked at.
+
+        only  part of the names of those that change
+        """
+        self.trainer.perturb(version, only)
         update = self.update(version)
         checkpoint = self.trainer.save(self.folder / f"checkpoint-{version}")
         return {

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import uuid
 from pathlib import Path
 from typing import Any
 
-import httpx
 import ray
-import torch
 
 from oracle.digests import read_live_digests
+from support.http_engine import HttpEngine
 
 
 class JobReplica:
@@ -46,26 +44,4 @@ class JobReplica:
 
     def live_digests(self, folder: Path) -> list[dict[str, str]]:
         """Of all live tensors, by engine rank. The server has to allow `oracle.digests.LOADER`."""
-        return read_live_digests(_HttpEngine(self.replica.server_address, self.tp_size), folder)
-
-
-class _HttpEngine:
-    """As much of `sglang.Engine` as reading digests takes, of a server."""
-
-    def __init__(self, address: str, tp_size: int) -> None:
-        self.address, self.server_args = address, self
-        self.tp_size = tp_size
-
-    def update_weights_from_tensor(
-        self, named_tensors: list[tuple[str, torch.Tensor]], load_format: str, flush_cache: bool
-    ) -> tuple[bool, str]:
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        packed = [MultiprocessingSerializer.serialize(named_tensors) for _ in range(self.tp_size)]
-        body = {
-            "serialized_named_tensors": [base64.b64encode(p).decode() for p in packed],
-            "load_format": load_format,
-            "flush_cache": flush_cache,
-        }
-        answer = httpx.post(f"http://{self.address}/update_weights_from_tensor", json=body, timeout=60).json()
-        return answer["success"], answer["message"]
+        return read_live_digests(HttpEngine(self.replica.server_address, self.tp_size), folder)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.tensor import DTensor
 
 
@@ -32,8 +34,8 @@ class JobTrainer:
         """`call(worker, *arguments)` in every worker, all at once; what it returned, by trainer rank."""
         return ray.get([worker.__ray_call__.remote(call, *arguments) for worker in self.group.workers])
 
-    def perturb(self, seed: int) -> None:
-        self.each(perturb, seed)
+    def perturb(self, seed: int, only: str = "") -> None:
+        self.each(perturb, seed, only)
 
     def save(self, folder: Path) -> Path:
         self.each(save_checkpoint, str(folder))
@@ -48,44 +50,64 @@ class JobTrainer:
         return self.each(gathers)
 
     def sizes(self) -> dict[str, int]:
-        """tensors: how many there are. Bytes of trainer rank 0's shards: of matrices, and of vectors."""
+        """tensors: how many there are. Bytes of trainer rank 0's shards: of matrices, vectors and LoRA adapters."""
         return self.each(sizes)[0]
 
 
 # ---- inside a worker; verl keeps the module at worker.actor.engine.module
 
 
-def perturb(worker: Any, seed: int) -> None:
-    """Change every element of this rank's shards, in the same way for the same seed."""
+def perturb(worker: Any, seed: int, only: str = "") -> None:
+    """Change every element of this rank's shards with `only` in their names, in the same way for the same seed."""
     with torch.no_grad():
         for name, parameter in worker.actor.engine.module.named_parameters():
-            local = parameter.to_local()
+            if only not in name:
+                continue
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {worker.rank} {name}".encode()))
             local.mul_(1 + 0.1 * torch.rand(local.shape, generator=generator))
             local.add_(0.01 * torch.randn(local.shape, generator=generator))
 
 
 def save_checkpoint(worker: Any, folder: str) -> None:
-    """What transformers and a stock engine load, by rank 0. Gathers the model, so not to be counted."""
+    """What transformers and a stock engine load, by rank 0; LoRA adapters merged, as verl does.
+
+    Gathers the model, so not to be counted.
+    """
     from transformers import Qwen3ForCausalLM
+    from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name
 
     module = worker.actor.engine.module
-    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if state:  # the other ranks get nothing
+    if hasattr(module, "peft_config"):
+        with merged_lora_context(module, backup_adapters=True):
+            state = normalize_peft_param_name(gathered(module))
+    else:
+        state = gathered(module)
+    if worker.rank == 0:
         with torch.device("meta"):
             unsharded = Qwen3ForCausalLM(module.config)
         unsharded.save_pretrained(folder, state_dict=state)
 
 
-def count_gathers(worker: Any) -> None:
-    original = DTensor.full_tensor
+def gathered(module: torch.nn.Module) -> dict[str, Any]:
+    offload = not isinstance(module, FullyShardedDataParallel)  # which frees what it gathered if that is on the CPU
+    options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
+    return dict(get_model_state_dict(module, options=options))
 
-    def counted(tensor: DTensor, **options: Any) -> torch.Tensor:
-        worker.test_gathers += 1
-        return original(tensor, **options)
+
+def count_gathers(worker: Any) -> None:
+    """Of DTensors, and of FSDP1's flat parameters."""
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def gather(self: Any, *arguments: Any, **options: Any) -> Any:
+            worker.test_gathers += 1
+            return original(self, *arguments, **options)
+
+        return gather
 
     worker.test_gathers = 0
-    DTensor.full_tensor = counted
+    DTensor.full_tensor = counted(DTensor.full_tensor)
+    FlatParamHandle.unshard = counted(FlatParamHandle.unshard)
 
 
 def gathers(worker: Any) -> int:
@@ -94,9 +116,23 @@ def gathers(worker: Any) -> int:
 
 
 def sizes(worker: Any) -> dict[str, int]:
-    shards = [parameter.to_local() for parameter in worker.actor.engine.module.parameters()]
+    module = worker.actor.engine.module
+    shards, adapters = list(shard_sizes(module)), [t for n, t in module.named_parameters() if "lora_" in n]
     return {
         "tensors": len(shards),
-        "rank0_matrix_bytes": sum(shard.nbytes for shard in shards if shard.ndim > 1),
-        "rank0_vector_bytes": sum(shard.nbytes for shard in shards if shard.ndim == 1),
+        "rank0_matrix_bytes": sum(nbytes for dims, nbytes in shards if dims > 1),
+        "rank0_vector_bytes": sum(nbytes for dims, nbytes in shards if dims == 1),
+        "rank0_adapter_bytes": sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in adapters),
     }
+
+
+def shard_sizes(module: torch.nn.Module) -> Iterator[tuple[int, int]]:
+    """Dimensions of each parameter, and bytes of this rank's shard, as torch itself has them."""
+    if not isinstance(module, FullyShardedDataParallel):
+        for parameter in module.parameters():
+            yield parameter.ndim, parameter.to_local().nbytes
+        return
+    for wrapped in FullyShardedDataParallel.fsdp_modules(module):
+        flat = wrapped._handle.flat_param
+        for shape, info in zip(flat._shapes, flat._shard_param_infos, strict=True):
+            yield len(shape), (info.numel_in_shard or 0) * flat.itemsize

@@ -26,6 +26,12 @@ def two_updates(order: dict[str, Any]) -> dict[str, Any]:
         return {"updates": [first, second], "interrupted": interrupted}
 
 
+def served_adapters(order: dict[str, Any]) -> dict[str, Any]:
+    """Two updates, with LoRA adapters that are not merged: the second changes only these."""
+    with a_job(order) as job:
+        return {"updates": [job.change_and_update(1), job.change_and_update(2, only="lora_")]}
+
+
 def replicas_come_and_go(order: dict[str, Any]) -> dict[str, Any]:
     """An update of one replica; of two that are at work, after another one came; and of the second, after the first
     one went."""

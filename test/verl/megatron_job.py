@@ -5,12 +5,11 @@ Answers, as JSON, for every case what is wrong on any rank, and some numbers.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import multiprocessing
 import sys
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,30 +21,28 @@ from sglang_reshard.sources import TrainerState, describe
 from sglang_reshard.sources.change_detector import ChangeDetector
 from sglang_reshard.verl.megatron import Megatron
 from support import megatron_bridge
-from support.megatron_models import Case, checkpoint, logits, megatron_model, parallel, reference
+from support.megatron_models import Case, checkpoint, logits, megatron_models, parallel, reference
 from support.scripts import answer
 from support.world import Trainer, run_world
 
 RANKS = 4
 
 
-def examine(trainer: Trainer, case: Case) -> dict[str, Any]:
+# Makes the bridge of a case, given the transformers model and this rank's model chunks.
+MakeBridge = Callable[[Case, Any, list[Any]], Any]
+
+
+def examine(trainer: Trainer, case: Case, make_bridge: MakeBridge) -> dict[str, Any]:
     model = reference(case)
     expected = checkpoint(model)
     exchanges: list[Any] = []
     source = Megatron(lambda message, kind: exchanged(message, kind, exchanges))
     with parallel(case):
-        megatron = megatron_model(case, expected)
+        models = megatron_models(case, expected)
         with torch.no_grad():
             tokens = torch.arange(16).view(2, 8)
-            ours, wanted = logits(case, megatron, tokens), model(tokens).logits
-        engine = SimpleNamespace(
-            bridge=megatron_bridge.Bridge(),
-            module=[megatron],
-            model_config=SimpleNamespace(hf_config=model.config),
-            vanilla_bridge=False,
-            peft_cls=None,
-        )
+            ours, wanted = logits(case, models, tokens), model(tokens).logits
+        engine = megatron_bridge.training_engine(models, model.config, make_bridge(case, model, models))
         given = source.tensors(engine)
         index = build_export_index(engine.bridge, engine.module, {})
     state = describe(given, trainer_rank=trainer.rank, global_ranks=tuple(range(trainer.size)))
@@ -58,7 +55,7 @@ def examine(trainer: Trainer, case: Case) -> dict[str, Any]:
         wrong.append(f"logits differ by {(ours - wanted).abs().max()}")
     if not ChangeDetector(given).unchanged(source.tensors(engine)):
         wrong.append("the same weights are news")
-    wrong += after_offload(index, source, engine, trainer, expected)
+    wrong += after_offload(source, engine, trainer, expected)
     if len(exchanges) != 1:
         wrong.append(f"{len(exchanges)} exchanges")
     pieces = sum(len(state.layout.shard_map(tensor).shards) for tensor in state.layout.tensors)
@@ -132,32 +129,34 @@ def not_as_verl_probes(index: list[McoreParamExport], given: list[Any], rank: in
     return wrong
 
 
-def after_offload(
-    index: list[McoreParamExport], source: Megatron, engine: Any, trainer: Trainer, expected: dict[str, torch.Tensor]
-) -> list[str]:
+def after_offload(source: Megatron, engine: Any, trainer: Trainer, expected: dict[str, torch.Tensor]) -> list[str]:
     """What is not found when parameters come back in other memory, changed. Nothing is probed for it again."""
     engine.bridge = None
-    for record in index:
-        if record.param is not None:
-            record.param.data = record.param.data * 2
+    for model in engine.module:
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 2
     state = describe(source.tensors(engine), trainer_rank=trainer.rank, global_ranks=tuple(range(trainer.size)))
     twice = {name: tensor * 2 for name, tensor in expected.items()}
     return [f"after offload: {why}" for why in not_assembled(trainer, state, twice)]
 
 
-def train(trainer: Trainer, cases: list[Case]) -> list[dict[str, Any]]:
-    return [examine(trainer, case) for case in cases]
+def train(trainer: Trainer, cases: list[tuple[Case, MakeBridge]]) -> list[dict[str, Any]]:
+    return [examine(trainer, *case) for case in cases]
 
 
-def main(cases: list[dict[str, Any]]) -> None:
-    megatron_bridge.install()
-    asked = [Case(**case) for case in cases]
+def modelled(case: dict[str, Any]) -> tuple[Case, MakeBridge]:
+    both_tied = case.pop("both_tied", False)
+    return Case(**case), lambda case, *_: megatron_bridge.Bridge(case.tied, both_tied)
+
+
+def main(cases: list[tuple[Case, MakeBridge]]) -> None:
     # Forked, so that what takes long to import is imported once.
     context = multiprocessing.get_context("fork")
-    ranks, _ = run_world(RANKS, 0, train, None, asked, deadline_s=200, context=context)
-    for case, of_ranks in zip(asked, zip(*ranks, strict=True), strict=True):
-        answer(json.dumps([dataclasses.asdict(case), of_ranks]))
+    ranks, _ = run_world(RANKS, 0, train, None, cases, deadline_s=200, context=context)
+    for of_ranks in zip(*ranks, strict=True):
+        answer(json.dumps(of_ranks))
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    megatron_bridge.install()
+    main([modelled(case) for case in json.loads(sys.argv[1])])

@@ -11,6 +11,11 @@ from oracle import stock_digests
 from support.live_memory import differing
 
 RESHARD = list(verl_run.RESHARD)
+FSDP1 = [*RESHARD, "actor_rollout_ref.actor.strategy=fsdp"]  # verl's default
+MODEL = "actor_rollout_ref.model"
+LORA = [f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8"]
+MERGED = [*LORA, f"{MODEL}.lora.merge=True"]
+SERVED = [*LORA, "+actor_rollout_ref.rollout.engine_kwargs.sglang.lora_backend=torch_native"]
 GLOO_RANK0 = [
     "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo_rank0",
     "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=benchmark.verl.rank0_broadcast",

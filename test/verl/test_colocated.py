@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from seen import RESHARD, assert_arrived, assert_nothing_gathered, assert_says_the_same, cold_loads
+from seen import (
+    FSDP1,
+    MERGED,
+    RESHARD,
+    SERVED,
+    assert_arrived,
+    assert_nothing_gathered,
+    assert_says_the_same,
+    cold_loads,
+)
+from support.trainer_rows import shown
 from support.verl_host import run_job, verl_folder
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(420), pytest.mark.usefixtures("forks")]
@@ -12,16 +24,53 @@ STOCK: list[str] = []
 
 
 @pytest.mark.parametrize(
-    "backend", [pytest.param(RESHARD, id="reshard"), pytest.param(STOCK, id="stock", marks=pytest.mark.sweep)]
+    "backend",
+    [
+        pytest.param(RESHARD, id="fsdp2"),
+        pytest.param(FSDP1, id="fsdp"),
+        pytest.param(STOCK, id="stock", marks=pytest.mark.sweep),
+    ],
 )
-def test_two_updates_are_bit_exact(backend: list[str]) -> None:
+def test_two_updates_are_bit_exact(backend: list[str], record_property: Any) -> None:
     order = {"colocated": True, "ranks": 2, "replicas": 1, "tp_size": 2, "dtype": "float32", "overrides": backend}
     with verl_folder() as folder:
         seen = run_job("jobs:two_updates", folder, **order)
         assert_arrived(seen["updates"], cold_loads(folder, 2, 2, "float32"))
     assert_says_the_same(seen["updates"])
     assert seen["interrupted"] == ["abort"]
-    if backend is RESHARD:
+    if backend is not STOCK:
         assert_nothing_gathered(seen["updates"], tp_size=2)
+        strategy = "FSDP1, verl's default" if backend is FSDP1 else "FSDP2"
+        record_property("trainer", shown(f"verl, {strategy}", "verl's configuration, colocated", "auto", "run"))
     else:  # the counter counts
         assert all(update["gathers"] == [update["tensors"]] * 2 for update in seen["updates"])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("strategy", [pytest.param(RESHARD, id="fsdp2"), pytest.param(FSDP1, id="fsdp")])
+def test_merged_adapters_are_bit_exact(strategy: list[str], record_property: Any) -> None:
+    """The adapters and the weights beside them change; what engines have is what verl's own merging gives."""
+    order = {"colocated": True, "ranks": 2, "replicas": 1, "tp_size": 2, "dtype": "float32"}
+    with verl_folder() as folder:
+        seen = run_job("jobs:two_updates", folder, **order, overrides=[*strategy, *MERGED])
+        assert_arrived(seen["updates"], cold_loads(folder, 2, 2, "float32"))
+    assert_says_the_same(seen["updates"])
+    name = "FSDP1" if strategy is FSDP1 else "FSDP2"
+    record_property("trainer", shown(f"verl, {name}, LoRA merged", "verl's configuration, colocated", "auto", "run"))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("strategy", [pytest.param(RESHARD, id="fsdp2"), pytest.param(FSDP1, id="fsdp")])
+def test_an_adapter_is_served_beside_the_weights(strategy: list[str], record_property: Any) -> None:
+    """verl's requests ask for it. The first sync brings the weights, too; of the second, only the adapter moves."""
+    order = {"colocated": True, "ranks": 2, "replicas": 1, "tp_size": 2, "dtype": "float32"}
+    with verl_folder() as folder:
+        seen = run_job("jobs:served_adapters", folder, **order, overrides=[*strategy, *SERVED])
+    assert_says_the_same(seen["updates"])
+    first, second = seen["updates"]
+    assert set(first["gathers"]) == set(second["gathers"]) == {0}
+    # Each of two engine ranks has the whole adapter; of trainer rank 0 they have a half of it.
+    assert second["metrics"]["reshard/sent_bytes_rank0"] == 2 * second["rank0_adapter_bytes"]
+    assert second["metrics"]["reshard/sent_bytes_rank0"] < second["rank0_matrix_bytes"] / 4
+    name = "FSDP1" if strategy is FSDP1 else "FSDP2"
+    record_property("trainer", shown(f"verl, {name}, LoRA served", "verl's configuration, colocated", "auto", "run"))

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from seen import GLOO_RANK0, RESHARD, assert_arrived, assert_nothing_gathered, assert_says_the_same, cold_loads
+from seen import FSDP1, GLOO_RANK0, RESHARD, assert_arrived, assert_nothing_gathered, assert_says_the_same, cold_loads
+from support.trainer_rows import shown
 from support.verl_host import run_job, verl_folder
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(420), pytest.mark.usefixtures("forks")]
@@ -35,17 +36,19 @@ def test_requests_are_interrupted_and_replicas_come_and_go() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("ranks", "replicas", "tp_size", "transport"),
-    [(3, 1, 2, "auto"), (2, 2, 1, "p2p")],
-    ids=["3 uneven ranks to TP=2", "2 ranks to 2 of TP=1"],
+    ("ranks", "replicas", "tp_size", "transport", "strategy"),
+    [(3, 1, 2, "auto", RESHARD), (2, 2, 1, "p2p", RESHARD), (3, 1, 2, "p2p", FSDP1)],
+    ids=["3 uneven ranks to TP=2", "2 ranks to 2 of TP=1", "3 ranks of FSDP1 to TP=2"],
 )
 def test_two_updates_gather_nothing_and_interrupt_requests(
-    ranks: int, replicas: int, tp_size: int, transport: str
+    ranks: int, replicas: int, tp_size: int, transport: str, strategy: list[str], record_property: Any
 ) -> None:
-    overrides = [*RESHARD, f"{OURS}.transport={transport}", f"{OURS}.verify=full"]
+    overrides = [*strategy, f"{OURS}.transport={transport}", f"{OURS}.verify=full"]
     seen = run("two_updates", 2, ranks=ranks, replicas=replicas, tp_size=tp_size, overrides=overrides)
     assert_nothing_gathered(seen["updates"], tp_size)
     assert seen["interrupted"] == ["abort"] * replicas
+    name = "FSDP1, verl's default" if strategy is FSDP1 else "FSDP2"
+    record_property("trainer", shown(f"verl, {name}", "verl's configuration, disaggregated", transport, "run"))
 
 
 @pytest.mark.sweep

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.gpu.runtime import CudaRuntime, runtime, use
+from sglang_reshard.gpu.runtime import CudaRuntime
 from sglang_reshard.verl import engine_shards
 from sglang_reshard.verl.driver_hooks import _update_weights
 from sglang_reshard.verl.engine_shards import EngineShards, unsupported_reason
 from sglang_reshard.verl.training_engine_weights import TrainingEngineWeights, _get_per_tensor_param
+from support.gpu_runtime import replaced_runtime
 
 
 class Gpu(CudaRuntime):
@@ -37,11 +38,9 @@ class Gpu(CudaRuntime):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    before, gpu = runtime(), Gpu()
-    use(gpu)
     monkeypatch.setattr(engine_shards, "_device_name", lambda: "cuda")
-    yield gpu
-    use(before)
+    with replaced_runtime(Gpu()) as gpu:
+        yield gpu
 
 
 def alone(message: Any, kind: type) -> list[Any]:
@@ -113,7 +112,7 @@ def megatron(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> Any:
 
 @pytest.fixture
 def _not_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_shards.fsdp, "is_fsdp2", lambda engine: False)
+    monkeypatch.setattr(engine_shards.fsdp, "is_fsdp", lambda engine: False)
 
 
 def seen(shards: EngineShards, engine: Any) -> tuple[dict[str, torch.Tensor], bool]:
@@ -186,10 +185,10 @@ class Fsdp2Engine(SimpleNamespace):
 
 
 def fsdp2(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
-    monkeypatch.setattr(engine_shards.fsdp, "is_fsdp2", lambda engine: True)
+    monkeypatch.setattr(engine_shards.fsdp, "is_fsdp", lambda engine: True)
     module = torch.nn.Linear(2, 3)
     monkeypatch.setattr(
-        engine_shards.fsdp.Fsdp2, "tensors", lambda self, engine: list(engine.module.state_dict().items())
+        engine_shards.fsdp.FsdpShards, "tensors", lambda self, engine: list(engine.module.state_dict().items())
     )
     return Fsdp2Engine(
         module=module, moves=[], is_param_offload_enabled=True, model_config=SimpleNamespace(lora={}), **more

@@ -97,6 +97,37 @@ def test_replicas_are_one_piece_unless_they_are_at_different_places():
     )
 
 
+def tied(conversion):
+    return conversion._replace(tied=True)
+
+
+def test_tied_parameters_are_replicas_of_one_tensor():
+    """Two pipeline stages of two tensor parallel ranks: the first lists the embedding, the last its output layer."""
+    first = [[tied(rows("embed", rank, 3)), ABSENT] for rank in range(2)]
+    last = [[ABSENT, tied(rows("embed", rank, 3))] for rank in range(2)]
+    ranks = on_ranks(*first, *last)
+    for rank, parameters in enumerate(ranks):
+        ((name, tensor, held),) = parameters.tensors()
+        assert (name, tensor.shape) == ("embed", (2, 3))
+        assert tensor.data_ptr() == (first + last)[rank][rank // 2].parameter.data_ptr()
+        assert held.shard_map.shards == (
+            ShardBox(Box((0, 0), (2, 3)), (0, 2), (0, 0)),
+            ShardBox(Box((2, 0), (4, 3)), (1, 3), (0, 0)),
+        )
+
+
+def test_of_two_tied_parameters_of_one_rank_the_first_is_read():
+    def second_half(shard):
+        return {"t": shard.chunk(2)[1]}
+
+    first, second = torch.ones(2, 3), torch.ones(4, 3)
+    (parameters,) = on_ranks([tied(whole("t", first)), tied(Conversion("head", second, second_half))])
+    ((_, tensor, held),) = parameters.tensors()
+    assert tensor.data_ptr() == first.data_ptr()
+    assert parameters.parameters == [first]
+    assert held.shard_map.shards == (ShardBox(Box((0, 0), (2, 3)), (0,), (0, 0)),)
+
+
 def test_what_is_handed_out_is_the_parameters_memory():
     parameter = torch.arange(12.0).view(3, 4)
     (parameters,) = on_ranks([Conversion("linear", parameter, lambda shard: {"t": shard.t().contiguous()})])
@@ -166,7 +197,21 @@ def test_a_rank_that_refuses_refuses_for_all(odd, why):
         (
             [[whole("experts", torch.ones(3)), whole("experts", torch.ones(3))]],
             Unsupported,
-            "experts is held by several parameters",
+            "experts is held by several parameters, on trainer rank 0 .* not tied",
+        ),
+        (
+            [[tied(whole("t", torch.ones(3))), ABSENT], [ABSENT, whole("t", torch.ones(3))]],
+            Unsupported,
+            "t is held by several parameters, on trainer rank 1 .* not tied",
+        ),
+        (
+            [
+                [tied(whole("t", torch.ones(4, 3))), ABSENT],
+                [ABSENT, tied(rows("t", 0, 3))],
+                [ABSENT, tied(rows("t", 1, 3))],
+            ],
+            Unsupported,
+            r"t is held by several parameters, on trainer ranks \[0, 1, 2\], that are sharded in different ways",
         ),
     ],
 )
@@ -245,4 +290,11 @@ def test_engines_without_probes_are_refused(engine, change, why):
 def test_experts_that_the_checkpoint_stacks_are_refused(engine):
     engine.tasks.append(engine.task("experts.fc1.weight0", torch.ones(2, 2), is_grouped_export=True))
     with pytest.raises(Unsupported, match=r"trainer rank 0: experts.fc1.weight0 .* fused in one tensor"):
+        Megatron(alone).tensors(engine)
+
+
+def test_parameters_that_the_architecture_collects_are_refused(engine):
+    collects = SimpleNamespace(maybe_modify_converted_hf_weight=lambda task, tensors, checkpoint: {})
+    engine.bridge._model_bridge, engine.bridge.hf_pretrained = collects, SimpleNamespace(state={})
+    with pytest.raises(Unsupported, match=r"embedding.* puts it together with other parameters in one tensor"):
         Megatron(alone).tensors(engine)

@@ -65,11 +65,11 @@ def adapter(**settings: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("settings", "engine", "peft", "why"),
     [
-        ({}, {}, {"r": 8}, "a LoRA adapter that is not merged"),
+        ({}, {}, {"r": 8}, "a LoRA adapter of SimpleNamespace that is not merged"),
         ({"quantization": "fp8"}, {}, None, "rollout.quantization=fp8"),
         ({"role": "prefill"}, {}, None, "rollout.disaggregation"),
         ({}, {"_qat_enabled": True}, None, "quantization-aware"),
-        ({}, UNMERGED, None, "a LoRA adapter that is not merged"),
+        ({}, UNMERGED, None, "a LoRA adapter of SimpleNamespace that is not merged"),
     ],
 )
 def test_what_is_not_carried_takes_verls_own_path_and_a_warning_says_so(
@@ -97,7 +97,7 @@ def test_only_verls_own_fsdp_engines_are_read_by_their_dtensors() -> None:
     from torch.distributed.fsdp import FSDPModule
     from verl.workers.engine.fsdp import FSDPEngine, FSDPEngineWithLMHead
 
-    from sglang_reshard.verl.fsdp import is_fsdp2
+    from sglang_reshard.verl.fsdp import is_fsdp
 
     class Module(FSDPModule): ...
 
@@ -109,5 +109,5 @@ def test_only_verls_own_fsdp_engines_are_read_by_their_dtensors() -> None:
         engine.module = object.__new__(Module)
         return engine
 
-    assert is_fsdp2(made(FSDPEngineWithLMHead))
-    assert not is_fsdp2(made(LikeVeOmni))
+    assert is_fsdp(made(FSDPEngineWithLMHead))
+    assert not is_fsdp(made(LikeVeOmni))

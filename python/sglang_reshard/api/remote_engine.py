@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_reshard.errors import EngineRefused, Mismatch, TornWeights, Unauthorized, Unsupported
+from sglang_reshard.layout.decoders import json_decoder
 from sglang_reshard.protocol.messages import (
     DEFAULT_TIMEOUT_S,
     WAITS,
@@ -78,7 +79,7 @@ class RemoteEngine:
         """Describes the weights that are live on the server."""
         answer = self._ask("GET", "/weights_info")
         try:
-            return msgspec.json.decode(answer.content, type=WeightsInfo)
+            return json_decoder(WeightsInfo).decode(answer.content)
         except msgspec.MsgspecError as error:
             raise Mismatch(
                 f"{self.url}/weights_info returned an invalid response ({error}): {_error_text(answer)}. Is this the "
@@ -89,7 +90,7 @@ class RemoteEngine:
         """Sends an update request of `WeightSender`, and returns the outcome, which may be a failure."""
         answer = self._answer("POST", "/update_weights_distributed", request)
         try:
-            return msgspec.json.decode(answer.content, type=DistributedUpdateWeightsOutput)
+            return json_decoder(DistributedUpdateWeightsOutput).decode(answer.content)
         except msgspec.MsgspecError:
             self._raise_unless_good(answer)
             raise EngineRefused(
@@ -221,7 +222,7 @@ class _ErrorResponse(msgspec.Struct):
 def _error(answer: httpx.Response) -> _Error | None:
     """Returns the error in the format of SGLang and of this package; None for other responses."""
     try:
-        return msgspec.json.decode(answer.content, type=_ErrorResponse).error
+        return json_decoder(_ErrorResponse).decode(answer.content).error
     except msgspec.MsgspecError:
         return None
 

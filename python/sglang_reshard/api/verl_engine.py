@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.api.weight_sender import WeightSender, connect_server
 from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout.decoders import convert
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.patches.embedded_engine import EmbeddedEngine
 from sglang_reshard.patches.launch import require_main_guard
@@ -32,7 +33,7 @@ from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEO
 from sglang_reshard.protocol.session import LOOPBACK
 from sglang_reshard.protocol.weights_info import WeightsInfo
 from sglang_reshard.sources import NamedTensors
-from sglang_reshard.trainer.collectives import on_first_rank
+from sglang_reshard.trainer.collectives import first_rank_address, on_first_rank
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -46,8 +47,9 @@ class VerlEngine:
     backend          "engine": started here. "server": one that is running at `url`
     url, api_key, admin_api_key   of the server, see `RemoteEngine`, also for their defaults
     tp_size          the engine's tensor parallel size; by default the mesh's size
-    interface        address of the first rank's host at which engine ranks connect to it; by default loopback, which
-                     suits one node, and for a server that of the interface towards it
+    interface        address of the first rank's host at which engine ranks connect to it; by default loopback on one
+                     node, on several the one at which other nodes find MASTER_ADDR, and for a server that of the
+                     interface towards it
     transport, bucket_bytes, timeout_s   of updates, see `WeightSender`
     server_args      passed to `sglang.Engine`
     """
@@ -80,7 +82,7 @@ class VerlEngine:
             of_server = {"url": url, "api_key": api_key, "admin_api_key": admin_api_key}
             _check_not_given(of_server, "backend='engine'", "they belong to a server; pass backend='server' to use one")
             require_main_guard()
-            interface = interface or LOOPBACK
+            interface = interface or (LOOPBACK if nnodes == 1 else first_rank_address(self._group))
             _check_nodes(device_mesh_cpu.size(), nnodes, interface)
             ranks_per_node = device_mesh_cpu.size() // nnodes
             arguments = {
@@ -123,6 +125,10 @@ class VerlEngine:
         if load_format is not None:
             raise Unsupported(f"load_format={load_format!r} is not supported: the engine's own loader is used; omit it")
         return self._sender.update(named_tensors, **options)
+
+    def lora_adapter(self, name: str, config: str) -> WeightSender:
+        """Returns what updates a LoRA adapter of the engine, see `WeightSender.lora_adapter`."""
+        return self._sender.lora_adapter(name, config)
 
     def generate(
         self,
@@ -181,7 +187,7 @@ class VerlEngine:
     def weights_info(self) -> WeightsInfo:
         """Describes the live weights, and the update that brought them."""
         info = self._on_first_rank(lambda: msgspec.to_builtins(self._first.weights_info()))
-        return msgspec.convert(info, WeightsInfo)
+        return convert(info, WeightsInfo)
 
     def shutdown(self) -> None:
         """Ends the session, and the processes of an engine that was started here.

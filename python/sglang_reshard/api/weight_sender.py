@@ -10,6 +10,7 @@ the others, see `trainer.worker`. Its weights must not change until `update` ret
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import time
@@ -24,10 +25,19 @@ from sglang_reshard._deprecated import renamed_keywords
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError, Unsupported
+from sglang_reshard.layout.decoders import convert
 from sglang_reshard.observability import spans
 from sglang_reshard.observability.logs import configure, get_logger, log_context
 from sglang_reshard.observability.report import UpdateReport
-from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Failure, TrainerStatus, Verify
+from sglang_reshard.protocol.messages import (
+    DEFAULT_BUCKET_BYTES,
+    DEFAULT_TIMEOUT_S,
+    Failure,
+    ListedTensors,
+    LoraAdapter,
+    TrainerStatus,
+    Verify,
+)
 from sglang_reshard.protocol.session import LOOPBACK, Session
 from sglang_reshard.protocol.update_channel import UpdateChannel
 from sglang_reshard.sources import NamedTensors
@@ -110,18 +120,42 @@ class WeightSender:
         transport: str = "auto",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        lora: LoraAdapter | None = None,
         shared_memory: MemoryExporter | None = None,
     ) -> WeightSender:
         """Uses a session that is open already.
 
         global_ranks   the rank of each trainer rank in torch.distributed's world, as device meshes list them
         send           sends a request to the engine and returns its answer; on trainer rank 0, None on the others
+        lora           the adapter that is updated, see `lora_adapter`; by default the model's own weights
         shared_memory  of the senders to all engines, see `ShardPublisher`
         """
         sender = cls.__new__(cls)
-        config = SenderConfig(transport, bucket_bytes, timeout_s)
+        config = SenderConfig(transport, bucket_bytes, timeout_s, lora)
         sender._begin(session, trainer_rank, global_ranks, send, config, shared_memory)
         return sender
+
+    def lora_adapter(self, name: str, config: str) -> WeightSender:
+        """Opens a session for a LoRA adapter that the same engine serves. Collective.
+
+            policy = sender.lora_adapter("policy", adapter_config(model))
+            policy.update(adapter_tensors(model), weight_version="42")     # only the adapter's tensors move
+
+        name    under which requests ask for it, as `lora_path`; the engine need not have it yet
+        config  see `sources.adapter_config`
+
+        Every engine rank receives the whole adapter, as SGLang keeps it, beside the one that is served, which it
+        replaces once all ranks have all of it. Requests see the old adapter or the new one, as in other updates. If an
+        engine fails while it replaces the adapter, requests for it are refused until an update of it succeeds; the
+        model and other adapters keep serving.
+        """
+        if name in self._adapters and not self._adapters[name]._closed:
+            raise Mismatch(f"lora_adapter was called for {name} before; use the sender that it returned")
+        session = Session.join(self._session.address.named(f"lora/{name}"), self._timeout_s)
+        self._adapters[name] = adapter = WeightSender.__new__(WeightSender)
+        options = dataclasses.replace(self._config, lora=LoraAdapter(name, config))
+        adapter._begin(session, self._rank, self._global_ranks, self._send, options)
+        return adapter
 
     def _begin(
         self,
@@ -137,11 +171,15 @@ class WeightSender:
         if config.bucket_bytes < 1 or config.timeout_s <= 0:
             raise ValueError(f"bucket_bytes={config.bucket_bytes} and timeout_s={config.timeout_s} must be positive")
         configure()
+        self._config, self._send = config, send
+        self._adapters: dict[str, WeightSender] = {}
+        self._closed = False
         self._session, self._rank, self._global_ranks = session, rank, global_ranks
         self._host = host_identity()
         self._coordinator = UpdateCoordinator(session, global_ranks, send, config) if send is not None else None
         self._publisher = ShardPublisher(session, rank, global_ranks, shared_memory)
         self._worker = TrainerWorker(session, rank, config.timeout_s)
+        self._timeout_s = config.timeout_s
         self._update = 0
         self._updating = threading.Lock()
         self._channel: UpdateChannel | None = None  # of the update under way
@@ -161,6 +199,7 @@ class WeightSender:
         verify: Verify = "off",
         staged: bool = False,
         unmap_after: bool = False,
+        partial: bool = False,
     ) -> UpdateReport:
         """Updates the engine to these weights. Collective: all trainer ranks pass the same names in the same order.
 
@@ -176,6 +215,9 @@ class WeightSender:
                         weights serving. Takes as much memory again as the weights
         unmap_after     engine ranks unmap the shards' memory at the end, for a trainer that offloads it now: freed
                         memory that another process maps is not free. The next update maps it again, and plans again
+        partial         each trainer rank passes the tensors that it holds, and others other ones: the layers of its
+                        pipeline stage, its own experts. A plain tensor is held by the ranks that pass it. Names and
+                        shardings are agreed on by metadata only; in an unchanged update, by a hash of each rank
 
         Raises, on every trainer rank: Unsupported or Mismatch for weights that cannot be sent, DeadlineExceeded for a
         rank that does not participate, EngineRefused for what the engine refuses. The old weights keep serving then,
@@ -196,6 +238,7 @@ class WeightSender:
                 verify,
                 staged,
                 unmap_after,
+                partial,
             )
             return self._run_update(named_tensors, options)
         finally:
@@ -208,7 +251,7 @@ class WeightSender:
         labels = {"session": session, "update": self._update, "version": options.weight_version or ""}
         with log_context(**labels, rank=rank_name), self._span("reshard.update", **labels) as span:
             with self._session.update_channel(self._update, rank_name) as channel, self._unless_peer_lost(channel):
-                published, shards = self._publish(channel, named_tensors, options.check_finite)
+                published, shards = self._publish(channel, named_tensors, options)
                 if self._coordinator is not None:
                     self._coordinator.begin(channel, published, options, started)
                 result = self._worker.run(channel, published, shards)
@@ -239,7 +282,12 @@ class WeightSender:
             self._updating.release()
 
     def close(self) -> None:
-        """Ends the session. Collective. Engine ranks unmap the shards' memory."""
+        """Ends the session, and those of its LoRA adapters. Collective. Engine ranks unmap the shards' memory."""
+        if self._closed:
+            return
+        self._closed = True
+        for adapter in self._adapters.values():
+            adapter.close()
         self._worker.release()
         self._publisher.close()
         if self._rank == 0:
@@ -264,19 +312,34 @@ class WeightSender:
             channel.abort(self._lost_peer)
 
     def _publish(
-        self, channel: UpdateChannel, named_tensors: NamedTensors | torch.nn.Module, check_finite: bool
+        self, channel: UpdateChannel, named_tensors: NamedTensors | torch.nn.Module, options: UpdateOptions
     ) -> tuple[PublishedShards | None, Shards]:
         """Publishes what has changed about this rank's shards, and its status for rank 0.
 
         Returns what is published, and a function that returns the shards, which is called only if they are sent.
         """
         published, failure = None, None
+        exchanged = not options.partial
+
+        def exchange(layout: str, failure: Failure | None = None) -> list[str]:
+            nonlocal exchanged
+            exchanged = True
+            own, size = ListedTensors(layout, failure), len(self._global_ranks)
+            return channel.exchange_layouts(self._rank, size, own, self._timeout_s)
+
         try:
             named_tensors = _repeatable(named_tensors)
             with self._span("reshard.publish"):
-                published = self._publisher.publish(named_tensors, check_finite=check_finite)
+                published = self._publisher.publish(
+                    named_tensors,
+                    check_finite=options.check_finite,
+                    exchange=exchange if options.partial else None,
+                )
         except Exception as error:
             failure = Failure.of(error)
+            if not exchanged:  # the others wait for it
+                with contextlib.suppress(ReshardError):
+                    exchange("", failure)
             if not isinstance(error, ReshardError):
                 logger.exception("trainer rank %d cannot participate in update %d", self._rank, self._update)
         if published is None:
@@ -319,7 +382,7 @@ def _open_session(group: dist.ProcessGroup, interface: str, timeout_s: float) ->
             raise Unsupported(f"interface={interface!r} is not an address of trainer rank 0's host: {error}") from error
         return msgspec.to_builtins(hosted[0].address)
 
-    address = msgspec.convert(on_first_rank(host, group), Address)
+    address = convert(on_first_rank(host, group), Address)
     session = hosted[0] if hosted else Session.join(address, timeout_s)
     return session, dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
 

@@ -66,6 +66,7 @@ class ControlClient:
         self._kept_alive: list[object] = []
         self._socket, self._writer, self._reader = _connect(address, timeout_s)
         self._socket.settimeout(STALL_S)
+        self._local_address = str(self._socket.getsockname()[0])
         self._thread = threading.Thread(target=self._receive, name="sglang-reshard control client", daemon=True)
         self._thread.start()
 
@@ -73,6 +74,11 @@ class ControlClient:
 
     def set(self, items: Mapping[str, bytes]) -> None:
         self._call("set", dict(items))
+
+    @property
+    def local_address(self) -> str:
+        """This end's address of the connection: one of this host, on the way to the server's."""
+        return self._local_address
 
     def get(self, keys: Sequence[str], timeout_s: float, scope: str = "") -> list[bytes]:
         """Returns the keys' values, once all are set. Raises WaitTimedOut, or Aborted if `scope` is cancelled."""

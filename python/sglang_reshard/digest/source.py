@@ -15,7 +15,7 @@ from sglang_reshard.digest.regions import RegionKind, RegionSet, groups_of, num_
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.whole_model import region_coefficients
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout.regions import ITEM_BYTES, Box, Region
+from sglang_reshard.layout.regions import ITEM_BYTES, Box, LocalRegion, Region
 from sglang_reshard.layout.shard_map import ShardBox
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import TensorIndex
@@ -69,8 +69,8 @@ class SourceChecksums:
         self._model_factors = region_coefficients(tensor_index, numbers[:, 0], numbers[:, 1], list(views))
         shares = _Shares(tensor_index, list(views), trainer_rank)
         for (tensor, view), row in rows.items():
-            for spec, slices in shares.of(tensor, view):
-                self._batch.add(spec, shards[tensor][slices], row)
+            for spec, region in shares.of(tensor, view):
+                self._batch.add(spec, region.view(shards[tensor]), row)
 
     def compute(self, selection: Selection) -> PartialChecksums:
         """Returns the part for what the shards hold now."""
@@ -84,7 +84,7 @@ class SourceChecksums:
         return PartialChecksums(found, model)
 
 
-_Share = list[tuple[RegionSpec, tuple[slice, ...]]]
+_Share = list[tuple[RegionSpec, LocalRegion]]
 
 
 class _Shares:
@@ -98,7 +98,7 @@ class _Shares:
         self._turns = [math.lcm(*(len(shard.ranks) for shard in c.shard_map.shards)) for c in tensor_index.classes]
 
     def of(self, tensor: int, view: int) -> _Share:
-        """Returns (elements, their index in this rank's local tensor) pairs."""
+        """Returns (elements, where they are in this rank's local tensor) pairs."""
         number = self._class_of[tensor]
         key = number, view, self._turn_of[tensor] % self._turns[number]
         if key not in self._known:
@@ -113,7 +113,7 @@ class _Shares:
         for shard in first.values():
             if shard.ranks[turn % len(shard.ranks)] == self._rank and (common := region.intersect(shard.box)):
                 spec = RegionSpec.of(of.shape, common[0], getattr(torch, dtype), dtype != of.dtype)
-                found.append((spec, shard.to_local(common[0]).slices()))
+                found.append((spec, of.shard_map.to_local(shard, common[0])))
         return found
 
 

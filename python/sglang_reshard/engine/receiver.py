@@ -115,6 +115,11 @@ class WeightReceiver:
         else:
             staged.append(_SUCCESS)
 
+    def close(self) -> None:
+        """Leaves the session, and frees all but the weights."""
+        with self._lock:
+            self._drop_session()
+
     # -- one update at a time, and what follows a failure
 
     @contextmanager

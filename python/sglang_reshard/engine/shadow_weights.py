@@ -33,6 +33,12 @@ class ShadowWeights:
         }
         return cls(live, replace(live, targets=targets), _copies(targets, live.targets), _copies(live.targets, targets))
 
+    @classmethod
+    def in_place(cls, program: Program) -> ShadowWeights:
+        """Returns the memory that `program` writes to, which is not live before its steps run."""
+        nothing = _copies({}, {})
+        return cls(program, program, nothing, nothing)
+
     def copy_from_live(self) -> None:
         self._from_live.run()
 

@@ -91,8 +91,7 @@ class TargetPlan:
         if known is not None and known._is_traced(request, signature):
             tensor_index, program = known.tensor_index, known.program
         else:
-            layout = session.get_layout(request.layout, SourceLayout, request.timeout_s)
-            check_layout(layout, len(request.trainer_hosts))
+            layout = get_layout(request, session)
             program = trace(model, [t.spec for t in layout.tensors])
             tensor_index, known = TensorIndex.of(layout), None
         host, gpu = host_identity(), rank_device(device)
@@ -174,8 +173,9 @@ class PreparedTransfer:
 class TransferCache:
     """Prepares one engine rank's transfers. Keeps the last one, communicators, mapped memory and shadow weights."""
 
-    def __init__(self, engine_rank: int, device: torch.device) -> None:
-        self._rank, self._device = engine_rank, device
+    def __init__(self, engine_rank: int, device: torch.device, live: bool = True) -> None:
+        """`live` is false if requests are not served from the memory that is written: it needs no shadow."""
+        self._rank, self._device, self._live = engine_rank, device, live
         self._broadcast_groups: BroadcastCommunicators | None = None
         self._p2p: P2pCommunicators | None = None
         self._shadow: ShadowWeights | None = None
@@ -268,12 +268,12 @@ class TransferCache:
             self._broadcast_groups = BroadcastCommunicators(
                 self._rank, self._device, request.timeout_s, epoch=request.update
             )
-        self._broadcast_groups.use_store(session.store(request.timeout_s, scope))
+        self._broadcast_groups.use_store(session.store(request.timeout_s, scope), session.local_address)
         round_bytes = plan.strategy.senders(self._rank)
         if plan.prepare_send is not None and round_bytes:
             peer_id = len(request.trainer_hosts) + self._rank
             self._p2p = session.p2p_communicators(plan.prepare_send, peer_id, self._device)
-            self._p2p.connect(session.p2p_store(plan.prepare_send, scope))
+            self._p2p.connect(session.p2p_store(plan.prepare_send, scope), session.local_address)
         context = TransportContext(
             engine_rank=self._rank,
             device=self._device,
@@ -298,6 +298,9 @@ class TransferCache:
             self._shadow = None
         elif shadow is None or shadow.live is not target.program:
             self._shadow = shadow = None  # so that its memory counts as free
+            if not self._live:
+                self._shadow = ShadowWeights.in_place(target.program)
+                return
             ranks_on_host = sum(demand.host == demands[self._rank].host for demand in demands)
             check_room(shadow_bytes(target.program), ranks_on_host, self._rank, self._device)
             self._shadow = ShadowWeights.of(target.program)
@@ -305,6 +308,13 @@ class TransferCache:
     def _program(self, target: TargetPlan) -> Program:
         """Returns the program that writes to where the transfer arrives."""
         return self._shadow.program if self._shadow is not None else target.program
+
+
+def get_layout(request: DistributedUpdateWeightsReq, session: Session) -> SourceLayout:
+    """Returns the layout of what an update sends. Raises Mismatch if it is not valid."""
+    layout = session.get_layout(request.layout, SourceLayout, request.timeout_s)
+    check_layout(layout, len(request.trainer_hosts))
+    return layout
 
 
 def _trainers(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:

@@ -26,7 +26,8 @@ import torch
 
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_error
-from sglang_reshard.engine.transfer import PreparedTransfer, TargetPlan, TransferCache, TransferPlan
+from sglang_reshard.engine.received_tensors import ReceivedTensors
+from sglang_reshard.engine.transfer import PreparedTransfer, TargetPlan, TransferCache, TransferPlan, get_layout
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.observability.report import RankReport
@@ -53,7 +54,7 @@ class UpdateExecutor:
         self._model, self._rank, self._size, self._device = model, rank, size, device
         self._signature = LiveSignature(model)
         self._target: TargetPlan | None = None
-        self.transfers = TransferCache(rank, device)
+        self.transfers = TransferCache(rank, device, live=not isinstance(model, ReceivedTensors))
         self.torn = ""  # why the weights are partly written; empty if they are sound
 
     def prepare(self, context: UpdateContext, refusal: str) -> None:
@@ -154,6 +155,8 @@ class UpdateExecutor:
         if transfer is None or not transfer.is_checked(request):
             check_same_version(request.package_version)
             check_transport(request.transport)
+        if isinstance(self._model, ReceivedTensors) and (self._target is None or self._target.layout != request.layout):
+            self._model.allocate([t.spec for t in get_layout(request, context.session).tensors])
         signature = self._signature.current()
         target, tried_handles = self._target, self.transfers.trainer_memory.tried_handles
         if target is None or not target.is_current(request, signature) or tried_handles != request.handles:

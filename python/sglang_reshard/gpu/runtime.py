@@ -105,6 +105,7 @@ class CudaRuntime:
     def close_handle(self, address: int, device: torch.device) -> None:
         """Unmaps it, once all that was started on `device` has ended."""
         with _context(device), contextlib.suppress(DriverError):  # the other process has died
+            torch.cuda.synchronize(device)
             cuda_driver().close_handle(address)
 
     def storage(self, address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -124,6 +125,7 @@ class CudaRuntime:
     def unregister_host(self, address: int, device: torch.device) -> None:
         """Undoes it, once all that was started on `device` has ended."""
         with _context(device), contextlib.suppress(DriverError):
+            torch.cuda.synchronize(device)
             cuda_driver().unregister_host(address)
 
     # -- kernels
@@ -217,7 +219,7 @@ def _context(device: torch.device) -> Iterator[None]:
     `torch.cuda.device` alone does not in a new thread whose device it is already: it then does nothing.
     """
     with torch.cuda.device(device):
-        torch.cuda.synchronize(device)
+        torch.cuda.default_stream(device).query()  # any call of the runtime does it; this one does not wait
         yield
 
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.layout.decoders import msgpack_decoder
 
 T = TypeVar("T")
 MAX_BYTES = 1 << 30  # a layout of 100,000 tensors takes 7 MB
@@ -38,7 +39,7 @@ def unpack_blob(
             "Start a new session"
         )
     try:
-        return msgspec.msgpack.decode(raw, type=kind)
+        return msgpack_decoder(kind).decode(raw)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise Mismatch(
             f"{what} cannot be read: {error}. Trainer and engine must run the same version of sglang-reshard"

@@ -9,8 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    import torch
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -107,6 +111,43 @@ class Region:
             slice(a - o, a - o + (n - 1) * s + 1, s)
             for a, n, s, o in zip(self.start, self.count, self.step, origin, strict=True)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRegion:
+    """A region of a trainer rank's local tensor: `count` elements along each dimension, `step` apart, from `start`.
+
+    Of a flat local tensor, `start` is one number, its first element; the steps are then elements of the local tensor.
+    """
+
+    start: tuple[int, ...]
+    count: tuple[int, ...]
+    step: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> LocalRegion:
+        """Returns all of a local tensor of `shape` (elements)."""
+        return cls((0,) * len(shape), tuple(shape), (1,) * len(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.count)
+
+    @property
+    def is_flat(self) -> bool:
+        return len(self.start) == 1  # a local tensor of one dimension is the same either way
+
+    def memory(self, strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """Returns first element and strides in the memory of a local tensor with these strides, all in elements."""
+        if self.is_flat:
+            return self.start[0] * strides[0], tuple(n * strides[0] for n in self.step)
+        offset = sum(a * s for a, s in zip(self.start, strides, strict=True))
+        return offset, tuple(n * s for n, s in zip(self.step, strides, strict=True))
+
+    def view(self, local: torch.Tensor) -> torch.Tensor:
+        """Returns the region as a view of the local tensor."""
+        offset, strides = self.memory(local.stride())
+        return local.as_strided(self.count, strides, int(local.storage_offset()) + offset)
 
 
 def split(box: Box, max_elements: int) -> Iterator[Box]:

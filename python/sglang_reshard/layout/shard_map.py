@@ -14,24 +14,21 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.layout.regions import Box, LocalRegion, Region
+
+MAX_STRIDE = 1 << 48
 
 
 class ShardBox(msgspec.Struct, frozen=True, array_like=True):
     """A box of a tensor that trainer ranks hold: what torch's placement `Shard(dim)` comes to on one rank.
 
     ranks        trainer ranks that hold the box, ascending; more than one hold replicas
-    local_start  index of the box's first element in their local tensors
+    local_start  index of the box's first element in their local tensors; one number if these are flat
     """
 
     box: Box
     ranks: tuple[int, ...]
     local_start: tuple[int, ...]
-
-    def to_local(self, region: Region) -> Region:
-        """Returns a region inside the box with its indices counted in a holder's local tensor."""
-        starts = zip(region.start, self.box.start, self.local_start, strict=True)
-        return Region(tuple(a - b + local for a, b, local in starts), region.count, region.step)
 
 
 class ShardMap(msgspec.Struct, frozen=True, array_like=True):
@@ -39,18 +36,32 @@ class ShardMap(msgspec.Struct, frozen=True, array_like=True):
 
     Boxes are equal or disjoint. Equal boxes belong to several shards if they start at different indices of their
     ranks' local tensors. A local tensor may be larger than its shards: the rest is padding, or other tensors.
+
+    strides  None for local tensors with the tensor's dimensions. Otherwise they are flat, pieces of a flat buffer, and
+             elements of a box that are neighbours along a dimension are so many elements apart in them
     """
 
     shards: tuple[ShardBox, ...]
+    strides: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, held: Iterable[tuple[Box, tuple[int, ...], int]]) -> ShardMap:
+    def of(cls, held: Iterable[tuple[Box, tuple[int, ...], int]], strides: tuple[int, ...] | None = None) -> ShardMap:
         """Builds the map from (box, its start in the local tensor, trainer rank), in any order."""
         ranks: dict[tuple[Box, tuple[int, ...]], set[int]] = {}
         for box, local_start, rank in held:
             ranks.setdefault((box, local_start), set()).add(rank)
         shards = (ShardBox(box, tuple(sorted(r)), local_start) for (box, local_start), r in ranks.items())
-        return cls(tuple(sorted(shards, key=lambda shard: (shard.box.start, shard.ranks, shard.local_start))))
+        return cls(tuple(sorted(shards, key=lambda shard: (shard.box.start, shard.ranks, shard.local_start))), strides)
+
+    def to_local(self, shard: ShardBox, region: Region) -> LocalRegion:
+        """Returns where a region inside the box of a shard is in a holder's local tensor."""
+        skipped = tuple(a - b for a, b in zip(region.start, shard.box.start, strict=True))
+        if self.strides is None:
+            start = tuple(a + b for a, b in zip(skipped, shard.local_start, strict=True))
+            return LocalRegion(start, region.count, region.step)
+        start = (shard.local_start[0] + sum(n * s for n, s in zip(skipped, self.strides, strict=True)),)
+        steps = zip(region.count, region.step, self.strides, strict=True)
+        return LocalRegion(start, region.count, tuple(n * s if count > 1 else 1 for count, n, s in steps))
 
     def shards_of(self, trainer_rank: int) -> tuple[ShardBox, ...]:
         return tuple(shard for shard in self.shards if trainer_rank in shard.ranks)
@@ -58,10 +69,16 @@ class ShardMap(msgspec.Struct, frozen=True, array_like=True):
     def min_local_shape(self, trainer_rank: int) -> tuple[int, ...] | None:
         """Returns the smallest shape that the rank's local tensor can have; None if the rank holds nothing."""
         ends = [
-            tuple(a + n for a, n in zip(shard.local_start, shard.box.shape, strict=True))
+            tuple(a + n for a, n in zip(shard.local_start, self._extent(shard), strict=True))
             for shard in self.shards_of(trainer_rank)
         ]
         return tuple(map(max, *ends)) if len(ends) > 1 else ends[0] if ends else None
+
+    def _extent(self, shard: ShardBox) -> tuple[int, ...]:
+        """Returns the elements that a shard takes along each dimension of a holder's local tensor."""
+        if self.strides is None:
+            return shard.box.shape
+        return (1 + sum((n - 1) * s for n, s in zip(shard.box.shape, self.strides, strict=True)),)
 
     def covered_elements(self) -> int:
         """Returns the number of elements that at least one rank holds."""
@@ -79,19 +96,23 @@ class ExplicitSharding:
 @functools.lru_cache(maxsize=4096)
 def canonical(shard_map: ShardMap) -> ShardMap:
     """Returns the same map in the order that `ShardMap.of` gives it, so that all trainer ranks agree on it."""
-    return ShardMap.of((shard.box, shard.local_start, rank) for shard in shard_map.shards for rank in shard.ranks)
+    held = ((shard.box, shard.local_start, rank) for shard in shard_map.shards for rank in shard.ranks)
+    return ShardMap.of(held, shard_map.strides)
 
 
 @functools.lru_cache(maxsize=4096)
 def invalid_reason(sharding: ExplicitSharding, trainer_ranks: int) -> str | None:
     """Returns why the sharding is not one of its shape over `trainer_ranks` ranks; None if it is valid."""
-    shape, shards = sharding.shape, sharding.shard_map.shards
+    shape, shards, strides = sharding.shape, sharding.shard_map.shards, sharding.shard_map.strides
+    if strides is not None and (len(strides) != len(shape) or any(not 0 < s < MAX_STRIDE for s in strides)):
+        return f"the strides {strides} of flat local tensors are not {len(shape)} positive numbers"
+    local_dims = len(shape) if strides is None else 1
     for shard in shards:
         if not shard.ranks or any(a >= b for a, b in itertools.pairwise(shard.ranks)):
             return f"the ranks of {shard} are not distinct and ascending, or there are none"
         if not 0 <= shard.ranks[0] <= shard.ranks[-1] < trainer_ranks:
             return f"{shard} has ranks that are not among the {trainer_ranks} trainer ranks"
-        if not len(shard.box.start) == len(shard.box.stop) == len(shard.local_start) == len(shape):
+        if not len(shard.box.start) == len(shard.box.stop) == len(shape) or len(shard.local_start) != local_dims:
             return f"{shard} does not have the {len(shape)} dimensions of shape {shape}"
         bounds = zip(shard.box.start, shard.box.stop, shape, strict=True)
         if any(not 0 <= a < b <= n for a, b, n in bounds) or any(a < 0 for a in shard.local_start):

@@ -20,6 +20,7 @@ from sglang_reshard.layout.regions import ITEM_BYTES, Box, TensorSpec
 from sglang_reshard.layout.shard_map import ShardMap
 
 Interval = tuple[int, int]
+_CURE = "pass the same tensors in the same order on all trainer ranks, or partial=True if each passes its own"
 EXPLICIT = -1  # in place of a mesh: the tensor has an explicit shard map
 
 
@@ -203,8 +204,7 @@ def first_difference(layout: SourceLayout, other: SourceLayout, other_rank: int)
             if getattr(a, field) != getattr(b, field):
                 return (
                     f"trainer ranks disagree at tensor {a.name}: its {field} is {getattr(a, field)} on trainer rank 0 "
-                    f"and {getattr(b, field)} ({b.name}) on trainer rank {other_rank}; pass the same tensors in the "
-                    "same order on all trainer ranks"
+                    f"and {getattr(b, field)} ({b.name}) on trainer rank {other_rank}; {_CURE}"
                 )
         ours: Any = layout.sharding(a)
         theirs: Any = other.sharding(b)
@@ -217,6 +217,5 @@ def first_difference(layout: SourceLayout, other: SourceLayout, other_rank: int)
                 f"trainer rank {other_rank} has {theirs}"
             )
     return (
-        f"trainer rank 0 has {len(layout.tensors)} tensors, trainer rank {other_rank} has {len(other.tensors)}; "
-        "pass the same tensors in the same order on all trainer ranks"
+        f"trainer rank 0 has {len(layout.tensors)} tensors, trainer rank {other_rank} has {len(other.tensors)}; {_CURE}"
     )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from sglang_reshard.layout.regions import Box, Region, split
+from sglang_reshard.layout.regions import Box, LocalRegion, split
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan.broadcast import ALIGN_BYTES
 from sglang_reshard.plan.read_plan import ReadPlan
@@ -55,11 +55,11 @@ class SendRequest(msgspec.Struct, frozen=True):
     tensor_ids, region_ids  a number per item, int32 little-endian: the layout's tensor, and the region
     """
 
-    regions: tuple[Region, ...]
+    regions: tuple[LocalRegion, ...]
     tensor_ids: bytes
     region_ids: bytes
 
-    def entries(self) -> Iterable[tuple[int, Region]]:
+    def entries(self) -> Iterable[tuple[int, LocalRegion]]:
         """Yields (tensor number, region of the local tensor) per item."""
         tensors, regions = (np.frombuffer(column, "<i4").tolist() for column in (self.tensor_ids, self.region_ids))
         return ((tensor, self.regions[number]) for tensor, number in zip(tensors, regions, strict=True))
@@ -74,7 +74,7 @@ def send_request(plan: ReadPlan, trainer_rank: int) -> SendRequest:
     """Returns an engine rank's request to a trainer rank. Its items are the plan's `sent_reads`."""
     reads = sent_reads(plan, trainer_rank)
     used, of_read = np.unique(plan.item_ids[reads], return_inverse=True)
-    numbers: dict[Region, int] = {}
+    numbers: dict[LocalRegion, int] = {}
     of_item = np.array([numbers.setdefault(plan.items[i].local_region, len(numbers)) for i in used.tolist()], "<i4")
     tensor_ids = plan.tensor_ids[plan.copy_ids[reads]].astype("<i4")
     return SendRequest(tuple(numbers), tensor_ids.tobytes(), of_item[of_read].astype("<i4").tobytes())

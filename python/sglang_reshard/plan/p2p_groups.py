@@ -16,6 +16,11 @@ from sglang_reshard.gpu.device import RankDevice
 Members = tuple[int, ...]  # peer ids, ascending: a trainer rank, or the number of trainer ranks plus an engine rank
 
 
+def peer_name(peer_id: int, trainer_ranks: int) -> str:
+    """Returns the rank that a peer id stands for, for messages."""
+    return f"trainer rank {peer_id}" if peer_id < trainer_ranks else f"engine rank {peer_id - trainer_ranks}"
+
+
 def plan_p2p_groups(
     round_bytes: np.ndarray,
     trainer_devices: Sequence[RankDevice],
@@ -32,8 +37,6 @@ def plan_p2p_groups(
 
     Raises Unsupported, naming two ranks on one GPU that would have to be members of one communicator.
     """
-    names = [f"trainer rank {t}" for t in range(len(trainer_devices))]
-    names += [f"engine rank {e}" for e in range(len(engine_devices))]
     gpus = [device.uuid for device in (*trainer_devices, *engine_devices)]
 
     def members(engine_ranks: Sequence[int]) -> Members:
@@ -53,12 +56,12 @@ def plan_p2p_groups(
     groups = split(receivers) if receivers else []
     for group in groups:
         if (twice := _twice(group, gpus)) is not None:
-            first, second = twice
+            first, second = (peer_name(peer_id, len(trainer_devices)) for peer_id in twice)
             raise Unsupported(
-                f"{names[first]} and {names[second]} are on one GPU ({gpus[first]}), and NCCL accepts a GPU once in a "
+                f"{first} and {second} are on one GPU ({gpus[twice[0]]}), and NCCL accepts a GPU once in a "
                 + (
                     "communicator; give each trainer rank a GPU of its own"
-                    if second < len(trainer_devices)
+                    if twice[1] < len(trainer_devices)
                     else "communicator; use transport='auto' or 'ipc', by which the engine rank reads the GPU's memory"
                 )
             )

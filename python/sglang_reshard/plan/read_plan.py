@@ -20,7 +20,7 @@ import numpy as np
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.layout.manifest import inflate
-from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.layout.regions import Box, LocalRegion, Region
 from sglang_reshard.layout.shard_map import ShardBox
 from sglang_reshard.plan.tensor_index import TensorClass, TensorIndex
 
@@ -78,7 +78,7 @@ class ReadItem(NamedTuple):
     """
 
     shard: int
-    local_region: Region
+    local_region: LocalRegion
     offset: int
     nbytes: int
 
@@ -233,7 +233,7 @@ def _cut(
             inside, skipped = common
             holders = holder_sets.setdefault(shard.ranks, len(holder_sets))
             nbytes = inside.numel * tensor_class.item_bytes
-            yield ReadItem(number, shard.to_local(inside), 0, nbytes), skipped, holders
+            yield ReadItem(number, tensor_class.shard_map.to_local(shard, inside), 0, nbytes), skipped, holders
 
 
 def _balanced(nbytes: np.ndarray, holders: np.ndarray, nearest: Sequence[tuple[int, ...]]) -> np.ndarray:

@@ -8,6 +8,7 @@ from enum import Enum
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.device import NCCL_SETTINGS, RankDevice
+from sglang_reshard.plan.p2p_groups import peer_name
 from sglang_reshard.plan.read_plan import RankDemand
 
 _VERSION = "NCCL's version"
@@ -97,7 +98,7 @@ class ClusterTopology:
         hosts, devices = (*self.trainer_hosts, *self.engine_hosts), (*self.trainer_devices, *self.engine_devices)
         first: dict[tuple[str, str], tuple[str, str]] = {}  # (where it is shared, setting) -> (rank, value)
         for member in members:
-            name, device = self.rank_name(member), devices[member]
+            name, device = peer_name(member, len(self.trainer_hosts)), devices[member]
             if not device.uuid:
                 raise Unsupported(
                     f"{name} uses no GPU, and NCCL sends between GPUs only; call torch.cuda.set_device and "
@@ -113,10 +114,6 @@ class ClusterTopology:
                         f"{other} has {key[1]} {expected or 'unset'} and {name} has {value or 'unset'}, and NCCL would "
                         f"not connect them; {_CURES.get(key[1], f'export the same {key[1]} for trainer and engine')}"
                     )
-
-    def rank_name(self, peer_id: int) -> str:
-        engine_rank = peer_id - len(self.trainer_hosts)
-        return f"trainer rank {peer_id}" if engine_rank < 0 else f"engine rank {engine_rank}"
 
 
 def _effective(setting: str, nccl: dict[str, str]) -> str:

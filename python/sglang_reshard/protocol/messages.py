@@ -11,6 +11,7 @@ from sglang_reshard.control import Address
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.layout.decoders import msgpack_decoder
 from sglang_reshard.observability.report import RankReport, UpdateReport
 
 T = TypeVar("T")
@@ -21,6 +22,19 @@ WAITS = 8  # an update waits at most this many times, each time for up to `timeo
 Verify = Literal["off", "sample", "full"]
 PauseMode = Literal["abort", "retract", "in_place"]  # of SGLang's pause_generation
 Step = Literal["update", "stage", "staged", "commit"]  # what an engine rank executes: a whole update, or a part of one
+
+
+class LoraAdapter(msgspec.Struct, frozen=True):
+    """The LoRA adapter whose tensors an update brings.
+
+    name     under which requests ask for it, as `lora_path`
+    config   PEFT's configuration of it, in JSON: r, lora_alpha, target_modules
+    lora_id  SGLang's; added by the engine's tokenizer manager
+    """
+
+    name: str
+    config: str
+    lora_id: str = ""
 
 
 class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +55,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     verify           compare checksums of the weights with the trainer's: "off", "sample" or "full"
     staged           receive into shadow weights, and commit them once all have arrived and been verified
     unmap_after      unmap the trainer ranks' memory at the end; the next update maps it again
+    lora             the adapter that is updated; None for the model's own weights
     package_version  of the sender; the engine's must be the same
     traceparent      W3C context of the sender's span; empty without one
     """
@@ -62,6 +77,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     verify: Verify = "off"
     staged: bool = False
     unmap_after: bool = False
+    lora: LoraAdapter | None = None
     package_version: str = ""
     traceparent: str = ""
 
@@ -134,6 +150,17 @@ class TrainerStatus(msgspec.Struct, frozen=True):
     device: RankDevice = RankDevice()
 
 
+class ListedTensors(msgspec.Struct, frozen=True):
+    """Exchanged by trainer ranks that list different tensors.
+
+    layout   content hash of the layout of what this rank lists
+    failure  why it cannot participate
+    """
+
+    layout: str
+    failure: Failure | None = None
+
+
 class PrepareSend(msgspec.Struct, frozen=True, tag="prepare_send"):
     """Command of engine rank 0: fetch the send requests, allocate views and buffers, and report ready.
 
@@ -199,7 +226,7 @@ def as_list(value: Any) -> Any:
 def decode(data: bytes, kind: type[T]) -> T:
     """Raises Mismatch for data that is not a valid message of type `kind`."""
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return msgpack_decoder(kind).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         name = getattr(kind, "__name__", "Command")  # the only union of messages
         raise Mismatch(

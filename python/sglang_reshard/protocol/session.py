@@ -64,6 +64,11 @@ class Session:
             self.client.enter(_TRAINERS, _with_process(rank_name))
         self.client.watch(_TRAINERS, callback)
 
+    @property
+    def local_address(self) -> str:
+        """This host's address on the network by which the control server is reached: there the peers are, too."""
+        return self.client.local_address
+
     def store(self, timeout_s: float, scope: str) -> ControlStore:
         """Returns a torch.distributed store for the rendezvous of process groups. `scope` aborts its waits."""
         return ControlStore(self.client, timeout_s, scope)

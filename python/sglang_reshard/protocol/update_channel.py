@@ -19,7 +19,7 @@ from sglang_reshard.control import ControlClient, WaitTimedOut
 from sglang_reshard.digest import whole_model
 from sglang_reshard.digest.source import PartialChecksums
 from sglang_reshard.errors import Aborted, DeadlineExceeded, ReshardError
-from sglang_reshard.protocol.messages import Command, TrainerStatus, UpdateResult, decode, encode
+from sglang_reshard.protocol.messages import Command, ListedTensors, TrainerStatus, UpdateResult, decode, encode
 from sglang_reshard.transports.abortable_group import PeerDisconnected
 
 T = TypeVar("T")
@@ -69,6 +69,25 @@ class UpdateChannel:
     def publish_status(self, trainer_rank: int, status: TrainerStatus) -> None:
         self._client.set({self._status(trainer_rank): encode(status)})
 
+    def exchange_layouts(
+        self, trainer_rank: int, trainer_ranks: int, own: ListedTensors, timeout_s: float
+    ) -> list[str]:
+        """Returns the content hash of what each trainer rank lists, in rank order.
+
+        Raises, on all ranks, the first rank's failure; DeadlineExceeded naming the ranks that did not call update.
+        """
+        try:
+            data = self._client.all_gather(
+                f"{self.scope}/layouts", trainer_rank, trainer_ranks, encode(own), timeout_s, self.scope
+            )
+        except WaitTimedOut as error:
+            raise DeadlineExceeded(_no_call(self.update, list(error.missing), timeout_s)) from None
+        listed = [decode(d, ListedTensors) for d in data]
+        for other in listed:
+            if other.failure is not None:
+                raise other.failure.error()
+        return [other.layout for other in listed]
+
     def commands(self, timeout_s: float) -> Iterator[Command]:
         """Yields the commands to trainer ranks in order, up to `UpdateResult`. `timeout_s` bounds each wait.
 
@@ -102,10 +121,8 @@ class UpdateChannel:
 
     def collect_statuses(self, ranks: int, timeout_s: float) -> list[TrainerStatus]:
         """Returns all trainer ranks' statuses. Raises DeadlineExceeded naming the ranks that published none."""
-        statuses = self._get([self._status(rank) for rank in range(ranks)], timeout_s, lambda missing: (
-            f"update {self.update}: trainer ranks {missing} did not call update within {timeout_s:.0f} s; "
-            "every trainer rank must call it, look at their logs"
-        ))  # fmt: skip
+        keys = [self._status(rank) for rank in range(ranks)]
+        statuses = self._get(keys, timeout_s, lambda missing: _no_call(self.update, missing, timeout_s))
         return [decode(status, TrainerStatus) for status in statuses]
 
     def delete_update(self, update: int, ranks: int, engine_ranks: int) -> None:
@@ -198,6 +215,13 @@ class UpdateChannel:
 
     def _checksums(self, engine_rank: int, trainer_rank: int) -> str:
         return f"checksums/{self.update}/{engine_rank}/{trainer_rank}"
+
+
+def _no_call(update: int, missing: list[int], timeout_s: float) -> str:
+    return (
+        f"update {update}: trainer ranks {missing} did not call update within {timeout_s:.0f} s; every trainer rank "
+        "must call it, look at their logs"
+    )
 
 
 def _no_checksums(missing: list[int], timeout_s: float) -> str:

@@ -1,4 +1,4 @@
-"""Reads a training state: DTensors, FSDP2 modules, fused tensors, explicit shardings, verl's ShardSpec.
+"""Reads a training state: DTensors, modules of FSDP1 and FSDP2, flat buffers, fused tensors, explicit shardings, specs.
 
 In: `NamedTensors`, (name, tensor[, sharding]), or a module. Out, by `describe`: a `TrainerState`, the `SourceLayout`
 that all trainer ranks share and this rank's local shards. A *fused tensor* represents several checkpoint tensors, each
@@ -14,13 +14,17 @@ from sglang_reshard.layout.shard_map import ExplicitSharding, ShardBox, ShardMap
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
 from sglang_reshard.sources.converter_slices import fused_slices
 from sglang_reshard.sources.finite import first_not_finite
-from sglang_reshard.sources.fsdp import named_shards
+from sglang_reshard.sources.flat import FlatBuffer, FlatMember
 from sglang_reshard.sources.fused import FusedSlice, FusedTensor, slice_of
+from sglang_reshard.sources.lora import adapter_config, adapter_tensors, base_tensors
+from sglang_reshard.sources.module import named_shards
 from sglang_reshard.sources.state import NamedTensors, TrainerState, as_list, describe, tied_names
 from sglang_reshard.sources.verl_shard_spec import blocks
 
 __all__ = [
     "ExplicitSharding",
+    "FlatBuffer",
+    "FlatMember",
     "FusedSlice",
     "FusedTensor",
     "Mesh",
@@ -31,7 +35,10 @@ __all__ = [
     "SourceLayout",
     "SourceTensor",
     "TrainerState",
+    "adapter_config",
+    "adapter_tensors",
     "as_list",
+    "base_tensors",
     "blocks",
     "describe",
     "first_not_finite",

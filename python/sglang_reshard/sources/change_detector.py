@@ -17,10 +17,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sglang_reshard.sources.deepspeed import is_partitioned
+
 NamedTensorList = Sequence[tuple[Any, ...]]  # (name, tensor) or (name, tensor, sharding), as `describe` takes them
 
 _name, _tensor, _sharding = map(operator.itemgetter, range(3))
 _local, _spec = operator.attrgetter("_local_tensor"), operator.attrgetter("_spec")
+_piece, _group = operator.attrgetter("ds_tensor"), operator.attrgetter("ds_process_group")  # of ZeRO-3's parameters
 _storage, _id = torch.Tensor.untyped_storage, operator.attrgetter("_cdata")
 _nbytes = torch.UntypedStorage.nbytes
 _expired = torch.UntypedStorage._expired
@@ -86,7 +89,8 @@ class ChangeDetector:
         self._names = list(map(_name, named_tensors))
         self._lengths = list(map(len, named_tensors))
         self._is_dtensor = [isinstance(tensor, DTensor) for tensor in tensors]
-        self._is_plain = list(map(operator.not_, self._is_dtensor))
+        self._is_partitioned = list(map(is_partitioned, tensors))
+        self._is_plain = [not a and not b for a, b in zip(self._is_dtensor, self._is_partitioned, strict=True)]
         self._has_sharding = [length > 2 for length in self._lengths]
         self._shardings = self._shardings_of(named_tensors, tensors)
         local_tensors = self._local_tensors_of(tensors)
@@ -102,7 +106,7 @@ class ChangeDetector:
 
         It is not if FSDP2's unsharded copies stand for sharded parameters, for example.
         """
-        local_tensors = [t._local_tensor if isinstance(t, DTensor) else t for t in map(_tensor, named_tensors)]
+        local_tensors = list(map(_own_memory, map(_tensor, named_tensors)))
         own = _PLAIN_TYPES.issuperset(map(type, local_tensors)) and all(
             local.data_ptr() == found.data_ptr() for local, found in zip(local_tensors, read, strict=True)
         )
@@ -132,12 +136,24 @@ class ChangeDetector:
         )
 
     def _local_tensors_of(self, tensors: Sequence[Any]) -> list[Any]:
-        """Returns the local tensors, those of DTensors first."""
-        return [*map(_local, compress(tensors, self._is_dtensor)), *compress(tensors, self._is_plain)]
+        """Returns the local tensors, those of DTensors first, and then those of ZeRO-3's parameters."""
+        return [
+            *map(_local, compress(tensors, self._is_dtensor)),
+            *map(_piece, compress(tensors, self._is_partitioned)),
+            *compress(tensors, self._is_plain),
+        ]
 
     def _shardings_of(self, named_tensors: NamedTensorList, tensors: Sequence[Any]) -> list[Any]:
         """Returns the objects that describe shardings: they are replaced, never changed."""
         return [
             *map(_spec, compress(tensors, self._is_dtensor)),
+            *map(_group, compress(tensors, self._is_partitioned)),
             *map(_sharding, compress(named_tensors, self._has_sharding)),
         ]
+
+
+def _own_memory(tensor: Any) -> Any:
+    """Returns the tensor that has the memory of what is passed."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    return tensor.ds_tensor if is_partitioned(tensor) else tensor

@@ -25,7 +25,7 @@ def mesh_sharding(where: str, mesh: Any, placements: tuple[Any, ...], trainer_ra
 
     trainer_rank_of  global rank -> trainer rank, for the ranks that participate in the update
     """
-    global_ranks, placements = _on_root_mesh(mesh, placements)
+    global_ranks, placements = on_root_mesh(mesh, placements)
     ranks = tuple(trainer_rank_of.get(r, -1) for r in global_ranks.flatten().tolist())
     if all(r < 0 for r in ranks):
         raise Unsupported(
@@ -49,7 +49,7 @@ def _placement(where: str, placement: Any) -> Placement:
     raise Unsupported(f"{where} has the placement {placement}; supported are Shard, _StridedShard and Replicate")
 
 
-def _on_root_mesh(mesh: Any, placements: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+def on_root_mesh(mesh: Any, placements: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:
     """Returns global ranks and placements of the tensor on the root mesh, replicated over sibling submeshes.
 
     Tensor parallelism under data parallelism has its DTensors on mesh["tp"], of which every data-parallel group has

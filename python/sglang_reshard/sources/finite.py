@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from sglang_reshard.layout.regions import Box, Region, split
-from sglang_reshard.layout.shard_map import ShardBox
+from sglang_reshard.layout.regions import Box, LocalRegion, Region, split
 from sglang_reshard.layout.source_layout import SourceLayout
+
+_Shards = Sequence[tuple[Box, LocalRegion]]  # the boxes of a tensor that a rank holds, and where it has them
 
 CHUNK = 1 << 18  # elements that are copied at a time where a copy is needed: 1 MiB of float32
 
@@ -21,20 +22,22 @@ def first_not_finite(layout: SourceLayout, local_tensors: Sequence[torch.Tensor]
     Every element that the rank holds is read once, none beside its shards, and the device is synchronized once.
     Temporaries have at most CHUNK elements (4 bytes each, 8 for float64). Integers and booleans are always finite.
     """
-    shards_of: dict[tuple[object, ...], tuple[ShardBox, ...]] = {}  # equally sharded tensors share one entry
+    shards_of: dict[tuple[object, ...], _Shards] = {}  # equally sharded tensors share one entry
 
-    def shards(number: int) -> tuple[ShardBox, ...]:
+    def shards(number: int) -> _Shards:
         tensor = layout.tensors[number]
         key = tensor.shape, tensor.mesh, tensor.placements
         if key not in shards_of:
-            shards_of[key] = layout.shard_map(tensor).shards_of(trainer_rank)
+            held = layout.shard_map(tensor)
+            own = held.shards_of(trainer_rank)
+            shards_of[key] = [(shard.box, held.to_local(shard, Region.of(shard.box))) for shard in own]
         return shards_of[key]
 
     extremes: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for i, local in enumerate(local_tensors):
         if local.is_floating_point():
-            for shard in shards(i):
-                for chunk in _reducible(_elements(shard, local)):
+            for _, region in shards(i):
+                for chunk in _reducible(region.view(local)):
                     both = torch.stack(torch.aminmax(chunk))  # a NaN becomes both, an infinity one of them
                     extremes.setdefault(local.device, []).append((i, both.to(torch.float64)))
     bad = []
@@ -45,13 +48,6 @@ def first_not_finite(layout: SourceLayout, local_tensors: Sequence[torch.Tensor]
         return None
     first = min(bad)
     return _message(layout.tensors[first].name, shards(first), local_tensors[first], trainer_rank)
-
-
-def _elements(shard: ShardBox, local: torch.Tensor) -> torch.Tensor:
-    """Returns the view of a local tensor that is the shard, which usually is all of it."""
-    if shard.box.shape == tuple(local.shape):
-        return local
-    return local[shard.to_local(Region.of(shard.box)).slices()]
 
 
 def _chunks(values: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
@@ -72,19 +68,19 @@ def _reducible(values: torch.Tensor) -> Iterator[torch.Tensor]:
         yield chunk.float() if chunk.element_size() == 1 else chunk.contiguous()
 
 
-def _message(name: str, shards: Sequence[ShardBox], local: torch.Tensor, trainer_rank: int) -> str:
+def _message(name: str, shards: _Shards, local: torch.Tensor, trainer_rank: int) -> str:
     elements = nans = infinities = 0
     firsts: list[tuple[int, ...]] = []
-    for shard in shards:
+    for held, region in shards:
         found = False
-        for box, chunk in _chunks(_elements(shard, local)):
+        for box, chunk in _chunks(region.view(local)):
             values = chunk.float() if chunk.element_size() == 1 else chunk
             nan, infinite = values.isnan(), values.isinf()
             here = int(nan.sum()), int(infinite.sum())
             if any(here) and not found:
                 position = int((nan | infinite).flatten().to(torch.uint8).argmax())
                 index = map(int, np.unravel_index(position, box.shape))
-                firsts.append(tuple(map(sum, zip(shard.box.start, box.start, index, strict=True))))
+                firsts.append(tuple(map(sum, zip(held.start, box.start, index, strict=True))))
                 found = True
             elements, nans, infinities = elements + box.numel, nans + here[0], infinities + here[1]
     counts = [f"{n} {kind}" for n, kind in ((nans, "NaN"), (infinities, "infinite")) if n]

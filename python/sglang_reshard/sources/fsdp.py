@@ -25,37 +25,6 @@ from sglang_reshard.errors import Unsupported
 logger = logging.getLogger(__name__)
 
 
-def named_shards(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields a module's weights under their checkpoint names: parameters, then persistent buffers.
-
-    FSDP2's parameters are yielded as sharded DTensors, also while they are unsharded; all others as they are. Tied
-    parameters are yielded once, under their first name, as by `named_parameters`.
-
-    Raises Unsupported for FSDP1, and for a torch version that keeps FSDP2's state elsewhere.
-    """
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # engine ranks need neither
-
-    for name, part in module.named_modules():
-        if isinstance(part, FullyShardedDataParallel):
-            raise Unsupported(
-                f"{name or 'the module'} is wrapped by FSDP1, whose flat parameters do not tell where their elements "
-                "belong. Use fully_shard (FSDP2), or pass (name, flat shard, spec) for every parameter"
-            )
-    try:
-        sharded = ShardedParameters(p._get_fsdp_state() for p in module.modules() if isinstance(p, FSDPModule))
-    except AttributeError as error:
-        raise Unsupported(
-            f"torch {torch.__version__} is not supported by named_shards: FSDP2 keeps its sharded parameters elsewhere "
-            f"({error}). Call reshard() on every FSDPModule of the model, and pass model.named_parameters() instead"
-        ) from error
-    for name, parameter in module.named_parameters():
-        yield name, sharded.of(name, parameter)
-    for path, part in module.named_modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
-
-
 class ShardedParameters:
     """Maps the unsharded copies that FSDP2 has registered to their sharded parameters."""
 

@@ -73,8 +73,10 @@ def split_fused(
     Raises Mismatch for a slice that is not a box of the fused tensor, and Unsupported if a rank's elements of a slice
     are not a box of its local tensor; both messages start with `where`.
     """
+    if shard_map.strides is not None:
+        raise Unsupported(f"{where} is a fused tensor with flat local tensors; pass it as a member of a FlatBuffer")
     for name, fused_slice in slices:
-        if reason := _invalid_reason(fused_slice, shape):
+        if reason := invalid_slice_reason(fused_slice, shape):
             raise Mismatch(f"{where}: its slice {name} {reason}")
     nothing = local.new_empty(0)
     local_slices = _local_slices(shard_map, tuple(fused_slice for _, fused_slice in slices), trainer_rank)
@@ -129,10 +131,10 @@ def as_slice(offset: int, size: tuple[int, ...], strides: tuple[int, ...], shape
     order = tuple(axis for axis in chosen if axis is not None)
     stop = [a + (size[order.index(axis)] if axis in order else 1) for axis, a in enumerate(start)]
     found = FusedSlice(tuple(start), tuple(stop), order)
-    return None if _invalid_reason(found, shape) else found
+    return None if invalid_slice_reason(found, shape) else found
 
 
-def _invalid_reason(fused_slice: FusedSlice, shape: tuple[int, ...]) -> str:
+def invalid_slice_reason(fused_slice: FusedSlice, shape: tuple[int, ...]) -> str:
     """Returns why a tensor of `shape` does not have this slice; empty if it has."""
     start, stop, axes = fused_slice.start, fused_slice.stop, fused_slice.axes
     if not len(start) == len(stop) == len(shape):

@@ -24,8 +24,11 @@ from sglang_reshard.layout.source_layout import (
     compute_local_shapes,
     compute_shard_map,
 )
+from sglang_reshard.sources.deepspeed import is_partitioned, partition
 from sglang_reshard.sources.dtensor import local_tensor, mesh_sharding
+from sglang_reshard.sources.flat import FlatBuffer, split_flat
 from sglang_reshard.sources.fsdp import ShardedParameters
+from sglang_reshard.sources.fsdp1 import is_flattened
 from sglang_reshard.sources.fused import FusedTensor, LocalShard, split_fused
 from sglang_reshard.sources.verl_shard_spec import check_has_no_place, fused_tensor_of
 
@@ -51,6 +54,10 @@ class TensorReader:
         where = f"trainer rank {self._rank}: {name}"
         if not isinstance(given, torch.Tensor):
             raise Unsupported(f"{where} is a {type(given).__name__}, not a torch.Tensor; leave it out")
+        if isinstance(sharding, FlatBuffer):
+            return self._read_flat(where, given, sharding)
+        if sharding is None and is_partitioned(given):
+            return self._read_flat(where, *partition(where, name, given))
         fused, spec = None, sharding
         if sharding is not None and not isinstance(sharding, ExplicitSharding):
             fused = sharding if isinstance(sharding, FusedTensor) else fused_tensor_of(where, sharding)
@@ -68,9 +75,24 @@ class TensorReader:
 
     def _registered(self, where: str, given: torch.Tensor) -> torch.Tensor:
         """Returns the tensor, or the sharded parameter if it is FSDP2's unsharded copy of one."""
+        if is_flattened(given):
+            raise Unsupported(
+                f"{where} belongs to a flat parameter of FSDP1 and does not tell its sharding; pass the module itself, "
+                "or its sglang_reshard.sources.named_shards"
+            )
         # Not in the constructor: a generator of named tensors may run a forward before its first.
         self._fsdp = self._fsdp or ShardedParameters.of_this_process()
         return self._fsdp.of(where, given)
+
+    def _read_flat(
+        self, where: str, given: torch.Tensor, buffer: FlatBuffer
+    ) -> tuple[torch.Tensor, str, Iterable[LocalShard]]:
+        local = given.detach()
+        _check_carried(where, local)
+        shards = list(split_flat(where, buffer, local, self._rank, self._trainer_rank_of))
+        for shard in shards:
+            self._checked_shard_map(f"trainer rank {self._rank}: {shard.name}", shard.shape, shard.sharding)
+        return local, str(local.dtype).removeprefix("torch."), shards
 
     def _described(self, where: str, tensor: torch.Tensor, spec: Any) -> tuple[tuple[int, ...], Sharding, torch.Tensor]:
         """Returns the global shape, the sharding, and the local tensor."""

@@ -11,7 +11,7 @@ import torch
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.shard_map import ShardMap
 from sglang_reshard.layout.source_layout import EXPLICIT, Mesh, Placement, Sharding, SourceLayout, SourceTensor
-from sglang_reshard.sources.fsdp import named_shards
+from sglang_reshard.sources.module import named_shards
 from sglang_reshard.sources.reader import TensorReader
 
 NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor] | tuple[str, torch.Tensor, Any]]
@@ -29,6 +29,17 @@ class TrainerState:
     layout: SourceLayout
     shards: tuple[torch.Tensor, ...]
     inputs: tuple[torch.Tensor, ...]
+
+    def within(self, layout: SourceLayout) -> TrainerState:
+        """Returns the state in a layout of more tensors, see `layout.union`; those it does not list are empty."""
+        own = {tensor.name: shard for tensor, shard in zip(self.layout.tensors, self.shards, strict=True)}
+        device = self.shards[0].device
+        empty = {
+            dtype: torch.empty(0, dtype=getattr(torch, dtype), device=device)
+            for dtype in {tensor.dtype for tensor in layout.tensors}
+        }
+        shards = tuple(own.get(tensor.name, empty[tensor.dtype]) for tensor in layout.tensors)
+        return TrainerState(layout, shards, self.inputs)
 
 
 def describe(

@@ -6,6 +6,8 @@ The group's own timeout bounds each wait. DeadlineExceeded is raised when it has
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import os
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -21,7 +23,8 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def _translated_errors(group: dist.ProcessGroup) -> Iterator[None]:
+def translated_errors(group: dist.ProcessGroup) -> Iterator[None]:
+    """Turns the errors of a collective into DeadlineExceeded."""
     try:
         yield
     except RuntimeError as error:
@@ -40,12 +43,12 @@ def from_tensor(data: torch.Tensor, kind: type[T]) -> T:
     return decode(data.numpy().tobytes(), kind)
 
 
-def broadcast_message(message: T | None, kind: type[T], group: dist.ProcessGroup) -> T:
-    """Returns the message of the group's first rank on every rank. Collective over a CPU group."""
-    root = dist.get_process_group_ranks(group)[0]
+def broadcast_message(message: T | None, kind: type[T], group: dist.ProcessGroup, root_rank: int = 0) -> T:
+    """Returns the message of rank `root_rank` of the group on every rank. Collective over a CPU group."""
+    root = dist.get_process_group_ranks(group)[root_rank]
     data = as_tensor(message) if message is not None else None
     size = torch.tensor([data.numel() if data is not None else 0])
-    with _translated_errors(group):
+    with translated_errors(group):
         dist.broadcast(size, root, group=group)
         if data is None:
             data = torch.empty(int(size), dtype=torch.uint8)
@@ -81,6 +84,19 @@ def on_first_rank(call: Callable[[], Any], group: dist.ProcessGroup) -> Any:
     return outcome.value
 
 
+def first_rank_address(group: dist.ProcessGroup) -> str:
+    """Returns the address at which other hosts reach the group's first rank, if that is global rank 0; else loopback.
+
+    It is MASTER_ADDR's, as ranks of other hosts resolve it: a host often resolves its own name to loopback. Collective.
+    """
+    found = ""
+    if dist.get_process_group_ranks(group)[0] == 0:
+        with contextlib.suppress(OSError):
+            found = str(socket.getaddrinfo(os.environ.get("MASTER_ADDR"), None)[0][4][0])
+    addresses = gather_messages(found, str, group)
+    return next((a for a in addresses if a and not ipaddress.ip_address(a).is_loopback), "127.0.0.1")
+
+
 class _Outcome(msgspec.Struct, frozen=True):
     """A returned value, or the exception that was raised instead."""
 
@@ -92,12 +108,12 @@ def gather_messages(message: object, kind: type[T], group: dist.ProcessGroup) ->
     """Returns every rank's message, in rank order, on every rank. Collective over a CPU group."""
     data, ranks = as_tensor(message), dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
-    with _translated_errors(group):
+    with translated_errors(group):
         dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
     longest = max(map(int, sizes))
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: data.numel()] = data
     gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(ranks)]
-    with _translated_errors(group):
+    with translated_errors(group):
         dist.all_gather(gathered, padded, group=group)
     return [from_tensor(all_[: int(size)], kind) for all_, size in zip(gathered, sizes, strict=True)]

@@ -21,6 +21,7 @@ from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
     Failure,
+    LoraAdapter,
     TrainerStatus,
     UpdateResult,
     Verify,
@@ -30,6 +31,8 @@ from sglang_reshard.protocol.update_channel import UpdateChannel
 from sglang_reshard.trainer.publisher import PublishedShards
 from sglang_reshard.version import __version__
 
+_TORN = "The engine's weights are torn: repeat the update before generating"
+_UNLOADED = "The engine has unloaded the LoRA adapter {}: repeat the update"
 Send = Callable[[DistributedUpdateWeightsReq], DistributedUpdateWeightsOutput]
 
 
@@ -45,15 +48,20 @@ class UpdateOptions:
     verify: Verify
     staged: bool
     unmap_after: bool
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SenderConfig:
-    """Options of all updates of a session; see `WeightSender`."""
+    """Options of all updates of a session; see `WeightSender`.
+
+    lora  the adapter that is updated; None for the model's own weights
+    """
 
     transport: str
     bucket_bytes: int
     timeout_s: float
+    lora: LoraAdapter | None = None
 
 
 class UpdateCoordinator:
@@ -140,8 +148,9 @@ class UpdateCoordinator:
                     abort_all_requests=options.abort_all_requests,
                     ignore=options.ignore + tied,
                     verify=options.verify,
-                    staged=options.staged,
+                    staged=options.staged or self._config.lora is not None,  # it costs an adapter nothing
                     unmap_after=options.unmap_after,
+                    lora=self._config.lora,
                     package_version=__version__,
                     traceparent=spans.traceparent(),
                 )
@@ -149,7 +158,8 @@ class UpdateCoordinator:
         if output.success:
             return output
         if output.torn:
-            raise TornWeights(f"{output.message}. The engine's weights are torn: repeat the update before generating")
+            lora = self._config.lora
+            raise TornWeights(f"{output.message}. {_TORN if lora is None else _UNLOADED.format(lora.name)}")
         raise EngineRefused(output.message)
 
     def _check_same_layout(self, statuses: list[TrainerStatus]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ from sglang_reshard.sources import (
     tied_names,
 )
 from sglang_reshard.sources.change_detector import ChangeDetector, NamedTensorList
+from sglang_reshard.trainer.stages import Stages
 from sglang_reshard.transports.memory import Handles, MemoryExporter
 
 
@@ -72,25 +73,46 @@ class ShardPublisher:
         self._changes: ChangeDetector | None = None
         self._published: PublishedShards | None = None
         self._handles: Handles | None = None
+        self._stages: Stages | None = None
 
-    def publish(self, named_tensors: NamedTensors | torch.nn.Module, *, check_finite: bool) -> PublishedShards:
+    def publish(
+        self,
+        named_tensors: NamedTensors | torch.nn.Module,
+        *,
+        check_finite: bool,
+        exchange: Callable[[str], Sequence[str]] | None = None,
+    ) -> PublishedShards:
         """Publishes what has changed, and makes the shards' memory readable by other processes.
+
+        exchange  for trainer ranks that list different tensors: given the content hash of this rank's layout, returns
+                  those of all ranks. Collective; it is called once
 
         Waits for work on the shards that is under way on GPUs: no stream orders those who read from other processes.
 
-        Raises Unsupported and Mismatch as `describe` does, and Mismatch for values that are not finite, if
-        `check_finite` is set.
+        Raises Unsupported and Mismatch as `describe` does and `layout.union`, and Mismatch for values that are not
+        finite, if `check_finite` is set.
         """
         if self._owns_memory:
             self._memory.begin_update()
         with _garbage_collector_paused():
-            changed = self._changed(named_tensors, always=check_finite)
+            changed = self._changed(named_tensors, always=check_finite or (exchange is None) != (self._stages is None))
+        state = None
         if changed is not None:
             self._changes = None
-            state = describe(changed, trainer_rank=self._rank, global_ranks=self._global_ranks)
+            state = self._described(changed)
             if check_finite:
                 _check_finite(state, self._rank)
-            self._published = self._publish(state)
+        if exchange is None:
+            self._stages = None
+        else:
+            layout = None if state is None else state.layout
+            self._stages, same = Stages.of(self._session, layout, self._stages, exchange)
+            if not same and state is None:  # others list something else than before
+                changed = as_list(named_tensors, self._rank)
+                self._changes, state = None, self._described(changed)
+        if state is not None:
+            assert changed is not None
+            self._published = self._publish(state if self._stages is None else state.within(self._stages.layout))
             self._changes = ChangeDetector.of(changed, state.inputs)
             return self._published
         assert self._published is not None  # the first call publishes
@@ -100,7 +122,11 @@ class ShardPublisher:
 
     def shards(self, named_tensors: NamedTensors | torch.nn.Module) -> tuple[torch.Tensor, ...]:
         """Returns the shards of what was published last, in the layout's order."""
-        return describe(named_tensors, trainer_rank=self._rank, global_ranks=self._global_ranks).shards
+        state = self._described(named_tensors)
+        return (state if self._stages is None else state.within(self._stages.layout)).shards
+
+    def _described(self, named_tensors: NamedTensors | torch.nn.Module) -> TrainerState:
+        return describe(named_tensors, trainer_rank=self._rank, global_ranks=self._global_ranks)
 
     def close(self) -> None:
         if self._owns_memory:

@@ -132,7 +132,8 @@ class TrainerWorker:
         elif (prepared := self._prepared) is None:
             return  # PrepareSend failed, which has aborted the update
         elif isinstance(command, ConnectPeers):
-            prepared.communicators.connect(self._session.p2p_store(prepared.command, channel.scope))
+            store = self._session.p2p_store(prepared.command, channel.scope)
+            prepared.communicators.connect(store, self._session.local_address)
             prepared.connected = True
         elif isinstance(command, StartTransfer):
             if command.transfer != prepared.command.transfer or not prepared.connected:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
+from sglang_reshard.transports import gloo, nccl
 from sglang_reshard.transports.gloo import GlooGroup
 from sglang_reshard.transports.nccl import NcclGroup
 
@@ -55,10 +58,11 @@ class ProcessGroup(Protocol):
         """Closes all connections, with no message pending: gloo would keep its connection until it has arrived."""
 
 
-_BACKENDS: dict[str, Callable[[dist.Store, int, int, torch.device, float], ProcessGroup]] = {
+_BACKENDS: dict[str, Callable[[dist.Store, int, int, torch.device, float, str], ProcessGroup]] = {
     "gloo": GlooGroup,
     "nccl": NcclGroup,
 }
+_INTERFACE_VARIABLES = {"gloo": gloo.INTERFACE_VARIABLE, "nccl": nccl.INTERFACE_VARIABLE}
 
 
 class AbortableGroup:
@@ -83,18 +87,20 @@ class AbortableGroup:
         self._group: ProcessGroup | None = None
         self._changed, self._aborted, self._closed = threading.Condition(), False, False
 
-    def connect(self, store: dist.Store, deadline: float | None = None) -> None:
+    def connect(self, store: dist.Store, deadline: float | None = None, *, address: str = "") -> None:
         """Connects to all other members. Collective.
 
         store     of the group alone
         deadline  for all of it, a time of the monotonic clock; None for `timeout_s` from now
+        address   of this host, at which the other members reach it; by default the backend's choice
 
         Raises DeadlineExceeded and PeerDisconnected, naming the members that are missing.
         """
         deadline = time.monotonic() + self.timeout_s if deadline is None else deadline
         joined = [f"joined/{rank}" for rank in range(len(self._names))]
-        self._rendezvous(store, joined, deadline)
-        group = _BACKENDS[self._backend](store, self._rank, len(self._names), self._device, self.timeout_s)
+        self._rendezvous(store, joined, deadline, address)
+        make = _BACKENDS[self._backend]
+        group = make(store, self._rank, len(self._names), self._device, self.timeout_s, address)
         with self._changed:
             if not (closed := self._closed):
                 self._group = group
@@ -103,6 +109,9 @@ class AbortableGroup:
             raise self._stopped()
         try:
             self.perform(f"could not connect to {self.others()}", lambda group: group.connect(), deadline)
+        except (DeadlineExceeded, PeerDisconnected) as error:
+            self.abort()
+            raise type(error)(f"{error}{self._networks(store, joined)}") from error
         except BaseException:
             self.abort()
             raise
@@ -204,9 +213,23 @@ class AbortableGroup:
     def _stopped(self) -> PeerDisconnected:
         return PeerDisconnected(f"{self.name} stopped waiting for {self.others()}: the process group was aborted")
 
-    def _rendezvous(self, store: dist.Store, joined: list[str], deadline: float) -> None:
+    def _networks(self, store: dist.Store, joined: list[str]) -> str:
+        """Returns where the members are for each other, for the end of an error; empty if all are on one host."""
+        try:
+            # Those that have connected have deleted theirs, and a `get` would wait for them.
+            places = [store.get(key).decode() if store.check([key]) else "" for key in joined]
+        except RuntimeError:  # the update was aborted
+            return ""
+        if len(set(filter(None, places))) < 2:
+            return ""
+        said = ", ".join(f"{name} is at {place}" for name, place in zip(self._names, places, strict=True) if place)
+        variable = _INTERFACE_VARIABLES[self._backend]
+        return f". {said}: can they reach each other there? If not, set {variable} on the hosts to another interface"
+
+    def _rendezvous(self, store: dist.Store, joined: list[str], deadline: float, address: str) -> None:
         """Waits until all members have set their keys, so that an error can name those that have not."""
-        store.set(joined[self._rank], "")
+        interface = os.environ.get(_INTERFACE_VARIABLES[self._backend])
+        store.set(joined[self._rank], f"interface {interface} of {socket.gethostname()}" if interface else address)
         try:
             store.wait(joined, timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except (dist.DistStoreError, dist.DistNetworkError) as error:

@@ -100,7 +100,7 @@ class BroadcastTransport:
             nbytes = segment.box.numel * tensor_class.item_bytes
             data = buffer[segment.offset : segment.offset + nbytes].view(dtype).view(segment.box.shape)
             if leads:
-                region = tensor_index.shard(segment.shard).to_local(Region.of(segment.box))
+                region = tensor_class.shard_map.to_local(tensor_index.shard(segment.shard), Region.of(segment.box))
                 pack.add(data, context.memory[group.trainer_rank].region(tensor, region, dtype))
             for copy in copies_of.get(tensor_index.layout.tensors[tensor].name, ()):
                 _unpack_box(unpack, context, copy, segment.box, data)

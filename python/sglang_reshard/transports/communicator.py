@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.plan.p2p_groups import peer_name
 from sglang_reshard.transports.abortable_group import AbortableGroup, PeerDisconnected, ProcessGroup
 
 __all__ = [
@@ -68,14 +69,14 @@ class BroadcastCommunicators:
     """
 
     def __init__(self, engine_rank: int, device: torch.device, timeout_s: float, epoch: int) -> None:
-        self._epoch = epoch
+        self._epoch, self._address = epoch, ""
         self._store: dist.Store | None = None
         self._engine_rank, self._device, self._timeout_s = engine_rank, device, timeout_s
         self._connected: dict[tuple[int, ...], BroadcastCommunicator] = {}
 
-    def use_store(self, store: dist.Store) -> None:
-        """Sets the store over which communicators connect from now on."""
-        self._store = dist.PrefixStore(f"broadcast/{self._epoch}", store)
+    def use_store(self, store: dist.Store, address: str = "") -> None:
+        """Sets the store over which communicators connect from now on, and see `AbortableGroup.connect`."""
+        self._store, self._address = dist.PrefixStore(f"broadcast/{self._epoch}", store), address
 
     def get(self, members: tuple[int, ...]) -> BroadcastCommunicator:
         """Collective: all members must request their communicators in the same order."""
@@ -83,7 +84,8 @@ class BroadcastCommunicators:
             assert self._store is not None
             communicator = BroadcastCommunicator(members, self._engine_rank, self._device, self._timeout_s)
             self._connected[members] = communicator  # before it connects, so that it can be aborted
-            communicator.connect(dist.PrefixStore(",".join(map(str, members)), self._store))
+            of_group = dist.PrefixStore(",".join(map(str, members)), self._store)
+            communicator.connect(of_group, address=self._address)
             byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
             communicator.wait(communicator.broadcast(byte, members[0]))  # NCCL connects GPUs when they are first used
         return self._connected[members]
@@ -143,7 +145,7 @@ class P2pCommunicator(AbortableGroup):
         timeout_s: float,
     ) -> None:
         self._group_rank = {member: rank for rank, member in enumerate(members)}
-        names = [f"trainer rank {m}" if m < trainer_ranks else f"engine rank {m - trainer_ranks}" for m in members]
+        names = [peer_name(member, trainer_ranks) for member in members]
         super().__init__(names, self._group_rank[peer_id], backend=backend, device=device, timeout_s=timeout_s)
 
     def send(self, buffers: Sequence[PeerBuffer]) -> PendingOps:
@@ -215,11 +217,15 @@ class P2pCommunicators:
         }
         self._number_of = {peer: number for number in self._own for peer in groups[number]}
 
-    def connect(self, store: dist.Store) -> None:
-        """Connects them all within `timeout_s`. Collective over their members. `store` is of the transfer alone."""
+    def connect(self, store: dist.Store, address: str = "") -> None:
+        """Connects them all within `timeout_s`. Collective over their members.
+
+        store    of the transfer alone
+        address  see `AbortableGroup.connect`
+        """
         deadline = time.monotonic() + self._timeout_s
         for number, communicator in self._own.items():
-            communicator.connect(dist.PrefixStore(str(number), store), deadline)
+            communicator.connect(dist.PrefixStore(str(number), store), deadline, address=address)
         # NCCL connects two GPUs when one first sends to the other.
         room = torch.zeros(len(self._peers), dtype=torch.uint8, device=self._device).split(1)
         bytes_of_peers = list(zip(self._peers, room, strict=False))  # no peers: one empty part

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _CONNECT_S = 20.0  # for gloo to connect processes that are all running
 _EXPIRED = timedelta(milliseconds=1)
 _UNUSED_TAG = 0x5EA3  # no message is sent with it
@@ -22,8 +24,11 @@ class GlooGroup:
 
     starts_at_once = True
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, address: str = ""
+    ) -> None:
+        """`address` is one of this host, at which the others reach it; empty for gloo's choice."""
+        self._store, self._rank, self._size, self._address = store, rank, size, address
         self._timeout = timedelta(seconds=timeout_s)
         self._pg: Any = None
 
@@ -32,7 +37,14 @@ class GlooGroup:
 
     def connect(self) -> None:
         timeout = min(self._timeout, timedelta(seconds=_CONNECT_S))
-        self._pg = dist.ProcessGroupGloo(self._store, self._rank, self._size, timeout=timeout)
+        if not self._address or os.environ.get(INTERFACE_VARIABLE):  # a user who sets it knows better
+            self._pg = dist.ProcessGroupGloo(self._store, self._rank, self._size, timeout=timeout)
+            return
+        options = cast(Any, dist.ProcessGroupGloo)._Options()
+        options._timeout = timeout
+        # Gloo would use the host's name, which often is resolved to loopback, where other hosts do not find this rank.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
+        self._pg = dist.ProcessGroupGloo(self._store, self._rank, self._size, options)
 
     def start(self, verb: str, messages: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[tuple[int, ...], dist.Work]]:
         start = self._pg.send if verb == "send" else self._pg.recv

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.layout.regions import Region
+from sglang_reshard.layout.regions import LocalRegion
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.transports.gpu_memory import GpuAllocation, GpuExporter
 from sglang_reshard.transports.host_arena import HostArena
@@ -257,15 +257,14 @@ class PeerMemory:
         self._opened.close()  # host memory is unregistered before it is unmapped
         self._mappings = []
 
-    def locate(self, tensor: int, region: Region, item_bytes: int) -> tuple[int, int, tuple[int, ...]]:
+    def locate(self, tensor: int, region: LocalRegion, item_bytes: int) -> tuple[int, int, tuple[int, ...]]:
         """Returns mapping, offset and strides (elements) of a region of the shard of the layout's tensor `tensor`."""
         view = self._views[tensor]
         if view.storage < 0:
             raise Mismatch(f"trainer rank {self._rank} exported an empty shard of tensor number {tensor}")
         mapping, begin = self._locations[view.storage]
-        offset = begin // item_bytes + view.offset
-        offset += sum(a * s for a, s in zip(region.start, view.strides, strict=True))
-        return mapping, offset, tuple(n * s for n, s in zip(region.step, view.strides, strict=True))
+        offset, strides = region.memory(view.strides)
+        return mapping, begin // item_bytes + view.offset + offset, strides
 
     def view(
         self, mapping: int, offset: int, strides: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype
@@ -285,7 +284,7 @@ class PeerMemory:
             )
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, strides)
 
-    def region(self, tensor: int, region: Region, dtype: torch.dtype) -> torch.Tensor:
+    def region(self, tensor: int, region: LocalRegion, dtype: torch.dtype) -> torch.Tensor:
         """Returns a view of a region of the shard of the layout's tensor number `tensor`."""
         return self.view(*self.locate(tensor, region, dtype.itemsize), region.count, dtype)
 

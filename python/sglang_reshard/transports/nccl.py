@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from sglang_reshard.gpu.runtime import runtime
 
+INTERFACE_VARIABLE = "NCCL_SOCKET_IFNAME"
 # Without a watchdog and its monitor, which are started unless waits block (`ProcessGroupNCCL::ProcessGroupNCCL`).
 # Work is then never enqueued for them either (`workEnqueue`): nobody but this module looks at errors.
 _WITHOUT_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
@@ -49,8 +50,10 @@ class NcclGroup:
 
     starts_at_once = False
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-        """`device` is this rank's GPU. Nothing is connected yet."""
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, _address: str = ""
+    ) -> None:
+        """`device` is this rank's GPU. Nothing is connected yet. NCCL finds its interface itself."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         options.config.blocking = 0

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sglang_reshard.trace.program import Program
 
 BUCKETS = 2
-_Round = tuple[list[PeerBuffer], CopyList]  # the messages of all links, and the copies into or out of the bucket
+Round = tuple[list[PeerBuffer], CopyList]  # the messages of all links, and the copies into or out of the bucket
 
 
 class P2pSender:
@@ -64,9 +64,9 @@ class P2pSender:
         """
         links = {}
         for peer, nbytes in round_bytes.items():
-            views = [(shards[tensor][region.slices()],) for tensor, region in requests[peer].entries()]
+            views = [(region.view(shards[tensor]),) for tensor, region in requests[peer].entries()]
             links[peer] = P2pLink.cut(layout, requests[peer], nbytes, views)
-        self._rounds, self.extra_bytes = _build_rounds(links, device, pack=True)
+        self._rounds, self.extra_bytes = build_rounds(links, device, pack=True)
         self.sent_bytes = sum(link.payload_bytes for link in links.values())
 
     def send(self, communicators: P2pCommunicators) -> None:
@@ -97,7 +97,7 @@ class P2pTransport:
                 for reads in destination_reads(plan, trainer_rank)
             ]
             links[trainer_rank] = P2pLink.cut(context.tensor_index.layout, request, nbytes, views)
-        self._rounds, self.extra_bytes = _build_rounds(links, context.device, pack=False)
+        self._rounds, self.extra_bytes = build_rounds(links, context.device, pack=False)
         self._direct = IpcTransport(context)
         self.extra_bytes += self._direct.extra_bytes
         self.read_bytes = self._direct.read_bytes | {t: link.payload_bytes for t, link in links.items()}
@@ -182,7 +182,7 @@ class P2pLink:
         return -(-max(staged, default=0) // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def _build_rounds(links: Mapping[int, P2pLink], device: torch.device, *, pack: bool) -> tuple[list[_Round], int]:
+def build_rounds(links: Mapping[int, P2pLink], device: torch.device, *, pack: bool) -> tuple[list[Round], int]:
     """Returns the rounds, and the bytes of buckets and tables. `pack`: copies go into the bucket, not out of it."""
     in_place = {peer: [link.in_place(m, device) for m in link.messages] for peer, link in links.items()}
     begin, end = {}, 0  # of each link's part of a bucket

@@ -188,10 +188,14 @@ class VirtualTorchCuda:
 
     def synchronize(self, device: Any = None) -> None:
         index = self._index(device)
+        self.bind_context(index)
+        self._ended(self._place.visible[index])
+
+    def bind_context(self, index: int) -> None:
+        """As any call of CUDA's runtime for a device, which makes its context the thread's while it is the current."""
         before = self._enter(index)
         self._memory.use(self._place.visible[index])
         self._thread.context = index
-        self._ended(self._place.visible[index])
         self._leave(before)
 
     # -- what was started on a GPU, and ends when it is synchronized
@@ -285,6 +289,10 @@ class VirtualStream:
 
     def synchronize(self) -> None:
         self.cuda._ended(self.cuda._number(self.device_index))
+
+    def query(self) -> bool:
+        self.cuda.bind_context(self.device_index)
+        return True
 
     def wait_stream(self, _other: VirtualStream) -> None:
         """Nothing has to wait."""

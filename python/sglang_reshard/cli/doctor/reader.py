@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from sglang_reshard.layout.regions import Region
+from sglang_reshard.layout.regions import LocalRegion
 from sglang_reshard.protocol.messages import decode
 from sglang_reshard.transports.gpu_memory import GpuAllocation
 from sglang_reshard.transports.memory import Handles, PeerMemory
@@ -26,7 +26,7 @@ def main() -> None:
     handles = decode(sys.stdin.buffer.read(), Handles)
     on_gpu = any(isinstance(handle, GpuAllocation) for handle in handles.storages)
     memory = PeerMemory(0, handles, torch.device("cuda" if on_gpu else "cpu", 0))
-    whole = Region((0,), (ELEMENTS,), (1,))
+    whole = LocalRegion.whole((ELEMENTS,))
     shards = [memory.region(i, whole, torch.float32) for i in range(len(handles.shards))]
     print("same" if all(torch.equal(shard.cpu(), pattern()) for shard in shards) else "other bytes")
 

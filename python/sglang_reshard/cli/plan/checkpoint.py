@@ -18,7 +18,7 @@ import torch
 from sglang_reshard.cli.plan.models import CONFIG
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import ITEM_BYTES, TensorSpec
-from sglang_reshard.sources.fsdp import named_shards
+from sglang_reshard.sources.module import named_shards
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",

@@ -89,7 +89,7 @@ def _link_loads(index: TensorIndex, rank: RankModel, trainer_rank: int, share: i
 
     def source(item: int) -> tuple[torch.Tensor, ...]:
         tensor, region = items[item]
-        return (shard_of(int(index.class_of[tensor]))[region.slices()],)
+        return (region.view(shard_of(int(index.class_of[tensor]))),)
 
     def load(view_of: Callable[[int], tuple[torch.Tensor, ...]]) -> LinkLoad:
         link = P2pLink.cut(index.layout, request, share, _Views(len(rows), view_of))

@@ -33,8 +33,9 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
         raise _invalid_request(f"timeout_s={request.timeout_s} is not above 0 and at most {MAX_TIMEOUT_S:.0f}")
     version = request.weight_version or ""
     names = (request.layout, request.transport, version, request.package_version, request.traceparent)
+    lora = (request.lora.name, request.lora.config, request.lora.lora_id) if request.lora is not None else ()
     gpus = [text for device in request.trainer_devices for text in _texts(device)]
-    for name in (*names, *request.handles, *request.trainer_hosts, *gpus, *request.prepared, *request.ignore):
+    for name in (*names, *lora, *request.handles, *request.trainer_hosts, *gpus, *request.prepared, *request.ignore):
         if len(name) > _MAX_NAME_LENGTH:
             raise _invalid_request(f"a name of {len(name):,} characters is too long: {name[:40]!r}...")
 

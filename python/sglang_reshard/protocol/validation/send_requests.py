@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout.regions import Region
+from sglang_reshard.layout.regions import LocalRegion
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan.p2p import SendRequest
 
@@ -49,7 +49,14 @@ def check_send_request(request: SendRequest, layout: SourceLayout, trainer_rank:
         raise _invalid(who, f"it requests {requested:,} elements of a rank that holds {held_elements:,}")
 
 
-def _is_within(region: Region, shape: tuple[int, ...]) -> bool:
+def _is_within(region: LocalRegion, shape: tuple[int, ...]) -> bool:
+    if region.is_flat and len(shape) == 1:
+        if len(region.count) != len(region.step):
+            return False
+        steps = list(zip(region.count, region.step, strict=True))
+        if any(n < 1 or not 1 <= s <= MAX_STEP for n, s in steps):
+            return False
+        return 0 <= region.start[0] < shape[0] - sum((n - 1) * s for n, s in steps)
     if not len(region.start) == len(region.count) == len(region.step) == len(shape):
         return False
     bounds = zip(region.start, region.count, region.step, shape, strict=True)

@@ -1,7 +1,7 @@
 """Registers a CPU platform with verl, through verl's own hook for platforms. Imported by verl, not by this package.
 
 `VERL_USE_EXTERNAL_MODULES`, set by `verl_settings.environment`, names this module, so that `import verl` imports it in
-every process before verl selects a device. It registers a platform named "cpu" and works around three things that verl
+every process before verl selects a device. It registers a platform named "cpu" and works around four things that verl
 and SGLang do there that only work on a GPU. Nothing installed is modified, and on a host with a GPU the import fails.
 """
 
@@ -156,6 +156,16 @@ def _leave_reductions_alone() -> None:
     vars(reductions).setdefault("_rebuild_cuda_tensor_original", reductions.rebuild_cuda_tensor)
 
 
+def _let_fsdp1_synchronize_on_the_host() -> None:
+    """Lets FSDP1 broadcast rank 0's parameters at its start (`sync_module_states`, which verl sets) over gloo.
+
+    torch refuses host memory there, as NCCL would.
+    """
+    from torch.distributed.fsdp import _init_utils
+
+    _init_utils._check_module_states_for_sync_module_states = lambda module_states: None
+
+
 def _share_by_name() -> None:
     """Makes SGLang's schedulers open tensors by name.
 
@@ -168,4 +178,5 @@ def _share_by_name() -> None:
 refuse_gpu("verl_platform", "Remove it from VERL_USE_EXTERNAL_MODULES, and unset VERL_PLATFORM.")
 _name_gloo_once()
 _leave_reductions_alone()
+_let_fsdp1_synchronize_on_the_host()
 _share_by_name()

@@ -2,15 +2,22 @@
 
 SGLang imports names from `sgl_kernel` in many modules, and calls none of them on a CPU without AMX. Every name can be
 imported, including submodules; calling it raises an error.
+
+SGLang's LoRA pins memory, for which torch needs a driver. Here memory is not pinned, although it is asked for.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch.utils._device import _device_constructors
 
 # SGLang compares it with the version it was built against.
 __version__ = "0.4.2.post2"
@@ -60,3 +67,17 @@ sys.meta_path.insert(0, _Finder())
 
 def __getattr__(name: str) -> MissingKernel:
     return _missing(__name__, name)
+
+
+def _unpinned(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return factory(*args, **kwargs)
+
+    return make
+
+
+_device_constructors()  # so that `with torch.device(...)` has seen torch's own functions
+for _name in ("tensor", "zeros"):
+    setattr(torch, _name, _unpinned(getattr(torch, _name)))
+setattr(torch.Tensor, "pin_memory", lambda self, device=None: self)  # noqa: B010

@@ -1,0 +1,133 @@
+"""Carries update requests to receivers in other processes, and their answers back, over the session's control server.
+
+A receiver asks for its next request when it is ready; until then the request waits on the server. The end of a
+receiver's connection cancels its scope, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import msgspec
+
+from sglang_reshard.control import Address, ControlClient, WaitTimedOut
+from sglang_reshard.errors import Aborted, DeadlineExceeded, EngineRefused, Mismatch, ReshardError
+from sglang_reshard.layout.decoders import json_decoder
+from sglang_reshard.protocol.messages import (
+    DistributedUpdateWeightsOutput,
+    DistributedUpdateWeightsReq,
+    decode,
+    encode,
+)
+
+_SESSION, _RECEIVERS = "receivers", "names"
+
+
+def to_metadata(address: Address) -> str:
+    """Returns what a receiver needs to connect, as a line of text. Whoever has it can join, so keep it private."""
+    return msgspec.json.encode(address).decode()
+
+
+def from_metadata(metadata: str) -> Address:
+    try:
+        return json_decoder(Address).decode(metadata)
+    except msgspec.MsgspecError as error:
+        raise Mismatch(f"this is no metadata of a ModuleSender: {error}") from None
+
+
+class Mailbox:
+    """A receiver's end."""
+
+    def __init__(self, address: Address, name: str, timeout_s: float) -> None:
+        """Connects, and registers `name`, which no other receiver may have."""
+        self._client = ControlClient(address.named(_SESSION), timeout_s)
+        self._name, self._number = name, 0
+        self._client.enter(_scope(name), f"receiver {name}")
+        self._client.append(_RECEIVERS, name.encode())
+
+    def request(self, timeout_s: float) -> DistributedUpdateWeightsReq | None:
+        """Returns the next request; None if there is none within `timeout_s`."""
+        try:
+            (data,) = self._client.get([_request(self._name, self._number)], timeout_s)
+        except WaitTimedOut:
+            return None
+        return decode(data, DistributedUpdateWeightsReq)
+
+    def answer(self, output: DistributedUpdateWeightsOutput) -> None:
+        """Answers the request that `request` returned last."""
+        self._client.set({_answer(self._name, self._number): encode(output)})
+        self._number += 1
+
+    def close(self) -> None:
+        """Leaves: the sender no longer counts with this receiver."""
+        with contextlib.suppress(ReshardError):
+            self._client.cancel(_scope(self._name), f"receiver {self._name} has left")
+        self._client.close()
+
+
+class MailRoom:
+    """Trainer rank 0's end, for all receivers."""
+
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        self._client = ControlClient(address.named(_SESSION), timeout_s)
+        self._timeout_s = timeout_s
+        self._sent: dict[str, int] = {}  # requests, by receiver
+        self._gone: set[str] = set()
+
+    def receivers(self) -> list[str]:
+        """Returns the names of those that have registered and not left, in the order in which they came."""
+        for number in range(len(self._sent), self._client.add(_RECEIVERS, 0)):
+            (data,) = self._client.get([f"{_RECEIVERS}/{number}"], self._timeout_s)
+            name = data.decode()
+            self._sent[name] = 0
+            self._client.watch(_scope(name), functools.partial(self._lost, name))
+        return [name for name in self._sent if name not in self._gone]
+
+    def _lost(self, name: str, _reason: str) -> None:
+        self._gone.add(name)
+
+    def wait(self, count: int, timeout_s: float) -> None:
+        """Waits until `count` receivers have ever registered. Raises DeadlineExceeded."""
+        try:
+            self._client.wait([f"{_RECEIVERS}/{number}" for number in range(count)], timeout_s)
+        except WaitTimedOut as error:
+            raise DeadlineExceeded(
+                f"{count - len(error.missing)} of {count} receivers have registered within {timeout_s:.0f} s; do the "
+                "others call init with this sender's metadata?"
+            ) from None
+
+    def send(self, name: str, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
+        """Gives a receiver a request, and returns its answer once it was ready. Raises EngineRefused if it is gone."""
+        number = self._sent[name]
+        self._sent[name] += 1
+        keys = [_request(name, number), _answer(name, number)]
+        try:
+            self._client.set({keys[0]: encode(request)})
+            (data,) = self._client.get(keys[1:], request.timeout_s, _scope(name))
+        except WaitTimedOut:
+            raise DeadlineExceeded(
+                f"receiver {name} did not take the weights within {request.timeout_s:.0f} s; does it call "
+                "poll_and_apply, receive or start?"
+            ) from None
+        except Aborted as error:
+            if self._client.exists(keys[1:]) != [True]:
+                raise EngineRefused(str(error)) from None
+            (data,) = self._client.get(keys[1:], request.timeout_s)  # it answered, and left before this was asked
+        self._client.delete_keys(keys)
+        return decode(data, DistributedUpdateWeightsOutput)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _scope(name: str) -> str:
+    return f"receiver/{name}"
+
+
+def _request(name: str, number: int) -> str:
+    return f"request/{name}/{number}"
+
+
+def _answer(name: str, number: int) -> str:
+    return f"answer/{name}/{number}"

@@ -1,0 +1,81 @@
+"""Sends updated weights from the trainer ranks to plain torch modules in other processes, without SGLang.
+
+    sender = ModuleSender()                     # on every trainer rank; needs torch.distributed
+    collectors.start(sender.metadata)           # they call ModuleReceiver.init(metadata)
+    sender.update(model, weight_version="42")   # when all of them have taken the weights, it returns
+
+Each receiver is an engine of one rank to the sender; requests and answers go by `module_mail`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from sglang_reshard.api.module_mail import MailRoom, to_metadata
+from sglang_reshard.api.multi_engine import MultiEngineSender
+from sglang_reshard.control import Address, ControlServer
+from sglang_reshard.layout.decoders import convert
+from sglang_reshard.observability.report import UpdateReport
+from sglang_reshard.protocol.messages import DEFAULT_TIMEOUT_S
+from sglang_reshard.protocol.session import LOOPBACK
+from sglang_reshard.sources import NamedTensors
+from sglang_reshard.trainer.collectives import on_first_rank
+
+
+class ModuleSender:
+    """One trainer rank's end. Receivers may come and go between updates.
+
+    metadata  what `ModuleReceiver.init` takes, the same on every trainer rank. Whoever has it can join
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, interface: str = LOOPBACK, **options: Any) -> None:
+        """Opens a session. Collective over `group`.
+
+        group      process group of the trainer ranks, with a CPU backend; by default all ranks
+        interface  address of rank 0's host at which receivers connect to it
+        options    transport, bucket_bytes and timeout_s, see `WeightSender`
+        """
+        group = group or dist.group.WORLD
+        assert group is not None, "init_process_group has not been called"
+        self._group, self._timeout_s = group, float(options.get("timeout_s", DEFAULT_TIMEOUT_S))
+        self._server: ControlServer | None = None
+        self._mail: MailRoom | None = None
+        address = convert(on_first_rank(functools.partial(self._host, interface), group), Address)
+        self.metadata = to_metadata(address)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self._sender = MultiEngineSender(address, trainer_rank=dist.get_rank(group), global_ranks=ranks, **options)
+
+    def wait_for_receivers(self, count: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Waits until `count` receivers have connected. Collective. Raises DeadlineExceeded on every rank."""
+        on_first_rank(lambda: self._mail.wait(count, timeout_s) if self._mail else None, self._group)
+
+    def update(self, named_tensors: NamedTensors | torch.nn.Module, **options: Any) -> dict[str, UpdateReport]:
+        """Gives all receivers these weights, and returns a report of each once all have taken them. Collective.
+
+        Takes and raises what `WeightSender.update` does. A receiver that has left, or whose process has ended, is no
+        longer waited for; one that joins meanwhile takes part in the next update.
+        """
+        names: list[str] = on_first_rank(lambda: self._mail.receivers() if self._mail else [], self._group)
+        self._sender.set_engines({name: self._send_to(name) for name in names})
+        return self._sender.update(named_tensors, **options) if names else {}
+
+    def close(self) -> None:
+        """Ends all sessions. Collective."""
+        self._sender.close()
+        if self._mail is not None:
+            self._mail.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _host(self, interface: str) -> Any:
+        self._server = ControlServer.open(interface)
+        self._mail = MailRoom(self._server.address, self._timeout_s)
+        return msgspec.to_builtins(self._server.address)
+
+    def _send_to(self, name: str) -> Any:
+        return functools.partial(self._mail.send, name) if self._mail is not None else None

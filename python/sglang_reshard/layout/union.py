@@ -1,0 +1,79 @@
+"""Combines layouts of trainer ranks that list different tensors: pipeline stages, and experts of expert parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap, invalid_reason
+from sglang_reshard.layout.source_layout import EXPLICIT, SourceLayout, SourceTensor
+
+_Statement = tuple[int, tuple[int, ...], int, int]  # number of the layout, and shape, mesh and placements there
+
+
+def union(layouts: Sequence[SourceLayout], layout_of_rank: Sequence[int]) -> SourceLayout:
+    """Returns the layout of all tensors, in the order of the first trainer rank that lists each.
+
+    layouts         the distinct ones
+    layout_of_rank  number of each trainer rank's
+
+    A tensor is held by the ranks that list it, each as its own layout states. Ranks that list it may state different
+    shardings, as the first and the last stage do of a tied embedding.
+
+    Raises Mismatch if ranks disagree about a tensor's shape or dtype, or hold parts of it that overlap; Unsupported if
+    no rank holds some of its elements. Both name the tensor and ranks.
+    """
+    if len(layouts) == 1:
+        return layouts[0]
+    ranks_of = [[rank for rank, own in enumerate(layout_of_rank) if own == number] for number in range(len(layouts))]
+    listed: dict[str, list[tuple[int, SourceTensor]]] = {}
+    for number in dict.fromkeys(layout_of_rank):
+        for tensor in layouts[number].tensors:
+            listed.setdefault(tensor.name, []).append((number, tensor))
+    explicit: dict[ShardMap, int] = {}
+    known: dict[tuple[_Statement, ...], int] = {}
+    tensors = []
+    for name, statements in listed.items():
+        (first, stated), *others = statements
+        for number, other in others:
+            if (other.shape, other.dtype) != (stated.shape, stated.dtype):
+                raise Mismatch(
+                    f"{name} is {stated.dtype} {stated.shape} on trainer rank {ranks_of[first][0]} and {other.dtype} "
+                    f"{other.shape} on trainer rank {ranks_of[number][0]}"
+                )
+        key = tuple((number, tensor.shape, tensor.mesh, tensor.placements) for number, tensor in statements)
+        if key not in known:
+            held = _held(name, {number: layouts[number].shard_map(tensor) for number, tensor in statements}, ranks_of)
+            if reason := invalid_reason(ExplicitSharding(stated.shape, held), len(layout_of_rank)):
+                raise Mismatch(f"{name}: trainer ranks that list it hold parts that do not go together: {reason}")
+            missing = stated.spec.numel - held.covered_elements()
+            if missing:
+                raise Unsupported(
+                    f"{name}: trainer ranks {sorted(r for n, _ in statements for r in ranks_of[n])} list it, and "
+                    f"{missing} of its {stated.spec.numel} elements are held by none of them; list it on all ranks "
+                    "that hold shards of it"
+                )
+            known[key] = explicit.setdefault(held, len(explicit))
+        tensors.append(SourceTensor(name, stated.shape, stated.dtype, EXPLICIT, known[key]))
+    return SourceLayout(len(layout_of_rank), (), (), tuple(tensors), tuple(explicit))
+
+
+def _held(name: str, stated: Mapping[int, ShardMap], ranks_of: Sequence[Sequence[int]]) -> ShardMap:
+    """Returns what each of the ranks holds that have one of the layouts, by their numbers."""
+    strides = {shard_map.strides for shard_map in stated.values()}
+    if len(strides) > 1:
+        raise Unsupported(
+            f"{name} is in flat buffers on some trainer ranks and not on others, {[ranks_of[n][0] for n in stated]} "
+            "among them; pass it alike on all of them"
+        )
+    listing = {number: set(ranks_of[number]) for number in stated}
+    return ShardMap.of(
+        (
+            (shard.box, shard.local_start, rank)
+            for number, shard_map in stated.items()
+            for shard in shard_map.shards
+            for rank in shard.ranks
+            if rank in listing[number]
+        ),
+        strides.pop(),
+    )

@@ -1,0 +1,92 @@
+"""Collectives over metadata: results of all ranks or the first failure, the source's layout, requests between ranks.
+
+Every function is collective over a CPU group, and raises the same error on all of its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.layout.manifest import unpack_blob
+from sglang_reshard.layout.source_layout import SourceLayout
+from sglang_reshard.layout.union import union
+from sglang_reshard.protocol.messages import Failure, decode, encode
+from sglang_reshard.trainer.collectives import broadcast_message, gather_messages, translated_errors
+
+T = TypeVar("T")
+
+
+class _Outcome(msgspec.Struct, frozen=True):
+    """An encoded result, or the exception that was raised instead."""
+
+    value: bytes = b""
+    failure: Failure | None = None
+
+
+def gather_results(call: Callable[[], T], kind: type[T], group: dist.ProcessGroup) -> list[T]:
+    """Calls `call` on every rank. Returns every rank's result, in rank order, or raises the first rank's error."""
+    rank, cause = dist.get_rank(group), None
+    try:
+        outcome = _Outcome(encode(call()))
+    except Exception as error:
+        cause = error
+        named = error if isinstance(error, ReshardError) else ReshardError(f"trainer rank {rank}: {error!r}")
+        outcome = _Outcome(failure=Failure.of(named))
+    outcomes = gather_messages(outcome, _Outcome, group)
+    if failures := [other.failure for other in outcomes if other.failure is not None]:
+        raise failures[0].error() from cause
+    return [decode(other.value, kind) for other in outcomes]
+
+
+def raise_together(problem: ReshardError | None, group: dist.ProcessGroup) -> None:
+    """Raises the first rank's problem on all ranks, if any rank has one. One all-reduce of a number if none has."""
+    having = torch.tensor([problem is not None], dtype=torch.int32)
+    with translated_errors(group):
+        dist.all_reduce(having, group=group)
+
+    def fail() -> bool:
+        if problem is not None:
+            raise problem
+        return True
+
+    if int(having):
+        gather_results(fail, bool, group)
+
+
+def union_of_layouts(packed: bytes, digests: Sequence[str], group: dist.ProcessGroup) -> SourceLayout:
+    """Returns the layout of all that ranks list.
+
+    packed   the layout of what this rank lists, by `pack_blob`
+    digests  content hash of each rank's layout. Each distinct layout is broadcast once
+
+    Raises as `union` does.
+    """
+    own, layouts = dist.get_rank(group), []
+    distinct = list(dict.fromkeys(digests))
+    for digest in distinct:
+        root = digests.index(digest)
+        data = broadcast_message(packed if own == root else None, bytes, group, root)
+        layouts.append(unpack_blob(data, SourceLayout, digest, what="the source's layout"))
+    return union(layouts, [distinct.index(digest) for digest in digests])
+
+
+def exchange_blobs(outgoing: Mapping[int, bytes], incoming: Mapping[int, int], group: dist.ProcessGroup) -> list[bytes]:
+    """Gives every rank what the others have for it. Returns what each rank has for this one, in rank order.
+
+    outgoing  rank -> the bytes for it
+    incoming  rank -> the number of bytes that it has for this one
+    """
+    ranks = range(dist.get_world_size(group))
+    data = b"".join(outgoing.get(rank, b"") for rank in ranks)
+    sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    sizes = [incoming.get(rank, 0) for rank in ranks]
+    received = torch.empty(sum(sizes), dtype=torch.uint8)
+    with translated_errors(group):
+        dist.all_to_all_single(received, sent, sizes, [len(outgoing.get(rank, b"")) for rank in ranks], group=group)
+    return [part.numpy().tobytes() for part in received.split(sizes)]

@@ -1,0 +1,94 @@
+"""Moves what a plan says: rounds of messages between ranks of one process group, and copies within a rank.
+
+Every rank may send and receive. Both ends of a link cut its stream into the same messages (`plan.p2p`), one per round,
+and the messages of a rank's round, in both directions, are one batch: NCCL runs them as one group, within which no
+order can deadlock. All ranks go through the rounds in ascending order, so of all messages that have not arrived, those
+of the lowest round have been started by both ends, or will be without waiting for another. Two buckets alternate on
+either side: while the messages of one are in transit, the other is packed and unpacked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from sglang_reshard.errors import DeadlineExceeded
+from sglang_reshard.transports.copies import CopyList
+from sglang_reshard.transports.p2p import BUCKETS, Round
+
+_TAG = 0x2E5A  # gloo keeps these messages apart from others between the same ranks
+
+
+class _Operation(NamedTuple):
+    """A message in transit. `peers` describes it: NCCL has one operation for all messages of a round."""
+
+    work: dist.Work
+    peers: str
+
+
+class Mover:
+    """One rank's rounds, built once and run as often as wanted.
+
+    sends, receives  the rounds of either direction, by peers' ranks within the group
+    local            copies from this rank's own source shards into its target shards
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sends: list[Round], receives: list[Round], local: CopyList) -> None:
+        self._group, self._sends, self._receives, self._local = group, sends, receives, local
+        self._count = max(len(sends), len(receives))
+        # Of each round, with what an error calls them.
+        self._operations = [self._batch(number) for number in range(self._count)]
+
+    def run(self) -> None:
+        """Collective. On GPUs it returns when all is enqueued on the current stream, as torch's collectives do.
+
+        Raises DeadlineExceeded, naming the ranks, if a message does not pass within the group's timeout or a connection
+        breaks.
+        """
+        pending = [self._start(number) for number in range(min(BUCKETS, self._count))]
+        self._local.run()
+        for number in range(self._count):
+            self._finish(number, pending.pop(0))
+            if number + BUCKETS < self._count:
+                pending.append(self._start(number + BUCKETS))  # through the buckets that are free now
+
+    def _batch(self, number: int) -> list[tuple[dist.P2POp, str]]:
+        found = []
+        for rounds, call, verb in ((self._receives, dist.irecv, "receive from"), (self._sends, dist.isend, "send to")):
+            for peer, buffer in rounds[number][0] if number < len(rounds) else ():
+                operation = dist.P2POp(call, buffer, group=self._group, tag=_TAG, group_peer=peer)
+                found.append((operation, f"{verb} trainer rank {peer}"))
+        return found
+
+    def _start(self, number: int) -> list[_Operation]:
+        if number < len(self._sends):
+            self._sends[number][1].run()
+        batch = self._operations[number]
+        if not batch:
+            return []
+        names = [name for _, name in batch]
+        with self._named_errors(", ".join(names)):
+            works = dist.batch_isend_irecv([operation for operation, _ in batch])
+        if len(works) != len(batch):
+            names = [", ".join(names)] * len(works)
+        return [_Operation(work, name) for work, name in zip(works, names, strict=True)]
+
+    def _finish(self, number: int, operations: list[_Operation]) -> None:
+        for work, peers in operations:
+            with self._named_errors(peers):
+                work.wait()
+        if number < len(self._receives):
+            self._receives[number][1].run()
+
+    @contextlib.contextmanager
+    def _named_errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise DeadlineExceeded(
+                f"trainer rank {dist.get_rank(self._group)} could not {what}: it has failed, or did not come within "
+                f"the process group's timeout; look at its log. The target is written in part. ({error})"
+            ) from error

@@ -1,0 +1,214 @@
+"""Moves parameters between two layouts of one torch.distributed world, shard to shard.
+
+    plan = ReshardPlan.make(actor.named_parameters(), generation.named_parameters())   # on every rank
+    for step in range(steps):
+        train(actor)
+        plan.run()                                                                      # generation has the weights
+
+Nothing is gathered. Every rank is sent exactly the elements that its target shards have and its own source shards lack,
+in messages of bounded size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+
+from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.layout.manifest import unpack_blob
+from sglang_reshard.plan.p2p import SendRequest, round_bytes
+from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES
+from sglang_reshard.realloc.demand import Demand, check_all_listed, sent_matrix
+from sglang_reshard.realloc.exchange import exchange_blobs, gather_results, raise_together, union_of_layouts
+from sglang_reshard.realloc.rank_plan import Described, Given, Listing, PreparedMove, RankPlan
+from sglang_reshard.trainer.collectives import require_cpu_backend, translated_errors
+
+
+def reshard(
+    source: Given,
+    target: Given,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    strict: bool = True,
+    drop_source: bool = False,
+) -> None:
+    """Copies the source's values into the target's tensors, in place, once. Collective over `group`.
+
+    Takes what `ReshardPlan.make` and `ReshardPlan.run` take, and raises what they raise. To move again and again, make
+    a plan.
+    """
+    ReshardPlan.make(source, target, group, bucket_bytes=bucket_bytes, strict=strict).run(drop_source=drop_source)
+
+
+class ReshardPlan:
+    """One rank's part of a move from one layout to another, made by `make` and run as often as wanted.
+
+    It keeps both sides' tensors alive, and its buckets. Values may change between runs, memory may not.
+
+    received_bytes  that other ranks send this one in a run, in the source's dtypes: exactly what it lacks
+    sent_bytes      that this rank sends
+    copied_bytes    that it copies from its own source shards; nothing where source and target are the same memory
+    extra_bytes     of its buckets: at most two of `bucket_bytes` to send from and two to receive in
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, prepared: PreparedMove) -> None:
+        """Use `make`."""
+        self._group, self._rank, self._device = group, dist.get_rank(group), device
+        self._broken, self._dropped, self._running = False, False, False
+        self._mover, self._memory, self.received_bytes, self.sent_bytes, self.copied_bytes, self.extra_bytes = prepared
+
+    @classmethod
+    def make(
+        cls,
+        source: Given,
+        target: Given,
+        group: dist.ProcessGroup | None = None,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        strict: bool = True,
+    ) -> ReshardPlan:
+        """Plans the move and allocates its buckets. Only metadata is exchanged. Collective over `group`.
+
+        source, target  what `sglang_reshard.sources.describe` takes: a module, or (name, tensor[, sharding]); None or
+                        empty on a rank that has nothing of that side. Ranks may list different tensors, as pipeline
+                        stages do. A plain tensor is whole on every rank that lists it. "Trainer rank" of a sharding is
+                        the rank within `group`
+        group           all ranks that have tensors of either side, by default all ranks. It needs a CPU backend; where
+                        it also has NCCL, tensors on GPUs are sent by it, otherwise through host memory
+        bucket_bytes    size of a bucket
+        strict          both sides must have the same names; otherwise those of one side alone are left as they are
+
+        A tensor has the same name and shape on both sides. Where dtypes differ, the source's is sent, and cast when it
+        is written. On the source side, ranks that list a tensor hold equal or disjoint boxes of it, and together all of
+        it; target ranks need not agree.
+
+        Raises Mismatch for names and shapes that differ, and for a target in memory of the source that is not the same
+        elements; Unsupported for tensors that cannot be sent or cast; DeadlineExceeded if a rank does not come within
+        the group's timeout. Every rank raises the same error, which names tensor and rank, and nothing is written.
+        """
+        group = group or dist.group.WORLD
+        assert group is not None, "init_process_group has not been called"
+        require_cpu_backend(group)
+        rank = dist.get_rank(group)
+        listing = Listing(group, source, target, {"bucket_bytes": bucket_bytes, "strict": strict})
+        told = gather_results(listing.describe, Described, group)
+        _check_options(told)
+        layout = union_of_layouts(listing.packed, [other.layout for other in told], group)
+        if not layout.tensors:
+            raise Mismatch("no rank has tensors in the source")
+        own = RankPlan(layout, listing, rank, [other.host for other in told], strict=strict)
+        demands = gather_results(own.demand, Demand, group)
+        if strict:
+            check_all_listed(own.index, demands)
+        incoming = {peer: other.request_bytes.get(rank, 0) for peer, other in enumerate(demands)}
+        requests = {
+            peer: unpack_blob(blob, SendRequest, what=f"the request of trainer rank {peer}")
+            for peer, blob in enumerate(exchange_blobs(own.packed_requests, incoming, group))
+            if blob
+        }
+        per_round = round_bytes(sent_matrix(demands), bucket_bytes)
+        own_device = listing.device if any(other.gpu for other in told) else torch.device("cpu")
+        nccl = own_device.type != "cpu" and "cuda:nccl" in dist.get_backend_config(group)
+        device = own_device if nccl else torch.device("cpu")
+        prepared: list[PreparedMove] = []
+
+        def prepare() -> bool:
+            prepared.append(own.prepare(group, requests, per_round, device))
+            return True
+
+        gather_results(prepare, bool, group)
+        if nccl:  # it connects all ranks when the group is first used, and ranks without messages would be missing
+            with translated_errors(group):
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+        return cls(group, own_device, *prepared)
+
+    def run(self, *, drop_source: bool = False) -> None:
+        """Copies the source's present values into the target's tensors, in place. Collective.
+
+        drop_source  afterwards the storage of every source tensor is resized to 0 bytes, unless the target uses it. The
+                     tensors keep their shapes and have no memory; this plan cannot be run again
+
+        On GPUs it returns when all is enqueued on the current stream, as torch's collectives do, and
+        `torch.cuda.set_device` must have chosen each rank's GPU.
+
+        Raises Mismatch if memory of either side was freed or has moved since the plan was made; nothing is written
+        then. Raises DeadlineExceeded if a rank fails or does not come within the group's timeout: the target is then
+        written in part, and the plan cannot be run again.
+        """
+        raise_together(self._problem(drop_source), self._group)
+        self._run(drop_source)
+
+    def start(self, *, drop_source: bool = False) -> RunningReshard:
+        """Runs the plan in a thread, beside the caller's computations: a reload that overlaps them. Collective.
+
+            moving = plan.start()   # from host memory into the layout for generation, for example
+            score(batch)
+            moving.wait()           # the target has the weights
+
+        On GPUs it begins with all that the plan's GPU was given before, and has a stream of its own. Until `wait` the
+        source must not change, the target must not be used, and no other collective may use `group`: give the plan a
+        group of its own. Takes and raises what `run` does; what happens in the thread is raised by `wait`.
+        """
+        raise_together(self._problem(drop_source), self._group)
+        self._running = True
+        return RunningReshard(lambda: self._run_beside(drop_source))
+
+    def _run_beside(self, drop_source: bool) -> None:
+        try:
+            with runtime().own_stream(self._device):
+                self._run(drop_source)
+        finally:
+            self._running = False
+
+    def _run(self, drop_source: bool) -> None:
+        try:
+            self._mover.run()
+        except BaseException:
+            self._broken = True
+            raise
+        if drop_source:
+            self._dropped = True
+            self._memory.drop_source()
+
+    def _problem(self, drop_source: bool) -> ReshardError | None:
+        """Returns why this rank cannot run the plan."""
+        where = f"trainer rank {self._rank}"
+        if self._broken:
+            return Mismatch(f"{where}: an earlier run of the plan failed; make a new one over a new process group")
+        if self._dropped:
+            return Mismatch(f"{where}: the plan's source was dropped; make a new plan")
+        if self._running:
+            return Mismatch(f"{where}: the plan is running; call wait on what start returned")
+        return self._memory.problem(drop=drop_source)
+
+
+class RunningReshard:
+    """A move that `ReshardPlan.start` has begun."""
+
+    def __init__(self, move: Callable[[], None]) -> None:
+        self._thread = ThreadPoolExecutor(1, "sglang-reshard move")
+        self._done = self._thread.submit(move)
+        self._thread.shutdown(wait=False)
+
+    def is_completed(self) -> bool:
+        """Returns whether the move has ended, or failed, on this rank."""
+        return self._done.done()
+
+    def wait(self) -> None:
+        """Waits until this rank has all that it lacked. Raises what `ReshardPlan.run` would have raised."""
+        self._done.result()
+
+
+def _check_options(told: Sequence[Described]) -> None:
+    """Raises Mismatch if ranks were given different options: they would cut different messages."""
+    for rank, other in enumerate(told):
+        if other.options != told[0].options:
+            raise Mismatch(
+                f"trainer rank {rank} has the options {other.options}, trainer rank 0 has {told[0].options}; pass the "
+                "same on all ranks"
+            )

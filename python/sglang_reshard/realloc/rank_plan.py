@@ -1,0 +1,178 @@
+"""One rank's part of a move: what it lists on both sides, what it reads, and its views and buffers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sglang_reshard.gpu.announce import trainer_device
+from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.layout.manifest import pack_blob
+from sglang_reshard.layout.source_layout import SourceLayout
+from sglang_reshard.plan import ReadPlan, TensorIndex
+from sglang_reshard.plan.p2p import SendRequest, send_request
+from sglang_reshard.realloc.demand import Demand, listed_bits, plan_target_reads, target_program
+from sglang_reshard.realloc.memory import UsedMemory, check_not_overwritten, held_regions, same_memory
+from sglang_reshard.realloc.mover import Mover
+from sglang_reshard.sources import NamedTensors, TrainerState, as_list, describe
+from sglang_reshard.trace.program import Program
+from sglang_reshard.transports.copies import CopyList
+from sglang_reshard.transports.memory import host_identity
+from sglang_reshard.transports.p2p import P2pLink, build_rounds, destination_reads, destination_view
+
+Given: TypeAlias = NamedTensors | torch.nn.Module | None
+
+
+class Described(msgspec.Struct, frozen=True):
+    """What a rank tells of itself: the content hash of what it lists in the source, its host, its options."""
+
+    layout: str
+    host: str
+    gpu: bool
+    options: dict[str, int | bool]
+
+
+class Listing:
+    """What this rank lists on both sides.
+
+    source, target  None if it lists nothing
+    packed          its layout of the source
+    """
+
+    def __init__(self, group: dist.ProcessGroup, source: Given, target: Given, options: dict[str, int | bool]) -> None:
+        self._group, self._given, self._options = group, (source, target), options
+        self.source: TrainerState | None = None
+        self.target: TrainerState | None = None
+        self.packed = b""
+
+    def describe(self) -> Described:
+        ranks = tuple(dist.get_process_group_ranks(self._group))
+        rank = dist.get_rank(self._group)
+        found = []
+        for given in self._given:
+            listed = [] if given is None else as_list(given, rank)
+            found.append(describe(listed, trainer_rank=rank, global_ranks=ranks) if listed else None)
+        self.source, self.target = found
+        self._given = None, None
+        layout = self.source.layout if self.source else SourceLayout(len(ranks), (), (), ())
+        digest, self.packed = pack_blob(layout)
+        return Described(digest, host_identity(), any(map(runtime().on_gpu, self._shards())), self._options)
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """This rank's GPU."""
+        return trainer_device(self._shards()) or runtime().current_device()
+
+    def _shards(self) -> Sequence[torch.Tensor]:
+        return [shard for state in (self.source, self.target) if state for shard in state.shards]
+
+
+class PreparedMove(NamedTuple):
+    """All that a run needs; bytes are those of `ReshardPlan`."""
+
+    mover: Mover
+    memory: UsedMemory
+    received_bytes: int
+    sent_bytes: int
+    copied_bytes: int
+    extra_bytes: int
+
+
+class RankPlan:
+    """What this rank reads, from its plan to its views and buffers."""
+
+    def __init__(
+        self, layout: SourceLayout, listing: Listing, rank: int, hosts: Sequence[str], *, strict: bool
+    ) -> None:
+        self.index = TensorIndex.of(layout)
+        self.requests: dict[int, SendRequest] = {}
+        self.packed_requests: dict[int, bytes] = {}
+        self._listing, self._rank, self._hosts, self._strict = listing, rank, hosts, strict
+        self._program: Program
+        self._reads: ReadPlan
+
+    def demand(self) -> Demand:
+        """Plans what this rank reads. Raises as `target_program` does."""
+        self._program = target_program(self.index, self._listing.target, self._rank, strict=self._strict)
+        self._reads = plan_target_reads(self.index, self._program, self._rank, self._hosts)
+        traffic = {peer: nbytes for peer, (nbytes, _) in self._reads.traffic().items() if peer != self._rank}
+        self.requests = {peer: send_request(self._reads, peer) for peer in traffic}
+        self.packed_requests = {peer: pack_blob(request)[1] for peer, request in self.requests.items()}
+        sizes = {peer: len(packed) for peer, packed in self.packed_requests.items()}
+        return Demand(listed_bits(self.index, self._program), traffic, sizes)
+
+    def prepare(
+        self,
+        group: dist.ProcessGroup,
+        asked: Mapping[int, SendRequest],
+        per_round: np.ndarray,
+        device: torch.device,
+    ) -> PreparedMove:
+        """Makes all views and buffers.
+
+        asked      what each peer asks of this rank
+        per_round  bytes that each rank sends each rank per round, [source ranks, target ranks]
+        device     of the buckets
+        """
+        shards = self._source_shards()
+        sends = {
+            peer: self._link(request, per_round[self._rank, peer], [(v,) for v in _source_views(request, shards)])
+            for peer, request in asked.items()
+        }
+        receives = {
+            peer: self._link(request, per_round[peer, self._rank], self._destinations(peer))
+            for peer, request in self.requests.items()
+        }
+        copied = list(self._copied(shards))
+        written = [view for link in receives.values() for views in link.views for view in views]
+        written += [destination for destination, _, _ in copied]
+        check_not_overwritten(held_regions(self.index, shards, self._rank, written), written, self._rank)
+        local = CopyList()
+        for destination, source, _ in copied:
+            local.add(destination, source)
+        local.build()
+        send_rounds, send_bytes = build_rounds(sends, device, pack=True)
+        receive_rounds, receive_bytes = build_rounds(receives, device, pack=False)
+        named = [(tensor.name, shard) for tensor, shard in zip(self.index.layout.tensors, shards, strict=True)]
+        return PreparedMove(
+            Mover(group, send_rounds, receive_rounds, local),
+            UsedMemory(named, self._program.targets.items(), self._rank),
+            received_bytes=sum(link.payload_bytes for link in receives.values()),
+            sent_bytes=sum(link.payload_bytes for link in sends.values()),
+            copied_bytes=sum(nbytes for _, _, nbytes in copied),
+            extra_bytes=send_bytes + receive_bytes + local.table_bytes,
+        )
+
+    def _link(self, request: SendRequest, round_bytes: int, views: Sequence[tuple[torch.Tensor, ...]]) -> P2pLink:
+        return P2pLink.cut(self.index.layout, request, int(round_bytes), views)
+
+    def _destinations(self, peer: int) -> list[tuple[torch.Tensor, ...]]:
+        """Returns the target's views of each item that a peer sends."""
+        return [
+            tuple(destination_view(self._program, self._reads, read) for read in reads)
+            for reads in destination_reads(self._reads, peer)
+        ]
+
+    def _copied(self, shards: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Yields (destination, source, bytes) within this rank, but for what is the same memory on both sides."""
+        for read in self._reads.reads_from(self._rank):
+            _, item, tensor = self._reads.read(read)
+            source = item.local_region.view(shards[tensor])
+            destination = destination_view(self._program, self._reads, read)
+            if not same_memory(source, destination):
+                yield destination, source, item.nbytes
+
+    def _source_shards(self) -> list[torch.Tensor]:
+        """Returns this rank's local tensors in the layout's order; those that it does not list are empty."""
+        state, layout = self._listing.source, self.index.layout
+        return list(state.within(layout).shards) if state else [torch.empty(0)] * len(layout.tensors)
+
+
+def _source_views(request: SendRequest, shards: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    return (region.view(shards[tensor]) for tensor, region in request.entries())

@@ -1,0 +1,49 @@
+"""Lists a module's weights on this rank, however its parameters are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.sources.fsdp import ShardedParameters
+from sglang_reshard.sources.fsdp1 import clean_name, flat_shards, is_flattened
+
+
+def named_shards(module: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """Yields a module's weights as `describe` takes them: parameters, then persistent buffers.
+
+    FSDP2's parameters are yielded as sharded DTensors, also while they are unsharded. FSDP1's are yielded as this
+    rank's pieces of the flat parameters, each with its `FlatBuffer`, in full precision; all other parameters as they
+    are. Tied parameters are yielded once, under their first name, as by `named_parameters`.
+
+    Raises Unsupported for a torch version that keeps the state of FSDP1 or FSDP2 elsewhere.
+    """
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # engine ranks need neither
+
+    flattened: set[str] = set()
+    wrapped = any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+    if wrapped:
+        for name, piece, buffer in flat_shards(module):
+            flattened.update(member.name for member in buffer.members)
+            yield name, piece, buffer
+    try:
+        sharded = ShardedParameters(p._get_fsdp_state() for p in module.modules() if isinstance(p, FSDPModule))
+    except AttributeError as error:
+        raise Unsupported(
+            f"torch {torch.__version__} is not supported by named_shards: FSDP2 keeps its sharded parameters elsewhere "
+            f"({error}). Call reshard() on every FSDPModule of the model, and pass model.named_parameters() instead"
+        ) from error
+    for name, parameter in module.named_parameters():
+        if not wrapped:
+            yield name, sharded.of(name, parameter)
+        elif not is_flattened(parameter) and (cleaned := clean_name(name)) not in flattened:
+            yield cleaned, sharded.of(name, parameter)
+    for path, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                full = f"{path}.{name}" if path else name
+                yield clean_name(full) if wrapped else full, buffer

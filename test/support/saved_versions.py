@@ -1,0 +1,27 @@
+"""Toy engine ranks that compare their live weights, after each update, with a stock load of what the trainer saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_reshard.engine.receiver import WeightReceiver
+from support.toy import ToyRank
+
+
+def serve(rank: int, size: int, requests: Any, *_: Any) -> list[list[str]]:
+    """Returns the names of the parameters that differ, by update.
+
+    The version of an update is the file in which the trainer has saved the whole tensors.
+    """
+    model = ToyRank(rank, size, torch.bfloat16)
+    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    differing = []
+    for request in requests:
+        requests.answer(receiver.update(request))
+        stock = ToyRank(rank, size, torch.bfloat16)
+        stock.load_weights(torch.load(request.weight_version).items())
+        own = dict(model.named_parameters())
+        differing.append([name for name, p in stock.named_parameters() if not torch.equal(own[name], p)])
+    return differing
