@@ -1,0 +1,81 @@
+"""Runs on hosts of test_networks.py: `python module_job.py ROLE FOLDER ADDRESS RANK SIZE`.
+
+train    a rank of an FSDP2 module, which rank 0 hosts the session of at ADDRESS
+receive  a plain module that takes what it is sent, and saves it
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from sglang_reshard import ModuleReceiver, ModuleSender
+
+VERSIONS = ("1", "2")
+_WAIT_S = 60.0
+
+
+def policy() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 65), nn.Tanh(), nn.Linear(65, 3))
+
+
+def train(folder: Path, address: str, rank: int, size: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group("gloo")
+    model = policy()
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sender = ModuleSender(interface=address, timeout_s=_WAIT_S)
+    if rank == 0:
+        write(folder / "metadata", sender.metadata)
+    sender.wait_for_receivers(1, _WAIT_S)
+    for version in VERSIONS:
+        (model(torch.ones(2, 7)) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        whole = {name: p.full_tensor() for name, p in model.named_parameters()}
+        (report,) = sender.update(model, weight_version=version).values()
+        if rank == 0:
+            torch.save(whole, folder / f"sent-{version}")
+            write(folder / f"transport-{version}", report.transport)
+    sender.close()
+    dist.destroy_process_group()
+
+
+def receive(folder: Path) -> None:
+    model = policy().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.zero_()
+    end = time.monotonic() + _WAIT_S
+    while not (folder / "metadata").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    receiver = ModuleReceiver(model)
+    receiver.init((folder / "metadata").read_text(), timeout_s=_WAIT_S)
+    for version in VERSIONS:
+        assert receiver.receive(_WAIT_S) == version
+        torch.save(dict(model.named_parameters()), folder / f"received-{version}")
+    receiver.close()
+
+
+def write(path: Path, text: str) -> None:
+    """Renamed into place, so that a reader never sees half of it."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.rename(path)
+
+
+if __name__ == "__main__":
+    role, folder, address, rank, size = sys.argv[1:]
+    if role == "train":
+        train(Path(folder), address, int(rank), int(size))
+    else:
+        receive(Path(folder))

@@ -1,0 +1,50 @@
+"""Trainer and engine on different hosts, which reach each other by one network, and have no variable set for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.hosts import Host, environment, laboratory, why_not
+
+pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(180)]
+JOB = Path(__file__).with_name("module_job.py")
+_DEADLINE_S = 120
+
+
+def start(
+    host: Host, role: str, folder: Path, address: str = "", rank: int = 0, size: int = 1, **variables: str
+) -> subprocess.Popen[str]:
+    command = [sys.executable, JOB, role, folder, address, str(rank), str(size)]
+    with (folder / f"{role}-{rank}.log").open("w") as log:
+        return host.run(command, env=environment(OMP_NUM_THREADS="1", **variables), stdout=log, stderr=log)
+
+
+def test_a_module_on_another_host_has_the_trainers_weights(tmp_path: Path) -> None:
+    """All hosts resolve their own names to loopback, which gloo would listen on."""
+    with laboratory(2) as (a, b):
+        processes = {f"train-{rank}": start(a, "train", tmp_path, a.address, rank, 2) for rank in range(2)}
+        processes["receive-0"] = start(b, "receive", tmp_path)
+        for name, process in processes.items():
+            assert process.wait(_DEADLINE_S) == 0, (tmp_path / f"{name}.log").read_text()
+    for version in ("1", "2"):
+        sent, received = (torch.load(tmp_path / f"{side}-{version}") for side in ("sent", "received"))
+        assert sent.keys() == received.keys()
+        assert all(torch.equal(tensor, received[name]) for name, tensor in sent.items())
+        assert (tmp_path / f"transport-{version}").read_text() == "p2p"
+
+
+def test_an_interface_that_leads_nowhere_is_named_at_both_ends(tmp_path: Path) -> None:
+    with laboratory(2) as (a, b):
+        trainer = start(a, "train", tmp_path, a.address, GLOO_SOCKET_IFNAME="lo")
+        receiver = start(b, "receive", tmp_path, GLOO_SOCKET_IFNAME="lo")
+        assert trainer.wait(_DEADLINE_S) == 1
+        receiver.kill()
+        receiver.wait()
+    said = (tmp_path / "train-0.log").read_text()
+    assert "trainer rank 0 is at interface lo of host-a, engine rank 0 is at interface lo of host-b" in said
+    assert "set GLOO_SOCKET_IFNAME on the hosts to another interface" in said

@@ -1,0 +1,29 @@
+"""A server as `oracle.digests.read_live_digests` takes an engine."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+
+import httpx
+import torch
+
+
+class HttpEngine:
+    """As much of `sglang.Engine` as reading digests takes, of a server."""
+
+    def __init__(self, address: str, tp_size: int) -> None:
+        self.address, self.server_args = address, self
+        self.tp_size = tp_size
+
+    def update_weights_from_tensor(
+        self, named_tensors: list[tuple[str, torch.Tensor]], load_format: str, flush_cache: bool
+    ) -> tuple[bool, str]:
+        packed = pickle.dumps(named_tensors)  # by value, as a server on another host shares no memory
+        body = {
+            "serialized_named_tensors": [base64.b64encode(packed).decode()] * self.tp_size,
+            "load_format": load_format,
+            "flush_cache": flush_cache,
+        }
+        answer = httpx.post(f"http://{self.address}/update_weights_from_tensor", json=body, timeout=60).json()
+        return answer["success"], answer["message"]
