@@ -1,0 +1,42 @@
+"""Makes msgspec's decoders, one at a time.
+
+msgspec (0.22) keeps what it knows of a struct's fields with the struct's class, and fills it in while other threads may
+already use it: two threads that decode a class for the first time can crash the process. So all decoders of classes
+that several threads may decode are made here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+_lock = threading.Lock()
+
+
+def _cached(make: F) -> F:
+    """`functools.cache`, whose type does not know that a `type[T]` can be hashed."""
+    return cache(make)  # type: ignore[return-value]
+
+
+@_cached
+def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    with _lock:
+        return msgspec.msgpack.Decoder(kind)
+
+
+@_cached
+def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    with _lock:
+        return msgspec.json.Decoder(kind)
+
+
+def convert(value: Any, kind: type[T]) -> T:
+    """Returns `msgspec.convert(value, kind)`."""
+    msgpack_decoder(kind)
+    return msgspec.convert(value, kind)
