@@ -119,6 +119,7 @@ def serve_with_a_failure(rank, size, requests, process, _transport, where="nowhe
         requests.answer(output)
         if output.success:
             check_weights(model, request.weight_version, served)
+    process.until_unmapped()  # a process that has ended unmaps, too, but leaves its virtual mappings behind
     return served
 
 
