@@ -42,6 +42,7 @@ from sglang_reshard.transports.base import Transport, TransportContext
 from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicators, backend_of
 from sglang_reshard.transports.factory import create_transport
 from sglang_reshard.transports.memory import PeerMemory, host_identity
+from sglang_reshard.transports.nixl import NixlReader
 
 _SHOWN_NAMES = 5
 
@@ -178,6 +179,7 @@ class TransferCache:
         self._rank, self._device, self._live = engine_rank, device, live
         self._broadcast_groups: BroadcastCommunicators | None = None
         self._p2p: P2pCommunicators | None = None
+        self._nixl: NixlReader | None = None
         self._shadow: ShadowWeights | None = None
         self.trainer_memory = TrainerMemory(device)
         self.transfer: PreparedTransfer | None = None
@@ -193,11 +195,14 @@ class TransferCache:
             self._broadcast_groups = None
 
     def drop_transfer(self) -> None:
-        """Drops the prepared transfer, and the P2P connections that only it uses."""
+        """Drops the prepared transfer, and the connections that only it uses."""
         self.transfer = None
         if self._p2p is not None:
             self._p2p.close()
             self._p2p = None
+        if self._nixl is not None:
+            self._nixl.close()
+            self._nixl = None
 
     def unmap(self) -> None:
         """Unmaps the trainer ranks' memory, and drops all that has views of it."""
@@ -213,11 +218,13 @@ class TransferCache:
 
     def abort(self) -> None:
         """Ends this rank's waits for other ranks. Called from another thread."""
-        broadcast_groups, p2p = self._broadcast_groups, self._p2p
+        broadcast_groups, p2p, nixl = self._broadcast_groups, self._p2p, self._nixl
         if broadcast_groups is not None:
             broadcast_groups.abort()
         if p2p is not None:
             p2p.abort()
+        if nixl is not None:
+            nixl.abort()
 
     def plan(
         self, request: DistributedUpdateWeightsReq, demands: Sequence[RankDemand], session: Session, target: TargetPlan
@@ -234,16 +241,17 @@ class TransferCache:
         trainer_ranks = _trainer_ranks_read(strategy, target, self._rank)
         memory = self.trainer_memory.map(trainer_ranks, request, session, target.tensor_index.layout)
         prepare_send = None
+        one_sided = strategy.name == "nixl"
         if strategy.round_bytes.any():
             prepare_send = PrepareSend(
                 transfer=f"{request.update}/{strategy.digest()}",
                 read_plans=tuple(demand.digest for demand in demands),
                 round_bytes=tuple(tuple(row) for row in strategy.round_bytes.tolist()),
-                backend=backend_of(self._device),
+                backend="nixl" if one_sided else backend_of(self._device),
                 timeout_s=request.timeout_s,
                 groups=strategy.groups,
             )
-            for trainer_rank in strategy.senders(self._rank):
+            for trainer_rank in strategy.senders(self._rank) if not one_sided else ():
                 asked = send_request(target.read_plan, trainer_rank)
                 session.put_send_request(target.demand.digest, self._rank, trainer_rank, asked)
         self._allocate_shadow(request, demands, target)
@@ -270,7 +278,10 @@ class TransferCache:
             )
         self._broadcast_groups.use_store(session.store(request.timeout_s, scope), session.local_address)
         round_bytes = plan.strategy.senders(self._rank)
-        if plan.prepare_send is not None and round_bytes:
+        if plan.strategy.name == "nixl":
+            self._nixl = NixlReader(self._rank, request.timeout_s)
+            self._nixl.connect({t: session.get_remote_shards(t, request.timeout_s) for t in round_bytes})
+        elif plan.prepare_send is not None and round_bytes:
             peer_id = len(request.trainer_hosts) + self._rank
             self._p2p = session.p2p_communicators(plan.prepare_send, peer_id, self._device)
             self._p2p.connect(session.p2p_store(plan.prepare_send, scope), session.local_address)
@@ -285,6 +296,7 @@ class TransferCache:
             broadcast_groups=self._broadcast_groups,
             round_bytes=round_bytes,
             p2p=self._p2p,
+            nixl=self._nixl,
         )
         transport = create_transport(plan.strategy, context)
         self.transfer = PreparedTransfer(target, request, plan, self._shadow, regions, transport)

@@ -25,6 +25,7 @@ class Costs:
     local_bytes_s    between two ranks on one host through a process group, or two GPUs, bytes per second
     network_bytes_s  between two hosts, bytes per second
     message_s        seconds per message, on either side
+    read_s           seconds per box that is read one-sided, beside its bytes
     shares_cores     whether ranks on one host compete for its cores
     """
 
@@ -33,14 +34,15 @@ class Costs:
     local_bytes_s: float
     network_bytes_s: float
     message_s: float
+    read_s: float
     shares_cores: bool
 
 
 # On 2 cores without a GPU, fitted to benchmark/results/bench.json.
-CPU = Costs(1e10, 1e-6, 5e9, 1.2e9, 1e-4, shares_cores=True)
+CPU = Costs(1e10, 1e-6, 5e9, 1.2e9, 1e-4, 1e-5, shares_cores=True)
 # From data sheets (HBM, NVLink, 400 Gb/s network cards); not measured on a GPU. A box is a tile or more of a kernel's
 # (`transports.copy_table`), of which a GPU makes hundreds in a microsecond, and no launch of its own.
-GPU = Costs(1.5e12, 5e-9, 3e11, 4e10, 2e-5, shares_cores=False)
+GPU = Costs(1.5e12, 5e-9, 3e11, 4e10, 2e-5, 1e-6, shares_cores=False)
 
 
 def usual_costs(topology: ClusterTopology) -> Costs:
@@ -68,6 +70,16 @@ def exact_seconds(
                 engine[engine_rank] += nbytes / _read_bytes_s(topology, costs, trainer_rank, engine_rank)
                 engine[engine_rank] += boxes * costs.box_s
     return _busiest_seconds(topology, costs, trainer, engine)
+
+
+def pull_seconds(topology: ClusterTopology, costs: Costs, demands: Sequence[RankDemand]) -> float:
+    """Predicts an update in which every engine rank reads the regions it needs one-sided: trainer ranks do nothing."""
+    engine = np.zeros(len(topology.engine_hosts))
+    for engine_rank, demand in enumerate(demands):
+        for trainer_rank, (nbytes, boxes) in demand.traffic.items():
+            engine[engine_rank] += nbytes / _bytes_s(topology, costs, trainer_rank, engine_rank)
+            engine[engine_rank] += nbytes / costs.copy_bytes_s + boxes * (costs.box_s + costs.read_s)
+    return _busiest_seconds(topology, costs, np.zeros(len(topology.trainer_hosts)), engine)
 
 
 def broadcast_seconds(

@@ -4,6 +4,7 @@ ipc        every engine rank reads exactly what it needs from trainer memory on 
 p2p        trainer ranks send exactly that
 ipc+p2p    ipc from trainer ranks whose memory the engine rank can map, p2p from the others
 broadcast  groups of engine ranks receive whole shards
+nixl       every engine rank reads exactly that out of registered trainer memory, on any host; not for `auto` to choose
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import numpy as np
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.plan.broadcast import BroadcastPlan, plan_broadcast
-from sglang_reshard.plan.cost import Costs, broadcast_seconds, exact_seconds, usual_costs
+from sglang_reshard.plan.cost import Costs, broadcast_seconds, exact_seconds, pull_seconds, usual_costs
 from sglang_reshard.plan.p2p import round_bytes
 from sglang_reshard.plan.p2p_groups import check_broadcast_members, plan_p2p_groups
 from sglang_reshard.plan.read_plan import RankDemand
 from sglang_reshard.plan.tensor_index import TensorIndex
 from sglang_reshard.plan.topology import ClusterTopology
 
-TRANSPORTS = ("auto", "ipc", "p2p", "broadcast")
+TRANSPORTS = ("auto", "ipc", "p2p", "broadcast", "nixl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,8 @@ class Strategy:
 
     name, reason       the strategy, and why it was chosen
     predicted_seconds  by the cost model, for the transfer alone
-    round_bytes        what a trainer rank sends an engine rank per round, [trainer ranks, engine ranks]; 0 for none
+    round_bytes        what a trainer rank sends an engine rank per round, or the latter reads by NIXL, [trainer ranks,
+                       engine ranks]; 0 for none
     groups             peer ids of the members of each P2P communicator, see `plan.p2p_groups`
     broadcast          the plan of its broadcasts, if it has any
     """
@@ -98,11 +100,16 @@ def choose_strategy(
             )
         return exact("ipc", unread, reason)
 
+    def nixl(reason: str) -> Strategy:
+        seconds = pull_seconds(topology, costs, demands)
+        return Strategy("nixl", reason, seconds, round_bytes(read + unread, bucket_bytes))
+
     by_name: dict[str, Callable[[str], Strategy]] = {
         "ipc": ipc,
         "ipc+p2p": lambda reason: exact("ipc+p2p", unread, reason),
         "p2p": lambda reason: exact("p2p", read + unread, reason),
         "broadcast": broadcast,
+        "nixl": nixl,
     }
     if transport != "auto":
         return by_name[transport]("requested")

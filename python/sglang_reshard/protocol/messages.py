@@ -167,7 +167,7 @@ class PrepareSend(msgspec.Struct, frozen=True, tag="prepare_send"):
     transfer     identifies what is prepared; a later `StartTransfer` refers to it
     read_plans   digest of each engine rank's read plan, under which its send requests are in the session
     round_bytes  bytes sent in one round, [trainer ranks, engine ranks]; 0 where nothing is sent
-    backend      "gloo" or "nccl"
+    backend      "gloo" or "nccl"; "nixl" to register the shards for engine ranks that read them, and send nothing
     timeout_s    seconds that any one wait may last
     groups       peer ids of the members of each communicator, ascending, see `plan.p2p_groups`; every link's two ends
                  are in exactly one of them

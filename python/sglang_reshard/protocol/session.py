@@ -23,6 +23,7 @@ from sglang_reshard.plan.p2p import SendRequest
 from sglang_reshard.protocol.messages import PrepareSend
 from sglang_reshard.protocol.update_channel import UpdateChannel
 from sglang_reshard.transports.communicator import P2pCommunicators
+from sglang_reshard.transports.remote_shards import RemoteShards
 
 T = TypeVar("T")
 _TRAINERS = "trainers"  # the scope that trainer ranks stay in between updates
@@ -140,6 +141,16 @@ class Session:
 
     def get_regions(self, engine_rank: int, digest: str, timeout_s: float) -> RegionSet:
         return self._get(f"regions/{digest}", digest, f"the regions of engine rank {engine_rank}", RegionSet, timeout_s)
+
+    # -- published by trainer ranks whose memory is read by NIXL, before each is ready
+
+    def put_remote_shards(self, trainer_rank: int, shards: RemoteShards) -> None:
+        """Publishes where a trainer rank has registered its shards; replaces what it has published before."""
+        self.client.set({f"remote_shards/{trainer_rank}": pack_blob(shards)[1]})
+
+    def get_remote_shards(self, trainer_rank: int, timeout_s: float) -> RemoteShards:
+        name = f"the registered memory of trainer rank {trainer_rank}"
+        return self._get(f"remote_shards/{trainer_rank}", "", name, RemoteShards, timeout_s)
 
     # -- the end
 

@@ -1,6 +1,6 @@
 """Executes the commands of engine rank 0 on one trainer rank, until trainer rank 0 reports the result.
 
-    PrepareSend       fetch the send requests of engine ranks, make views and buffers, report ready
+    PrepareSend       fetch the send requests of engine ranks, make views and buffers, or register memory; report ready
     ConnectPeers      connect to the engine ranks
     StartTransfer     send
     RequestChecksums  compute the checksums that the engine ranks' weights must have
@@ -37,6 +37,7 @@ from sglang_reshard.protocol.update_channel import UpdateChannel
 from sglang_reshard.protocol.validation import check_prepare_send, check_send_request
 from sglang_reshard.trainer.publisher import PublishedShards
 from sglang_reshard.transports.communicator import P2pCommunicators
+from sglang_reshard.transports.nixl import NixlSource
 from sglang_reshard.transports.p2p import P2pSender
 
 logger = get_logger(__name__)
@@ -45,12 +46,16 @@ Shards = Callable[[], Sequence[torch.Tensor]]  # returns this rank's, in the lay
 
 @dataclass(slots=True)
 class _PreparedSend:
-    """What is kept between updates. A rank that sends nothing has no communicators to connect."""
+    """What is kept between updates. A rank that sends nothing has no communicators to connect.
+
+    registered  its shards, if engine ranks read them by NIXL: then there is neither sender nor communicators
+    """
 
     command: PrepareSend
     shards: tuple[object, ...]  # `PublishedShards.identity`
-    sender: P2pSender
-    communicators: P2pCommunicators
+    sender: P2pSender | None = None
+    communicators: P2pCommunicators | None = None
+    registered: NixlSource | None = None
     connected: bool = False
 
 
@@ -107,13 +112,15 @@ class TrainerWorker:
         """Drops connections, buffers, and the views that keep the shards' memory."""
         self._checksums = None
         prepared, self._prepared = self._prepared, None
-        if prepared is not None:
+        if prepared is not None and prepared.communicators is not None:
             prepared.communicators.close()
+        if prepared is not None and prepared.registered is not None:
+            prepared.registered.close()
 
     def _abort(self, _reason: str) -> None:
         """Ends this rank's waits for its peers. Called from another thread."""
         prepared = self._prepared
-        if prepared is not None:
+        if prepared is not None and prepared.communicators is not None:
             prepared.communicators.abort()
 
     def _handle(
@@ -124,7 +131,8 @@ class TrainerWorker:
         if isinstance(command, PrepareSend):
             check_prepare_send(command, published.source.trainer_ranks)
             self.release()
-            self._prepared = self._prepare(command, published, shards())
+            prepare = self._register if command.backend == "nixl" else self._prepare
+            self._prepared = prepare(command, published, shards())
             channel.report_ready(self._rank)
         elif isinstance(command, RequestChecksums):
             checksums = self._source_checksums(command, published, shards)
@@ -132,8 +140,9 @@ class TrainerWorker:
         elif (prepared := self._prepared) is None:
             return  # PrepareSend failed, which has aborted the update
         elif isinstance(command, ConnectPeers):
-            store = self._session.p2p_store(prepared.command, channel.scope)
-            prepared.communicators.connect(store, self._session.local_address)
+            if prepared.communicators is not None:
+                store = self._session.p2p_store(prepared.command, channel.scope)
+                prepared.communicators.connect(store, self._session.local_address)
             prepared.connected = True
         elif isinstance(command, StartTransfer):
             if command.transfer != prepared.command.transfer or not prepared.connected:
@@ -141,7 +150,17 @@ class TrainerWorker:
                     f"trainer rank {self._rank} was asked to start transfer {command.transfer!r}, but has prepared "
                     f"{prepared.command.transfer!r}; this is a bug, please report it"
                 )
-            prepared.sender.send(prepared.communicators)
+            if prepared.sender is not None and prepared.communicators is not None:
+                prepared.sender.send(prepared.communicators)
+
+    def _register(
+        self, command: PrepareSend, published: PublishedShards, shards: Sequence[torch.Tensor]
+    ) -> _PreparedSend:
+        registered = None
+        if any(command.round_bytes[self._rank]):
+            registered = NixlSource(self._rank, shards)
+            self._session.put_remote_shards(self._rank, registered.remote)
+        return _PreparedSend(command, published.identity, registered=registered)
 
     def _prepare(
         self, command: PrepareSend, published: PublishedShards, shards: Sequence[torch.Tensor]

@@ -13,6 +13,7 @@ from sglang_reshard.transports.memory import PeerMemory
 
 if TYPE_CHECKING:  # a trainer rank sends without the tracer
     from sglang_reshard.trace.program import Program
+    from sglang_reshard.transports.nixl import NixlReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class TransportContext:
     broadcast_groups  this rank's communicators for it
     round_bytes       trainer rank -> bytes that it sends to this rank per round, for the trainer ranks that send
     p2p               the communicators that connect this rank to them
+    nixl              the reader of their memory, if they register it instead of sending
     """
 
     engine_rank: int
@@ -36,6 +38,7 @@ class TransportContext:
     broadcast_groups: BroadcastCommunicators | None
     round_bytes: dict[int, int]
     p2p: P2pCommunicators | None
+    nixl: NixlReader | None = None
 
 
 class Transport(Protocol):

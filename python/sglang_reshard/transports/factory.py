@@ -8,6 +8,7 @@ from sglang_reshard.plan import Strategy
 from sglang_reshard.transports.base import Transport, TransportContext
 from sglang_reshard.transports.broadcast import BroadcastTransport
 from sglang_reshard.transports.ipc import IpcTransport
+from sglang_reshard.transports.nixl import NixlTransport
 from sglang_reshard.transports.p2p import P2pTransport
 
 _TRANSPORTS: dict[str, Callable[[TransportContext], Transport]] = {
@@ -15,6 +16,7 @@ _TRANSPORTS: dict[str, Callable[[TransportContext], Transport]] = {
     "p2p": P2pTransport,
     "ipc+p2p": P2pTransport,
     "broadcast": BroadcastTransport,
+    "nixl": NixlTransport,
 }
 
 

@@ -54,9 +54,10 @@ def check_prepare_send(command: PrepareSend, trainer_ranks: int) -> None:
             raise _invalid_command(
                 f"a size of a round of trainer rank {trainer_rank} is not from 0 to {MAX_BUCKET_BYTES:,} bytes: {row}"
             )
-    _check_groups(command)
-    if command.backend not in ("gloo", "nccl"):
-        raise _invalid_command(f"the backend {command.backend[:40]!r} is neither gloo nor nccl")
+    if command.backend not in ("gloo", "nccl", "nixl"):
+        raise _invalid_command(f"the backend {command.backend[:40]!r} is not gloo, nccl or nixl")
+    if command.backend != "nixl":  # which connects no communicator
+        _check_groups(command)
     if any(len(name) > _MAX_NAME_LENGTH for name in (command.transfer, *command.read_plans)):
         raise _invalid_command(f"a name has more than {_MAX_NAME_LENGTH:,} characters")
     if not _is_timeout(command.timeout_s):
