@@ -24,6 +24,7 @@ from sglang_reshard.trainer.publisher import ShardPublisher
 from sglang_reshard.trainer.worker import TrainerWorker
 from sglang_reshard.transports.communicator import P2pCommunicators
 from sglang_reshard.transports.copies import CopyList
+from sglang_reshard.transports.nixl import NixlReader
 from sglang_reshard.transports.p2p import P2pSender
 
 Act = Literal["wait", "go", "raise", "flip"]
@@ -70,6 +71,7 @@ class Stations:
             self._before(UpdateExecutor, "_prepare_target", "look")
             self._before(TransferCache, "plan", "plan")
             self._before(TransferCache, "connect", "connect")
+            self._before(NixlReader, "start", "read")
             self._before(UpdateExecutor, "_verify", "verify", flip=_flip_a_bit)
             self._before(Program, "run_steps", "commit")
             self._after_the_last_gather()
@@ -77,6 +79,7 @@ class Stations:
             self._before(ShardPublisher, "publish", "publish")
             self._before(UpdateChannel, "publish_status", "announce")
             self._before(TrainerWorker, "_prepare", "plan")
+            self._before(TrainerWorker, "_register", "plan")
             self._before(P2pCommunicators, "connect", "connect")
             self._before(P2pSender, "send", "send")
             self._before(UpdateChannel, "put_checksums", "verify")
