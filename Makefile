@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 
 .PHONY: setup demo test test-gpu-rules test-verl test-all test-faults bench bench-quick bench-verl lint lock clean
 
-setup: $(STAMP) setup-newest setup-deepspeed
+setup: $(STAMP) setup-newest setup-deepspeed setup-nixl
 
 # Again when the lock, or what is installed of this project, changes. requirements.lock was resolved with
 # overrides (see overrides.txt), so it is synced and not resolved again. Compiled at once: an engine of sixteen
@@ -47,6 +47,19 @@ $(DEEPSPEED_STAMP): | $(STAMP)
 	rm -rf $(VENV)/deepspeed
 	DS_BUILD_OPS=0 VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --no-deps --no-build-isolation \
 	  --compile-bytecode --target $(VENV)/deepspeed deepspeed==$(DEEPSPEED) hjson==3.1.0 py-cpuinfo==9.0.0 ninja==1.13.2
+	touch $@
+
+# NIXL with UCX, for the tests of transport="nixl": 59 MB.
+NIXL := 1.5.1
+NIXL_STAMP := $(VENV)/nixl/.$(NIXL)
+
+.PHONY: setup-nixl
+setup-nixl: $(NIXL_STAMP)
+
+$(NIXL_STAMP): | $(STAMP)
+	rm -rf $(VENV)/nixl
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --no-deps --compile-bytecode \
+	  --target $(VENV)/nixl nixl==$(NIXL) nixl-cu13==$(NIXL)
 	touch $@
 
 # Megatron-Bridge with the transformers that it wants, for the tests of its converters: 137 MB, without the packages for

@@ -1,7 +1,7 @@
 """What trainer ranks on the hosts of test_engines.py do: they train with FSDP2, and update an engine of several hosts.
 
-torchrun ... engine_job.py FOLDER TP_SIZE URL          # of a server
-torchrun ... engine_job.py FOLDER TP_SIZE embedded     # started here, over all of the trainer's hosts
+torchrun ... engine_job.py FOLDER TP_SIZE URL TRANSPORT          # of a server
+torchrun ... engine_job.py FOLDER TP_SIZE embedded TRANSPORT     # started here, over all of the trainer's hosts
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ SAMPLING = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 
 
 class Server:
-    def __init__(self, folder: Path, tp_size: int, url: str) -> None:
+    def __init__(self, folder: Path, tp_size: int, url: str, transport: str) -> None:
         self._folder, self._tp_size, self._url = folder, tp_size, url
-        self._sender = WeightSender(url, timeout_s=90)
+        self._sender = WeightSender(url, timeout_s=90, transport=transport)
 
     def update(self, model: nn.Module, version: str) -> UpdateReport:
         return self._sender.update(model, weight_version=version, verify="full")
@@ -89,13 +89,13 @@ class Embedded:
         self._engine.shutdown()
 
 
-def main(folder: Path, tp_size: int, where: str) -> None:
+def main(folder: Path, tp_size: int, where: str, transport: str) -> None:
     dist.init_process_group("cpu:gloo")
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(folder / "model")
     model = fully_shard(Qwen3ForCausalLM(config).float())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    engine = Embedded(folder, tp_size) if where == "embedded" else Server(folder, tp_size, where)
+    engine = Embedded(folder, tp_size) if where == "embedded" else Server(folder, tp_size, where, transport)
     seen = []
     for version in ("1", "2"):
         tokens = torch.arange(24).view(2, 12) + dist.get_rank()
@@ -118,4 +118,4 @@ def main(folder: Path, tp_size: int, where: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

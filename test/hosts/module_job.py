@@ -1,4 +1,4 @@
-"""Runs on hosts of test_networks.py: `python module_job.py ROLE FOLDER ADDRESS RANK SIZE`.
+"""Runs on hosts of test_networks.py: `python module_job.py ROLE FOLDER ADDRESS RANK SIZE TRANSPORT`.
 
 train    a rank of an FSDP2 module, which rank 0 hosts the session of at ADDRESS
 receive  a plain module that takes what it is sent, and saves it
@@ -27,13 +27,13 @@ def policy() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 65), nn.Tanh(), nn.Linear(65, 3))
 
 
-def train(folder: Path, address: str, rank: int, size: int) -> None:
+def train(folder: Path, address: str, rank: int, size: int, transport: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group("gloo")
     model = policy()
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sender = ModuleSender(interface=address, timeout_s=_WAIT_S)
+    sender = ModuleSender(interface=address, timeout_s=_WAIT_S, transport=transport)
     if rank == 0:
         write(folder / "metadata", sender.metadata)
     sender.wait_for_receivers(1, _WAIT_S)
@@ -74,8 +74,8 @@ def write(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    role, folder, address, rank, size = sys.argv[1:]
+    role, folder, address, rank, size, transport = sys.argv[1:]
     if role == "train":
-        train(Path(folder), address, int(rank), int(size))
+        train(Path(folder), address, int(rank), int(size), transport)
     else:
         receive(Path(folder))

@@ -19,6 +19,8 @@ from oracle.digests import LOADER
 from oracle.stock import stock_digests
 from sglang_reshard.testing import cpu_host
 from support.hosts import Host, environment, laboratory, why_not
+from support.nixl_env import FOLDER as NIXL_FOLDER
+from support.nixl_env import needs_nixl
 from support.tiny_qwen3 import tiny_qwen3
 
 pytestmark = [
@@ -87,17 +89,21 @@ def trainers_on(places: Places, hosts: list[Host], per_host: int, *arguments: st
 
 
 def paths(variables: Mapping[str, str]) -> Mapping[str, str]:
-    path = [str(TEST), str(TEST.parent), variables.get("PYTHONPATH", "")]
+    path = [str(TEST), str(TEST.parent), str(NIXL_FOLDER), variables.get("PYTHONPATH", "")]
     return environment(**{**variables, "PYTHONPATH": ":".join(filter(None, path))})
 
 
 @pytest.mark.parametrize(
-    ("trainer_hosts", "per_host", "engine_hosts", "tp_size", "transport"),
-    [("ab", 2, "cd", 4, "p2p"), ("ab", 1, "bc", 2, "ipc+p2p")],
-    ids=["apart", "one host has both"],
+    ("trainer_hosts", "per_host", "engine_hosts", "tp_size", "asked", "transport"),
+    [
+        ("ab", 2, "cd", 4, "auto", "p2p"),
+        ("ab", 1, "bc", 2, "auto", "ipc+p2p"),
+        pytest.param("ab", 2, "cd", 4, "nixl", "nixl", marks=needs_nixl),
+    ],
+    ids=["apart", "one host has both", "apart, read by NIXL"],
 )
 def test_a_server_over_two_hosts_follows_trainers_over_two(
-    trainer_hosts: str, per_host: int, engine_hosts: str, tp_size: int, transport: str, tmp_path: Path
+    trainer_hosts: str, per_host: int, engine_hosts: str, tp_size: int, asked: str, transport: str, tmp_path: Path
 ) -> None:
     CONFIG.save_pretrained(tmp_path / "model")
     deadline = time.monotonic() + _DEADLINE_S
@@ -109,7 +115,7 @@ def test_a_server_over_two_hosts_follows_trainers_over_two(
         url = f"http://{engine[0].address}:{SERVER_PORT}"
         places.await_health(hosts[0], url, servers, deadline)
         trainers = [by_letter[letter] for letter in trainer_hosts]
-        places.await_end(trainers_on(places, trainers, per_host, str(tmp_path), str(tp_size), url), deadline)
+        places.await_end(trainers_on(places, trainers, per_host, str(tmp_path), str(tp_size), url, asked), deadline)
     seen = assert_arrived(tmp_path, transport)
     checkpoints = [tmp_path / version for version in ("1", "2")]
     expected = stock_digests(checkpoints[0], checkpoints, tp_size=tp_size, dtype="float32")
@@ -121,7 +127,7 @@ def test_an_engine_that_the_trainer_starts_on_all_its_hosts_follows_it(tmp_path:
     deadline = time.monotonic() + _DEADLINE_S
     places = Places(tmp_path)
     with laboratory(2, names_lead_to_loopback=False) as hosts:
-        places.await_end(trainers_on(places, hosts, 2, str(tmp_path), "2", "embedded"), deadline)
+        places.await_end(trainers_on(places, hosts, 2, str(tmp_path), "2", "embedded", "auto"), deadline)
     assert_arrived(tmp_path, "ipc+p2p")
 
 
@@ -133,5 +139,7 @@ def assert_arrived(folder: Path, transport: str) -> list[dict[str, Any]]:
     for version in seen:
         report = version["report"]
         assert report["transport"] == transport
-        assert all(rank["received_bytes"] == rank["least_bytes"] > 0 for rank in report["engine_ranks"])
+        for rank in report["engine_ranks"]:
+            read_with_gaps = transport == "nixl" and rank["received_bytes"] > rank["least_bytes"]
+            assert rank["received_bytes"] == rank["least_bytes"] > 0 or read_with_gaps
     return seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from support.hosts import Host, environment, laboratory, why_not
+from support.nixl_env import FOLDER as NIXL_FOLDER
+from support.nixl_env import needs_nixl
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(180)]
 JOB = Path(__file__).with_name("module_job.py")
@@ -17,17 +20,26 @@ _DEADLINE_S = 120
 
 
 def start(
-    host: Host, role: str, folder: Path, address: str = "", rank: int = 0, size: int = 1, **variables: str
+    host: Host,
+    role: str,
+    folder: Path,
+    address: str = "",
+    rank: int = 0,
+    size: int = 1,
+    transport: str = "auto",
+    **variables: str,
 ) -> subprocess.Popen[str]:
-    command = [sys.executable, JOB, role, folder, address, str(rank), str(size)]
+    command = [sys.executable, JOB, role, folder, address, str(rank), str(size), transport]
+    variables["PYTHONPATH"] = f"{os.environ.get('PYTHONPATH', '')}:{NIXL_FOLDER}"
     with (folder / f"{role}-{rank}.log").open("w") as log:
         return host.run(command, env=environment(OMP_NUM_THREADS="1", **variables), stdout=log, stderr=log)
 
 
-def test_a_module_on_another_host_has_the_trainers_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("asked", "transport"), [("auto", "p2p"), pytest.param("nixl", "nixl", marks=needs_nixl)])
+def test_a_module_on_another_host_has_the_trainers_weights(asked: str, transport: str, tmp_path: Path) -> None:
     """All hosts resolve their own names to loopback, which gloo would listen on."""
     with laboratory(2) as (a, b):
-        processes = {f"train-{rank}": start(a, "train", tmp_path, a.address, rank, 2) for rank in range(2)}
+        processes = {f"train-{rank}": start(a, "train", tmp_path, a.address, rank, 2, asked) for rank in range(2)}
         processes["receive-0"] = start(b, "receive", tmp_path)
         for name, process in processes.items():
             assert process.wait(_DEADLINE_S) == 0, (tmp_path / f"{name}.log").read_text()
@@ -35,7 +47,7 @@ def test_a_module_on_another_host_has_the_trainers_weights(tmp_path: Path) -> No
         sent, received = (torch.load(tmp_path / f"{side}-{version}") for side in ("sent", "received"))
         assert sent.keys() == received.keys()
         assert all(torch.equal(tensor, received[name]) for name, tensor in sent.items())
-        assert (tmp_path / f"transport-{version}").read_text() == "p2p"
+        assert (tmp_path / f"transport-{version}").read_text() == transport
 
 
 def test_an_interface_that_leads_nowhere_is_named_at_both_ends(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from sglang_reshard import __version__
-from sglang_reshard.cli.doctor import Finding, gpus, host, installed, server
+from sglang_reshard.cli.doctor import Finding, gpus, host, installed, nixl, server
 from sglang_reshard.cli.doctor.output import as_json, failed, show
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.patches.launch import TORCHRUN_VARIABLES
@@ -355,3 +355,26 @@ def test_the_command_ends_with_one_where_something_fails() -> None:
     assert {"python", "plugin", "shared memory", "memory by handle, CPU", "server"} <= {
         finding["name"] for finding in told["findings"]
     }
+
+
+# -- NIXL
+
+
+def test_nixl_is_not_needed() -> None:
+    found = only(nixl.check_nixl())
+    assert (found.status, "not installed" in found.says) == ("ok", True)
+
+
+@pytest.mark.parametrize(("devices", "status"), [(["mlx5_0", "mlx5_1"], "ok"), ([], "warning")])
+def test_nixl_and_rdma_devices(
+    devices: list[str], status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for device in devices:
+        (tmp_path / "infiniband" / device).mkdir(parents=True)
+    monkeypatch.setattr(nixl, "RDMA_DEVICES", tmp_path / "infiniband")
+    monkeypatch.setenv("UCX_TLS", "rc,cuda_copy")
+    with distribution(tmp_path, "nixl", "1.5.1"):
+        found = only(nixl.check_nixl())
+    assert found.status == status
+    assert "UCX_TLS=rc,cuda_copy" in found.says
+    assert all(device in found.says for device in devices)
