@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,8 +24,9 @@ import torch
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.regions import LocalRegion
+from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan.broadcast import ALIGN_BYTES
-from sglang_reshard.plan.p2p import BufferSlice, send_request
+from sglang_reshard.plan.p2p import BufferSlice, SendRequest, send_request
 from sglang_reshard.plan.runs import Runs, plan_runs
 from sglang_reshard.transports.base import TransportContext
 from sglang_reshard.transports.copies import CopyList
@@ -149,7 +150,7 @@ class NixlTransport:
     def __init__(self, context: TransportContext) -> None:
         assert context.nixl is not None
         self._reader, self._device = context.nixl, context.device
-        links = [_Link.cut(context, trainer_rank, nbytes) for trainer_rank, nbytes in context.round_bytes.items()]
+        links = [self._link(context, trainer_rank, nbytes) for trainer_rank, nbytes in context.round_bytes.items()]
         self._rounds, buckets = self._build_rounds(context, links)
         self.extra_bytes = sum(b.numel() for b in buckets) + sum(r.copies.table_bytes for r in self._rounds)
         self.read_bytes = {link.trainer_rank: link.link.payload_bytes for link in links}
@@ -170,13 +171,28 @@ class NixlTransport:
             self._reader.close()
             raise
 
+    def _link(self, context: TransportContext, trainer_rank: int, round_bytes: int) -> NixlLink:
+        plan = context.read_plan
+        return NixlLink.cut(
+            trainer_rank,
+            context.tensor_index.layout,
+            send_request(plan, trainer_rank),
+            lambda tensor: self._reader.shard(trainer_rank, tensor),
+            [
+                tuple(destination_view(context.program, plan, read) for read in reads)
+                for reads in destination_reads(plan, trainer_rank)
+            ],
+            round_bytes,
+            context.device,
+        )
+
     def _build_rounds(
-        self, context: TransportContext, links: Sequence[_Link]
+        self, context: TransportContext, links: Sequence[NixlLink]
     ) -> tuple[list[_Round], list[torch.Tensor]]:
         begin, end = {}, 0  # of each link's part of a bucket
         for link in links:
             begin[link.trainer_rank] = end
-            end += max((message.nbytes for message in link.messages), default=0)
+            end += link.bucket_bytes
         count = max((len(link.messages) for link in links), default=0)
         buckets = [torch.empty(end, dtype=torch.uint8, device=context.device) for _ in range(min(BUCKETS, count))]
         in_place = [m.in_place.untyped_storage() for link in links for m in link.messages if m.in_place is not None]
@@ -242,7 +258,7 @@ class _Message:
 
 
 @dataclass(frozen=True, slots=True)
-class _Link:
+class NixlLink:
     """All that an engine rank reads from one trainer rank."""
 
     trainer_rank: int
@@ -250,22 +266,35 @@ class _Link:
     messages: list[_Message]
 
     @property
+    def bucket_bytes(self) -> int:
+        """Bytes of this link's part of a bucket."""
+        return max((message.nbytes for message in self.messages), default=0)
+
+    @property
     def read_bytes(self) -> int:
+        """Bytes that are read in one update, gaps included."""
         return sum(part.runs.total_bytes for message in self.messages for part in message.parts)
 
     @classmethod
-    def cut(cls, context: TransportContext, trainer_rank: int, round_bytes: int) -> _Link:
-        reader, plan, layout = context.nixl, context.read_plan, context.tensor_index.layout
-        assert reader is not None
-        request = send_request(plan, trainer_rank)
+    def cut(
+        cls,
+        trainer_rank: int,
+        layout: SourceLayout,
+        request: SendRequest,
+        shard_of: Callable[[int], RemoteShard],
+        views: Sequence[tuple[torch.Tensor, ...]],
+        round_bytes: int,
+        device: torch.device,
+    ) -> NixlLink:
+        """Cuts what an engine rank on `device` reads into messages of at most `round_bytes`, gaps included.
+
+        shard_of  the trainer rank's shard of the layout's tensor number
+        views     of live memory, for each item of the request
+        """
         entries, items = list(request.entries()), request.items(layout)
-        views = [
-            tuple(destination_view(context.program, plan, read) for read in reads)
-            for reads in destination_reads(plan, trainer_rank)
-        ]
+        memory = [_memory(trainer_rank, shard_of(tensor), tensor, region) for tensor, region in entries]
         ratio = 1.0
-        for (tensor, region), item in zip(entries, items, strict=True):
-            _, strides = _memory(reader, trainer_rank, tensor, region)
+        for (_, region), (_, strides), item in zip(entries, memory, items, strict=True):
             runs = plan_runs(region.count, strides, item.item_bytes, DESCRIPTOR_BYTES, _MAX_RATIO)
             ratio = max(ratio, runs.total_bytes / item.nbytes)
         # Gaps that are read take room in the bucket, too.
@@ -275,17 +304,16 @@ class _Link:
         for message in link.messages:
             parts, end = [], 0
             for piece in message.slices:
-                (tensor, region), item = entries[piece.item], items[piece.item]
-                offset, strides = _memory(reader, trainer_rank, tensor, region)
+                (tensor, region), (offset, strides) = entries[piece.item], memory[piece.item]
+                item_bytes = items[piece.item].item_bytes
                 count = region.count if piece.box is None else piece.box.shape
                 if piece.box is not None:
                     offset += sum(a * s for a, s in zip(piece.box.start, strides, strict=True))
-                runs = plan_runs(count, strides, item.item_bytes, DESCRIPTOR_BYTES, ratio)
-                shard = reader.shard(trainer_rank, tensor)
-                address = shard.address + offset * item.item_bytes
-                parts.append(_Part(piece, count, runs, shard, address, end))
+                runs = plan_runs(count, strides, item_bytes, DESCRIPTOR_BYTES, ratio)
+                shard = shard_of(tensor)
+                parts.append(_Part(piece, count, runs, shard, shard.address + offset * item_bytes, end))
                 end = -(-(end + runs.total_bytes) // ALIGN_BYTES) * ALIGN_BYTES
-            in_place = link.in_place(message, context.device)
+            in_place = link.in_place(message, device)
             if in_place is not None and not parts[0].runs.is_row_major(parts[0].count):
                 in_place = None  # gaps would overwrite other parameters
             messages.append(_Message(parts, 0 if in_place is not None else end, in_place))
@@ -299,9 +327,8 @@ class _Link:
             copies.add(view, data.as_strided(view.shape, part.runs.strides, data.storage_offset()))
 
 
-def _memory(reader: NixlReader, trainer_rank: int, tensor: int, region: LocalRegion) -> tuple[int, tuple[int, ...]]:
+def _memory(trainer_rank: int, shard: RemoteShard, tensor: int, region: LocalRegion) -> tuple[int, tuple[int, ...]]:
     """Returns first element and strides of a region in a trainer rank's shard, in elements."""
-    shard = reader.shard(trainer_rank, tensor)
     if not region.is_flat and len(shard.strides) != len(region.start):
         raise Mismatch(
             f"trainer rank {trainer_rank} announced {len(shard.strides)} strides of the shard of tensor number {tensor}"

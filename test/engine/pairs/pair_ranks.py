@@ -19,6 +19,7 @@ from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.live_signature import live_signature
 from support.live_memory import differing, fill_with_garbage
+from support.nixl_env import use_nixl
 from support.world import Requests, Trainer
 
 UPDATES = (1, 2, 3)
@@ -30,6 +31,7 @@ def train(trainer: Trainer, pair: Pair, specs: list[TensorSpec], folder: str, sp
 
     spoiled  one element of the last weights is another than the engine compares with
     """
+    use_nixl()
     ranks = torch.arange(trainer.size)
     mesh = DeviceMesh(
         "cpu",
@@ -99,6 +101,7 @@ def serve(
     rank: int, size: int, requests: Requests, pair: Pair, specs: list[TensorSpec], folder: str, spoiled: bool
 ) -> dict[str, Any]:
     """Updates of this rank's model, then stock loads of the same weights; where they differ."""
+    use_nixl()
     model = build_rank(folder, tp_size=size, tp_rank=rank, ep_size=pair.ep, dtype=pair.engine_dtype)
     receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
     fill_with_garbage(model)

@@ -9,6 +9,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from pair_models import MODELS, WITH_EXPERTS
+from support.nixl_env import FOLDER as NIXL
 
 # What a mesh dimension does to a tensor: replicate it (R), split its dimension 0 or 1 (S0, S1; counted modulo the
 # tensor's dimensions), split it after the mesh dimensions to the right have (X0, X1: FSDP2 over tensor
@@ -16,6 +17,9 @@ from pair_models import MODELS, WITH_EXPERTS
 Placing = tuple[str, ...]
 _PLAIN: list[Placing] = [()]
 _CROSSED: list[Placing] = [("X0", "S0"), ("X1", "S1"), ("-", "S0"), ("-", "S1"), ("S0", "-")]
+
+
+TRANSPORTS = ["broadcast", "ipc", "p2p", "auto", *(["nixl"] if NIXL.exists() else [])]
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -71,5 +75,5 @@ def pairs(draw: st.DrawFn, engine_sizes: tuple[int, ...]) -> Pair:
         tp=tp,
         ep=draw(st.sampled_from(experts_split_by)),
         bucket_bytes=draw(st.one_of(st.integers(1, 64), st.integers(65, 4096), st.just(1 << 20))),
-        transport=draw(st.sampled_from(["broadcast", "ipc", "p2p", "auto"])),
+        transport=draw(st.sampled_from(TRANSPORTS)),
     )

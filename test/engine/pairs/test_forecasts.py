@@ -19,6 +19,7 @@ from sglang_reshard.cli.plan.command import make_plan
 from sglang_reshard.cli.plan.figures import Forecast
 from sglang_reshard.cli.plan.models import prepare
 from sglang_reshard.cli.plan.request import PlanRequest, Source, Target
+from support.nixl_env import needs_nixl
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -29,6 +30,7 @@ CASES = [
     ("dense", FSDP, Target(2), "p2p", 4096),
     ("experts", HSDP, Target(4, ep=2), "broadcast", 1 << 20),
     ("latent", FSDP, Target(2), "auto", 512),
+    pytest.param("experts", FSDP, Target(2), "nixl", 4096, marks=needs_nixl),
 ]
 
 

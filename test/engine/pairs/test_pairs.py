@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 
@@ -78,6 +79,7 @@ def test_gpu_code_paths(gpu: PairHost, pair: Pair) -> None:
 @example(pair=tp_to_tp(3, 4))
 @example(pair=tp_to_tp(2, 3, bucket_bytes=7))
 @example(pair=LATENT)
+@example(pair=msgspec.structs.replace(FSDP_OVER_TP, transport="nixl"))
 def test_cpu_code_paths(cpu: PairHost, pair: Pair) -> None:
     assert_exact(cpu, pair)
 

@@ -17,7 +17,9 @@ import torch
 from sglang_reshard.cli.plan.rank_model import RankModel
 from sglang_reshard.plan import BroadcastPlan, Strategy, TensorIndex
 from sglang_reshard.plan.p2p import send_request
+from sglang_reshard.transports.nixl import NixlLink
 from sglang_reshard.transports.p2p import BUCKETS, P2pLink, destination_reads, destination_view
+from sglang_reshard.transports.remote_shards import RemoteShard
 
 _META = torch.device("meta")
 
@@ -61,7 +63,8 @@ def engine_load(index: TensorIndex, strategy: Strategy, engine_rank: int, rank: 
         return _broadcast_load(index, strategy.broadcast, engine_rank, rank, scratch)
     sending = strategy.senders(engine_rank)
     read = {t: nbytes for t, (nbytes, _) in rank.read_plan.traffic().items() if t not in sending}
-    sent = {t: _link_loads(index, rank, t, share) for t, share in sending.items()}
+    link_loads = _read_loads if strategy.name == "nixl" else _link_loads
+    sent = {t: link_loads(index, rank, t, share) for t, share in sending.items()}
     mine = [load for load, _ in sent.values()]
     return EngineLoad(
         sent,
@@ -75,10 +78,7 @@ def engine_load(index: TensorIndex, strategy: Strategy, engine_rank: int, rank: 
 def _link_loads(index: TensorIndex, rank: RankModel, trainer_rank: int, share: int) -> tuple[LinkLoad, LinkLoad]:
     """Returns the load of a link on its engine rank and on its trainer rank; assumes contiguous local tensors."""
     request = send_request(rank.read_plan, trainer_rank)
-    rows, items = destination_reads(rank.read_plan, trainer_rank), list(request.entries())
-
-    def destinations(item: int) -> tuple[torch.Tensor, ...]:
-        return tuple(destination_view(rank.program, rank.read_plan, row) for row in rows[item])
+    items = list(request.entries())
 
     @functools.cache
     def shard_of(kind: int) -> torch.Tensor:
@@ -91,12 +91,35 @@ def _link_loads(index: TensorIndex, rank: RankModel, trainer_rank: int, share: i
         tensor, region = items[item]
         return (region.view(shard_of(int(index.class_of[tensor]))),)
 
-    def load(view_of: Callable[[int], tuple[torch.Tensor, ...]]) -> LinkLoad:
-        link = P2pLink.cut(index.layout, request, share, _Views(len(rows), view_of))
+    def load(views: Sequence[tuple[torch.Tensor, ...]]) -> LinkLoad:
+        link = P2pLink.cut(index.layout, request, share, views)
         in_place = [link.in_place(message, _META) for message in link.messages]
         return LinkLoad(len(link.messages), link.payload_bytes, link.bucket_bytes(in_place))
 
-    return load(destinations), load(source)
+    return load(_destinations(rank, trainer_rank)), load(_Views(len(items), source))
+
+
+def _read_loads(index: TensorIndex, rank: RankModel, trainer_rank: int, share: int) -> tuple[LinkLoad, LinkLoad]:
+    """As `_link_loads`, for a trainer rank whose memory is read one-sided: it has no buckets and sends no message."""
+
+    @functools.cache
+    def shard_of(tensor: int) -> RemoteShard:
+        shape = index.classes[int(index.class_of[tensor])].shard_map.min_local_shape(trainer_rank) or (0,)
+        return RemoteShard("DRAM", 0, 0, tuple(torch.empty(shape, device=_META).stride()))
+
+    request = send_request(rank.read_plan, trainer_rank)
+    views = _destinations(rank, trainer_rank)
+    link = NixlLink.cut(trainer_rank, index.layout, request, shard_of, views, share, _META)
+    own = LinkLoad(len(link.messages), link.read_bytes, link.bucket_bytes)
+    return own, LinkLoad(0, link.link.payload_bytes, 0)
+
+
+def _destinations(rank: RankModel, trainer_rank: int) -> _Views:
+    """Returns the views of live memory of each item that a trainer rank has for this rank."""
+    rows = destination_reads(rank.read_plan, trainer_rank)
+    return _Views(
+        len(rows), lambda item: tuple(destination_view(rank.program, rank.read_plan, row) for row in rows[item])
+    )
 
 
 class _Views(Sequence[tuple[torch.Tensor, ...]]):

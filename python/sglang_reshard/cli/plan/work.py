@@ -100,7 +100,7 @@ def forecast(request: PlanRequest) -> Forecast:
         strategy = choose_strategy(request.transport, index, demands, topology, request.bucket_bytes, costs)
     except ReshardError as error:
         return _finished(clock, known | {"refused": (failure_message("plan", range(request.target.tp), str(error)),)})
-    ways = [_way(name, request, index, demands, topology, costs) for name in ("ipc", "p2p", "broadcast")]
+    ways = [_way(name, request, index, demands, topology, costs) for name in ("ipc", "p2p", "broadcast", "nixl")]
     clock.begin(STEPS[3], request.target.tp)
     loads = _loads(request, index, strategy, outlines, clock)
     return _finished(
