@@ -143,6 +143,13 @@ bench: setup
 bench-quick: setup
 	$(BIN)/python -m benchmark --quick
 
+# Updates between hosts, network namespaces of this one with shaped links, which need root: four minutes. It writes
+# benchmark/results/hosts.json and docs/results/hosts.md.
+.PHONY: bench-hosts
+bench-hosts: setup
+	$(BIN)/python -m benchmark.hosts
+	$(BIN)/python -m benchmark.pages hosts
+
 # verl's own sync and ours between the same workers: ten minutes. It writes benchmark/results/verl.json and
 # docs/results/verl.md.
 bench-verl: setup

@@ -67,6 +67,25 @@ def mesh_to_mesh(path: Path) -> str:
     return "\n".join(lines)
 
 
+def hosts(path: Path) -> str:
+    head, rows = results.load(path)
+    lines = [
+        f"{_measured_by(head, path)}: {rows[0]['model_bytes'] / 1e6:,.0f} MB in bfloat16. {' '.join(head['notes'])} "
+        f"Seconds are the median of {rows[0]['updates']} updates; `share` is of what one TCP connection carries there.",
+        "",
+        "| trainer hosts | receivers | transport | update, s | times one receiver | sent by a trainer host, MB "
+        "| share | bit-exact |",
+        "|---:|---:|---|---:|---:|---:|---:|---|",
+    ]
+    for r in rows:
+        one = next(o for o in rows if (o["trainers"], o["receivers"], o["transport"]) == (1, 1, r["transport"]))
+        cells = [str(r["trainers"]), str(r["receivers"]), f"`{r['transport']}`", f"{r['seconds_median']:.2f}"]
+        cells.append(f"{r['seconds_median'] / one['seconds_median']:.2f}")
+        cells += [f"{r['sent_bytes'] / 1e6:,.0f}", f"{r['share_of_link']:.2f}", "yes" if r["bit_exact"] else "NO"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def trainers(path: Path) -> str:
     head, rows = results.load(path)
     lines = [
@@ -264,6 +283,7 @@ TABLES: dict[str, Table] = {
     "planning": Table("docs/results/planning.md", results.PLANNING, planning),
     "digest": Table("docs/results/digest.md", results.FOLDER / "digest.json", digest),
     "mesh-to-mesh": Table("docs/results/mesh-to-mesh.md", results.FOLDER / "mesh_to_mesh.json", mesh_to_mesh),
+    "hosts": Table("docs/results/hosts.md", results.FOLDER / "hosts.json", hosts),
     "verl": Table("docs/results/verl.md", results.FOLDER / "verl.json", verl),
     "trainers": Table("docs/results/trainers.md", results.FOLDER / "trainers.json", trainers),
     "faults": Table("docs/results/faults.md", results.FOLDER / "faults.json", faults),

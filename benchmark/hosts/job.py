@@ -1,0 +1,144 @@
+"""Runs on one host: `python -m benchmark.hosts.job ROLE JOB`, with a `Job` in JSON. It writes JSON to the job's folder.
+
+train    a trainer rank; rank 0 hosts the session, times updates and counts what its host sends
+receive  a plain module that takes every update, and compares its last values
+source   sends bytes to the sink, as fast as one TCP connection does
+sink     receives and times them
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from sglang_reshard import ModuleReceiver, ModuleSender
+
+_WAIT_S, _PORT, _CHUNK = 300.0, 29533, 1 << 20
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One process's part. `address` is that of the first trainer's host; updates are those that are timed."""
+
+    folder: str
+    address: str
+    transport: str = "p2p"
+    rank: int = 0
+    trainers: int = 1
+    receivers: int = 1
+    updates: int = 5
+    tensors: int = 100
+    side: int = 1024
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensors * self.side * self.side * 2
+
+
+def values(number: int, version: int) -> float:
+    """Returns the value of all elements of a matrix, which bfloat16 can represent."""
+    return float((number + 7 * version) % 128)
+
+
+def train(job: Job) -> None:
+    os.environ.update(MASTER_ADDR=job.address, MASTER_PORT=str(_PORT), RANK=str(job.rank), WORLD_SIZE=str(job.trainers))
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (job.trainers,))
+    whole = torch.zeros(job.side, job.side, dtype=torch.bfloat16)
+    state = {f"w{i}": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for i in range(job.tensors)}
+    sender = ModuleSender(interface=job.address, transport=job.transport, timeout_s=_WAIT_S)
+    if job.rank == 0:
+        _write(job, "metadata", sender.metadata)
+    sender.wait_for_receivers(job.receivers, _WAIT_S)
+    seconds, sent, received, transports = [], 0, [0], set()
+    for version in range(job.updates + 1):
+        for number, tensor in enumerate(state.values()):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.fill_(values(number, version))
+        dist.barrier()
+        sent_before, began = _host_sent(), time.perf_counter()
+        reports = sender.update(list(state.items()), weight_version=str(version))
+        if version:  # the first one plans and connects
+            seconds.append(time.perf_counter() - began)
+            sent += _host_sent() - sent_before
+        if reports:
+            received = [rank.received_bytes for report in reports.values() for rank in report.engine_ranks]
+            transports = {report.transport for report in reports.values()}
+    if job.rank == 0:
+        found = {"seconds": seconds, "received": received, "transports": sorted(transports)}
+        _write(job, "timed", json.dumps(found))
+    _write(job, f"sent-{job.rank}", str(sent // job.updates))
+    sender.close()
+    dist.destroy_process_group()
+
+
+def receive(job: Job) -> None:
+    model = nn.Module()
+    for number in range(job.tensors):
+        parameter = nn.Parameter(torch.empty(job.side, job.side, dtype=torch.bfloat16), requires_grad=False)
+        model.register_parameter(f"w{number}", parameter)
+    receiver = ModuleReceiver(model)
+    receiver.init(_read(job, "metadata"), timeout_s=_WAIT_S)
+    for version in range(job.updates + 1):
+        assert receiver.receive(_WAIT_S) == str(version)
+    exact = all((p == values(n, job.updates)).all() for n, (_, p) in enumerate(model.named_parameters()))
+    _write(job, f"exact-{job.rank}", str(exact))
+    receiver.close()
+
+
+def sink(job: Job) -> None:
+    with socket.create_server((job.address, _PORT)) as server:
+        _write(job, "listening", "")
+        connection, _ = server.accept()
+        began, arrived = time.perf_counter(), 0
+        while arrived < job.nbytes:
+            arrived += len(connection.recv(_CHUNK))
+        _write(job, "link", str(arrived / (time.perf_counter() - began)))
+
+
+def source(job: Job) -> None:
+    _read(job, "listening")
+    with socket.create_connection((job.address, _PORT)) as connection:
+        chunk, left = bytes(_CHUNK), job.nbytes
+        while left > 0:
+            connection.sendall(chunk)
+            left -= _CHUNK
+
+
+ROLES: dict[str, Callable[[Job], None]] = {"train": train, "receive": receive, "sink": sink, "source": source}
+
+
+def _host_sent() -> int:
+    """Returns the bytes that this host has sent by its link."""
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+def _write(job: Job, name: str, text: str) -> None:
+    """Renames it into place, so that a reader never sees half of it."""
+    path = Path(job.folder, name)
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.rename(path)
+
+
+def _read(job: Job, name: str) -> str:
+    path, end = Path(job.folder, name), time.monotonic() + _WAIT_S
+    while not path.exists():
+        assert time.monotonic() < end, f"{name} was not written"
+        time.sleep(0.05)
+    return path.read_text()
+
+
+if __name__ == "__main__":
+    ROLES[sys.argv[1]](msgspec.json.decode(sys.argv[2], type=Job))
