@@ -57,7 +57,7 @@ def test_a_trainer_rank_is_killed_while_it_is_read(scene, case, staged):
         row.outcome += "; a new trainer made it good"
 
 
-@pytest.mark.parametrize("phase", ["plan", "connect", "read", "commit"])
+@pytest.mark.parametrize("phase", [sweep("plan"), sweep("connect"), "read", sweep("commit")])
 def test_an_engine_rank_is_killed(scene, case, phase):
     with case("engine rank 1 killed", phase, "nixl") as row:
         with_nixl(scene).hold(scene.engines[1], phase, "nixl")
@@ -69,6 +69,7 @@ def test_an_engine_rank_is_killed(scene, case, phase):
         row.outcome = "started again; the same trainer updated it"
 
 
+@pytest.mark.sweep
 def test_what_was_being_read_when_an_update_was_aborted_never_lands(scene, case):
     with case("engine rank 0 killed", "read by engine rank 1", "nixl") as row:
         read_halfway(scene)

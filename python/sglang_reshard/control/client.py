@@ -6,6 +6,7 @@ import contextlib
 import hmac
 import itertools
 import secrets
+import select
 import socket
 import threading
 import time
@@ -26,7 +27,7 @@ from sglang_reshard.control.framing import (
     directions,
     proof,
 )
-from sglang_reshard.control.sockets import configure
+from sglang_reshard.control.sockets import LOOK_S, SILENT_S, configure, silent_seconds
 from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, ReshardError, Unauthorized
 
 GRACE_S = 5.0  # how much longer than the requested wait the server may take to reply
@@ -243,13 +244,17 @@ class ControlClient:
     # -- replies and events, in the client's thread
 
     def _receive(self) -> None:
+        arrived = select.poll()
+        arrived.register(self._socket, select.POLLIN)
         why = "the connection ended; was the process of trainer rank 0 killed? Check its log"
         try:
             while self._lost is None:
-                try:
-                    data = self._socket.recv(_READ_BYTES)
-                except TimeoutError:  # no request is pending
+                if not arrived.poll(LOOK_S * 1000):
+                    if (silent_s := silent_seconds(self._socket)) > SILENT_S:
+                        why = f"its host has not acknowledged anything for {silent_s:.0f} s; is the network down?"
+                        break
                     continue
+                data = self._socket.recv(_READ_BYTES)
                 if not data:
                     break
                 for body in self._reader.feed(data):

@@ -28,7 +28,7 @@ from sglang_reshard.control.framing import (
 )
 from sglang_reshard.control.limits import DEFAULT_STORED_BYTES, MemoryQuota, check_name
 from sglang_reshard.control.protocol import Call, operation
-from sglang_reshard.control.sockets import configure, listen
+from sglang_reshard.control.sockets import LOOK_S, SILENT_S, configure, listen, silent_seconds
 from sglang_reshard.control.store import SessionStore
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,12 @@ class _Connection(asyncio.BufferedProtocol):
         self.transport.close()
         asyncio.get_running_loop().call_later(_FLUSH_S, self.transport.abort)
 
+    def drop_if_silent(self) -> None:
+        """Ends the connection if the client's host has vanished."""
+        with contextlib.suppress(OSError):  # it is being closed
+            if (silent_s := silent_seconds(self.transport.get_extra_info("socket"))) > SILENT_S:
+                self._drop(f"its host has not acknowledged anything for {silent_s:.0f} s")
+
     def _drop(self, why: str) -> None:
         self._server.log_refusal(self._peer, why)
         self.transport.abort()
@@ -118,6 +124,7 @@ class ControlServer:
         # Not `new_event_loop`, whose policy belongs to the application.
         self._loop = asyncio.SelectorEventLoop()
         self._accepting = self._loop.create_task(self._accept())
+        self._watching = self._loop.create_task(self._watch())
         self._thread = threading.Thread(target=self._run, name="sglang-reshard control server", daemon=True)
 
     @classmethod
@@ -198,6 +205,7 @@ class ControlServer:
             logger.exception("the control server failed; every rank loses its connection to it")
         finally:
             self._listener.close()
+            self._watching.cancel()
             self._loop.run_until_complete(self._close_all())
             self._loop.close()
 
@@ -208,6 +216,12 @@ class ControlServer:
         for connection in self.connections:
             connection.transport.abort()
         await asyncio.sleep(0)  # for the sockets to be closed
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for connection in list(self.connections):
+                connection.drop_if_silent()
 
     async def _accept(self) -> None:
         """Starts handshakes, no more than _MAX_HANDSHAKES at a time: other peers wait outside."""

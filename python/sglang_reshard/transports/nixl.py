@@ -47,20 +47,18 @@ class _Registrations:
         self._used: dict[tuple[str, int, int, int], tuple[int, list[Any]]] = {}
         self._lock = threading.Lock()
 
-    def add(self, memory: Sequence[tuple[str, int, int, int]]) -> None:
+    def add(self, memory: tuple[str, int, int, int]) -> None:
         with self._lock:
-            for key in memory:
-                users, registered = self._used.get(key) or (0, self.agent.register([key]))
-                self._used[key] = users + 1, registered
+            users, registered = self._used.get(memory) or (0, self.agent.register([memory]))
+            self._used[memory] = users + 1, registered
 
-    def remove(self, memory: Sequence[tuple[str, int, int, int]]) -> None:
+    def remove(self, memory: tuple[str, int, int, int]) -> None:
         with self._lock:
-            for key in memory:
-                users, registered = self._used.pop(key)
-                if users > 1:
-                    self._used[key] = users - 1, registered
-                else:
-                    self.agent.deregister(registered)
+            users, registered = self._used.pop(memory)
+            if users > 1:
+                self._used[memory] = users - 1, registered
+            else:
+                self.agent.deregister(registered)
 
 
 @cache
@@ -75,14 +73,21 @@ class NixlSource:
         """`shards` in the layout's order. Raises Unsupported without NIXL."""
         self._registrations = _registrations(f"trainer rank {trainer_rank}")
         self._storages = {shard.untyped_storage().data_ptr(): shard.untyped_storage() for shard in shards}
-        self._memory = [_range(storage) for storage in self._storages.values() if storage.nbytes()]
-        self._registrations.add(self._memory)
+        self._memory: list[tuple[str, int, int, int]] = []
+        try:
+            for memory in (_range(storage) for storage in self._storages.values() if storage.nbytes()):
+                self._registrations.add(memory)
+                self._memory.append(memory)
+        except BaseException:
+            self.close()
+            raise
         found = [RemoteShard(*memory_kind(s.device), s.data_ptr(), tuple(s.stride())) for s in shards]
         self.remote = RemoteShards(self._registrations.agent.metadata(), tuple(found))
 
     def close(self) -> None:
-        memory, self._memory, self._storages = self._memory, [], {}
-        self._registrations.remove(memory)
+        while self._memory:
+            self._registrations.remove(self._memory.pop())
+        self._storages = {}
 
 
 class NixlReader:
