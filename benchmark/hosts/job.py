@@ -37,7 +37,7 @@ class Job(msgspec.Struct, frozen=True):
     rank: int = 0
     trainers: int = 1
     receivers: int = 1
-    updates: int = 5
+    updates: int = 3
     tensors: int = 100
     side: int = 1024
 
