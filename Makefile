@@ -143,7 +143,7 @@ bench: setup
 bench-quick: setup
 	$(BIN)/python -m benchmark --quick
 
-# Updates between hosts, network namespaces of this one with shaped links, which need root: four minutes. It writes
+# Updates between hosts, network namespaces of this one with shaped links, which need root: eight minutes. It writes
 # benchmark/results/hosts.json and docs/results/hosts.md.
 .PHONY: bench-hosts
 bench-hosts: setup
