@@ -7,6 +7,7 @@ or TCP; its environment variables (UCX_TLS, UCX_NET_DEVICES) overrule it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -31,7 +32,6 @@ INSTALL = "pip install 'sglang-reshard[nixl]'"
 @cache
 def _nixl() -> Any:
     """Returns the module of NIXL's agents. Raises Unsupported where it is not installed."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     try:
         from nixl import _api  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError as error:
@@ -39,6 +39,8 @@ def _nixl() -> Any:
             f"NIXL cannot be imported on {socket.gethostname()} ({error}); install it for trainer and engine: "
             f"{INSTALL}, or use another transport"
         ) from error
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # else each agent greets on stdout
     return _api
 
 
