@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -170,6 +171,7 @@ def collect_and_leave(receiver, policy, metadata):
     assert receiver.poll_and_apply() is False
     dist.barrier()
     receiver.close()
+    assert "sglang-reshard control client" not in {thread.name for thread in threading.enumerate()}
     dist.barrier()
     dist.barrier()
     wide = Policy(hidden=7).requires_grad_(False)

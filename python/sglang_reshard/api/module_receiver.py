@@ -114,6 +114,8 @@ class ModuleReceiver:
         mailbox, self._mailbox = self._mailbox, None
         if mailbox is not None:
             mailbox.close()
+        # Else the end of the session would drop it in another thread, which the end of this process could interrupt.
+        self._receiver.close()
 
     def _run(self) -> None:
         try:
