@@ -190,7 +190,7 @@ def test_a_finding_of_the_doctor_is_the_codes_own(finding):
 
 # Commands as the documents give them, as patterns, and what runs them, or the code behind them on something smaller.
 RUN_BY = {
-    r"make (setup|lint|test|setup-newest)": ".ci/run",
+    r"make (setup|lint|test|setup-newest|setup-nixl)": ".ci/run",
     r"make test PYTEST_ARGS=test/unit": ".ci/run",
     r"(.* )?make demo( .*)?|(\.venv/bin/)?sglang-reshard demo( --help)?": "test/engine/test_demo_run.py",
     r"make test-verl|\.venv/bin/python -m pytest test/verl/.*": "test/verl/test_megatron.py",
