@@ -1,10 +1,13 @@
-"""sglang.srt.entrypoints.http_server: adds two endpoints to a server, and a middleware for torn weights.
+"""sglang.srt.entrypoints.http_server: adds endpoints to a server, and a middleware for torn weights.
 
-    POST /update_weights_distributed    an update; its client is `sglang_reshard.api.remote_engine`
+    POST /update_weights_distributed    an update
+    POST /pull_weights                  take the live weights of another server, see `weights_sharing`
+    POST /share_weights                 the request that such a server makes of the other one
     GET  /weights_info                  which weights are live
     503                                 in place of any answer that depends on torn weights
 
-Both require the admin key, or the API key if there is no admin key, as SGLang's own control endpoints do.
+Their client is `sglang_reshard.protocol.server_client`. All require the admin key, or the API key if there is no admin
+key, as SGLang's own control endpoints do.
 """
 
 from __future__ import annotations
@@ -16,9 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.decoders import json_decoder
 from sglang_reshard.patches import torn_weights, weights_info
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.protocol.messages import (
+    DistributedUpdateWeightsOutput,
+    DistributedUpdateWeightsReq,
+    PullWeightsReq,
+    ShareWeightsReq,
+)
+from sglang_reshard.protocol.session import LOOPBACK
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -27,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PATH, _INFO = "/update_weights_distributed", "/weights_info"
+_PULL, _SHARE = "/pull_weights", "/share_weights"
 _HEALTH = ("/health", "/health_generate")
 
 
@@ -57,22 +68,50 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
     from sglang.srt.utils.auth import AuthLevel, auth_level
     from starlette.responses import Response
 
+    from sglang_reshard.patches import weights_sharing  # a scheduler needs none of what it imports
+
+    def response(message: object, status: HTTPStatus = HTTPStatus.OK) -> Response:
+        return Response(msgspec.json.encode(message), status_code=status, media_type="application/json")
+
+    def outcome(output: DistributedUpdateWeightsOutput) -> Response:
+        return response(output, HTTPStatus.OK if output.success else HTTPStatus.BAD_REQUEST)
+
+    def malformed(error: msgspec.MsgspecError) -> DistributedUpdateWeightsOutput:
+        return DistributedUpdateWeightsOutput(success=False, message=f"malformed request: {error}")
+
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def update_weights_distributed(request: Any) -> Response:
         try:
             message = json_decoder(DistributedUpdateWeightsReq).decode(await request.body())
         except msgspec.MsgspecError as error:
-            output = DistributedUpdateWeightsOutput(success=False, message=f"malformed request: {error}")
-        else:
-            output = await manager.update_weights_distributed(message)
-        status = HTTPStatus.OK if output.success else HTTPStatus.BAD_REQUEST
-        return Response(msgspec.json.encode(output), status_code=status, media_type="application/json")
+            return outcome(malformed(error))
+        return outcome(await manager.update_weights_distributed(message))
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def pull_weights(request: Any) -> Response:
+        try:
+            message = json_decoder(PullWeightsReq).decode(await request.body())
+        except msgspec.MsgspecError as error:
+            return outcome(malformed(error))
+        return outcome(await weights_sharing.pull(manager, message))
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def share_weights(request: Any) -> Response:
+        try:
+            message = json_decoder(ShareWeightsReq).decode(await request.body())
+            return response(await weights_sharing.share(manager, message, _interface(request)))
+        except (msgspec.MsgspecError, ReshardError) as error:
+            status = HTTPStatus.BAD_REQUEST
+            body = {"message": str(error), "type": type(error).__name__, "code": status.value}
+            return response({"error": body}, status)
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def get_weights_info(_request: Any) -> Response:
-        return Response(msgspec.json.encode(weights_info.current(manager)), media_type="application/json")
+        return response(weights_info.current(manager))
 
     app.add_route(_PATH, update_weights_distributed, methods=["POST"])
+    app.add_route(_PULL, pull_weights, methods=["POST"])
+    app.add_route(_SHARE, share_weights, methods=["POST"])
     app.add_route(_INFO, get_weights_info, methods=["GET"])
 
 
@@ -125,6 +164,12 @@ class TornWeightsMiddleware:
                 raise
             if not refused:
                 await _refuse(request.torn_reason, send)
+
+
+def _interface(request: Any) -> str:
+    """Returns the address of this host at which the client of an HTTP request has reached it."""
+    address, _port = request.scope.get("server") or (LOOPBACK, 0)
+    return str(address)
 
 
 def _path(scope: Scope) -> str:

@@ -12,6 +12,7 @@ from sglang_reshard.patches.sglang_versions import ipc_message
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
+    ShareWeightsReq,
     Step,
     decode,
     encode,
@@ -20,15 +21,20 @@ from sglang_reshard.protocol.messages import (
 
 @ipc_message
 class UpdateWeightsDistributedReqInput(BaseReq):
+    """Of an update; with the step "share", of another engine's."""
+
     payload: bytes = b""
     step: Step = "update"
 
     @classmethod
-    def of(cls, request: DistributedUpdateWeightsReq, step: Step) -> UpdateWeightsDistributedReqInput:
+    def of(cls, request: DistributedUpdateWeightsReq | ShareWeightsReq, step: Step) -> UpdateWeightsDistributedReqInput:
         return cls(payload=encode(request), step=step)
 
     def open(self) -> DistributedUpdateWeightsReq:
         return decode(self.payload, DistributedUpdateWeightsReq)
+
+    def open_share(self) -> ShareWeightsReq:
+        return decode(self.payload, ShareWeightsReq)
 
 
 @ipc_message

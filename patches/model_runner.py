@@ -7,21 +7,28 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Step
+from sglang_reshard.protocol.messages import (
+    DistributedUpdateWeightsOutput,
+    DistributedUpdateWeightsReq,
+    ShareWeightsReq,
+    Step,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_reshard.engine.receiver import WeightReceiver
+    from sglang_reshard.replicas.share import LiveWeights
 
 _IN_PROGRESS = DistributedUpdateWeightsOutput(success=True, message="", under_way=True)
-_RECEIVER, _REPACKED = "_reshard_receiver", "_reshard_repacked"  # on the model runner
+_RECEIVER, _REPACKED, _LIVE = "_reshard_receiver", "_reshard_repacked", "_reshard_live"  # on the model runner
 
 
 def apply() -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     ModelRunner.update_weights_distributed = update_weights_distributed
+    ModelRunner.share_weights = share_weights
 
 
 def update_weights_distributed(
@@ -40,6 +47,20 @@ def update_weights_distributed(
     runtime().synchronize([device])
     run = receiver.commit if step == "commit" else receiver.update
     return run(request, refusal)
+
+
+def share_weights(self: ModelRunner, request: ShareWeightsReq) -> DistributedUpdateWeightsOutput:
+    """Begins to share this engine rank's live weights with another engine."""
+    live: LiveWeights | None = getattr(self, _LIVE, None)
+    if live is None:
+        from sglang_reshard.replicas.share import LiveWeights
+
+        receiver: WeightReceiver | None = getattr(self, _RECEIVER, None)
+        if receiver is None:  # the tokenizer manager knows better, unless an update has just failed
+            return DistributedUpdateWeightsOutput(success=False, message="no update has brought the live weights")
+        live = LiveWeights(receiver, *_place(), next(self.model.parameters()).device)
+        setattr(self, _LIVE, live)
+    return live.start(request)
 
 
 def _receiver(runner: ModelRunner, request: DistributedUpdateWeightsReq, device: torch.device) -> WeightReceiver:

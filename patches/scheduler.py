@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import hook_check, metrics, sglang_versions
 from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.protocol.messages import (
+    DistributedUpdateWeightsOutput,
+    DistributedUpdateWeightsReq,
+    ShareWeightsReq,
+)
 from sglang_reshard.version import VERSION_KEY
 
 if TYPE_CHECKING:
@@ -43,8 +47,10 @@ def _report_version(output: Any, *_: Any, **__: Any) -> None:
 def update_weights_distributed(
     self: Scheduler, envelope: UpdateWeightsDistributedReqInput
 ) -> UpdateWeightsDistributedReqOutput:
-    """Updates, then flushes the cache. Raises nothing: an exception here would end the server."""
+    """Updates, then flushes the cache; or shares. Raises nothing: an exception here would end the server."""
     try:
+        if envelope.step == "share":
+            return UpdateWeightsDistributedReqOutput.of(_share(self, envelope.open_share()))
         request = envelope.open()
         writes = envelope.step in ("update", "commit")
         refusal = _refusal(self, request, writes) if envelope.step != "staged" else ""
@@ -62,15 +68,17 @@ def update_weights_distributed(
     return UpdateWeightsDistributedReqOutput.of(output)
 
 
+def _share(scheduler: Scheduler, request: ShareWeightsReq) -> DistributedUpdateWeightsOutput:
+    if refusal := _offloaded(scheduler) or _session_open(scheduler):
+        return DistributedUpdateWeightsOutput(success=False, message=refusal)
+    output: DistributedUpdateWeightsOutput = scheduler.tp_worker.share_weights(request)
+    return output
+
+
 def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq, writes: bool) -> str:
     """Returns why the scheduler's state does not allow the update; empty if it does. `writes`: to live weights."""
-    if "weights" in sglang_versions.offload_tags(scheduler):
-        return (
-            "the weights are offloaded by release_memory_occupation; "
-            "call resume_memory_occupation(['weights']) before the update"
-        )
-    if sglang_versions.weight_update_session_open(scheduler):
-        return "a weight-update session of SGLang is open; call end_weight_update first, the update needs no session"
+    if refusal := _offloaded(scheduler) or _session_open(scheduler):
+        return refusal
     if scheduler.draft_worker is not None and not scheduler.spec_algorithm.is_ngram():  # n-grams have no weights
         return "a draft model is loaded, whose weights cannot be updated; start the engine without speculative decoding"
     _drop_finished_requests(scheduler)
@@ -83,6 +91,21 @@ def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq, writes:
             "what was computed from the old weights"
         )
     return ""
+
+
+def _offloaded(scheduler: Scheduler) -> str:
+    if "weights" not in sglang_versions.offload_tags(scheduler):
+        return ""
+    return (
+        "the weights are offloaded by release_memory_occupation; "
+        "call resume_memory_occupation(['weights']) before the update"
+    )
+
+
+def _session_open(scheduler: Scheduler) -> str:
+    if not sglang_versions.weight_update_session_open(scheduler):
+        return ""
+    return "a weight-update session of SGLang is open; call end_weight_update first, the update needs no session"
 
 
 def _drop_finished_requests(scheduler: Scheduler) -> None:

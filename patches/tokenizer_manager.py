@@ -12,7 +12,13 @@ from sglang_reshard.patches import hook_check, lora_names, metrics, sglang_versi
 from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
 from sglang_reshard.patches.supported_engine import unsupported_reason
 from sglang_reshard.patches.update_observer import observed
-from sglang_reshard.protocol.messages import WAITS, DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Step
+from sglang_reshard.protocol.messages import (
+    WAITS,
+    DistributedUpdateWeightsOutput,
+    DistributedUpdateWeightsReq,
+    ShareWeightsReq,
+    Step,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -37,27 +43,31 @@ async def update_weights_distributed(
     A paused engine is updated at once; otherwise running requests finish first, as in SGLang's own weight updates.
     """
     self.auto_create_handle_loop()
-    if refusal := _refusal(self, request) or getattr(self, weights_info.RUNNING, ""):
+    if refusal := getattr(self, weights_info.RUNNING, ""):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
-    running = f"{request.name()} is running; repeat this one when it has ended"
-    setattr(self, weights_info.RUNNING, running)
-    try:
-        if refusal := await _missing_patches(self, request.timeout_s):
-            return DistributedUpdateWeightsOutput(success=False, message=refusal)
-        if request.lora is None:
-            return await _update(self, request)
-        async with self.lora_update_lock:
-            lora = lora_names.with_lora_id(self, request.lora)
-            return await _update(self, msgspec.structs.replace(request, lora=lora))
-    finally:
-        setattr(self, weights_info.RUNNING, "")
+    with weights_info.running(self, f"{request.name()} is running; repeat this one when it has ended"):
+        return await run_update(self, request)
+
+
+async def run_update(self: TokenizerManager, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
+    """Runs an update; the caller has made sure that no other one runs."""
+    if refusal := _refusal(self, request) or await _missing_patches(self, request.timeout_s):
+        return DistributedUpdateWeightsOutput(success=False, message=refusal)
+    if not await weights_info.unshared(self, request.timeout_s):
+        message = f"another engine has been reading the live weights for {request.timeout_s:.0f} s; repeat the update"
+        return DistributedUpdateWeightsOutput(success=False, message=message)
+    if request.lora is None:
+        return await _update(self, request)
+    async with self.lora_update_lock:
+        lora = lora_names.with_lora_id(self, request.lora)
+        return await _update(self, msgspec.structs.replace(request, lora=lora))
 
 
 async def _update(self: TokenizerManager, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
     step: Step = "update"
     if request.staged:  # requests are served with the old weights until the new ones have arrived
-        output = await _ask(self, request, "stage")
-        while output.success and (output := await _ask(self, request, "staged")).under_way:
+        output = await ask_schedulers(self, request, "stage")
+        while output.success and (output := await ask_schedulers(self, request, "staged")).under_way:
             await asyncio.sleep(_POLL_S)
         if not output.success:
             return output
@@ -79,7 +89,7 @@ async def _write(
 ) -> DistributedUpdateWeightsOutput:
     """Lets the schedulers write the weights. Lets nobody use them if that fails halfway."""
     try:
-        output = await _ask(self, request, step)
+        output = await ask_schedulers(self, request, step)
     except BaseException:  # cancelled, as the client disconnected: the outcome will not be known
         _torn(self, request, f"the client of update {request.update} disconnected before it ended")
         raise
@@ -102,8 +112,8 @@ def _torn(self: TokenizerManager, request: DistributedUpdateWeightsReq, reason: 
         lora_names.unload(self, request.lora, reason)
 
 
-async def _ask(
-    self: TokenizerManager, request: DistributedUpdateWeightsReq, step: Step
+async def ask_schedulers(
+    self: TokenizerManager, request: DistributedUpdateWeightsReq | ShareWeightsReq, step: Step
 ) -> DistributedUpdateWeightsOutput:
     """Returns the schedulers' answer: the first failure, if any."""
     envelope = UpdateWeightsDistributedReqInput.of(request, step)

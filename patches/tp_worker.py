@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Step
+from sglang_reshard.protocol.messages import (
+    DistributedUpdateWeightsOutput,
+    DistributedUpdateWeightsReq,
+    ShareWeightsReq,
+    Step,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import BaseTpWorker
@@ -14,9 +19,14 @@ def apply() -> None:
     from sglang.srt.managers.tp_worker import BaseTpWorker
 
     BaseTpWorker.update_weights_distributed = update_weights_distributed
+    BaseTpWorker.share_weights = share_weights
 
 
 def update_weights_distributed(
     self: BaseTpWorker, request: DistributedUpdateWeightsReq, step: Step, refusal: str
 ) -> DistributedUpdateWeightsOutput:
     return self.model_runner.update_weights_distributed(request, step, refusal)
+
+
+def share_weights(self: BaseTpWorker, request: ShareWeightsReq) -> DistributedUpdateWeightsOutput:
+    return self.model_runner.share_weights(request)

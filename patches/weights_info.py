@@ -3,12 +3,15 @@
     weights_info.record(manager, request, output)    # after a successful update, inside its lock
     weights_info.current(manager)
 
-The record is cleared when anything else writes or releases weights.
+The record is cleared when anything else writes or releases weights. That waits while the weights are shared with other
+engines (`weights_sharing`), and so does an update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sglang_reshard.patches import sglang_versions, torn_weights
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 RUNNING = "_reshard_running"  # on the manager: describes the update in progress
+_SHARES = "_reshard_shares"  # on the manager: tasks, each of which shares the weights with another engine
 _LIVE = "_reshard_live"  # on the manager: request and output of the update that wrote the live weights
 _MANAGER = "sglang.srt.managers.tokenizer_manager"
 # The methods by which SGLang itself changes weights. Not all of its versions have all of them.
@@ -47,6 +51,29 @@ def record(
 ) -> None:
     """Records a successful update as the origin of the live weights."""
     setattr(manager, _LIVE, (request, output))
+
+
+@contextmanager
+def running(manager: TokenizerManager, description: str) -> Iterator[None]:
+    """Around an update: others are refused with the description, and weights are not shared."""
+    setattr(manager, RUNNING, description)
+    try:
+        yield
+    finally:
+        setattr(manager, RUNNING, "")
+
+
+def add_share(manager: TokenizerManager, task: asyncio.Task[None]) -> None:
+    """Registers what reads the live weights until it ends."""
+    shares: set[asyncio.Task[None]] = vars(manager).setdefault(_SHARES, set())
+    shares.add(task)
+    task.add_done_callback(shares.discard)
+
+
+async def unshared(manager: TokenizerManager, timeout_s: float | None = None) -> bool:
+    """Waits until no other engine reads the live weights. Returns False if one still does after `timeout_s`."""
+    shares = set(getattr(manager, _SHARES, ()))
+    return not shares or not (await asyncio.wait(shares, timeout=timeout_s))[1]
 
 
 def clear(manager: TokenizerManager) -> None:
@@ -87,7 +114,8 @@ Stock = Callable[..., Awaitable[Any]]
 
 async def _around_write(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
     """Clears the record before, as weights change while it runs, and after, as an update may have ended meanwhile."""
-    clear(manager)
+    clear(manager)  # from now on they are not shared with another engine
+    await unshared(manager)
     try:
         return await stock(manager, *args, **kwargs)
     finally:

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from sglang_reshard import ModuleReceiver, ModuleSender
-from sglang_reshard.api.module_mail import Mailbox, MailRoom
 from sglang_reshard.control import ControlServer
 from sglang_reshard.errors import DeadlineExceeded, EngineRefused, Mismatch, TornWeights
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.protocol.request_mail import Mailbox, MailRoom
 from support.world import run_world
 
 TRAINERS = 2

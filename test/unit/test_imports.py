@@ -20,6 +20,7 @@ LAYERS = (
     ("verl", "cli"),
     ("api", "realloc"),
     ("patches",),
+    ("replicas",),
     ("trainer", "engine"),
     ("protocol",),
     ("transports", "digest"),

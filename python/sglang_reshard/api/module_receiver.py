@@ -22,10 +22,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from sglang_reshard.api.module_mail import Mailbox, from_metadata
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import ConnectionLost, DeadlineExceeded, Mismatch, TornWeights
 from sglang_reshard.observability.logs import configure, get_logger
+from sglang_reshard.protocol.request_mail import Mailbox, from_metadata
 
 logger = get_logger(__name__)
 _POLL_S = 1.0  # how long the background thread waits at a time: `stop` waits as long

@@ -4,7 +4,7 @@
     collectors.start(sender.metadata)           # they call ModuleReceiver.init(metadata)
     sender.update(model, weight_version="42")   # when all of them have taken the weights, it returns
 
-Each receiver is an engine of one rank to the sender; requests and answers go by `module_mail`.
+Each receiver is an engine of one rank to the sender; requests and answers go by `protocol.request_mail`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from sglang_reshard.api.module_mail import MailRoom, to_metadata
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address, ControlServer
 from sglang_reshard.layout.decoders import convert
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DEFAULT_TIMEOUT_S
+from sglang_reshard.protocol.request_mail import MailRoom, to_metadata
 from sglang_reshard.protocol.session import LOOPBACK
 from sglang_reshard.sources import NamedTensors
 from sglang_reshard.trainer.collectives import on_first_rank

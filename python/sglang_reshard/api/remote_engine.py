@@ -9,93 +9,18 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from sglang_reshard.errors import EngineRefused, Mismatch, TornWeights, Unauthorized, Unsupported
-from sglang_reshard.layout.decoders import json_decoder
-from sglang_reshard.protocol.messages import (
-    DEFAULT_TIMEOUT_S,
-    WAITS,
-    DistributedUpdateWeightsOutput,
-    DistributedUpdateWeightsReq,
-    PauseMode,
-    as_list,
-)
-from sglang_reshard.protocol.weights_info import WeightsInfo
-from sglang_reshard.version import __version__
+from sglang_reshard.protocol.messages import PauseMode
+from sglang_reshard.protocol.server_client import ADMIN_API_KEY, API_KEY, URL, ServerClient
 
-if TYPE_CHECKING:
-    import httpx
-
-URL, API_KEY, ADMIN_API_KEY = "SGLANG_RESHARD_URL", "SGLANG_RESHARD_API_KEY", "SGLANG_RESHARD_ADMIN_API_KEY"
-
-_CONNECT_S = 10.0
-_SHOWN_CHARACTERS = 300  # of a response, in an error
+__all__ = ["ADMIN_API_KEY", "API_KEY", "URL", "RemoteEngine"]
 
 
-class RemoteEngine:
-    """A client of one server. Keeps no connection open. Safe to use from several threads.
-
-    url            http://host:port; by default the environment variable SGLANG_RESHARD_URL
-    api_key        the server's --api-key, if it has one; by default SGLANG_RESHARD_API_KEY
-    admin_api_key  the server's --admin-api-key, if it has one; by default SGLANG_RESHARD_ADMIN_API_KEY. Needed for
-                   all calls but `generate`
-    timeout_s      seconds of a wait of an update; any call may last `WAITS` times as long
-
-    Every call raises EngineRefused for a server that cannot be reached, does not answer in time or refuses,
-    Unauthorized for a wrong key, and Unsupported for a server without this package.
-    """
-
-    def __init__(
-        self,
-        url: str | None = None,
-        *,
-        api_key: str | None = None,
-        admin_api_key: str | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> None:
-        self.url = _check_url(url or os.environ.get(URL, ""))
-        key = os.environ.get(API_KEY, "") if api_key is None else api_key
-        admin_key = os.environ.get(ADMIN_API_KEY, "") if admin_api_key is None else admin_api_key
-        self._serving, self._control = headers(key, admin_key)
-        self._client = client(WAITS * timeout_s)
-
-    def check(self) -> WeightsInfo:
-        """Returns `weights_info()`. Raises Mismatch unless the server has the same version of this package."""
-        info = self.weights_info()
-        if info.package_version != __version__:
-            raise Mismatch(
-                f"{self.url} has sglang-reshard {info.package_version} and this trainer {__version__}; install the "
-                "same version on both"
-            )
-        return info
-
-    def weights_info(self) -> WeightsInfo:
-        """Describes the weights that are live on the server."""
-        answer = self._ask("GET", "/weights_info")
-        try:
-            return json_decoder(WeightsInfo).decode(answer.content)
-        except msgspec.MsgspecError as error:
-            raise Mismatch(
-                f"{self.url}/weights_info returned an invalid response ({error}): {_error_text(answer)}. Is this the "
-                f"URL of an SGLang server, with sglang-reshard {__version__}?"
-            ) from error
-
-    def update_weights_distributed(self, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
-        """Sends an update request of `WeightSender`, and returns the outcome, which may be a failure."""
-        answer = self._answer("POST", "/update_weights_distributed", request)
-        try:
-            return json_decoder(DistributedUpdateWeightsOutput).decode(answer.content)
-        except msgspec.MsgspecError:
-            self._raise_unless_good(answer)
-            raise EngineRefused(
-                f"{self.url} returned an invalid response to an update: {_error_text(answer)}"
-            ) from None
+class RemoteEngine(ServerClient):
+    """A client of one server: this package's endpoints, see `ServerClient`, and SGLang's own."""
 
     def generate(self, prompt: list[str] | str | None = None, **arguments: Any) -> Any:
         """Calls SGLang's `Engine.generate`; tuples in its output become lists. Raises TornWeights.
@@ -123,124 +48,3 @@ class RemoteEngine:
     def flush_cache(self) -> None:
         """Flushes the prefix cache. Raises EngineRefused while requests run."""
         self._ask("POST", "/flush_cache")
-
-    def close(self) -> None:
-        """Closes this client; the server keeps running."""
-        self._client.close()
-
-    def local_address(self) -> str:
-        """Returns the address of this host's interface towards the server, at which the server's host can reach it."""
-        from httpx import URL as ParsedURL
-
-        url = ParsedURL(self.url)
-        try:
-            family, *_, target = socket.getaddrinfo(url.host, url.port or 80, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(target)  # sends nothing
-                return str(probe.getsockname()[0])
-        except OSError as error:
-            raise EngineRefused(
-                f"{self.url} cannot be reached from this host: {error}; is the host's name right?"
-            ) from error
-
-    def _ask(self, method: str, path: str, body: Any = None, keys: dict[str, str] | None = None) -> httpx.Response:
-        answer = self._answer(method, path, body, keys)
-        self._raise_unless_good(answer)
-        return answer
-
-    def _answer(self, method: str, path: str, body: Any = None, keys: dict[str, str] | None = None) -> httpx.Response:
-        """`keys` are the headers that carry a key; by default those for control requests."""
-        import httpx
-
-        sent = {"Content-Type": "application/json", **(self._control if keys is None else keys)}
-        try:
-            content = b"" if body is None else msgspec.json.encode(body, enc_hook=as_list)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            raise Unsupported(f"{path}: an argument cannot be sent over HTTP: {error}") from error
-        try:
-            return self._client.request(method, self.url + path, content=content, headers=sent)
-        except httpx.HTTPError as error:
-            raise EngineRefused(
-                f"{self.url} did not answer: {type(error).__name__}: {error}. Is the server up, and is this its URL?"
-            ) from error
-
-    def _raise_unless_good(self, answer: httpx.Response) -> None:
-        status, path = answer.status_code, answer.request.url.path
-        if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-            raise Unauthorized(
-                f"{self.url}{path} did not accept the key ({status}). Pass those that the server was started with: its "
-                f"--api-key as api_key or {API_KEY}, its --admin-api-key as admin_api_key or {ADMIN_API_KEY}"
-            )
-        if status == HTTPStatus.NOT_FOUND:
-            raise Unsupported(
-                f"{self.url} has no {path} (404): is sglang-reshard installed beside SGLang there? Install "
-                f"{__version__} and restart the server. If it is, look for 'Failed to load plugin reshard' in the "
-                "server's log, and for 'cannot update its weights', which names a mode that does not load plugins; "
-                "and check that SGLANG_PLUGINS, if it is set there, contains 'reshard'"
-            )
-        if answer.is_success:
-            return
-        if (error := _error(answer)) is not None and error.type == TornWeights.__name__:
-            raise TornWeights(error.message)
-        raise EngineRefused(f"{self.url}{path} answered {status}: {_error_text(answer)}")
-
-
-def client(timeout_s: float) -> httpx.Client:
-    """Returns an HTTP client for an engine's server, which keeps no connection open."""
-    import httpx
-
-    return httpx.Client(
-        timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
-        trust_env=False,  # the environment's proxies lead to the internet, an engine is in the private network
-        # This transport does honor the environment's certificates (SSL_CERT_FILE). A server may close an idle
-        # connection in the moment in which it is used again, so none is kept.
-        transport=httpx.HTTPTransport(limits=httpx.Limits(max_keepalive_connections=0)),
-    )
-
-
-def headers(api_key: str, admin_api_key: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the headers with a server's keys: for generation, and for control.
-
-    A server with only one of the keys accepts that one for both.
-    """
-    return _bearer(api_key or admin_api_key), _bearer(admin_api_key or api_key)
-
-
-def _bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-class _Error(msgspec.Struct):
-    message: str = ""
-    type: str = ""
-
-
-class _ErrorResponse(msgspec.Struct):
-    error: _Error
-
-
-def _error(answer: httpx.Response) -> _Error | None:
-    """Returns the error in the format of SGLang and of this package; None for other responses."""
-    try:
-        return json_decoder(_ErrorResponse).decode(answer.content).error
-    except msgspec.MsgspecError:
-        return None
-
-
-def _error_text(answer: httpx.Response) -> str:
-    error = _error(answer)
-    return error.message if error else repr(answer.text[:_SHOWN_CHARACTERS])
-
-
-def _check_url(url: str) -> str:
-    import httpx
-
-    if not url:
-        raise Unsupported(f"no server was given; pass its url, http://host:port, or set {URL}")
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise Unsupported(f"{url!r} is not a valid URL: {error}; pass http://host:port") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise Unsupported(f"{url!r} is not the URL of a server; pass http://host:port")
-    return url.rstrip("/")

@@ -21,6 +21,7 @@ from sglang_reshard.observability.peak_memory import PeakMemory
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.validation import check_request
+from sglang_reshard.trace.program import Program
 
 logger = get_logger(__name__)
 _SUCCESS = DistributedUpdateWeightsOutput(success=True, message="")
@@ -114,6 +115,19 @@ class WeightReceiver:
             staged.append(failed.output)
         else:
             staged.append(_SUCCESS)
+
+    # What another engine reads while no update runs, see `replicas.share`.
+
+    def live_program(self) -> tuple[Program, dict[str, tuple[int, ...]]]:
+        """Returns what has written the live weights, and the global shapes of checkpoint tensors, by name.
+
+        Raises Unsupported if no update has, or if they were written or moved by others since.
+        """
+        return self._executor.live_program()
+
+    def accept_new_addresses(self) -> None:
+        """Must be called when live parameters were moved with their storages, in place."""
+        self._executor.accept_new_addresses()
 
     def close(self) -> None:
         """Leaves the session, and frees all but the weights."""

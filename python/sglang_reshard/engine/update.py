@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -28,7 +29,7 @@ from sglang_reshard.digest.selection import Selection
 from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_error
 from sglang_reshard.engine.received_tensors import ReceivedTensors
 from sglang_reshard.engine.transfer import PreparedTransfer, TargetPlan, TransferCache, TransferPlan, get_layout
-from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError
+from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, Unsupported
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.observability.report import RankReport
 from sglang_reshard.plan import check_transport
@@ -40,6 +41,7 @@ from sglang_reshard.protocol.messages import (
     StartTransfer,
 )
 from sglang_reshard.trace.live_signature import LiveSignature
+from sglang_reshard.trace.program import Program
 from sglang_reshard.version import check_same_version
 
 
@@ -54,6 +56,7 @@ class UpdateExecutor:
         self._model, self._rank, self._size, self._device = model, rank, size, device
         self._signature = LiveSignature(model)
         self._target: TargetPlan | None = None
+        self._live: TargetPlan | None = None  # by which the live weights, and scratch memory, were written
         self.transfers = TransferCache(rank, device, live=not isinstance(model, ReceivedTensors))
         self.torn = ""  # why the weights are partly written; empty if they are sound
 
@@ -80,6 +83,8 @@ class UpdateExecutor:
         """Receives into the shadow weights, and verifies them."""
         shadow = self.transfer.shadow
         assert shadow is not None
+        if self.transfer.target.program.scratch_bytes:  # it has no shadow
+            self._live = None
         error = ""
         try:
             shadow.copy_from_live()
@@ -96,7 +101,7 @@ class UpdateExecutor:
 
     def write(self, context: UpdateContext) -> DistributedUpdateWeightsOutput:
         """Writes the live weights: everything that a failure leaves torn."""
-        self.torn = _torn(context.request)
+        self.torn, self._live, target = _torn(context.request), None, self.transfer.target
         error = ""
         try:
             if self.transfer.shadow is None:
@@ -113,8 +118,27 @@ class UpdateExecutor:
         if context.request.unmap_after:
             self.unmap()  # before the vote: after it the trainer may be answered, and free its memory
         votes = context.all_gather_votes(Phase.COMMIT, vote)
-        self.torn = ""
+        self.torn, self._live = "", target
         return _with_votes(output, votes)
+
+    def live_program(self) -> tuple[Program, dict[str, tuple[int, ...]]]:
+        """See `WeightReceiver.live_program`."""
+        live = self._live
+        if live is None:
+            raise Unsupported(
+                f"engine rank {self._rank}: the live weights were not brought by an update of this package, so that "
+                "nothing tells which checkpoint tensors they hold; update this engine first"
+            )
+        if live.signature != self._signature.current():
+            raise Unsupported(
+                f"engine rank {self._rank}: live parameters were replaced since the last update; update it again"
+            )
+        return live.program, {tensor.name: tensor.shape for tensor in live.tensor_index.layout.tensors}
+
+    def accept_new_addresses(self) -> None:
+        """See `WeightReceiver.accept_new_addresses`. The next update plans again."""
+        if self._live is not None:
+            self._live = replace(self._live, signature=self._signature.current())
 
     def unmap(self) -> None:
         """Unmaps the trainer ranks' memory, and returns what is not used without it to the GPU, as the trainer does."""

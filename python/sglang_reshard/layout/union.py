@@ -24,7 +24,10 @@ def union(layouts: Sequence[SourceLayout], layout_of_rank: Sequence[int]) -> Sou
     no rank holds some of its elements. Both name the tensor and ranks.
     """
     if len(layouts) == 1:
-        return layouts[0]
+        (layout,) = layouts
+        for tensor in {(t.shape, t.mesh, t.placements): t for t in layout.tensors}.values():
+            _check_held(tensor, layout.shard_map(tensor), range(len(layout_of_rank)))
+        return layout
     ranks_of = [[rank for rank, own in enumerate(layout_of_rank) if own == number] for number in range(len(layouts))]
     listed: dict[str, list[tuple[int, SourceTensor]]] = {}
     for number in dict.fromkeys(layout_of_rank):
@@ -46,16 +49,18 @@ def union(layouts: Sequence[SourceLayout], layout_of_rank: Sequence[int]) -> Sou
             held = _held(name, {number: layouts[number].shard_map(tensor) for number, tensor in statements}, ranks_of)
             if reason := invalid_reason(ExplicitSharding(stated.shape, held), len(layout_of_rank)):
                 raise Mismatch(f"{name}: trainer ranks that list it hold parts that do not go together: {reason}")
-            missing = stated.spec.numel - held.covered_elements()
-            if missing:
-                raise Unsupported(
-                    f"{name}: trainer ranks {sorted(r for n, _ in statements for r in ranks_of[n])} list it, and "
-                    f"{missing} of its {stated.spec.numel} elements are held by none of them; list it on all ranks "
-                    "that hold shards of it"
-                )
+            _check_held(stated, held, [r for n, _ in statements for r in ranks_of[n]])
             known[key] = explicit.setdefault(held, len(explicit))
         tensors.append(SourceTensor(name, stated.shape, stated.dtype, EXPLICIT, known[key]))
     return SourceLayout(len(layout_of_rank), (), (), tuple(tensors), tuple(explicit))
+
+
+def _check_held(tensor: SourceTensor, held: ShardMap, listing: Sequence[int]) -> None:
+    if missing := tensor.spec.numel - held.covered_elements():
+        raise Unsupported(
+            f"{tensor.name}: trainer ranks {sorted(listing)} list it, and {missing} of its {tensor.spec.numel} "
+            "elements are held by none of them; list it on all ranks that hold shards of it"
+        )
 
 
 def _held(name: str, stated: Mapping[int, ShardMap], ranks_of: Sequence[Sequence[int]]) -> ShardMap:

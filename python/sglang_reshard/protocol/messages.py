@@ -21,7 +21,8 @@ DEFAULT_TIMEOUT_S = 300.0
 WAITS = 8  # an update waits at most this many times, each time for up to `timeout_s`
 Verify = Literal["off", "sample", "full"]
 PauseMode = Literal["abort", "retract", "in_place"]  # of SGLang's pause_generation
-Step = Literal["update", "stage", "staged", "commit"]  # what an engine rank executes: a whole update, or a part of one
+# What an engine rank executes: a whole update, a part of one, or the other side of another engine's.
+Step = Literal["update", "stage", "staged", "commit", "share"]
 
 
 class LoraAdapter(msgspec.Struct, frozen=True):
@@ -87,6 +88,55 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     def labels(self) -> dict[str, Any]:
         """Returns the attributes that log lines and spans of this update have."""
         return {"session": self.address.session, "update": self.update, "version": self.weight_version or ""}
+
+
+class ShareWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks an engine to pass its live weights on to another one. Its engine ranks are the trainer ranks of that update.
+
+    package_version, transport, bucket_bytes, timeout_s, verify   as in `DistributedUpdateWeightsReq`
+    address         of the control server over which the two meet; set by the engine that shares
+    weight_version  of the live weights; set by the engine that shares
+    """
+
+    package_version: str
+    transport: str = "auto"
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    verify: Verify = "full"
+    address: Address | None = None
+    weight_version: str | None = None
+
+
+class SharedWeights(msgspec.Struct, frozen=True):
+    """Answers `ShareWeightsReq`.
+
+    address  of the control server, at which requests wait for the other engine, see `protocol.request_mail`
+    version  of the weights that are shared
+    digest   of these, where the update that brought them had verify="full"; else empty
+    dtype    the engine's, "bfloat16": digests of engines of different dtypes differ
+    """
+
+    address: Address
+    version: str
+    digest: str
+    dtype: str
+
+
+class PullWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks an engine to take the live weights of the one at `url`, whose keys are `api_key` and `admin_api_key`.
+
+    verify  "full" computes the digest of what has arrived, and compares it with that of the other engine's last
+            update, if that is known
+    Other fields are as in `DistributedUpdateWeightsReq`.
+    """
+
+    url: str
+    api_key: str = ""
+    admin_api_key: str = ""
+    transport: str = "auto"
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    verify: Verify = "full"
 
 
 class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):

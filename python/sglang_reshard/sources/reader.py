@@ -34,10 +34,13 @@ from sglang_reshard.sources.verl_shard_spec import check_has_no_place, fused_ten
 
 
 class TensorReader:
-    """Reads the tensors of one training state on one trainer rank. What tensors have in common is read once."""
+    """Reads the tensors of one training state on one trainer rank. What tensors have in common is read once.
 
-    def __init__(self, trainer_rank: int, global_ranks: tuple[int, ...]) -> None:
-        self._rank, self._ranks = trainer_rank, len(global_ranks)
+    partial  each trainer rank may state what it holds itself, and no more
+    """
+
+    def __init__(self, trainer_rank: int, global_ranks: tuple[int, ...], partial: bool = False) -> None:
+        self._rank, self._ranks, self._partial = trainer_rank, len(global_ranks), partial
         self._trainer_rank_of = {g: t for t, g in enumerate(global_ranks)}
         self._replicated = MeshSharding(Mesh((self._ranks,), tuple(range(self._ranks))), (Placement(),))
         # Keyed by identity, as comparing device meshes is slow. The mesh is kept, so that its id stays unique.
@@ -120,7 +123,7 @@ class TensorReader:
             return shard_map
         if explicit and (reason := invalid_reason(ExplicitSharding(shape, shard_map), self._ranks)):
             raise Mismatch(f"{where} has an invalid explicit sharding: {reason}")
-        if shard_map.covered_elements() != math.prod(shape):
+        if not self._partial and shard_map.covered_elements() != math.prod(shape):
             raise Unsupported(
                 f"{where}: the trainer ranks of this update hold {shard_map.covered_elements()} of its "
                 f"{math.prod(shape)} elements; create the sender on all ranks that hold shards of it (all ranks of its "

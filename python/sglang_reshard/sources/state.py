@@ -47,12 +47,14 @@ def describe(
     *,
     trainer_rank: int,
     global_ranks: tuple[int, ...],
+    partial: bool = False,
 ) -> TrainerState:
     """Reads a training state. Moves, gathers and copies nothing.
 
     named_tensors  (name, tensor) with a DTensor, or a plain tensor that every rank holds in full; or (name, tensor,
                    sharding). A module is read as its `named_shards`
     global_ranks   the global rank of each trainer rank
+    partial        the shardings may state less than all elements: what other trainer ranks hold, they state themselves
 
     The sharding is one of
 
@@ -69,7 +71,7 @@ def describe(
     Raises Unsupported for placements, dtypes and tensors that cannot be sent, and Mismatch if a local tensor does not
     fit its sharding; both name the tensor and the trainer rank.
     """
-    reader, tables = TensorReader(trainer_rank, global_ranks), _LayoutTables()
+    reader, tables = TensorReader(trainer_rank, global_ranks, partial), _LayoutTables()
     tensors, shards, inputs = [], [], []
     names: set[str] = set()
     for name, given, *sharding in as_list(named_tensors, trainer_rank):

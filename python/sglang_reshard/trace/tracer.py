@@ -27,6 +27,8 @@ _NEEDS_MEMORY = (
     "data pointer", "on meta tensors", "doesn't have storage", "incompatible tensor type", "tensor subclasses"
 )  # fmt: skip
 
+_one_at_a_time = threading.Lock()  # what a trace replaces meanwhile is the whole process's
+
 
 def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
     """Returns the program of `model.load_weights` for checkpoint tensors with these names, shapes and dtypes.
@@ -38,7 +40,7 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
     """
     began = time.perf_counter()
     _check_names(specs)
-    with torch.no_grad(), _garbage_collection_off():
+    with _one_at_a_time, torch.no_grad(), _garbage_collection_off():
         recorder = Recorder(model)
         deferred = _run_loader(model, specs, recorder)
         records = drop_overwritten_fills(recorder.records)

@@ -74,6 +74,7 @@ class ShardPublisher:
         self._published: PublishedShards | None = None
         self._handles: Handles | None = None
         self._stages: Stages | None = None
+        self._partial = False  # whether trainer ranks list different tensors
 
     def publish(
         self,
@@ -96,7 +97,7 @@ class ShardPublisher:
             self._memory.begin_update()
         with _garbage_collector_paused():
             changed = self._changed(named_tensors, always=check_finite or (exchange is None) != (self._stages is None))
-        state = None
+        state, self._partial = None, exchange is not None
         if changed is not None:
             self._changes = None
             state = self._described(changed)
@@ -126,7 +127,7 @@ class ShardPublisher:
         return (state if self._stages is None else state.within(self._stages.layout)).shards
 
     def _described(self, named_tensors: NamedTensors | torch.nn.Module) -> TrainerState:
-        return describe(named_tensors, trainer_rank=self._rank, global_ranks=self._global_ranks)
+        return describe(named_tensors, trainer_rank=self._rank, global_ranks=self._global_ranks, partial=self._partial)
 
     def close(self) -> None:
         if self._owns_memory:

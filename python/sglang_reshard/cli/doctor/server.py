@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 
-from sglang_reshard.api.remote_engine import client, headers
 from sglang_reshard.cli.doctor.finding import Finding, fail, ok, warning
+from sglang_reshard.protocol.server_client import client, headers
 from sglang_reshard.version import VERSION_KEY, __version__
 
 _TIMEOUT_S = 20.0

@@ -47,9 +47,9 @@ class Mailbox:
         self._client.append(_RECEIVERS, name.encode())
 
     def request(self, timeout_s: float) -> DistributedUpdateWeightsReq | None:
-        """Returns the next request; None if there is none within `timeout_s`."""
+        """Returns the next request; None if there is none within `timeout_s`. Raises Aborted if there will be none."""
         try:
-            (data,) = self._client.get([_request(self._name, self._number)], timeout_s)
+            (data,) = self._client.get([_request(self._name, self._number)], timeout_s, _scope(self._name))
         except WaitTimedOut:
             return None
         return decode(data, DistributedUpdateWeightsReq)
@@ -116,6 +116,11 @@ class MailRoom:
             (data,) = self._client.get(keys[1:], request.timeout_s)  # it answered, and left before this was asked
         self._client.delete_keys(keys)
         return decode(data, DistributedUpdateWeightsOutput)
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Tells a receiver that no request will come, and why."""
+        with contextlib.suppress(ReshardError):
+            self._client.cancel(_scope(name), reason)
 
     def close(self) -> None:
         self._client.close()

@@ -1,0 +1,116 @@
+"""Shares a server's live weights with another one, and takes another one's, on behalf of the tokenizer manager.
+
+    await weights_sharing.share(manager, request, interface)    # POST /share_weights
+    await weights_sharing.pull(manager, request)                # POST /pull_weights
+
+While weights are shared, requests are served; what writes or releases weights waits, see `weights_info.unshared`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sglang_reshard.control import ControlServer
+from sglang_reshard.errors import EngineRefused, ReshardError, TornWeights, Unsupported
+from sglang_reshard.patches import sglang_versions, torn_weights, weights_info
+from sglang_reshard.patches.tokenizer_manager import ask_schedulers, run_update
+from sglang_reshard.patches.update_observer import observed
+from sglang_reshard.protocol.messages import (
+    DistributedUpdateWeightsOutput,
+    DistributedUpdateWeightsReq,
+    PullWeightsReq,
+    SharedWeights,
+    ShareWeightsReq,
+)
+from sglang_reshard.replicas.pull import pull as pull_from
+from sglang_reshard.replicas.share import wait_until_shared
+from sglang_reshard.version import check_same_version
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+
+async def share(manager: TokenizerManager, request: ShareWeightsReq, interface: str) -> SharedWeights:
+    """Lets the engine ranks share the live weights with one other engine. Returns once they have begun.
+
+    interface  address of this host at which the other engine reaches it
+
+    Raises TornWeights, Mismatch for another version of this package, and EngineRefused.
+    """
+    manager.auto_create_handle_loop()
+    check_same_version(request.package_version)
+    if torn := torn_weights.reason(manager):
+        raise TornWeights(torn)
+    if running := getattr(manager, weights_info.RUNNING, ""):
+        raise EngineRefused(running)
+    live = weights_info.current(manager)
+    if not live.engine_ranks:
+        raise EngineRefused(
+            "the live weights were not brought by an update of sglang-reshard, so that nothing tells which checkpoint "
+            "tensors they hold; update this engine first, or start the other one from the same checkpoint"
+        )
+    try:
+        server = ControlServer.open(interface)
+    except OSError as error:
+        raise Unsupported(f"{interface} is not an address of this host: {error}") from error
+    request = msgspec.structs.replace(request, address=server.address, weight_version=live.version or None)
+    begun: asyncio.Future[DistributedUpdateWeightsOutput] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(_share(manager, request, live.engine_ranks, server, begun))
+    weights_info.add_share(manager, task)
+    output = await asyncio.shield(begun)
+    if not output.success:
+        raise EngineRefused(output.message)
+    return SharedWeights(server.address, live.version, live.digest, _dtype(manager))
+
+
+async def _share(
+    manager: TokenizerManager,
+    request: ShareWeightsReq,
+    engine_ranks: int,
+    server: ControlServer,
+    begun: asyncio.Future[DistributedUpdateWeightsOutput],
+) -> None:
+    """Ends when no engine rank reads its weights for the other engine any more."""
+    try:
+        output = await ask_schedulers(manager, request, "share")
+        begun.set_result(output)
+        if output.success:
+            await asyncio.to_thread(wait_until_shared, request, engine_ranks)
+    finally:
+        await asyncio.to_thread(server.close)  # ends an engine rank's share that another one's failure leaves waiting
+
+
+async def pull(manager: TokenizerManager, request: PullWeightsReq) -> DistributedUpdateWeightsOutput:
+    """Updates the engine to another one's live weights, and to their version. Raises nothing."""
+    manager.auto_create_handle_loop()
+    if running := getattr(manager, weights_info.RUNNING, ""):
+        return DistributedUpdateWeightsOutput(success=False, message=running)
+
+    async def update(asked: DistributedUpdateWeightsReq, shared: SharedWeights) -> DistributedUpdateWeightsOutput:
+        if asked.weight_version == sglang_versions.weight_version(manager):
+            asked = msgspec.structs.replace(asked, weight_version=None)
+        output = await observed(run_update)(manager, asked)
+        comparable = output.success and shared.digest and output.digest and shared.dtype == _dtype(manager)
+        if not comparable or shared.digest == output.digest:
+            return output
+        message = (
+            f"the weights of {request.url} are no longer those of its last update: their digest is {output.digest} "
+            f"and was {shared.digest}. Update that engine, or pull from another one"
+        )
+        torn_weights.mark(manager, message)
+        return msgspec.structs.replace(output, success=False, torn=True, message=message)
+
+    with weights_info.running(manager, f"weights of {request.url} are being pulled; repeat this when that has ended"):
+        try:
+            return await pull_from(request, update)
+        except ReshardError as error:
+            torn = bool(torn_weights.reason(manager))
+            return DistributedUpdateWeightsOutput(success=False, torn=torn, message=str(error))
+
+
+def _dtype(manager: TokenizerManager) -> str:
+    """Returns the engine's dtype: digests of weights are of their bits in it."""
+    return str(manager.model_config.dtype).removeprefix("torch.")

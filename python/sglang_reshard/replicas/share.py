@@ -1,0 +1,121 @@
+"""Shares one engine rank's live weights with other engines: the rank takes part in their updates as a trainer rank.
+
+An update runs as from any trainer, in a thread beside the engine's own work, which goes on. The live weights must not
+be written meanwhile: the tokenizer manager waits for `wait_until_shared` before it lets them be. The two engines meet
+on a control server that the sharing engine's tokenizer manager hosts; the request waits there until the other engine
+takes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from contextlib import ExitStack, nullcontext, suppress
+
+import torch
+
+from sglang_reshard.control import Address, ControlClient, WaitTimedOut
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.errors import EngineRefused, ReshardError
+from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.observability.logs import get_logger
+from sglang_reshard.protocol.messages import WAITS, DistributedUpdateWeightsOutput, ShareWeightsReq
+from sglang_reshard.protocol.request_mail import MailRoom
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.trace.live_shards import LiveShard, live_shards
+from sglang_reshard.trainer.coordinator import SenderConfig
+from sglang_reshard.trainer.update_sender import UpdateSender
+from sglang_reshard.transports.memory import MemoryExporter
+
+logger = get_logger(__name__)
+_JOIN_S = 30.0  # within which the other engine joins
+_END_S = 5.0  # within which the other engine ranks end after the first, unless they wait for it
+_WEIGHTS, _SHARING = "weights", "sharing"  # sessions of the control server: of the update, and of the sharing engine
+
+
+class LiveWeights:
+    """One engine rank's side. `start` is called on every engine rank."""
+
+    def __init__(self, receiver: WeightReceiver, rank: int, size: int, device: torch.device) -> None:
+        """`rank` is the engine rank among `size`."""
+        self._receiver, self._rank, self._size, self._device = receiver, rank, size, device
+        self._memory = MemoryExporter(rank)
+        self._preparing = threading.Lock()
+
+    def start(self, request: ShareWeightsReq) -> DistributedUpdateWeightsOutput:
+        """Starts a thread that shares the weights with one engine. Returns a failure if they cannot be shared."""
+        try:
+            with self._preparing:
+                shards = self._shards()
+        except ReshardError as error:
+            return DistributedUpdateWeightsOutput(success=False, message=str(error))
+        arguments = request, shards
+        threading.Thread(target=self._share, args=arguments, name="sglang-reshard share", daemon=True).start()
+        return DistributedUpdateWeightsOutput(success=True, message="")
+
+    def _shards(self) -> list[LiveShard]:
+        program, shapes = self._receiver.live_program()
+        shards = live_shards(program, shapes, self._rank)
+        # Host memory is moved into shared memory here, where no forward pass reads it at its old place.
+        self._memory.begin_update()
+        self._memory.export([shard.tensor for shard in shards], [shard.name for shard in shards])
+        self._receiver.accept_new_addresses()
+        return shards
+
+    def _share(self, request: ShareWeightsReq, shards: list[LiveShard]) -> None:
+        assert request.address is not None
+        client = None
+        try:
+            client = ControlClient(request.address.named(_SHARING), request.timeout_s)
+            with runtime().using(self._device) if runtime().is_gpu(self._device) else nullcontext():
+                self._update(request, request.address, shards)
+        except Exception as error:  # the other engine reports it
+            logger.warning("engine rank %d: the live weights were not shared: %s", self._rank, error)
+        finally:
+            if client is not None:
+                with suppress(ReshardError):
+                    client.set({_ended(self._rank): b""})
+                    client.close()
+
+    def _update(self, request: ShareWeightsReq, address: Address, shards: list[LiveShard]) -> None:
+        with ExitStack() as stack:
+            send, mail, name = None, None, ""
+            if self._rank == 0:
+                mail = MailRoom(address, request.timeout_s)
+                stack.callback(mail.close)
+                mail.wait(1, _JOIN_S)
+                name = next(iter(mail.receivers()), "")
+                if not name:
+                    raise EngineRefused("the other engine has left again")
+
+                send = functools.partial(mail.send, name)
+            session = Session.join(address.named(_WEIGHTS), request.timeout_s)
+            config = SenderConfig(request.transport, request.bucket_bytes, request.timeout_s)
+            sender = UpdateSender(session, self._rank, tuple(range(self._size)), send, config, self._memory)
+            stack.callback(sender.close)
+            try:
+                sender.update(
+                    [(shard.name, shard.tensor, shard.sharding) for shard in shards],
+                    weight_version=request.weight_version,
+                    verify=request.verify,
+                    partial=True,
+                )
+            except Exception as error:
+                if mail is not None:
+                    mail.refuse(name, str(error))  # unless it has the request, and knows
+                raise
+
+
+def wait_until_shared(request: ShareWeightsReq, engine_ranks: int) -> None:
+    """Waits until no engine rank reads its live weights for `request` any more, or all deadlines have passed.
+
+    Called in the process that hosts the control server, in a thread of its own.
+    """
+    assert request.address is not None
+    with suppress(WaitTimedOut, ReshardError), ControlClient(request.address.named(_SHARING), _JOIN_S) as client:
+        client.get([_ended(0)], WAITS * request.timeout_s)  # it sends the update's request
+        client.get([_ended(rank) for rank in range(engine_ranks)], _END_S)
+
+
+def _ended(engine_rank: int) -> str:
+    return f"ended/{engine_rank}"

@@ -1,0 +1,94 @@
+"""Turns a program round: which boxes of which checkpoint tensors an engine rank's live memory holds, and where.
+
+An engine that has been updated can so be read like a trainer. What its loader has copied is in live memory, or in the
+scratch memory that operands of expressions are kept in; what a step has changed since is not there any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.layout.regions import Box
+from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap
+from sglang_reshard.trace.geometry import BoxMapping
+from sglang_reshard.trace.program import Copy, Program
+from sglang_reshard.trace.shard_view import shard_view
+
+
+@dataclass(frozen=True, slots=True)
+class LiveShard:
+    """What one engine rank holds of a checkpoint tensor.
+
+    tensor    a view of its memory, of the dtype that the engine has
+    sharding  lists this rank's boxes only
+    """
+
+    name: str
+    tensor: torch.Tensor
+    sharding: ExplicitSharding
+
+
+def live_shards(program: Program, shapes: Mapping[str, tuple[int, ...]], engine_rank: int) -> list[LiveShard]:
+    """Returns the shards that a rank holds after an update by `program`, in the order in which it copies them.
+
+    shapes  global shape (elements) of each checkpoint tensor
+
+    Raises Unsupported, naming the tensor, for one that cannot be read back from where it was copied to.
+    """
+    changed = {step.target for step in program.steps if step.description.startswith("from ")}
+    copies: dict[str, list[Copy]] = {}
+    for copy in program.copies:
+        copies.setdefault(copy.source, []).append(copy)
+    shards = []
+    for name, of_tensor in copies.items():
+        kept = [copy for copy in of_tensor if copy.target not in changed]
+        try:
+            if not kept:
+                raise Unsupported(f"{of_tensor[0].target} is computed from it in place, and it is not kept")
+            tensor, boxes = _held(program, kept)
+        except Unsupported as error:
+            raise Unsupported(
+                f"engine rank {engine_rank}: {name} cannot be read from the live weights: {error}. Only a trainer can "
+                "update engines of this model"
+            ) from error
+        shard_map = ShardMap.of((box, start, engine_rank) for box, start in boxes)
+        shards.append(LiveShard(name, tensor, ExplicitSharding(shapes[name], shard_map)))
+    return shards
+
+
+def _held(program: Program, copies: list[Copy]) -> tuple[torch.Tensor, list[tuple[Box, tuple[int, ...]]]]:
+    """Returns a view in which all that `copies` have copied are boxes, and these, each with its start in the view."""
+    found: dict[str, list[BoxMapping]] = {}
+    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    for copy in copies:
+        for mapping in _without_gaps(copy):
+            if (key := (mapping.start, mapping.size)) not in seen:  # else a tied weight
+                seen.add(key)
+                found.setdefault(copy.target, []).append(mapping)
+    if len(found) > 1:
+        raise Unsupported(f"parts of it are in {' and '.join(found)}")
+    ((target, mappings),) = found.items()
+    flat = program.targets[target]
+    view, starts = shard_view(mappings, (flat.numel(),))
+    tensor = flat if view is None else flat.as_strided(view.size, view.stride, view.offset)
+    stops = (tuple(a + n for a, n in zip(m.start, m.size, strict=True)) for m in mappings)
+    return tensor, [(Box(m.start, stop), at) for m, stop, at in zip(mappings, stops, starts, strict=True)]
+
+
+def _without_gaps(copy: Copy) -> Iterator[BoxMapping]:
+    """Yields the boxes that a strided region consists of."""
+    region = copy.region
+    unit = (1,) * len(region.count)
+    strided = [d for d, (n, step) in enumerate(zip(region.count, region.step, strict=True)) if n > 1 and step > 1]
+    size = tuple(1 if d in strided else n for d, n in enumerate(region.count))
+    for index in itertools.product(*(range(region.count[d]) for d in strided)):
+        start, offset = list(region.start), copy.offset
+        for d, i in zip(strided, index, strict=True):
+            start[d] += i * region.step[d]
+            offset += i * copy.strides[d]
+        yield BoxMapping(tuple(start), size, unit, offset, copy.strides)

@@ -1,0 +1,200 @@
+"""Engine ranks that take their weights from another engine's, without its trainer. All ranks are threads here."""
+
+import contextlib
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+import torch
+
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.control import ControlServer
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.errors import Aborted
+from sglang_reshard.protocol.messages import ShareWeightsReq
+from sglang_reshard.protocol.request_mail import Mailbox
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.replicas.share import LiveWeights, wait_until_shared
+from sglang_reshard.trace.program import Program
+from sglang_reshard.version import __version__
+from support.toy import ToyRank, checkpoint
+
+CPU = torch.device("cpu")
+
+
+class Engine:
+    """Engine ranks, a thread each for what they do together."""
+
+    def __init__(self, size, model=ToyRank, dtype=torch.float32):
+        self.models = [model(rank, size, dtype) for rank in range(size)]
+        self.receivers = [WeightReceiver(m, rank, size, CPU) for rank, m in enumerate(self.models)]
+        self.live = [LiveWeights(receiver, rank, size, CPU) for rank, receiver in enumerate(self.receivers)]
+        self.threads = ThreadPoolExecutor(size)
+
+    def update(self, request):
+        outputs = list(self.threads.map(lambda receiver: receiver.update(request), self.receivers))
+        assert len({output.success for output in outputs}) == 1
+        return outputs[0]
+
+    def share(self, request):
+        return [live.start(request) for live in self.live]
+
+    def differing(self, version, dtype=torch.float32):
+        """Names of parameters that a stock load of a version would have left otherwise."""
+        wrong = []
+        for rank, model in enumerate(self.models):
+            stock = ToyRank(rank, len(self.models), dtype)
+            stock.load_weights(checkpoint(version).items())
+            wrong += [n for n, p in stock.named_parameters() if not torch.equal(getattr(model, n), p)]
+        return wrong
+
+    def close(self):
+        for receiver in self.receivers:
+            receiver.close()
+        self.threads.shutdown()
+
+
+@pytest.fixture
+def engines():
+    with contextlib.ExitStack() as stack:
+
+        def made(size, **options):
+            engine = Engine(size, **options)
+            stack.callback(engine.close)
+            return engine
+
+        yield made
+
+
+def train(engine, version, **options):
+    session = Session.host()
+    sender = WeightSender.within(session, trainer_rank=0, global_ranks=(0,), send=engine.update, timeout_s=30)
+    report = sender.update(checkpoint(version).items(), weight_version=str(version), **options)
+    sender.close()
+    return report
+
+
+@contextlib.contextmanager
+def shared(engine, **options):
+    """A mailbox in which the request of the engine that shares arrives; ends once no rank reads any more."""
+    server = ControlServer.open()
+    request = ShareWeightsReq(package_version=__version__, address=server.address, timeout_s=30, **options)
+    assert [output.message for output in engine.share(request)] == [""] * len(engine.live)
+    mailbox = Mailbox(server.address, "puller", 30)
+    try:
+        yield mailbox
+        wait_until_shared(request, len(engine.live))
+    finally:
+        mailbox.close()
+        server.close()
+        end = time.monotonic() + 10
+        while any(t.name == "sglang-reshard share" for t in threading.enumerate()) and time.monotonic() < end:
+            time.sleep(0.01)
+
+
+def pull(engine, source, **options):
+    with shared(source, **options) as mailbox:
+        output = engine.update(mailbox.request(30))
+        mailbox.answer(output)
+    return output
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 4), (4, 2), (4, 1), (2, 2)], ids=str)
+def test_an_engine_of_any_size_takes_the_weights_of_another(engines, sizes):
+    source, target = (engines(size) for size in sizes)
+    report = train(source, 1, verify="full")
+    output = pull(target, source, weight_version="1")
+    assert (output.success, output.message) == (True, "")
+    assert target.differing(1) == []
+    assert output.digest == report.digest != ""
+    received = sum(rank.received_bytes for rank in output.ranks)
+    assert received == sum(rank.least_bytes for rank in output.ranks)
+
+
+def test_weights_are_passed_on_again_and_follow_the_trainer(engines):
+    first, second, third = engines(2), engines(4), engines(1)
+    train(first, 1)
+    assert pull(second, first).success
+    assert pull(third, second).success  # by what it has pulled itself
+    assert third.differing(1) == []
+    train(first, 2)  # after its memory was moved
+    assert first.differing(2) == []
+    assert pull(third, first).success
+    assert third.differing(2) == []
+
+
+def test_the_sharing_engine_keeps_its_weights_and_its_torn_state(engines):
+    source, target = engines(2), engines(2)
+    train(source, 1)
+    assert pull(target, source).success
+    assert source.differing(1) == []
+    assert [receiver.torn for receiver in source.receivers] == ["", ""]
+
+
+def test_several_engines_take_the_same_weights_at_once(engines):
+    source, others = engines(2), [engines(1), engines(2), engines(4)]
+    train(source, 3)
+    with ThreadPoolExecutor(3) as threads:
+        outputs = list(threads.map(lambda engine: pull(engine, source), others))
+    assert [output.message for output in outputs] == ["", "", ""]
+    assert [engine.differing(3) for engine in others] == [[], [], []]
+
+
+def test_weights_in_another_dtype_are_cast(engines):
+    source, target = engines(2, dtype=torch.bfloat16), engines(1, dtype=torch.float32)
+    train(source, 1)
+    assert pull(target, source).success
+    stock = ToyRank(0, 1, torch.bfloat16)
+    stock.load_weights(checkpoint(1).items())
+    assert all(torch.equal(getattr(target.models[0], n), p.float()) for n, p in stock.named_parameters())
+
+
+def test_an_engine_that_was_never_updated_has_nothing_to_share(engines):
+    request = ShareWeightsReq(package_version=__version__)
+    (output,) = engines(1).share(request)
+    assert not output.success
+    assert "not brought by an update" in output.message
+
+
+def test_an_engine_whose_last_update_failed_while_writing_shares_nothing(engines, monkeypatch):
+    source = engines(1)
+    train(source, 1)
+    monkeypatch.setattr(Program, "run_steps", lambda _: 1 / 0)
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        train(source, 2)
+    (output,) = source.share(ShareWeightsReq(package_version=__version__))
+    assert "not brought by an update" in output.message
+
+
+def test_parameters_that_were_replaced_are_not_shared(engines):
+    source = engines(1)
+    train(source, 1)
+    source.models[0].norm = torch.nn.Parameter(source.models[0].norm.clone(), requires_grad=False)
+    (output,) = source.share(ShareWeightsReq(package_version=__version__))
+    assert "were replaced since" in output.message
+
+
+def test_a_failure_of_the_sharing_engine_reaches_the_other_one(engines, monkeypatch):
+    source = engines(1)
+    train(source, 1)
+    monkeypatch.setattr("sglang_reshard.trainer.publisher.describe", lambda *_, **__: 1 / 0)
+    with shared(source) as mailbox, pytest.raises(Aborted, match="ZeroDivisionError"):
+        mailbox.request(30)
+
+
+def test_an_engine_that_leaves_before_it_takes_the_request_is_not_waited_for(engines):
+    source = engines(2)
+    train(source, 1)
+    started = time.monotonic()
+    with shared(source) as mailbox:
+        mailbox.close()
+    assert time.monotonic() - started < 10
+    assert source.differing(1) == []
+
+
+def test_requests_survive_their_encoding():
+    with contextlib.closing(ControlServer.open()) as server:
+        request = ShareWeightsReq(package_version="1", address=server.address, weight_version="v")
+    assert msgspec.json.decode(msgspec.json.encode(request), type=ShareWeightsReq) == request
