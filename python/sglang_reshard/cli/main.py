@@ -90,6 +90,38 @@ def doctor(
     raise typer.Exit(1 if failed(findings) else 0)
 
 
+@app.command()
+def pull(
+    source: Annotated[str, typer.Option("--from", help="Server whose weights are taken, http://host:port.")],
+    target: Annotated[str, typer.Option("--to", help="Server that takes them.")],
+    api_key: Annotated[
+        str | None, typer.Option(envvar="SGLANG_RESHARD_API_KEY", help="Both servers' --api-key.")
+    ] = None,
+    admin_api_key: Annotated[
+        str | None, typer.Option(envvar="SGLANG_RESHARD_ADMIN_API_KEY", help="Both servers' --admin-api-key.")
+    ] = None,
+    from_api_key: Annotated[str | None, typer.Option(help="That of --from, if it has another.")] = None,
+    from_admin_api_key: Annotated[str | None, typer.Option(help="That of --from, if it has another.")] = None,
+    transport: Annotated[str, typer.Option(help="auto, ipc, p2p, broadcast or nixl.")] = "auto",
+    verify: Annotated[str, typer.Option(help="off, sample or full.")] = "full",
+    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds of any one wait.")] = 300.0,
+) -> None:
+    """Let a server take the live weights of another one, which keeps generating. No trainer takes part.
+
+    Exits with 1 when the server has not got them, and says why.
+    """
+    from sglang_reshard.cli.pull import Server, run
+    from sglang_reshard.errors import ReshardError
+
+    giver = Server(source, from_api_key or api_key, from_admin_api_key or admin_api_key)
+    options = {"transport": transport, "verify": verify}
+    try:
+        typer.echo(run(giver, Server(target, api_key, admin_api_key), timeout_s, options))
+    except ReshardError as error:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
 class EngineDevice(str, Enum):
     cuda = "cuda"
     cpu = "cpu"

@@ -56,9 +56,9 @@ class ServerClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self.url = _check_url(url or os.environ.get(URL, ""))
-        key = os.environ.get(API_KEY, "") if api_key is None else api_key
-        admin_key = os.environ.get(ADMIN_API_KEY, "") if admin_api_key is None else admin_api_key
-        self._serving, self._control = headers(key, admin_key)
+        self.api_key = os.environ.get(API_KEY, "") if api_key is None else api_key
+        self.admin_api_key = os.environ.get(ADMIN_API_KEY, "") if admin_api_key is None else admin_api_key
+        self._serving, self._control = headers(self.api_key, self.admin_api_key)
         self._client = client(WAITS * timeout_s)
 
     def check(self) -> WeightsInfo:

@@ -14,9 +14,10 @@ import torch
 from oracle.digests import digests
 from oracle.replay import replay
 from sglang_reshard.cli.plan.sglang_model import build_rank
-from sglang_reshard.errors import ReshardError
+from sglang_reshard.errors import ReshardError, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.live import live_tensors, storage_key
+from sglang_reshard.trace.live_shards import live_shards
 from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.program import Copy, Program
 from sglang_reshard.trace.tracer import trace
@@ -128,12 +129,16 @@ def _stock(model: torch.nn.Module, weights: Weights) -> dict[str, str] | Excepti
 
 @dataclasses.dataclass(frozen=True)
 class Replays:
-    """Digests after a replay, and after one without the copy to `left_out`, which `sharing` are paths to."""
+    """Digests after a replay, and after one without the copy to `left_out`, which `sharing` are paths to.
+
+    misread  names of tensors that were not read back as they were copied
+    """
 
     whole: dict[str, str]
     incomplete: dict[str, str]
     left_out: str
     sharing: set[str]
+    misread: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: torch.nn.Module, program: Program, weights: Weights) -> Replays:
@@ -145,21 +150,49 @@ class Replays:
         middle = len(program.copies) // 2
         left_out = program.copies[middle].target
         key = storage_key(program.targets[left_out])
+        # In this order: scratch memory keeps what the last replay has copied, and is read back from the whole one.
+        incomplete = replayed(program.copies[:middle] + program.copies[middle + 1 :])
         return cls(
-            incomplete=replayed(program.copies[:middle] + program.copies[middle + 1 :]),
+            incomplete=incomplete,
             whole=replayed(program.copies),
+            misread=_misread(program, weights),
             left_out=left_out,
             # None for the operand of an expression, which is in no live storage.
             sharing={name for name, tensor in live_tensors(model) if storage_key(tensor) == key},
         )
 
     def complaints(self, stock: dict[str, str]) -> list[str]:
+        if self.misread:
+            return [f"{self.misread[0]}, read back from live memory, is not the checkpoint's"]
         wrong, noticed = differing(self.whole, stock), differing(self.incomplete, stock)
         found = [f"{len(wrong)} of {len(stock)} live tensors differ: {', '.join(wrong[:4])}"] if wrong else []
         # The comparison sees one copy less, and sees it where the copy lands.
         if not noticed or (self.sharing and not self.sharing.intersection(noticed)):
             found.append(f"a copy to {self.left_out} was left out and nothing noticed")
         return found
+
+
+def _misread(program: Program, weights: Weights) -> tuple[str, ...]:
+    """Names of checkpoint tensors of which `live_shards` finds other elements in live memory than were copied there.
+
+    An engine whose loader computes in place cannot share all of its weights, and says so.
+    """
+    try:
+        shards = live_shards(program, {name: tuple(tensor.shape) for name, tensor in weights.items()}, 0)
+    except Unsupported:
+        if any(step.description.startswith("from ") for step in program.steps):
+            return ()
+        raise
+    read = {copy.source for copy in program.copies}
+    wrong = [] if {shard.name for shard in shards} == read else sorted(read)
+    for shard in shards:
+        for part in shard.sharding.shard_map.shards:
+            index = tuple(slice(a, a + n) for a, n in zip(part.local_start, part.box.shape, strict=True))
+            held = shard.tensor[index].flatten()
+            wanted = weights[shard.name][part.box.slices()].flatten().to(held.dtype)
+            if not torch.equal(held.view(torch.uint8), wanted.view(torch.uint8)):
+                wrong.append(shard.name)
+    return tuple(wrong)
 
 
 def _features(config: dict[str, Any], weights: Weights, program: Program) -> set[str]:

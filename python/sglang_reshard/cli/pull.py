@@ -1,0 +1,41 @@
+"""`sglang-reshard pull`: lets one server take the live weights of another."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_reshard.errors import EngineRefused, TornWeights
+from sglang_reshard.observability.report import summary
+from sglang_reshard.protocol.server_client import ServerClient
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server's URL and keys; keys that are None come from the environment."""
+
+    url: str
+    api_key: str | None
+    admin_api_key: str | None
+
+    def client(self, timeout_s: float) -> ServerClient:
+        return ServerClient(self.url, api_key=self.api_key, admin_api_key=self.admin_api_key, timeout_s=timeout_s)
+
+
+def run(source: Server, target: Server, timeout_s: float, options: dict[str, Any]) -> str:
+    """Returns a line that says what `target` has now. Raises a ReshardError if it has no new weights."""
+    giver, taker = source.client(timeout_s), target.client(timeout_s)
+    giver.check()  # here a wrong URL or key of either is told best
+    taker.check()
+    started = time.perf_counter()
+    output = taker.pull_weights(
+        giver.url, api_key=giver.api_key, admin_api_key=giver.admin_api_key, timeout_s=timeout_s, **options
+    )
+    if not output.success:
+        kind = TornWeights if output.torn else EngineRefused
+        raise kind(output.message)
+    info = taker.weights_info()
+    seconds = time.perf_counter() - started
+    digest = f", digest {info.digest}" if info.digest else ""
+    return f"{taker.url}: {summary(output.ranks, output.transport, info.version, seconds)}{digest}"

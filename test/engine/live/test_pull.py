@@ -1,0 +1,176 @@
+"""A stock server takes the live weights of another one of another TP size, by URL and key, without the trainer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from demo import text, tiny_model
+from demo.reference import greedy_tokens
+from sglang_reshard.api.remote_engine import RemoteEngine
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.testing import cpu_host
+from support.servers import launch, serving
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+SIZES, KEYS = (2, 4), ("the first one's key", "the second one's key")
+PROMPTS = [[5, 6, 7, 8], [100, 200]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pull")
+    tiny_model.save(folder / "model", *SIZES)
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path) -> Iterator[list[RemoteEngine]]:
+    """Two servers on dummy weights, each with an admin key of its own."""
+    with ExitStack() as stack:
+        found = []
+        for tp, key in zip(SIZES, KEYS, strict=True):
+            command = launch(model, tp, "--admin-api-key", key)
+            url = stack.enter_context(serving(command, cpu_host.environment(tp), model.parent / f"log.{tp}"))
+            found.append(RemoteEngine(url, api_key="", admin_api_key=key, timeout_s=60))
+        yield found
+
+
+def train(server: RemoteEngine, weights: dict[str, torch.Tensor], version: str) -> Any:
+    send = server.update_weights_distributed
+    sender = WeightSender.within(Session.host(), trainer_rank=0, global_ranks=(0,), send=send, timeout_s=60)
+    try:
+        return sender.update(weights.items(), weight_version=version, verify="full")
+    finally:
+        sender.close()
+
+
+def tokens(server: RemoteEngine) -> list[list[int]]:
+    sampling = {"temperature": 0, "max_new_tokens": text.NEW_TOKENS, "ignore_eos": True}
+    return [answer["output_ids"] for answer in server.generate(input_ids=PROMPTS, sampling_params=sampling)]
+
+
+class Client(threading.Thread):
+    """Generates all the time."""
+
+    def __init__(self, server: RemoteEngine) -> None:
+        super().__init__(daemon=True)
+        self._server, self._ended = server, threading.Event()
+        self.answers: list[list[list[int]]] = []
+
+    def run(self) -> None:
+        while not self._ended.is_set():
+            self.answers.append(tokens(self._server))
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+def pull(source: RemoteEngine, target: RemoteEngine, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        Path(sys.executable).with_name("sglang-reshard"),
+        "pull",
+        "--from",
+        source.url,
+        "--to",
+        target.url,
+        "--timeout-s",
+        "60",
+        *options,
+    ]
+    keys = ("--from-admin-api-key", source.admin_api_key, "--admin-api-key", target.admin_api_key)
+    return subprocess.run([*command, *keys], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    trained = AutoModelForCausalLM.from_config(tiny_model.config(*SIZES), dtype=torch.float32)
+    trained.save_pretrained(model.parent / "trained")
+    return dict(trained.named_parameters())
+
+
+def test_nothing_is_shared_before_the_first_update(servers: list[RemoteEngine]) -> None:
+    done = pull(*servers)
+    assert done.returncode == 1
+    assert "not brought by an update of sglang-reshard" in done.stderr
+    assert tokens(servers[1]) != []  # it keeps what it had
+
+
+def test_a_server_takes_what_another_one_has(
+    servers: list[RemoteEngine], checkpoint: dict[str, torch.Tensor], model: Path
+) -> None:
+    first, second = servers
+    report = train(first, checkpoint, "7")  # and the trainer is gone
+    expected, _ = greedy_tokens(model.parent / "trained", PROMPTS, text.NEW_TOKENS, "float32")
+    client = Client(first)
+    client.start()
+    done = pull(first, second)
+    client.end()
+    assert done.returncode == 0, done.stderr
+    assert report.digest in done.stdout
+    info = second.weights_info()
+    assert (info.version, info.digest, info.torn) == ("7", report.digest, "")
+    assert info.layout is not None
+    assert info.layout.trainer_ranks == SIZES[0]
+    assert tokens(second) == expected
+    assert client.answers
+    assert all(answer == expected for answer in client.answers)
+
+
+def test_both_follow_the_trainer_again_and_pass_weights_back(
+    servers: list[RemoteEngine], checkpoint: dict[str, torch.Tensor]
+) -> None:
+    first, second = servers
+    newer = {name: tensor * 0.9 for name, tensor in checkpoint.items()}
+    digest = train(second, newer, "8").digest
+    done = pull(second, first, "--transport", "p2p")
+    assert done.returncode == 0, done.stderr
+    assert "p2p" in done.stdout
+    assert (first.weights_info().version, first.weights_info().digest) == ("8", digest)
+    assert tokens(first) == tokens(second)
+    assert train(first, checkpoint, "9").digest != digest
+
+
+def test_a_server_does_not_pull_from_itself(servers: list[RemoteEngine]) -> None:
+    done = pull(servers[0], servers[0])
+    assert done.returncode == 1
+    assert "are being pulled" in done.stderr
+    assert tokens(servers[0]) != []
+
+
+def test_wrong_keys_and_urls_are_told(servers: list[RemoteEngine]) -> None:
+    first, second = servers
+    wrong = first.pull_weights(second.url, admin_api_key="wrong", timeout_s=60)
+    assert not wrong.success
+    assert "did not accept the key" in wrong.message
+    nowhere = first.pull_weights("http://127.0.0.1:9", timeout_s=60)
+    assert "did not answer" in nowhere.message
+    answer = httpx.post(f"{first.url}/share_weights", content=b"{}")
+    assert answer.status_code == 401
+    answer = httpx.post(
+        f"{first.url}/share_weights", content=b"{}", headers={"Authorization": f"Bearer {first.admin_api_key}"}
+    )
+    assert answer.status_code == 400
+    assert httpx.post(f"{first.url}/pull_weights", content=b"{}").status_code == 401
+
+
+def test_a_pull_is_refused_by_another_version(servers: list[RemoteEngine]) -> None:
+    first, _ = servers
+    headers = {"Authorization": f"Bearer {first.admin_api_key}"}
+    answer = httpx.post(f"{first.url}/share_weights", json={"package_version": "0.0.1"}, headers=headers)
+    assert answer.status_code == 400
+    assert "0.0.1" in answer.json()["error"]["message"]
