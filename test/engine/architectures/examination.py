@@ -188,8 +188,8 @@ def _misread(program: Program, weights: Weights) -> tuple[str, ...]:
     for shard in shards:
         for part in shard.sharding.shard_map.shards:
             index = tuple(slice(a, a + n) for a, n in zip(part.local_start, part.box.shape, strict=True))
-            held = shard.tensor[index].flatten()
-            wanted = weights[shard.name][part.box.slices()].flatten().to(held.dtype)
+            held = shard.tensor[index].flatten().contiguous()
+            wanted = weights[shard.name][part.box.slices()].flatten().contiguous().to(held.dtype)
             if not torch.equal(held.view(torch.uint8), wanted.view(torch.uint8)):
                 wrong.append(shard.name)
     return tuple(wrong)
