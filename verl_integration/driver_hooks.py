@@ -1,4 +1,8 @@
-"""Hooks verl's driver: refuses syncs that cannot take place; logs the metrics of colocated ones, which verl drops."""
+"""Hooks verl's driver.
+
+It refuses syncs that cannot take place, logs the metrics of colocated ones, which verl drops, and lets replicas that
+are added take the weights of those that are there.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from verl.utils.ray_utils import auto_await
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.verl.hooks import around
+from sglang_reshard.verl.replica_weights import pull_weights
 from sglang_reshard.verl.settings import BACKEND
 
 _pending: dict[str, float] = {}  # of the last colocated sync, until the next call of `Tracking.log`
@@ -20,6 +25,7 @@ def install() -> None:
 
     # verl's method inspects its caller's frame to find out if it is awaited, so the wrapper needs the same decorator.
     around(CheckpointEngineManager, "update_weights", _update_weights, decorator=auto_await)
+    around(CheckpointEngineManager, "add_replicas", _add_replicas)
     around(Tracking, "log", _log)
 
 
@@ -49,6 +55,19 @@ def _check_replicas(manager: Any) -> None:
             "Give it a copy of the configuration with backend='naive', as verl's own trainers do; "
             f"rollout.checkpoint_engine.backend={BACKEND} stays, and makes the sync reshard"
         )
+
+
+def _add_replicas(stock: Callable[..., Any], manager: Any, replicas: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gives new replicas the weights that the others have: they can serve before the next sync."""
+    known = [] if manager.backend != BACKEND else list(manager.replicas)
+    result = stock(manager, replicas, *args, **kwargs)
+    if known:
+        pull_weights([_url(replica) for replica in known], [_url(replica) for replica in replicas])
+    return result
+
+
+def _url(replica: Any) -> str:
+    return f"http://{replica.server_address}"
 
 
 def _take_metrics(_worker: Any) -> dict[str, float]:

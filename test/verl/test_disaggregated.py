@@ -30,6 +30,7 @@ def test_requests_are_interrupted_and_replicas_come_and_go() -> None:
     seen = run("replicas_come_and_go", 3, ranks=3, replicas=1, tp_size=1, overrides=overrides)
     assert [len(update["tokens"]) for update in seen["updates"]] == [1, 2, 1]
     assert seen["interrupted"] == ["abort"] * 2
+    assert seen["healed"] == seen["updates"][0]["expected_tokens"], "before any sync reached it"
     assert seen["removed"] == seen["updates"][1]["expected_tokens"]
     assert_nothing_gathered(seen["updates"], tp_size=1)
 
