@@ -8,6 +8,7 @@ A request of an update passes:
     process_watch.py            fails calls, and not the trainer, if a process of an embedded engine dies
     tokenizer_manager.py        pause and writer locks, weight_version
     weights_info.py             records which weights are live
+    weights_sharing.py          POST /pull_weights and /share_weights: from one server to another, without a trainer
     scheduler.py                checks the scheduler's state; flushes the cache; catches all exceptions
     tp_worker.py                forwards to the model runner
     model_runner.py             the live parameters: `sglang_reshard.engine.receiver.WeightReceiver`

@@ -9,6 +9,7 @@ While weights are shared, requests are served; what writes or releases weights w
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -52,6 +53,7 @@ async def share(manager: TokenizerManager, request: ShareWeightsReq, interface: 
             "the live weights were not brought by an update of sglang-reshard, so that nothing tells which checkpoint "
             "tensors they hold; update this engine first, or start the other one from the same checkpoint"
         )
+    interface = _interface(manager, interface)
     try:
         server = ControlServer.open(interface)
     except OSError as error:
@@ -109,6 +111,15 @@ async def pull(manager: TokenizerManager, request: PullWeightsReq) -> Distribute
         except ReshardError as error:
             torn = bool(torn_weights.reason(manager))
             return DistributedUpdateWeightsOutput(success=False, torn=torn, message=str(error))
+
+
+def _interface(manager: TokenizerManager, interface: str) -> str:
+    """Returns `interface`, or, where only the other engine can reach it, the one at which the engine's nodes meet."""
+    arguments = manager.server_args
+    if arguments.nnodes == 1 or not interface.startswith("127."):
+        return interface
+    host, _, _port = str(arguments.dist_init_addr).rpartition(":")
+    return socket.gethostbyname(host)
 
 
 def _dtype(manager: TokenizerManager) -> str:

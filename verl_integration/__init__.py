@@ -10,7 +10,7 @@ in every actor worker, every rollout worker and the driver, where it hooks into 
     checkpoint_engine.py  `ReshardCheckpointEngine`, in verl's registry under the name "reshard"
     training_engine_weights.py     training engines' `get_per_tensor_param`: its result refers to the engine
     server_adapter.py     SGLang's `ServerAdapter.update_weights`: receives the shards instead of gathered tensors
-    driver_hooks.py       `CheckpointEngineManager.update_weights`, `Tracking.log`: checks and metrics of a sync
+    driver_hooks.py       `CheckpointEngineManager.update_weights` and `add_replicas`, `Tracking.log`
 
 verl also allows registering an engine class or a rollout class. But it chooses them before it imports this module, and
 silently uses its own if a registration comes too late; hooks on the chosen classes always apply.

@@ -6,20 +6,15 @@ The digest of every live tensor is that of a stock load of the trainer's checkpo
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from places import Places, servers_on, trainers_on, url_of
 
-from oracle.digests import LOADER
 from oracle.stock import stock_digests
-from sglang_reshard.testing import cpu_host
-from support.hosts import Host, environment, laboratory, why_not
-from support.nixl_env import FOLDER as NIXL_FOLDER
+from support.hosts import laboratory, why_not
 from support.nixl_env import needs_nixl
 from support.tiny_qwen3 import tiny_qwen3
 
@@ -29,68 +24,8 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
     pytest.mark.timeout(900),
 ]
-TEST = Path(__file__).parents[1]
 CONFIG = tiny_qwen3()
-SERVER_PORT, INIT_PORT, RENDEZVOUS_PORT = 30000, 25000, 29500
 _DEADLINE_S = 400
-
-
-class Places:
-    """Processes on hosts, with a log each."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._logs: dict[int, Path] = {}
-
-    def start(self, host: Host, name: str, command: list[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
-        log = self._folder / f"{name}-{host.name}.log"
-        with log.open("w") as out:
-            process = host.run(command, env=variables, stdout=out, stderr=out)
-        self._logs[process.pid] = log
-        return process
-
-    def await_end(self, processes: list[subprocess.Popen[str]], deadline: float) -> None:
-        for process in processes:
-            code = process.wait(max(1, deadline - time.monotonic()))
-            assert code == 0, self._logs[process.pid].read_text()[-6000:]
-
-    def await_health(self, host: Host, url: str, servers: list[subprocess.Popen[str]], deadline: float) -> None:
-        probe = f"import httpx, sys; sys.exit(httpx.get('{url}/health', timeout=5).status_code != 200)"
-        command = host.command([sys.executable, "-c", probe])
-        while subprocess.run(command, capture_output=True, check=False).returncode:
-            for server in servers:
-                assert server.poll() is None, self._logs[server.pid].read_text()[-6000:]
-            assert time.monotonic() < deadline, self._logs[servers[0].pid].read_text()[-6000:]
-            time.sleep(1)
-
-
-def servers_on(places: Places, hosts: list[Host], folder: Path, tp_size: int) -> list[subprocess.Popen[str]]:
-    """One server over these hosts; the first one's address is its URL's."""
-    found = []
-    for rank, host in enumerate(hosts):
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder / "model")]
-        command += ["--tp-size", str(tp_size), "--nnodes", str(len(hosts)), "--node-rank", str(rank)]
-        command += ["--dist-init-addr", f"{hosts[0].address}:{INIT_PORT}", "--host", host.address]
-        command += ["--port", str(SERVER_PORT), "--load-format", "dummy", "--dtype", "float32"]
-        command += ["--skip-server-warmup", "--skip-tokenizer-init", "--custom-weight-loader", LOADER]
-        command += cpu_host.command_line()
-        found.append(places.start(host, "server", command, paths(cpu_host.environment(tp_size))))
-    return found
-
-
-def trainers_on(places: Places, hosts: list[Host], per_host: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    found = []
-    for rank, host in enumerate(hosts):
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--node-rank={rank}"]
-        command += [f"--nproc-per-node={per_host}", f"--master-addr={hosts[0].address}"]
-        command += [f"--master-port={RENDEZVOUS_PORT}", str(Path(__file__).with_name("engine_job.py")), *arguments]
-        found.append(places.start(host, "trainer", command, paths({"OMP_NUM_THREADS": "1"})))
-    return found
-
-
-def paths(variables: Mapping[str, str]) -> Mapping[str, str]:
-    path = [str(TEST), str(TEST.parent), str(NIXL_FOLDER), variables.get("PYTHONPATH", "")]
-    return environment(**{**variables, "PYTHONPATH": ":".join(filter(None, path))})
 
 
 @pytest.mark.parametrize(
@@ -112,7 +47,7 @@ def test_a_server_over_two_hosts_follows_trainers_over_two(
         by_letter = dict(zip("abcd", hosts, strict=False))
         engine = [by_letter[letter] for letter in engine_hosts]
         servers = servers_on(places, engine, tmp_path, tp_size)
-        url = f"http://{engine[0].address}:{SERVER_PORT}"
+        url = url_of(engine[0])
         places.await_health(hosts[0], url, servers, deadline)
         trainers = [by_letter[letter] for letter in trainer_hosts]
         places.await_end(trainers_on(places, trainers, per_host, str(tmp_path), str(tp_size), url, asked), deadline)

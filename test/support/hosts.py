@@ -58,11 +58,11 @@ class Host:
     def run(self, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
         return subprocess.Popen(self.command(command), **options)
 
-    def shape(self, rate: str) -> None:
-        """Limits what this host sends: as tc has it, "800mbit"; empty for no limit."""
+    def shape(self, rate: str, burst: str = "1mb") -> None:
+        """Limits what this host sends: as tc has it, "800mbit"; empty for no limit. After an idle time, `burst` is free."""
         self._tc("del", check=False)
         if rate:
-            self._tc("add", "tbf", "rate", rate, "burst", "1mb", "latency", "50ms")
+            self._tc("add", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
 
     def set_link(self, up: bool) -> None:
         """Plugs or unplugs the host's cable."""
