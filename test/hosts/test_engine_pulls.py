@@ -1,4 +1,4 @@
-"""A server on one host takes the weights of one over two others: by messages and by NIXL, and when that one vanishes."""
+"""A server takes the weights of one on other hosts: by messages and by NIXL, and when that one vanishes meanwhile."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Host:
         return subprocess.Popen(self.command(command), **options)
 
     def shape(self, rate: str, burst: str = "1mb") -> None:
-        """Limits what this host sends: as tc has it, "800mbit"; empty for no limit. After an idle time, `burst` is free."""
+        """Limits what this host sends: as tc has it, "800mbit"; empty for no limit. `burst` is free after a pause."""
         self._tc("del", check=False)
         if rate:
             self._tc("add", "tbf", "rate", rate, "burst", burst, "latency", "50ms")

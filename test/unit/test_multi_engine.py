@@ -13,7 +13,7 @@ import torch.distributed as dist
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.errors import EngineRefused, Mismatch
+from sglang_reshard.errors import ConnectionLost, EngineRefused, Mismatch, Unsupported
 from sglang_reshard.gpu.runtime import CudaRuntime
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
 from sglang_reshard.protocol.session import Session
@@ -85,6 +85,78 @@ def test_one_engine_that_refuses_is_named_and_the_others_are_updated():
     told, seen = run_world(2, 1, train_with_one_that_refuses, serve)
     assert set(told) == {"1 of 2 engines were not updated: b: offloaded"}
     assert seen == [["1", "2"]]
+
+
+def train_without_one_that_fails(trainer):
+    sender, _host = sender_to_many(trainer)
+    asked = []
+
+    def fail(request):
+        asked.append(request.weight_version)
+        return refuse(request)
+
+    engines = {"a": trainer.send_one[0], "b": fail if trainer.rank == 0 else None}
+    told = []
+    for version in (1, 2):
+        sender.set_engines(engines)
+        reports = sender.update(checkpoint(version).items(), weight_version=str(version), on_failure="exclude")
+        told.append({name: (report.success, report.message) for name, report in reports.items()})
+    excluded, left = sender.excluded, sender.engines
+    sender.set_engines({"a": trainer.send_one[0]})
+    sender.set_engines({"a": trainer.send_one[0], "b": trainer.send_one[1]})  # it is back, and has recovered
+    reports = sender.update(checkpoint(3).items(), weight_version="3", on_failure="exclude")
+    told.append({name: (report.success, report.message) for name, report in reports.items()})
+    sender.close()
+    return told, asked, excluded, left
+
+
+def test_one_engine_that_fails_is_left_out_until_it_is_back():
+    told, seen = run_world(2, 2, train_without_one_that_fails, serve)
+    good, bad = (True, ""), (False, "EngineRefused: offloaded")
+    for rank, (reports, asked, excluded, left) in enumerate(told):
+        assert reports == [{"a": good, "b": bad}, {"a": good}, {"a": good, "b": good}]
+        assert asked == ([] if rank else ["1"]), "once, and not again"
+        assert (excluded, left) == ({"b": "EngineRefused: offloaded"}, ("a",))
+    assert seen == [["1", "2", "3"], ["3"]]
+
+
+def train_with_a_rank_that_lost_one(trainer):
+    sender, _host = sender_to_many(trainer)
+    sender.set_engines({"a": trainer.send_one[0], "b": trainer.send_one[1]})
+    if trainer.rank == 1:
+        update = sender._senders["b"].update
+
+        def lose(*arguments, **options):
+            update(*arguments, **options)
+            raise ConnectionLost("the line is dead")
+
+        sender._senders["b"].update = lose
+    reports = sender.update(checkpoint(1).items(), weight_version="1", on_failure="exclude")
+    sender.update(checkpoint(2).items(), weight_version="2", on_failure="exclude")
+    told = reports["b"].message, sender.engines
+    sender.close()
+    return told
+
+
+def test_what_one_trainer_rank_has_lost_all_of_them_leave_out():
+    told, seen = run_world(2, 2, train_with_a_rank_that_lost_one, serve)
+    assert told == [("ConnectionLost: the line is dead", ("a",))] * 2
+    assert seen == [["1", "2"], ["1"]]
+
+
+def train_only_failing_ones(trainer):
+    sender, _host = sender_to_many(trainer)
+    sender.set_engines({name: refuse if trainer.rank == 0 else None for name in "ab"})
+    with pytest.raises(EngineRefused, match="2 of 2 engines were not updated"):
+        sender.update(checkpoint(1).items(), on_failure="exclude")
+    with pytest.raises(Unsupported, match="on_failure='ignore' is not supported"):
+        sender.update(checkpoint(1).items(), on_failure="ignore")
+    assert sender.engines == ("a", "b")
+    sender.close()
+
+
+def test_if_all_engines_fail_that_is_raised():
+    run_world(2, 0, train_only_failing_ones, serve)
 
 
 def train_and_offload(trainer):

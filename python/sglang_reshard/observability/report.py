@@ -105,6 +105,11 @@ class UpdateReport(msgspec.Struct, frozen=True):
     verified: str = "off"
     digest: str = ""
 
+    @classmethod
+    def failed(cls, message: str, weight_version: str | None) -> UpdateReport:
+        """Returns the report of an engine that was not updated."""
+        return cls(False, message, weight_version, "", "", 0.0, 0, {}, (), ())
+
     @property
     def received_bytes(self) -> int:
         return received_bytes(self.engine_ranks)
