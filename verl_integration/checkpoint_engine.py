@@ -28,6 +28,7 @@ from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.verl import server_adapter
 from sglang_reshard.verl.engine_shards import unsupported_reason
 from sglang_reshard.verl.replica_sender import ReplicaSender
+from sglang_reshard.verl.replica_weights import LeftOut
 from sglang_reshard.verl.settings import BACKEND, Settings
 from sglang_reshard.verl.sync_channel import PendingSync, SyncChannel
 from sglang_reshard.verl.training_engine_weights import engine_of, install
@@ -39,20 +40,23 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     address  on trainer rank 0: of the control server
     sync     on trainer rank 0: number of the sync that begins
     replica  on a replica's first worker: the replica's name, which changes when it is restarted
+    left_out  on trainer rank 0: replicas that do not take part, see `Settings.on_failure`
     """
 
     address: Address | None = None
     sync: int = 0
     replica: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """The participants of one sync. `replica` is the one that a rollout worker belongs to."""
+    """The participants of one sync. `replica` is the one that a rollout worker belongs to, `left_out` take no part."""
 
     address: Address
     sync: int
     replicas: tuple[str, ...]
     replica: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 @CheckpointEngineRegistry.register(BACKEND)
@@ -73,6 +77,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self._topology: Topology | None = None
         self._channel: SyncChannel | None = None
         self._sync = 0
+        self._left_out = LeftOut()
         # A restarted replica has new workers, and therefore another name.
         is_first = not self._is_trainer and int(os.environ.get("RANK", "0")) == 0
         self._replica = secrets.token_hex(8) if is_first else ""
@@ -85,10 +90,10 @@ class ReshardCheckpointEngine(CheckpointEngine):
     def prepare(self) -> dict[str, Any]:
         address = None
         if self._is_trainer:
-            self._sender = self._sender or ReplicaSender(self._settings)
+            self._sender = self._sender or ReplicaSender(self._settings, self._settings.on_failure)
             address = self._sender.host()
             self._sync += 1
-        return msgspec.to_builtins(WorkerInfo(address, self._sync, self._replica))
+        return msgspec.to_builtins(WorkerInfo(address, self._sync, self._replica, self._left_out.replicas))
 
     @classmethod
     def build_topology(
@@ -103,7 +108,10 @@ class ReshardCheckpointEngine(CheckpointEngine):
         for info in workers:  # one replica after the other, each with its first worker first
             replica = info.replica or replica
             replica_of.append(replica)
-        topology = Topology(rank0.address, rank0.sync, tuple(dict.fromkeys(replica_of)))
+        present = dict.fromkeys(replica_of)
+        left_out = tuple(name for name in present if name in rank0.left_out)
+        taking_part = tuple(name for name in present if name not in left_out)
+        topology = Topology(rank0.address, rank0.sync, taking_part, left_out=left_out)
         own = [msgspec.to_builtins(msgspec.structs.replace(topology, replica=replica)) for replica in replica_of]
         return {"topology": [msgspec.to_builtins(topology)] * len(trainers)}, {"topology": own}
 
@@ -137,8 +145,13 @@ class ReshardCheckpointEngine(CheckpointEngine):
             raise
         finally:
             if sender.rank == 0:
-                channel.put_outcome(topology.sync, topology.replicas, failure)
-        return metrics if sender.rank == 0 else {}
+                channel.put_outcome(topology.sync, topology.replicas + topology.left_out, failure)
+        if sender.rank != 0:
+            return {}
+        if self._settings.on_failure == "exclude":
+            self._left_out.sync_ended(topology.replicas + topology.left_out, sender.failed, channel.get_server_url)
+            metrics["reshard/left_out"] = float(len(topology.left_out) + len(sender.failed))
+        return metrics
 
     def receive_weights(self, global_steps: int | None = None) -> PendingSync:
         assert self._topology is not None

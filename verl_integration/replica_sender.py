@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import torch.distributed as dist
@@ -36,8 +36,10 @@ def world() -> dist.ProcessGroup:
 class ReplicaSender:
     """One trainer rank's sessions with all replicas. Trainer ranks are the ranks of torch.distributed's world."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, on_failure: Literal["raise", "exclude"] = "raise") -> None:
+        """`on_failure`: see `MultiEngineSender.update`."""
+        self._settings, self._on_failure = settings, on_failure
+        self.failed: dict[str, str] = {}  # in the last sync: replica -> why
         self.rank = dist.get_rank()
         self._host: Session | None = None
         self._sender: MultiEngineSender | None = None
@@ -103,8 +105,10 @@ class ReplicaSender:
         started: float,
     ) -> dict[str, float]:
         """`temporary`: the shards' memory is freed afterwards."""
+        self.failed = {}
         reports = sender.update(
             named_tensors,
+            on_failure=self._on_failure,
             # verl may sync a step again, after validation for example; an engine accepts a version once.
             weight_version=None if global_steps is None or global_steps == self._version else str(global_steps),
             ignore=self._settings.ignore,
@@ -116,6 +120,8 @@ class ReplicaSender:
         if temporary or engine.is_param_offload_enabled:  # views would keep what verl moves to the GPU next
             sender.release()
         self._version = global_steps
+        self.failed = {name: report.message for name, report in reports.items() if not report.success}
+        reports = {name: report for name, report in reports.items() if report.success}
         metrics = sync_metrics(reports, time.perf_counter() - started)
         self._record(reports, metrics)
         return metrics

@@ -1,8 +1,9 @@
-"""Lets replicas take the live weights of others, from verl's driver."""
+"""Lets replicas take the live weights of others: new ones, and those that a sync has left out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from sglang_reshard.errors import ReshardError
@@ -19,9 +20,71 @@ def pull_weights(known: Sequence[str], new: Sequence[str]) -> None:
     Raises nothing: one that cannot take them logs a warning, and gets the next sync's like all others.
     """
     source, live = _first_updated(known)
-    if live is not None and new:
-        with ThreadPoolExecutor(len(new), "sglang-reshard pull") as threads:
-            list(threads.map(lambda url: _pull(source, live, url), new))
+    if live is None or not new:
+        return
+
+    def pull(url: str) -> None:
+        if why := _pull(source, live, url):
+            logger.warning("the new replica at %s serves what it was started with until the next sync: %s", url, why)
+        else:
+            logger.info("the new replica at %s has the weights of %s, version %s", url, source, live.version)
+
+    with ThreadPoolExecutor(len(new), "sglang-reshard pull") as threads:
+        list(threads.map(pull, new))
+
+
+class LeftOut:
+    """The replicas that syncs leave out, on trainer rank 0. After each sync they are asked to take its weights.
+
+    A replica that has taken them takes part in the next sync.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reasons: dict[str, str] = {}
+        self._thread: threading.Thread | None = None
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        with self._lock:
+            return tuple(self._reasons)
+
+    def sync_ended(self, replicas: Iterable[str], failed: Mapping[str, str], url_of: Callable[[str], str]) -> None:
+        """Leaves out those that failed, and starts a thread in which all that are left out pull from another one.
+
+        replicas  all there are, those that are left out included
+        failed    replica -> why it has not got this sync's weights
+        url_of    returns the URL of a replica's server; may raise ReshardError
+        """
+        there = set(replicas)
+        with self._lock:
+            self._reasons = {name: why for name, why in {**self._reasons, **failed}.items() if name in there}
+            left_out = tuple(self._reasons)
+        good = [name for name in there if name not in left_out]
+        if left_out and good and (self._thread is None or not self._thread.is_alive()):
+            arguments = left_out, sorted(good), url_of
+            self._thread = threading.Thread(target=self._heal, args=arguments, name="sglang-reshard heal", daemon=True)
+            self._thread.start()
+
+    def _heal(self, left_out: Sequence[str], good: Sequence[str], url_of: Callable[[str], str]) -> None:
+        try:
+            source, live = _first_updated([url_of(name) for name in good])
+        except ReshardError as error:
+            logger.warning("replicas %s stay left out: %s", list(left_out), error)
+            return
+        if live is None:
+            return
+        for name in left_out:
+            try:
+                why = _pull(source, live, url_of(name))
+            except ReshardError as error:
+                why = str(error)
+            if why:
+                logger.warning("replica %s stays left out: %s", name, why)
+                continue
+            logger.warning("replica %s has the weights of version %s again", name, live.version)
+            with self._lock:
+                self._reasons.pop(name, None)
 
 
 def _first_updated(urls: Sequence[str]) -> tuple[str, WeightsInfo | None]:
@@ -29,26 +92,21 @@ def _first_updated(urls: Sequence[str]) -> tuple[str, WeightsInfo | None]:
         try:
             live = ServerClient(url).weights_info()
         except ReshardError as error:
-            logger.warning("%s has no weights for new replicas: %s", url, error)
+            logger.warning("%s has no weights for other replicas: %s", url, error)
             continue
         if live.engine_ranks and not live.torn:
             return url, live
     return "", None
 
 
-def _pull(source: str, live: WeightsInfo, url: str) -> None:
+def _pull(source: str, live: WeightsInfo, url: str) -> str:
+    """Returns why the server at `url` has not got the weights; empty if it has."""
     try:
         server = ServerClient(url)
         own = server.weights_info()
         if own.engine_ranks and (own.version, own.digest) == (live.version, live.digest):
-            return  # it was removed, and has come back
+            return ""  # it was removed, and has come back
         output = server.pull_weights(source)
-        message = "" if output.success else output.message
+        return "" if output.success else output.message
     except ReshardError as error:
-        message = str(error)
-    if message:
-        logger.warning(
-            "the new replica at %s serves the weights it was started with until the next sync: %s", url, message
-        )
-    else:
-        logger.info("the new replica at %s has the weights of %s, version %s", url, source, live.version)
+        return str(error)

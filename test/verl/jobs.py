@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from demo import text
-from job import PROMPTS, a_job
+from job import PROMPTS, a_job, expected_tokens
+from sglang_reshard import RemoteEngine
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_on_cpu.py"
 
@@ -51,6 +53,34 @@ def replicas_come_and_go(order: dict[str, Any]) -> dict[str, Any]:
         other = job.change_and_update(3)
         said = removed.tokens(PROMPTS, text.NEW_TOKENS)
         return {"updates": [one, two, other], "interrupted": interrupted, "removed": said, "healed": healed}
+
+
+def one_replica_fails(order: dict[str, Any]) -> dict[str, Any]:
+    """Two replicas, of which the second refuses a sync, cannot be healed after it, but can after the next one."""
+    with a_job(order) as job:
+        addresses = [f"http://{r.replica.server_address}" for r in job.replicas]
+        bad = RemoteEngine(addresses[1])
+        job.update(1)
+        bad.release_memory_occupation(["weights"])
+        seen = []
+        for version in (2, 3, 4):
+            job.trainer.perturb(version)
+            update = job.update(version)
+            checkpoint = job.trainer.save(job.folder / f"checkpoint-{version}")
+            expected = expected_tokens(checkpoint)
+            if version == 2:
+                time.sleep(5)  # in which it is asked to pull, and refuses
+                bad.resume_memory_occupation(["weights"])
+            deadline = time.monotonic() + 60
+            while version == 3 and bad.weights_info().version != "3" and time.monotonic() < deadline:
+                time.sleep(0.5)
+            time.sleep(1)  # the trainer has heard of it, too
+            asked = job.replicas if version > 2 else job.replicas[:1]
+            tokens = [r.tokens(PROMPTS, text.NEW_TOKENS) for r in asked]
+            versions = [RemoteEngine(url).weights_info().version for url in addresses]
+            left_out = update["metrics"]["reshard/left_out"]
+            seen.append({"left_out": left_out, "tokens": tokens, "expected": expected, "versions": versions})
+        return {"updates": seen}
 
 
 def ppo(order: dict[str, Any]) -> None:

@@ -36,6 +36,18 @@ def test_requests_are_interrupted_and_replicas_come_and_go() -> None:
 
 
 @pytest.mark.sweep
+def test_a_replica_that_fails_is_left_out_healed_by_the_other_and_back() -> None:
+    overrides = [*RESHARD, f"{OURS}.on_failure=exclude", f"{OURS}.verify=full"]
+    order = {"colocated": False, "dtype": "float32", "overrides": overrides}
+    with verl_folder() as folder:
+        seen = run_job("jobs:one_replica_fails", folder, ranks=2, replicas=2, tp_size=1, **order)["updates"]
+    for update in seen:
+        assert update["tokens"] == [update["expected"]] * len(update["tokens"])
+    assert [update["left_out"] for update in seen] == [1, 1, 0]
+    assert [update["versions"] for update in seen] == [["2", "1"], ["3", "3"], ["4", "4"]]
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("ranks", "replicas", "tp_size", "transport", "strategy"),
     [(3, 1, 2, "auto", RESHARD), (2, 2, 1, "p2p", RESHARD), (3, 1, 2, "p2p", FSDP1)],

@@ -1,0 +1,103 @@
+"""Replicas that a sync leaves out: which they are, and how they come back. Their servers are stand-ins here."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_reshard.errors import EngineRefused
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
+from sglang_reshard.protocol.weights_info import WeightsInfo
+from sglang_reshard.verl import replica_weights
+from sglang_reshard.verl.replica_weights import LeftOut, pull_weights
+
+
+class Servers:
+    """Versions by URL; "" for one that was never updated. `refusing` take nothing, `dead` do not answer."""
+
+    def __init__(self) -> None:
+        self.versions: dict[str, str] = {}
+        self.refusing: set[str] = set()
+        self.dead: set[str] = set()
+        self.pulls: list[tuple[str, str]] = []
+
+    def client(self, url: str) -> ServerStandIn:
+        return ServerStandIn(self, url)
+
+
+class ServerStandIn:
+    def __init__(self, servers: Servers, url: str) -> None:
+        self._all, self._url = servers, url
+
+    def weights_info(self) -> WeightsInfo:
+        if self._url in self._all.dead:
+            raise EngineRefused(f"{self._url} did not answer")
+        version = self._all.versions[self._url]
+        return WeightsInfo(version=version, package_version="1", engine_ranks=2 if version else 0)
+
+    def pull_weights(self, source: str) -> DistributedUpdateWeightsOutput:
+        self._all.pulls.append((source, self._url))
+        if self._url in self._all.refusing:
+            return DistributedUpdateWeightsOutput(success=False, message="offloaded")
+        self._all.versions[self._url] = self._all.versions[source]
+        return DistributedUpdateWeightsOutput(success=True, message="")
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
+    found = Servers()
+    monkeypatch.setattr(replica_weights, "ServerClient", found.client)
+    return found
+
+
+def wait(left_out: LeftOut) -> tuple[str, ...]:
+    thread = left_out._thread
+    if thread is not None:
+        thread.join(10)
+    return left_out.replicas
+
+
+def test_one_that_has_taken_the_weights_is_back(servers: Servers) -> None:
+    servers.versions = {"u/a": "7", "u/b": "6"}
+    left_out = LeftOut()
+    left_out.sync_ended("ab", {"b": "EngineRefused: offloaded"}, "u/{}".format)
+    assert wait(left_out) == ()
+    assert servers.pulls == [("u/a", "u/b")]
+    assert servers.versions["u/b"] == "7"
+
+
+def test_one_that_cannot_take_them_stays_out_and_is_asked_after_each_sync(servers: Servers) -> None:
+    servers.versions, servers.refusing = {"u/a": "7", "u/b": "6"}, {"u/b"}
+    left_out = LeftOut()
+    left_out.sync_ended("ab", {"b": "why"}, "u/{}".format)
+    assert wait(left_out) == ("b",)
+    servers.versions["u/a"] = "8"
+    left_out.sync_ended("ab", {}, "u/{}".format)
+    assert wait(left_out) == ("b",)
+    assert len(servers.pulls) == 2
+    servers.refusing.clear()
+    left_out.sync_ended("ab", {}, "u/{}".format)
+    assert wait(left_out) == ()
+
+
+def test_one_that_was_removed_is_forgotten(servers: Servers) -> None:
+    servers.versions, servers.dead = {"u/a": "7"}, {"u/b"}
+    left_out = LeftOut()
+    left_out.sync_ended("ab", {"b": "why"}, "u/{}".format)
+    assert wait(left_out) == ("b",)
+    left_out.sync_ended("a", {}, "u/{}".format)
+    assert wait(left_out) == ()
+
+
+def test_new_replicas_pull_from_the_first_that_answers_and_was_updated(servers: Servers) -> None:
+    servers.versions = {"u/a": "", "u/b": "6", "u/c": "7", "u/d": "", "u/e": "7"}
+    servers.dead = {"u/b"}
+    pull_weights(["u/a", "u/b", "u/c"], ["u/d", "u/e"])
+    assert servers.pulls == [("u/c", "u/d")]  # e has them
+    assert servers.versions["u/d"] == "7"
+
+
+def test_nobody_is_asked_before_the_first_sync(servers: Servers) -> None:
+    servers.versions = {"u/a": "", "u/b": ""}
+    pull_weights(["u/a"], ["u/b"])
+    pull_weights([], ["u/b"])
+    assert servers.pulls == []
