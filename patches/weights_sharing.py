@@ -81,6 +81,9 @@ async def _share(
         begun.set_result(output)
         if output.success:
             await asyncio.to_thread(wait_until_shared, request, engine_ranks)
+    except Exception as error:
+        if not begun.done():
+            begun.set_exception(error)
     finally:
         await asyncio.to_thread(server.close)  # ends an engine rank's share that another one's failure leaves waiting
 

@@ -105,3 +105,23 @@ def test_one_of_ours_that_ends_before_theirs_is_forgotten_too(manager):
 def test_weights_that_are_released_are_nobody_s(manager, tags, left):
     asyncio.run(weights_info._around_release(succeeds, manager, SimpleNamespace(tags=tags)))
     assert weights_info.current(manager) == left
+
+
+def test_what_writes_waits_until_the_weights_are_no_longer_shared(manager):
+    order = []
+
+    async def share():
+        await asyncio.sleep(0.05)
+        order.append("shared")
+
+    async def write(manager):
+        order.append("written")
+
+    async def both():
+        weights_info.add_share(manager, asyncio.create_task(share()))
+        assert not await weights_info.unshared(manager, timeout_s=0.001)
+        await weights_info._around_write(write, manager)
+        assert await weights_info.unshared(manager, timeout_s=0.001)
+
+    asyncio.run(both())
+    assert order == ["shared", "written"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 
 import torch
 
@@ -67,7 +67,7 @@ class LiveWeights:
         client = None
         try:
             client = ControlClient(request.address.named(_SHARING), request.timeout_s)
-            with runtime().using(self._device) if runtime().is_gpu(self._device) else nullcontext():
+            with runtime().own_stream(self._device):
                 self._update(request, request.address, shards)
         except Exception as error:  # the other engine reports it
             logger.warning("engine rank %d: the live weights were not shared: %s", self._rank, error)
