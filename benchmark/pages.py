@@ -79,7 +79,8 @@ def hosts(path: Path) -> str:
     ]
     for r in rows:
         one = next(o for o in rows if (o["trainers"], o["receivers"], o["transport"]) == (1, 1, r["transport"]))
-        cells = [str(r["trainers"]), str(r["receivers"]), f"`{r['transport']}`", f"{r['seconds_median']:.2f}"]
+        way = f"`{r['transport']}`" + (", relay" if r["relay"] else "")
+        cells = [str(r["trainers"]), str(r["receivers"]), way, f"{r['seconds_median']:.2f}"]
         cells.append(f"{r['seconds_median'] / one['seconds_median']:.2f}")
         cells += [f"{r['sent_bytes'] / 1e6:,.0f}", f"{r['share_of_link']:.2f}", "yes" if r["bit_exact"] else "NO"]
         lines.append("| " + " | ".join(cells) + " |")

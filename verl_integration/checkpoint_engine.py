@@ -90,7 +90,8 @@ class ReshardCheckpointEngine(CheckpointEngine):
     def prepare(self) -> dict[str, Any]:
         address = None
         if self._is_trainer:
-            self._sender = self._sender or ReplicaSender(self._settings, self._settings.on_failure)
+            settings = self._settings
+            self._sender = self._sender or ReplicaSender(settings, settings.on_failure, settings.relay)
             address = self._sender.host()
             self._sync += 1
         return msgspec.to_builtins(WorkerInfo(address, self._sync, self._replica, self._left_out.replicas))

@@ -36,9 +36,11 @@ def world() -> dist.ProcessGroup:
 class ReplicaSender:
     """One trainer rank's sessions with all replicas. Trainer ranks are the ranks of torch.distributed's world."""
 
-    def __init__(self, settings: Settings, on_failure: Literal["raise", "exclude"] = "raise") -> None:
-        """`on_failure`: see `MultiEngineSender.update`."""
-        self._settings, self._on_failure = settings, on_failure
+    def __init__(
+        self, settings: Settings, on_failure: Literal["raise", "exclude"] = "raise", relay: bool = False
+    ) -> None:
+        """`on_failure`, `relay`: see `MultiEngineSender`."""
+        self._settings, self._on_failure, self._relay = settings, on_failure, relay
         self.failed: dict[str, str] = {}  # in the last sync: replica -> why
         self.rank = dist.get_rank()
         self._host: Session | None = None
@@ -60,7 +62,7 @@ class ReplicaSender:
     def set_replicas(self, address: Address, replicas: Mapping[str, Send | None]) -> None:
         """Sets the current replicas. A restarted replica has another name. Collective."""
         if self._sender is None:
-            self._sender = self._multi_sender(address)
+            self._sender = self._multi_sender(address, relay=self._relay)
         self._sender.set_engines(replicas)
         self._address, self._replicas = address, replicas
 

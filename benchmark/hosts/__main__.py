@@ -27,9 +27,9 @@ if str(results.REPOSITORY / "test") not in sys.path:
 from support.hosts import Host, environment, laboratory, why_not
 from support.nixl_env import FOLDER as NIXL
 
-RATE = "800mbit"
+RATE = "400mbit"
 CASES = [(1, 1), (2, 2), (1, 2), (1, 4), (1, 8)]  # trainer hosts, receiver hosts
-WAYS = ("p2p", "nixl")
+WAYS = [("p2p", False), ("nixl", False), ("nixl", True)]  # transport, and whether receivers pass on what they have
 _DEADLINE_S = 900.0
 
 
@@ -39,12 +39,14 @@ class HostRow(msgspec.Struct, frozen=True):
     model_bytes     of all matrices
     sent_bytes      by the trainer host that sends most, in an update, headers of the network included
     link_bytes_s    of one TCP connection between two of the hosts
-    share_of_link   what the trainer host has to send, by what the link carries in the same time
+    share_of_link   what the trainer host has to send if receivers pass on nothing, by what the link carries in the
+                    same time: above 1 if they do
     """
 
     trainers: int
     receivers: int
     transport: str
+    relay: bool
     seconds_median: float
     seconds_min: float
     model_bytes: int
@@ -57,9 +59,11 @@ class HostRow(msgspec.Struct, frozen=True):
 
 def measure(hosts: Sequence[Host], trainers: int, receivers: int, link_bytes_s: float) -> list[HostRow]:
     rows = []
-    for way in WAYS:
+    for way, relay in WAYS:
+        if relay and receivers == 1:
+            continue
         with tempfile.TemporaryDirectory() as folder:
-            job = Job(folder, hosts[0].address, way, trainers=trainers, receivers=receivers)
+            job = Job(folder, hosts[0].address, way, relay, trainers=trainers, receivers=receivers)
             placed = [("train", rank, hosts[rank]) for rank in range(trainers)]
             placed += [("receive", rank, hosts[trainers + rank]) for rank in range(receivers)]
             run([(role, msgspec.structs.replace(job, rank=rank), host) for role, rank, host in placed])
@@ -73,6 +77,7 @@ def measure(hosts: Sequence[Host], trainers: int, receivers: int, link_bytes_s: 
             trainers,
             receivers,
             way,
+            relay,
             median,
             min(timed["seconds"]),
             job.nbytes,

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -34,6 +35,8 @@ class Job(msgspec.Struct, frozen=True):
     folder: str
     address: str
     transport: str = "p2p"
+    relay: bool = False
+    on_failure: Literal["raise", "exclude"] = "raise"
     rank: int = 0
     trainers: int = 1
     receivers: int = 1
@@ -57,7 +60,7 @@ def train(job: Job) -> None:
     mesh = init_device_mesh("cpu", (job.trainers,))
     whole = torch.zeros(job.side, job.side, dtype=torch.bfloat16)
     state = {f"w{i}": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for i in range(job.tensors)}
-    sender = ModuleSender(interface=job.address, transport=job.transport, timeout_s=_WAIT_S)
+    sender = ModuleSender(interface=job.address, transport=job.transport, relay=job.relay, timeout_s=_WAIT_S)
     if job.rank == 0:
         _write(job, "metadata", sender.metadata)
     sender.wait_for_receivers(job.receivers, _WAIT_S)
@@ -68,17 +71,18 @@ def train(job: Job) -> None:
             local.fill_(values(number, version))
         dist.barrier()
         sent_before, began = _host_sent(), time.perf_counter()
-        reports = sender.update(list(state.items()), weight_version=str(version))
+        reports = sender.update(list(state.items()), weight_version=str(version), on_failure=job.on_failure)
         if version:  # the first one plans and connects
             seconds.append(time.perf_counter() - began)
             sent += _host_sent() - sent_before
         if reports:
-            received = [rank.received_bytes for report in reports.values() for rank in report.engine_ranks]
-            transports = {report.transport for report in reports.values()}
+            updated = [report for report in reports.values() if report.success]
+            received = [rank.received_bytes for report in updated for rank in report.engine_ranks]
+            transports = {report.transport for report in updated}
     if job.rank == 0:
         found = {"seconds": seconds, "received": received, "transports": sorted(transports)}
         _write(job, "timed", json.dumps(found))
-    _write(job, f"sent-{job.rank}", str(sent // job.updates))
+    _write(job, f"sent-{job.rank}", str(sent // max(1, job.updates)))
     sender.close()
     dist.destroy_process_group()
 

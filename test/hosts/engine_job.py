@@ -2,6 +2,7 @@
 
 torchrun ... engine_job.py FOLDER TP_SIZE URL TRANSPORT          # of a server
 torchrun ... engine_job.py FOLDER TP_SIZE embedded TRANSPORT     # started here, over all of the trainer's hosts
+torchrun ... engine_job.py FOLDER TP_SIZE,... URL,... nixl       # of several servers that pass on the weights
 """
 
 from __future__ import annotations
@@ -23,13 +24,22 @@ from transformers import AutoConfig, Qwen3ForCausalLM
 
 from demo.reference import greedy_tokens
 from oracle.digests import read_live_digests
-from sglang_reshard import UpdateReport, VerlEngine, WeightSender
+from sglang_reshard import MultiEngineSender, UpdateReport, VerlEngine, WeightSender
+from sglang_reshard.api.remote_engine import RemoteEngine
+from sglang_reshard.control import Address
+from sglang_reshard.protocol.session import Session
 from sglang_reshard.testing import cpu_host
+from sglang_reshard.trainer.collectives import broadcast_message
 from support.http_engine import HttpEngine
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 NEW_TOKENS = 8
 SAMPLING = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+
+
+def generated(url: str) -> list[list[int]]:
+    body = {"input_ids": PROMPTS, "sampling_params": SAMPLING}
+    return [answer["output_ids"] for answer in httpx.post(f"{url}/generate", json=body, timeout=60).json()]
 
 
 class Server:
@@ -43,8 +53,7 @@ class Server:
     def tokens(self) -> list[list[int]]:
         if dist.get_rank():
             return []
-        body = {"input_ids": PROMPTS, "sampling_params": SAMPLING}
-        return [answer["output_ids"] for answer in httpx.post(f"{self._url}/generate", json=body, timeout=60).json()]
+        return generated(self._url)
 
     def digests(self, version: str) -> list[Any]:
         if dist.get_rank():
@@ -54,6 +63,48 @@ class Server:
 
     def close(self) -> None:
         self._sender.close()
+
+
+class Servers:
+    """Servers of several sizes, which read from each other."""
+
+    def __init__(self, folder: Path, tp_sizes: list[int], urls: list[str]) -> None:
+        self._servers = [HttpEngine(url.removeprefix("http://"), tp) for url, tp in zip(urls, tp_sizes, strict=True)]
+        self._folder, self._urls, rank = folder, urls, dist.get_rank()
+        interface = os.environ["MASTER_ADDR"]
+        self._host = Session.host(interface) if rank == 0 else None
+        group = dist.group.WORLD
+        assert group is not None
+        address = broadcast_message(self._host.address if self._host else None, Address, group)
+        ranks = tuple(range(dist.get_world_size()))
+        options = {"transport": "nixl", "relay": True, "timeout_s": 90}
+        self._sender = MultiEngineSender(address, trainer_rank=rank, global_ranks=ranks, **options)
+        engines = [RemoteEngine(url).update_weights_distributed if rank == 0 else None for url in urls]
+        self._sender.set_engines(dict(zip(urls, engines, strict=True)))
+
+    def update(self, model: nn.Module, version: str) -> Reports:
+        return Reports(self._sender.update(model, weight_version=version, verify="full"))
+
+    def tokens(self) -> list[list[int]]:
+        found = [generated(url) for url in self._urls] if dist.get_rank() == 0 else [[]]
+        assert all(tokens == found[0] for tokens in found)
+        return found[0]
+
+    def digests(self, version: str) -> list[Any]:
+        if dist.get_rank():
+            return []
+        folders = (self._folder / f"digests-{version}-{number}" for number in range(len(self._servers)))
+        return [read_live_digests(server, folder) for server, folder in zip(self._servers, folders, strict=True)]
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+class Reports(dict[str, UpdateReport]):
+    """By server."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: report.as_dict() for name, report in self.items()}
 
 
 class Embedded:
@@ -89,14 +140,19 @@ class Embedded:
         self._engine.shutdown()
 
 
-def main(folder: Path, tp_size: int, where: str, transport: str, last: str = "") -> None:
+def main(folder: Path, tp_sizes: str, where: str, transport: str, last: str = "") -> None:
     """`last`: the last update is the last thing that is done to the engine; what it holds is not looked at."""
     dist.init_process_group("cpu:gloo")
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(folder / "model")
     model = fully_shard(Qwen3ForCausalLM(config).float())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    engine = Embedded(folder, tp_size) if where == "embedded" else Server(folder, tp_size, where, transport)
+    sizes, urls = [int(size) for size in tp_sizes.split(",")], where.split(",")
+    engine: Embedded | Server | Servers
+    if len(urls) > 1:
+        engine = Servers(folder, sizes, urls)
+    else:
+        engine = Embedded(folder, *sizes) if where == "embedded" else Server(folder, *sizes, where, transport)
     seen = []
     for version in ("1", "2"):
         tokens = torch.arange(24).view(2, 12) + dist.get_rank()
@@ -121,4 +177,4 @@ def main(folder: Path, tp_size: int, where: str, transport: str, last: str = "")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -78,3 +78,31 @@ def assert_arrived(folder: Path, transport: str) -> list[dict[str, Any]]:
             read_with_gaps = transport == "nixl" and rank["received_bytes"] > rank["least_bytes"]
             assert rank["received_bytes"] == rank["least_bytes"] > 0 or read_with_gaps
     return seen
+
+
+@needs_nixl
+def test_two_servers_on_two_hosts_read_from_each_other(tmp_path: Path) -> None:
+    CONFIG.save_pretrained(tmp_path / "model")
+    deadline = time.monotonic() + _DEADLINE_S
+    places, tp_sizes = Places(tmp_path), (1, 2)
+    with laboratory(3, names_lead_to_loopback=False) as (trainer, *engines):
+        servers = [
+            server
+            for host, tp in zip(engines, tp_sizes, strict=True)
+            for server in servers_on(places, [host], tmp_path, tp)
+        ]
+        urls = [url_of(host) for host in engines]
+        for url in urls:
+            places.await_health(trainer, url, servers, deadline)
+        sizes = ",".join(map(str, tp_sizes))
+        places.await_end(trainers_on(places, [trainer], 2, str(tmp_path), sizes, ",".join(urls), "nixl"), deadline)
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert [version["tokens"] for version in seen] == [version["expected"] for version in seen]
+    for version in seen:
+        for report in version["report"].values():
+            assert sum(rank["relayed_bytes"] for rank in report["engine_ranks"]) > 0
+            assert report["message"] == ""
+    checkpoints = [tmp_path / version for version in ("1", "2")]
+    for number, tp_size in enumerate(tp_sizes):
+        expected = stock_digests(checkpoints[0], checkpoints, tp_size=tp_size, dtype="float32")
+        assert [dict(enumerate(version["digests"][number])) for version in seen] == expected

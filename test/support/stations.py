@@ -24,7 +24,7 @@ from sglang_reshard.trainer.publisher import ShardPublisher
 from sglang_reshard.trainer.worker import TrainerWorker
 from sglang_reshard.transports.communicator import P2pCommunicators
 from sglang_reshard.transports.copies import CopyList
-from sglang_reshard.transports.nixl import NixlReader
+from sglang_reshard.transports.nixl_reader import NixlReader
 from sglang_reshard.transports.p2p import P2pSender
 
 Act = Literal["wait", "go", "raise", "flip"]

@@ -29,6 +29,7 @@ from sglang_reshard.protocol.messages import DEFAULT_TIMEOUT_S, decode, encode
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import NamedTensors
 from sglang_reshard.trainer.coordinator import Send
+from sglang_reshard.trainer.relay_requests import RelayRequests
 from sglang_reshard.transports.memory import MemoryExporter
 
 logger = get_logger(__name__)
@@ -39,12 +40,27 @@ class MultiEngineSender:
 
     address       of the control server that trainer rank 0 hosts
     global_ranks  the rank of each trainer rank in torch.distributed's world
+    relay         engines read from each other what one of them has read already, while it still reads: trainer memory
+                  is read about once, however many engines there are. With transport="nixl" only
     options       transport, bucket_bytes and timeout_s, see `WeightSender`
+
+    Raises Unsupported for relay=True with another transport.
     """
 
-    def __init__(self, address: Address, *, trainer_rank: int, global_ranks: tuple[int, ...], **options: Any) -> None:
+    def __init__(
+        self,
+        address: Address,
+        *,
+        trainer_rank: int,
+        global_ranks: tuple[int, ...],
+        relay: bool = False,
+        **options: Any,
+    ) -> None:
+        if relay and options.get("transport") != "nixl":
+            raise Unsupported(f"relay=True needs transport='nixl', not {options.get('transport', 'auto')!r}")
         self._address, self._rank, self._global_ranks = address, trainer_rank, global_ranks
         self._options = options
+        self._relays = RelayRequests(address, options.get("timeout_s", DEFAULT_TIMEOUT_S)) if relay else None
         self._senders: dict[str, WeightSender] = {}
         self._excluded: dict[str, str] = {}
         self._client: ControlClient | None = None
@@ -100,9 +116,13 @@ class MultiEngineSender:
             raise Unsupported(f"on_failure={on_failure!r} is not supported; use 'raise' or 'exclude'")
         if not self._senders:
             raise Mismatch(f"trainer rank {self._rank}: there is no engine to update; call set_engines first")
+        if self._relays is not None and options.get("staged"):
+            raise Unsupported("staged=True is not supported with relay=True: engines pass on live weights")
         if not isinstance(named_tensors, (torch.nn.Module, Collection)):
             named_tensors = list(named_tensors)
         self._memory.begin_update()
+        if self._relays is not None and self._rank == 0:
+            self._relays.begin(self.engines)
         outcomes = self._outcomes(named_tensors, options)
         failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Exception)}
         reports = {name: report for name, report in outcomes.items() if isinstance(report, UpdateReport)}
@@ -170,11 +190,15 @@ class MultiEngineSender:
         """Ends all sessions. Collective."""
         self.set_engines({})
         self._memory.close()
+        if self._relays is not None and self._rank == 0:
+            self._relays.close()
         if self._client is not None:
             self._client.close()
 
     def _sender(self, name: str, send: Send | None) -> WeightSender:
         timeout_s = self._options.get("timeout_s", DEFAULT_TIMEOUT_S)
+        if self._relays is not None and send is not None:
+            send = self._relays.through(name, send)
         return WeightSender.within(
             Session.join(self._address.named(name), timeout_s),
             trainer_rank=self._rank,

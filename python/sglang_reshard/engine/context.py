@@ -60,6 +60,7 @@ class Vote(msgspec.Struct, frozen=True):
     regions            plan: content hash of the regions that this rank wants checksums of
     report, read_bytes commit: see `RankReport` and `DistributedUpdateWeightsOutput`
     digest             commit: of all weights, by engine rank 0
+    relay_lost         commit: see `DistributedUpdateWeightsOutput`
     """
 
     error: str = ""
@@ -70,6 +71,7 @@ class Vote(msgspec.Struct, frozen=True):
     report: RankReport | None = None
     read_bytes: dict[int, int] = {}
     digest: str = ""
+    relay_lost: str = ""
 
 
 @dataclass(slots=True)

@@ -152,13 +152,14 @@ class WeightReceiver:
                 except _UpdateFailed:
                     raise
                 except Exception as error:
-                    raise self._cleaned_up(error, request.update) from error
+                    raise self._cleaned_up(error, request) from error
         finally:
             self._lock.release()
 
-    def _cleaned_up(self, error: Exception, update: int) -> _UpdateFailed:
+    def _cleaned_up(self, error: Exception, request: DistributedUpdateWeightsReq) -> _UpdateFailed:
         """Ends a failed update: drops what it leaves unusable, and informs the other ranks if they do not know."""
         message = str(error)
+        self._executor.transfers.relay.stop(request.relay)
         if isinstance(error, PhaseFailed):  # all engine ranks raise it
             if error.phase is not Phase.PREPARE:  # until then nothing that is kept was changed
                 self._executor.transfers.clear()
@@ -167,7 +168,7 @@ class WeightReceiver:
             self._executor.transfers.clear()  # a process group that only some members have made cannot be used
         else:
             if not isinstance(error, ReshardError):
-                logger.error("update %d failed", update, exc_info=error)
+                logger.error("update %d failed", request.update, exc_info=error)
                 message = f"{type(error).__name__}: {error}"
             message = f"engine rank {self._rank}: {message}"
             if self._context is not None:

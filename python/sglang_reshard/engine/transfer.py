@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from sglang_reshard.digest.target import TargetChecksums
+from sglang_reshard.engine.relay import RelayMember
 from sglang_reshard.engine.shadow_weights import ShadowWeights, check_room, shadow_bytes
 from sglang_reshard.engine.trainer_memory import TrainerMemory
 from sglang_reshard.errors import Mismatch
@@ -42,7 +43,8 @@ from sglang_reshard.transports.base import Transport, TransportContext
 from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicators, backend_of
 from sglang_reshard.transports.factory import create_transport
 from sglang_reshard.transports.memory import PeerMemory, host_identity
-from sglang_reshard.transports.nixl import NixlReader
+from sglang_reshard.transports.nixl_reader import NixlReader
+from sglang_reshard.transports.relay import Relays
 
 _SHOWN_NAMES = 5
 
@@ -140,6 +142,7 @@ class PreparedTransfer:
 
     shadow   where it writes, unless it writes to the live weights
     regions  content hashes of all engine ranks' regions
+    relays   what is read from other engines, if anything is
     """
 
     target: TargetPlan
@@ -148,18 +151,26 @@ class PreparedTransfer:
     shadow: ShadowWeights | None
     regions: tuple[str, ...]
     transport: Transport
+    relays: Relays | None
 
     def is_current(self, request: DistributedUpdateWeightsReq, target: TargetPlan) -> bool:
         """Returns True if nothing has changed for `request`, and the trainer ranks that send are still prepared."""
         prepare = self.plan.prepare_send
         unchanged = _options(self.request) == _options(request)
         prepared = prepare is None or all(transfer == prepare.transfer for transfer in request.prepared)
-        return self.target is target and unchanged and prepared
+        lost = self.relays is not None and self.relays.outcome.lost
+        return self.target is target and unchanged and prepared and not lost
 
     def is_checked(self, request: DistributedUpdateWeightsReq) -> bool:
         """Returns True if `request` comes from the same version of the package and names the same transport."""
         known = self.request
         return (known.package_version, known.transport) == (request.package_version, request.transport)
+
+    def begin(self, request: DistributedUpdateWeightsReq) -> None:
+        """Must be called before `transport.move`."""
+        if self.relays is not None:
+            assert request.relay is not None
+            self.relays.progress.begin(request.relay.update, self.relays.check)
 
     @property
     def held_bytes(self) -> int:
@@ -181,6 +192,7 @@ class TransferCache:
         self._p2p: P2pCommunicators | None = None
         self._nixl: NixlReader | None = None
         self._shadow: ShadowWeights | None = None
+        self.relay = RelayMember(engine_rank)
         self.trainer_memory = TrainerMemory(device)
         self.transfer: PreparedTransfer | None = None
 
@@ -213,6 +225,7 @@ class TransferCache:
     def clear(self) -> None:
         """Drops all that depends on other ranks."""
         self.unmap()
+        self.relay.close()
         self.trainer_memory.clear()
         self.drop_communicators()
 
@@ -269,6 +282,7 @@ class TransferCache:
         session: Session,
         scope: str,
         target: TargetPlan,
+        relays: Relays | None,
     ) -> None:
         """Creates communicators, buffers and views. Collective over engine ranks and the trainer ranks that send."""
         if self._broadcast_groups is None:
@@ -279,8 +293,9 @@ class TransferCache:
         self._broadcast_groups.use_store(session.store(request.timeout_s, scope), session.local_address)
         round_bytes = plan.strategy.senders(self._rank)
         if plan.strategy.name == "nixl":
-            self._nixl = NixlReader(self._rank, request.timeout_s)
-            self._nixl.connect({t: session.get_remote_shards(t, request.timeout_s) for t in round_bytes})
+            self._nixl = NixlReader(self._rank)
+            remote = {t: session.get_remote_shards(t, request.timeout_s) for t in round_bytes}
+            self._nixl.connect({f"trainer rank {t}": shards for t, shards in remote.items()})
         elif plan.prepare_send is not None and round_bytes:
             peer_id = len(request.trainer_hosts) + self._rank
             self._p2p = session.p2p_communicators(plan.prepare_send, peer_id, self._device)
@@ -297,9 +312,12 @@ class TransferCache:
             round_bytes=round_bytes,
             p2p=self._p2p,
             nixl=self._nixl,
+            relays=relays,
+            bucket_bytes=request.bucket_bytes,
+            timeout_s=request.timeout_s,
         )
         transport = create_transport(plan.strategy, context)
-        self.transfer = PreparedTransfer(target, request, plan, self._shadow, regions, transport)
+        self.transfer = PreparedTransfer(target, request, plan, self._shadow, regions, transport, relays)
 
     def _allocate_shadow(
         self, request: DistributedUpdateWeightsReq, demands: Sequence[RankDemand], target: TargetPlan
@@ -335,7 +353,8 @@ def _trainers(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:
 
 def _options(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:
     """Returns what must be equal for a prepared transfer to be used again."""
-    return request.handles, request.bucket_bytes, request.transport, request.staged, request.verify != "off"
+    relay = request.relay and (request.relay.address, request.relay.engines, request.relay.own)
+    return request.handles, request.bucket_bytes, request.transport, request.staged, request.verify != "off", relay
 
 
 def _trainer_ranks_read(strategy: Strategy, target: TargetPlan, engine_rank: int) -> tuple[int, ...]:

@@ -158,12 +158,19 @@ class UpdateExecutor:
             seconds=context.seconds,
             staged_bytes=transfer.shadow_bytes,
             foreign_bytes=context.memory.foreign_bytes(),
+            relayed_bytes=transfer.relays.outcome.read_bytes if transfer.relays is not None else 0,
         )
-        vote = Vote(error, report=report, read_bytes=transfer.transport.read_bytes, digest=context.digest)
+        vote = Vote(
+            error,
+            report=report,
+            read_bytes=transfer.transport.read_bytes,
+            digest=context.digest,
+            relay_lost=transfer.relays.outcome.lost if transfer.relays is not None else self.transfers.relay.lost,
+        )
         strategy, tensor_index = transfer.plan.strategy, transfer.target.tensor_index
         output = DistributedUpdateWeightsOutput(
             success=True,
-            message=transfer.plan.remark,
+            message="; ".join(filter(None, (transfer.plan.remark, self.transfers.relay.remark))),
             transport=strategy.name,
             transport_reason=strategy.reason,
             predicted_seconds=strategy.predicted_seconds,
@@ -235,7 +242,8 @@ class UpdateExecutor:
                 context.all_gather_votes(Phase.CALL, Vote(error))
             error = ""
             try:
-                self.transfers.connect(request, plan, regions, context.session, channel.scope, target)
+                relays = self.transfers.relay.agree(context, target)
+                self.transfers.connect(request, plan, regions, context.session, channel.scope, target, relays)
             except Exception as failure:
                 error = context.abort_because(failure)
             with self._torn_if_vote_is_lost(context, may_write=not error and not request.staged):
@@ -249,6 +257,7 @@ class UpdateExecutor:
                     context.channel.send_command(StartTransfer(transfer.plan.prepare_send.transfer))
                 if request.verify != "off":
                     context.channel.send_command(RequestChecksums(transfer.regions, _selection(request)))
+            transfer.begin(request)
             transfer.transport.move()
             self._synchronize()  # a GPU has only been given the copies
 
@@ -311,5 +320,6 @@ def _with_votes(output: DistributedUpdateWeightsOutput, votes: list[Vote]) -> Di
         output,
         digest=votes[0].digest,
         read_bytes=read_bytes,
+        relay_lost=next((vote.relay_lost for vote in votes if vote.relay_lost), ""),
         ranks=tuple(vote.report for vote in votes if vote.report is not None),
     )

@@ -27,6 +27,7 @@ class RankReport(msgspec.Struct, frozen=True):
                       kept from the last update or in freed memory
     seconds           phase -> seconds
     staged_bytes      bytes of the extra memory that hold new weights beside the old ones
+    relayed_bytes     of those received, bytes read from the memory of other engines
     foreign_bytes     growth of the GPU's memory outside of torch's allocator (contexts, NCCL), from before the update
                       until its end: an upper bound, as other processes on the GPU count too; 0 on CPU
     """
@@ -38,6 +39,7 @@ class RankReport(msgspec.Struct, frozen=True):
     seconds: dict[str, float]
     staged_bytes: int = 0
     foreign_bytes: int = 0
+    relayed_bytes: int = 0
 
 
 def received_bytes(ranks: Iterable[RankReport]) -> int:
@@ -113,6 +115,10 @@ class UpdateReport(msgspec.Struct, frozen=True):
     @property
     def received_bytes(self) -> int:
         return received_bytes(self.engine_ranks)
+
+    @property
+    def relayed_bytes(self) -> int:
+        return sum(rank.relayed_bytes for rank in self.engine_ranks)
 
     @property
     def bytes_per_second(self) -> float:

@@ -131,6 +131,14 @@ class ReadPlan:
         copy = int(self.copy_ids[number])
         return self.copies[copy], self.items[int(self.item_ids[number])], int(self.tensor_ids[copy])
 
+    def only(self, tensors: np.ndarray) -> ReadPlan:
+        """Returns the reads of the layout's tensors for which the mask `tensors` is set."""
+        kept = tensors[self.tensor_ids[self.copy_ids]]
+        number = np.cumsum(kept) - 1
+        duplicates = {int(number[read]): int(number[first]) for read, first in self.duplicates.items() if kept[read]}
+        copy_ids, item_ids, ranks = (column[kept] for column in (self.copy_ids, self.item_ids, self.trainer_ranks))
+        return ReadPlan(self.copies, self.tensor_ids, self.items, copy_ids, item_ids, ranks, duplicates)
+
     def digest(self) -> str:
         """Returns a content hash of what is read from which trainer rank; destinations are not part of it."""
         found = hashlib.sha256(repr([item.local_region for item in self.items]).encode())

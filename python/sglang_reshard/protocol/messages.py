@@ -38,6 +38,21 @@ class LoraAdapter(msgspec.Struct, frozen=True):
     lora_id: str = ""
 
 
+class Relay(msgspec.Struct, frozen=True):
+    """Asks an engine to read what another engine has read already from there, and to let others read its weights.
+
+    address  of the session in which the engines offer their memory; another one once anything has changed
+    engines  names of all engines of the update, the same for all
+    own      number of this one among them
+    update   number of the update among those of all engines
+    """
+
+    address: Address
+    engines: tuple[str, ...]
+    own: int
+    update: int
+
+
 class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     """Requests one update of the engine. It carries no tensor and no handle, only where to find them.
 
@@ -57,6 +72,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     staged           receive into shadow weights, and commit them once all have arrived and been verified
     unmap_after      unmap the trainer ranks' memory at the end; the next update maps it again
     lora             the adapter that is updated; None for the model's own weights
+    relay            the other engines of the update, if they pass on weights to each other
     package_version  of the sender; the engine's must be the same
     traceparent      W3C context of the sender's span; empty without one
     """
@@ -79,6 +95,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     staged: bool = False
     unmap_after: bool = False
     lora: LoraAdapter | None = None
+    relay: Relay | None = None
     package_version: str = ""
     traceparent: str = ""
 
@@ -149,6 +166,7 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     tensors            number of tensors in the source layout
     source_bytes       bytes of these
     read_bytes         trainer rank -> bytes that engine ranks read from its memory, or are sent
+    relay_lost         why weights that other engines were to pass on came from the trainer; empty if none did
     phase              in which the update failed, see `engine.context.Phase`; empty if it did not, or before the first
     """
 
@@ -164,6 +182,7 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     source_bytes: int = 0
     read_bytes: dict[int, int] = {}
     ranks: tuple[RankReport, ...] = ()
+    relay_lost: str = ""
     phase: str = ""
 
 

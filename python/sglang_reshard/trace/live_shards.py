@@ -40,11 +40,24 @@ def live_shards(program: Program, shapes: Mapping[str, tuple[int, ...]], engine_
 
     Raises Unsupported, naming the tensor, for one that cannot be read back from where it was copied to.
     """
+    shards, unreadable = readable_shards(program, shapes, engine_rank)
+    for name, why in unreadable.items():
+        raise Unsupported(
+            f"engine rank {engine_rank}: {name} cannot be read from the live weights: {why}. Only a trainer can update "
+            "engines of this model"
+        )
+    return shards
+
+
+def readable_shards(
+    program: Program, shapes: Mapping[str, tuple[int, ...]], engine_rank: int
+) -> tuple[list[LiveShard], dict[str, str]]:
+    """Returns the shards of tensors that can be read back, and why others cannot, by name."""
     changed = {step.target for step in program.steps if step.description.startswith("from ")}
     copies: dict[str, list[Copy]] = {}
     for copy in program.copies:
         copies.setdefault(copy.source, []).append(copy)
-    shards = []
+    shards, unreadable = [], {}
     for name, of_tensor in copies.items():
         kept = [copy for copy in of_tensor if copy.target not in changed]
         try:
@@ -52,13 +65,11 @@ def live_shards(program: Program, shapes: Mapping[str, tuple[int, ...]], engine_
                 raise Unsupported(f"{of_tensor[0].target} is computed from it in place, and it is not kept")
             tensor, boxes = _held(program, kept)
         except Unsupported as error:
-            raise Unsupported(
-                f"engine rank {engine_rank}: {name} cannot be read from the live weights: {error}. Only a trainer can "
-                "update engines of this model"
-            ) from error
+            unreadable[name] = str(error)
+            continue
         shard_map = ShardMap.of((box, start, engine_rank) for box, start in boxes)
         shards.append(LiveShard(name, tensor, ExplicitSharding(shapes[name], shard_map)))
-    return shards
+    return shards, unreadable
 
 
 def _held(program: Program, copies: list[Copy]) -> tuple[torch.Tensor, list[tuple[Box, tuple[int, ...]]]]:

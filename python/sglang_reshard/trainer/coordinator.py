@@ -188,9 +188,10 @@ def _report(
     trainer_ranks = tuple(
         TrainerRankReport(rank, nbytes, output.read_bytes.get(rank, 0)) for rank, nbytes in enumerate(shard_bytes)
     )
+    remarks = output.message, output.relay_lost and f"engines did not pass on all weights: {output.relay_lost}"
     return UpdateReport(
         success=True,
-        message=output.message,
+        message="; ".join(filter(None, remarks)),
         weight_version=options.weight_version,
         verified=options.verify,
         transport=output.transport,

@@ -37,7 +37,7 @@ from sglang_reshard.protocol.update_channel import UpdateChannel
 from sglang_reshard.protocol.validation import check_prepare_send, check_send_request
 from sglang_reshard.trainer.publisher import PublishedShards
 from sglang_reshard.transports.communicator import P2pCommunicators
-from sglang_reshard.transports.nixl import NixlSource
+from sglang_reshard.transports.nixl_source import NixlSource
 from sglang_reshard.transports.p2p import P2pSender
 
 logger = get_logger(__name__)
@@ -158,7 +158,7 @@ class TrainerWorker:
     ) -> _PreparedSend:
         registered = None
         if any(command.round_bytes[self._rank]):
-            registered = NixlSource(self._rank, shards)
+            registered = NixlSource(f"trainer rank {self._rank}", shards)
             self._session.put_remote_shards(self._rank, registered.remote)
         return _PreparedSend(command, published.identity, registered=registered)
 

@@ -13,7 +13,8 @@ from sglang_reshard.transports.memory import PeerMemory
 
 if TYPE_CHECKING:  # a trainer rank sends without the tracer
     from sglang_reshard.trace.program import Program
-    from sglang_reshard.transports.nixl import NixlReader
+    from sglang_reshard.transports.nixl_reader import NixlReader
+    from sglang_reshard.transports.relay import Relays
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,9 @@ class TransportContext:
     round_bytes       trainer rank -> bytes that it sends to this rank per round, for the trainer ranks that send
     p2p               the communicators that connect this rank to them
     nixl              the reader of their memory, if they register it instead of sending
+    relays            what is read from other engines instead
+    bucket_bytes      size of a bucket
+    timeout_s         seconds that any one wait may last
     """
 
     engine_rank: int
@@ -39,6 +43,9 @@ class TransportContext:
     round_bytes: dict[int, int]
     p2p: P2pCommunicators | None
     nixl: NixlReader | None = None
+    relays: Relays | None = None
+    bucket_bytes: int = 0
+    timeout_s: float = 0.0
 
 
 class Transport(Protocol):

@@ -11,21 +11,18 @@ import logging
 import os
 import socket
 import threading
-import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from sglang_reshard.errors import DeadlineExceeded, Mismatch, ReshardError, Unsupported
+from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.transports.abortable_group import PeerDisconnected
 
 _HOST, _GPU = "DRAM", "VRAM"
-_SPINS = 100  # polls without a pause: most reads of a small model have ended by then
-_POLL_S = 1e-4
 INSTALL = "pip install 'sglang-reshard[nixl]'"
 
 
@@ -116,26 +113,6 @@ class NixlAgent:
         if state == "ERR":
             raise PeerDisconnected(f"{self._owner} could not finish reading from {name}: NIXL reports an error")
         return bool(state == "DONE")
-
-    def wait(self, reads: Sequence[tuple[Any, str]], deadline: float, aborted: threading.Event) -> None:
-        """Waits for (read, the peer's name).
-
-        Raises DeadlineExceeded at `deadline`, a time of the monotonic clock, and PeerDisconnected if a read fails or
-        another thread sets `aborted`.
-        """
-        polls = 0
-        left = list(reads)
-        while left := [(read, name) for read, name in left if not self.is_done(read, name)]:
-            names = ", ".join(name for _, name in left)
-            if aborted.is_set():
-                raise PeerDisconnected(f"{self._owner} stopped reading from {names}: the update was aborted")
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"{self._owner} could not finish reading from {names} in time; is that rank's process stopped, or "
-                    "its host unreachable?"
-                )
-            polls += 1
-            time.sleep(0 if polls < _SPINS else _POLL_S)
 
     def close(self, reads: Iterable[Any] = ()) -> None:
         """Ends the agent. No read of it writes to memory any more, even one that had not ended."""

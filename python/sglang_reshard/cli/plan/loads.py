@@ -17,7 +17,7 @@ import torch
 from sglang_reshard.cli.plan.rank_model import RankModel
 from sglang_reshard.plan import BroadcastPlan, Strategy, TensorIndex
 from sglang_reshard.plan.p2p import send_request
-from sglang_reshard.transports.nixl import NixlLink
+from sglang_reshard.transports.nixl_link import NixlLink
 from sglang_reshard.transports.p2p import BUCKETS, P2pLink, destination_reads, destination_view
 from sglang_reshard.transports.remote_shards import RemoteShard
 
@@ -109,7 +109,7 @@ def _read_loads(index: TensorIndex, rank: RankModel, trainer_rank: int, share: i
 
     request = send_request(rank.read_plan, trainer_rank)
     views = _destinations(rank, trainer_rank)
-    link = NixlLink.cut(trainer_rank, index.layout, request, shard_of, views, share, _META)
+    link = NixlLink.cut(f"trainer rank {trainer_rank}", index.layout, request, shard_of, views, share, _META)
     own = LinkLoad(len(link.messages), link.read_bytes, link.bucket_bytes)
     return own, LinkLoad(0, link.link.payload_bytes, 0)
 

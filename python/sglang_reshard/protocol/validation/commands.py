@@ -7,12 +7,14 @@ import math
 
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.device import RankDevice
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, PrepareSend
+from sglang_reshard.plan.relay import MAX_UPDATE
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, PrepareSend, Relay
 from sglang_reshard.protocol.validation.layouts import MAX_TRAINER_RANKS
 
 MAX_BUCKET_BYTES = 1 << 40
 MAX_TIMEOUT_S = 1e9
 _MAX_UPDATE = (1 << 62) - 1
+_MAX_ENGINES = 65536
 _MAX_NAME_LENGTH = 4096  # characters of a name, a hash, a host
 
 
@@ -31,6 +33,8 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
         raise _invalid_request(f"bucket_bytes={request.bucket_bytes:,} is not from 1 to {MAX_BUCKET_BYTES:,}")
     if not _is_timeout(request.timeout_s):
         raise _invalid_request(f"timeout_s={request.timeout_s} is not above 0 and at most {MAX_TIMEOUT_S:.0f}")
+    if request.relay is not None:
+        _check_relay(request, request.relay)
     version = request.weight_version or ""
     names = (request.layout, request.transport, version, request.package_version, request.traceparent)
     lora = (request.lora.name, request.lora.config, request.lora.lora_id) if request.lora is not None else ()
@@ -38,6 +42,17 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
     for name in (*names, *lora, *request.handles, *request.trainer_hosts, *gpus, *request.prepared, *request.ignore):
         if len(name) > _MAX_NAME_LENGTH:
             raise _invalid_request(f"a name of {len(name):,} characters is too long: {name[:40]!r}...")
+
+
+def _check_relay(request: DistributedUpdateWeightsReq, relay: Relay) -> None:
+    if not 2 <= len(relay.engines) <= _MAX_ENGINES or not 0 <= relay.own < len(relay.engines):
+        raise _invalid_request(f"it is for engine {relay.own} of {len(relay.engines)}, of 2 to {_MAX_ENGINES:,}")
+    if not 1 <= relay.update <= MAX_UPDATE:
+        raise _invalid_request(f"the update number {relay.update} of all engines is not from 1 to {MAX_UPDATE:,}")
+    if any(len(name) > _MAX_NAME_LENGTH for name in relay.engines):
+        raise _invalid_request(f"the name of an engine has more than {_MAX_NAME_LENGTH:,} characters")
+    if request.transport != "nixl" or request.staged or request.lora is not None:
+        raise _invalid_request("engines pass on live weights, by transport='nixl', and no others")
 
 
 def check_prepare_send(command: PrepareSend, trainer_ranks: int) -> None:

@@ -1,0 +1,56 @@
+"""An engine's host is lost while others read from it: they have the weights at the end of the same update."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from test_lost_hosts import sent_by  # type: ignore[import-not-found]
+
+from benchmark.hosts.job import Job
+from support.hosts import environment, laboratory, why_not
+from support.nixl_env import FOLDER as NIXL_FOLDER
+from support.nixl_env import needs_nixl
+from support.sweep import sweep
+
+pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(180), needs_nixl]
+REPOSITORY = Path(__file__).parents[2]
+RECEIVERS = 3
+_START_S, _ENDS_S = 60.0, 90.0
+
+
+@pytest.mark.parametrize("how", ["killed", sweep("unplugged")])
+def test_others_have_the_weights_all_the_same(how: str, tmp_path: Path) -> None:
+    """84 MB on links that carry 25 MB/s, at the default deadline of 300 s."""
+    with laboratory(1 + RECEIVERS, rate="200mbit", names_lead_to_loopback=False) as hosts:
+        processes = []
+        for number, host in enumerate(hosts):
+            rank = max(0, number - 1)
+            sizes = {"receivers": RECEIVERS, "updates": 0, "tensors": 40}
+            job = Job(str(tmp_path), hosts[0].address, "nixl", relay=True, on_failure="exclude", rank=rank, **sizes)
+            role = "receive" if number else "train"
+            command = [sys.executable, "-m", "benchmark.hosts.job", role, msgspec.json.encode(job).decode()]
+            variables = environment(OMP_NUM_THREADS="1", PYTHONPATH=f"{REPOSITORY}:{NIXL_FOLDER}")
+            with (tmp_path / f"{role}-{rank}.log").open("w") as log:
+                processes.append(host.run(command, env=variables, stdout=log, stderr=log))
+        train, *receive = processes
+        end = time.monotonic() + _START_S
+        while sent_by(hosts[0]) < 25 << 20:
+            assert time.monotonic() < end
+            assert train.poll() is None, (tmp_path / "train-0.log").read_text()
+            time.sleep(0.1)
+        if how == "killed":
+            hosts[1].run(["kill", "-9", "-1"]).wait()
+        else:
+            hosts[1].set_link(up=False)
+        for process in (train, *receive[1:]):
+            process.wait(_ENDS_S)
+        logs = {path.name: path.read_text() for path in tmp_path.glob("*.log")}
+        assert train.returncode == 0, logs["train-0.log"]
+        assert "was not updated, and is left out from now on" in logs["train-0.log"]
+        for rank in (1, 2):
+            assert "the rest is read from the trainer" in logs[f"receive-{rank}.log"]
+            assert (tmp_path / f"exact-{rank}").read_text() == "True"

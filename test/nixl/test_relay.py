@@ -1,0 +1,130 @@
+"""Engines of several sizes pass on weights to each other by NIXL, while they read: bit-exact, and read once."""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from sglang_reshard.api.multi_engine import MultiEngineSender
+from sglang_reshard.control import Address
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.trainer.collectives import broadcast_message
+from support.nixl_env import needs_nixl, use_nixl
+from support.sweep import sweep
+from support.toy import ToyRank, checkpoint
+from support.toy_trainers import State
+from support.world import run_world
+
+pytestmark = needs_nixl
+UPDATES = 3
+
+
+def in_turn(sends):
+    """Sends to all ranks of an engine; the first one's output."""
+
+    def send(request):
+        with ThreadPoolExecutor(len(sends)) as threads:
+            return next(iter(list(threads.map(lambda one: one(request), sends))))
+
+    return send
+
+
+def sends_of(trainer, sizes):
+    ends = list(itertools.accumulate(sizes))
+    return {
+        f"replica {n}": in_turn(trainer.send_one[end - size : end]) if trainer.rank == 0 else None
+        for n, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    }
+
+
+def place(rank, sizes):
+    """(engine, rank within it) of a process."""
+    for engine, size in enumerate(sizes):
+        if rank < size:
+            return engine, rank
+        rank -= size
+    raise AssertionError
+
+
+def relaying_sender(trainer, **options):
+    host = Session.host() if trainer.rank == 0 else None
+    address = broadcast_message(host.address if host else None, Address, trainer.group)
+    ranks = tuple(range(trainer.size))
+    return MultiEngineSender(
+        address, trainer_rank=trainer.rank, global_ranks=ranks, transport="nixl", timeout_s=30, **options
+    ), host
+
+
+def train(trainer, sizes, mesh_shape, kind, dtype, _live_dtypes, options):
+    use_nixl()
+    sender, _host = relaying_sender(trainer, relay=True, **options)
+    sender.set_engines(sends_of(trainer, sizes))
+    state, told = State(mesh_shape, kind, dtype), []
+    for version in range(1, UPDATES + 1):
+        state.become(version)
+        told.append(sender.update(state.given, weight_version=str(version), verify="full"))
+    sender.close()
+    return told
+
+
+def serve(rank, _size, requests, sizes, _mesh_shape, _kind, dtype, live_dtypes, _options):
+    use_nixl()
+    engine, rank = place(rank, sizes)
+    model = ToyRank(rank, sizes[engine], live_dtypes[engine])
+    receiver = WeightReceiver(model, rank, sizes[engine], torch.device("cpu"))
+    differing = []
+    for version, request in enumerate(requests, start=1):
+        requests.answer(receiver.update(request))
+        stock = ToyRank(rank, sizes[engine], live_dtypes[engine])
+        stock.load_weights(checkpoint(version, dtype).items())
+        differing += [(version, n) for n, p in stock.named_parameters() if not torch.equal(getattr(model, n), p)]
+    return differing
+
+
+def run(sizes, mesh_shape, kind, dtype=torch.float32, live_dtypes=None, **options):
+    trainers = int(torch.Size(mesh_shape).numel())
+    live = live_dtypes or (dtype,) * len(sizes)
+    told, differing = run_world(trainers, sum(sizes), train, serve, sizes, mesh_shape, kind, dtype, live, options)
+    assert differing == [[]] * sum(sizes)
+    assert all(t == told[0] for t in told), "trainer ranks were told different things"
+    return told[0]
+
+
+def read_from_trainer(reports):
+    return sum(t.sent_bytes for report in reports.values() for t in report.trainer_ranks)
+
+
+WHOLE = sum(t.numel() * 4 for t in checkpoint(0).values())
+FEW = [((2, 4), (2,), "tp"), ((1, 1), (2,), "fsdp")]
+MORE = [((1, 2, 4), (2, 2), "fsdp_tp"), ((4, 1), (3,), "fsdp"), ((2, 2, 2), (1,), "tp")]
+
+
+@pytest.mark.parametrize(("sizes", "mesh_shape", "kind"), [*FEW, *(sweep(*more) for more in MORE)])
+def test_engines_of_any_sizes_read_from_each_other(sizes, mesh_shape, kind):
+    for reports in run(sizes, mesh_shape, kind):
+        assert all(report.message == "" for report in reports.values())
+        assert all(report.relayed_bytes for report in reports.values())
+        needed = sum(rank.least_bytes for report in reports.values() for rank in report.engine_ranks)
+        relayed = sum(report.relayed_bytes for report in reports.values())
+        assert read_from_trainer(reports) + relayed >= needed
+        # Each engine owns about its share; a replicated tensor is read by each of its owner's ranks.
+        assert read_from_trainer(reports) < needed / len(sizes) + 0.3 * WHOLE * max(sizes)
+
+
+def test_what_another_dtype_would_round_is_read_from_the_trainer():
+    for reports in run((1, 1), (1,), "tp", torch.float32, (torch.float32, torch.bfloat16)):
+        assert all(report.relayed_bytes == 0 for report in reports.values())
+
+
+def test_casts_are_made_once():
+    for reports in run((1, 2), (1,), "tp", torch.float32, (torch.bfloat16, torch.bfloat16), bucket_bytes=4096):
+        assert all(report.relayed_bytes for report in reports.values())
+
+
+@pytest.mark.parametrize("transport", ["auto", "p2p"])
+def test_other_transports_are_refused(transport):
+    with pytest.raises(Unsupported, match="relay=True needs transport='nixl'"):
+        MultiEngineSender(None, trainer_rank=0, global_ranks=(0,), relay=True, transport=transport)

@@ -1,0 +1,105 @@
+"""Engines that do not pass on what the others wait for: these read it from the trainer, in the same update."""
+
+import torch
+from test_relay import relaying_sender, sends_of  # type: ignore[import-not-found]
+
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.transports import relay
+from sglang_reshard.transports.nixl_reader import NixlReader
+from sglang_reshard.transports.relay import Progress
+from support.nixl_env import needs_nixl, use_nixl
+from support.toy import ToyRank, checkpoint
+from support.world import run_world
+
+pytestmark = needs_nixl
+HIDDEN, UPDATES, FAULTY = 256, 4, 2  # the second update goes wrong
+SIZES = (1, 2, 1)
+
+
+def train(trainer, on_failure, *_):
+    use_nixl()
+    sender, _host = relaying_sender(trainer, relay=True, bucket_bytes=2**18)
+    sends = sends_of(trainer, SIZES)
+    told = []
+    for version in range(1, UPDATES + 1):
+        sends = {name: send for name, send in sends.items() if name not in sender.excluded}
+        sender.set_engines(sends)
+        weights = checkpoint(version, hidden=HIDDEN)
+        told.append(sender.update(weights.items(), weight_version=str(version), on_failure=on_failure))
+    sender.close()
+    return told
+
+
+def serve(rank, _size, requests, _on_failure, breaks):
+    """Engine 1 has two ranks; its second one, or both, break in the faulty update."""
+    use_nixl()
+    engine, rank = [(0, 0), (1, 0), (1, 1), (2, 0)][rank]
+    model = ToyRank(rank, SIZES[engine], hidden=HIDDEN)
+    receiver = WeightReceiver(model, rank, SIZES[engine], torch.device("cpu"))
+    for version, request in enumerate(requests, start=1):
+        relay.STALLED_S = 0.5 if version == FAULTY else 30.0  # in the first one ranks connect
+        mend = breaks(model, rank) if engine == 1 and version == FAULTY else None
+        output = receiver.update(request)
+        if mend is not None:
+            mend()
+        requests.answer(output)
+        if output.success:
+            stock = ToyRank(rank, SIZES[engine], hidden=HIDDEN)
+            stock.load_weights(checkpoint(version, hidden=HIDDEN).items())
+            differing = [name for name, p in stock.named_parameters() if not torch.equal(getattr(model, name), p)]
+            assert not differing, (version, differing)
+
+
+def run(on_failure, breaks):
+    (told,), _ = run_world(1, sum(SIZES), train, serve, on_failure, breaks)
+    first, faulty, *later = told
+    for reports in (first, *later):
+        assert all(report.relayed_bytes and not report.message for report in reports.values() if report.success)
+    return faulty, later
+
+
+def fails_halfway(_model, rank):
+    stock, starts = NixlReader.start, 0
+
+    def start(self, peer, reads):
+        nonlocal starts
+        starts += 1
+        if rank == 1 and starts == 20:
+            raise OSError("out of order")
+        stock(self, peer, reads)
+
+    NixlReader.start = start
+    return lambda: setattr(NixlReader, "start", stock)
+
+
+def test_an_engine_fails_while_others_read_from_it():
+    faulty, later = run("exclude", fails_halfway)
+    assert "out of order" in faulty["replica 1"].message
+    for name in ("replica 0", "replica 2"):
+        assert faulty[name].success
+        assert "engines did not pass on all weights: replica 1" in faulty[name].message
+    assert all(set(reports) == {"replica 0", "replica 2"} for reports in later)
+
+
+def says_nothing(_model, _rank):
+    stock = Progress.advance
+    Progress.advance = lambda *_: None
+    return lambda: setattr(Progress, "advance", stock)
+
+
+def test_an_engine_passes_on_nothing():
+    faulty, _ = run("raise", says_nothing)
+    assert "replica 1 has read nothing for 0.5 s" in faulty["replica 0"].message
+    assert not faulty["replica 1"].message
+
+
+def moves(model, _rank):
+    for name, parameter in list(model.named_parameters()):
+        setattr(model, name, torch.nn.Parameter(parameter.clone(), requires_grad=False))
+    return lambda: None
+
+
+def test_an_engine_has_new_memory():
+    faulty, _ = run("raise", moves)
+    assert "replica 1 was not updated" in faulty["replica 0"].message
+    assert "has other memory than it offered" in faulty["replica 1"].message

@@ -1,0 +1,145 @@
+"""Trainer rank 0 tells engines of each other; they offer their memory once, and anew when anything has changed."""
+
+import contextlib
+import threading
+
+import pytest
+
+from sglang_reshard.control import ControlServer
+from sglang_reshard.errors import EngineRefused, Mismatch
+from sglang_reshard.protocol import relay_offers
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Relay
+from sglang_reshard.protocol.relay_offers import Offer, RelayOffers
+from sglang_reshard.protocol.validation import check_request
+from sglang_reshard.trainer.relay_requests import RelayRequests
+
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture
+def address():
+    server = ControlServer.open("127.0.0.1")
+    yield server.address
+    server.close()
+
+
+def request_to(address, **fields):
+    return DistributedUpdateWeightsReq(
+        address=address, update=1, layout="", handles=("",), trainer_hosts=("a",), transport="nixl", **fields
+    )
+
+
+class Engines:
+    """Sends one update to each, and keeps what each was told of the others."""
+
+    def __init__(self, address):
+        self.requests, self.address = RelayRequests(address, TIMEOUT_S), address
+
+    def update(self, *names, **answers):
+        self.requests.begin(names)
+        told = {}
+        for name in names:
+            answer = answers.get(name, DistributedUpdateWeightsOutput(success=True, message=""))
+
+            def send(request, name=name, answer=answer):
+                told[name] = request.relay
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
+
+            with contextlib.suppress(EngineRefused):
+                self.requests.through(name, send)(request_to(self.address))
+        return told
+
+
+def test_an_engine_alone_is_told_nothing(address):
+    assert Engines(address).update("a") == {"a": None}
+
+
+def test_engines_are_told_of_each_other(address):
+    told = Engines(address).update("a", "b")
+    assert told["a"].engines == told["b"].engines == ("a", "b")
+    assert (told["a"].own, told["b"].own) == (0, 1)
+    assert told["a"].address == told["b"].address != address
+
+
+LOST = DistributedUpdateWeightsOutput(success=True, message="", relay_lost="b was not updated")
+FAILED = DistributedUpdateWeightsOutput(success=False, message="offloaded")
+
+
+@pytest.mark.parametrize(("answer", "same"), [(None, True), (LOST, False), (FAILED, False), (EngineRefused(""), False)])
+def test_they_offer_anew_after_an_update_that_went_wrong(address, answer, same):
+    engines = Engines(address)
+    first = engines.update("a", "b", **({} if answer is None else {"a": answer}))
+    second, third = engines.update("a", "b"), engines.update("a", "b")
+    assert (first["a"].address == second["a"].address) == same
+    assert second["a"].address == third["a"].address
+    assert [told["b"].update for told in (first, second, third)] == [1, 2, 3]
+
+
+def test_they_offer_anew_when_one_has_come(address):
+    engines = Engines(address)
+    first, second = engines.update("a", "b"), engines.update("a", "b", "c")
+    assert first["a"].address != second["a"].address
+
+
+def test_earlier_offers_are_deleted(address):
+    engines = Engines(address)
+    relay = engines.update("a", "b", a=FAILED)["a"]
+    with RelayOffers(relay, TIMEOUT_S) as offers:
+        assert offers._client.num_keys() == 1, "the withdrawn one"
+    engines.update("a", "b")
+    with RelayOffers(relay, TIMEOUT_S) as offers:
+        assert offers._client.num_keys() == 0
+
+
+def test_one_that_failed_is_not_waited_for(address):
+    relay = Engines(address).update("a", "b", a=FAILED)["b"]
+    with RelayOffers(relay, TIMEOUT_S) as offers:
+        offers.make(1, Offer(layout="l"))
+        offers.make(0, Offer(layout="too late"))
+        identity, found = offers.all()
+    assert [offer.error for offer in found] == ["its update has failed", ""]
+    assert identity
+
+
+def test_one_that_says_nothing_is_given_up_by_all_alike(address, monkeypatch):
+    monkeypatch.setattr(relay_offers, "_OFFER_S", 0.2)
+    relay = Relay(address.named("relay/1"), ("a", "b", "c"), 0, 1)
+    seen = []
+
+    def look():
+        with RelayOffers(relay, TIMEOUT_S) as offers:
+            seen.append(offers.all())
+
+    with RelayOffers(relay, TIMEOUT_S) as offers:
+        for engine in (0, 2):
+            offers.make(engine, Offer(layout="l"))
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen[0] == seen[1] == seen[2]
+    assert [offer.error for offer in seen[0][1]] == ["", "it offered nothing within 0.2 s", ""]
+
+
+@pytest.mark.parametrize(
+    ("relay", "fields", "says"),
+    [
+        ({"own": 2}, {}, "engine 2 of 2"),
+        ({"engines": ("a",)}, {}, "engine 0 of 1"),
+        ({"update": 2**23}, {}, "update number 8388608 of all engines"),
+        ({"engines": ("a", "b" * 5000)}, {}, "the name of an engine"),
+        ({}, {"staged": True}, "engines pass on live weights"),
+        ({}, {"transport": "p2p"}, "engines pass on live weights"),
+    ],
+)
+def test_requests_that_no_sender_makes_are_refused(address, relay, fields, says):
+    valid = {"address": address, "engines": ("a", "b"), "own": 0, "update": 1}
+    check_request(request_to(address, relay=Relay(**valid)))
+    asked = {"address": address, "update": 1, "layout": "", "handles": ("",), "trainer_hosts": ("a",)}
+    with pytest.raises(Mismatch, match=says):
+        check_request(
+            DistributedUpdateWeightsReq(**{**asked, "transport": "nixl", **fields}, relay=Relay(**{**valid, **relay}))
+        )
