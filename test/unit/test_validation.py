@@ -7,10 +7,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.layout.manifest import inflate, pack_blob, unpack_blob
-from sglang_reshard.protocol.messages import LoraAdapter, PrepareSend
+from sglang_reshard.protocol.messages import LoraAdapter, PrepareSend, Relay
 from sglang_reshard.protocol.validation import check_handles, check_layout, check_prepare_send, check_request
 from sglang_reshard.sources import SourceLayout
 from sglang_reshard.transports.memory import Handles, ShardView, ShmStorage
@@ -100,6 +101,9 @@ def test_a_command_that_is_not_valid_is_refused(changes, says):
         check_prepare_send(replace(PREPARE, **changes), 2)
 
 
+RELAY = Relay(Address("s", "h", 1, "0" * 64), ("a", "b"), 0, 1)
+
+
 class Request(msgspec.Struct, frozen=True):
     """The fields of a request that are looked at."""
 
@@ -114,7 +118,9 @@ class Request(msgspec.Struct, frozen=True):
     bucket_bytes: int = 1
     timeout_s: float = 1.0
     ignore: tuple[str, ...] = ()
+    staged: bool = False
     lora: LoraAdapter | None = None
+    relay: Relay | None = None
     package_version: str = ""
     traceparent: str = ""
 
@@ -134,10 +140,17 @@ class Request(msgspec.Struct, frozen=True):
         ({"timeout_s": -1.0}, "timeout_s=-1.0"),
         ({"ignore": ("x" * 5000,)}, "a name of 5,000 characters"),
         ({"lora": LoraAdapter("policy", "x" * 5000)}, "a name of 5,000 characters"),
+        ({"relay": RELAY}, "no others"),
+        ({"relay": RELAY, "transport": "nixl", "staged": True}, "no others"),
+        ({"relay": replace(RELAY, engines=("a",)), "transport": "nixl"}, "engine 0 of 1"),
+        ({"relay": replace(RELAY, own=2), "transport": "nixl"}, "engine 2 of 2"),
+        ({"relay": replace(RELAY, update=0), "transport": "nixl"}, "the update number 0"),
+        ({"relay": replace(RELAY, engines=("a", "x" * 5000)), "transport": "nixl"}, "the name of an engine"),
     ],
 )
 def test_a_request_that_no_sender_makes_is_refused(changes, says):
     check_request(Request())
+    check_request(Request(transport="nixl", relay=RELAY))
     with pytest.raises(Mismatch, match=says):
         check_request(replace(Request(), **changes))
 
