@@ -1,4 +1,4 @@
-"""An engine's host is lost while others read from it: they have the weights at the end of the same update."""
+"""An engine's host is lost while others read from it, or the way to it: all others have the weights all the same."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ RECEIVERS = 3
 _START_S, _ENDS_S = 60.0, 90.0
 
 
-@pytest.mark.parametrize("how", ["killed", sweep("unplugged")])
-def test_others_have_the_weights_all_the_same(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["killed", sweep("unplugged"), sweep("parted")])
+def test_others_have_the_weights_at_the_end_of_the_update(how: str, tmp_path: Path) -> None:
     """84 MB on links that carry 25 MB/s, at the default deadline of 300 s."""
     with laboratory(1 + RECEIVERS, rate="200mbit", names_lead_to_loopback=False) as hosts:
         processes = []
@@ -44,13 +44,16 @@ def test_others_have_the_weights_all_the_same(how: str, tmp_path: Path) -> None:
             time.sleep(0.1)
         if how == "killed":
             hosts[1].run(["kill", "-9", "-1"]).wait()
-        else:
+        elif how == "unplugged":
             hosts[1].set_link(up=False)
-        for process in (train, *receive[1:]):
+        else:
+            hosts[1].cut_off(hosts[2])
+        for process in (train, *receive[how != "parted" :]):
             process.wait(_ENDS_S)
         logs = {path.name: path.read_text() for path in tmp_path.glob("*.log")}
         assert train.returncode == 0, logs["train-0.log"]
-        assert "was not updated, and is left out from now on" in logs["train-0.log"]
-        for rank in (1, 2):
-            assert "the rest is read from the trainer" in logs[f"receive-{rank}.log"]
+        assert ("was not updated, and is left out from now on" in logs["train-0.log"]) == (how != "parted")
+        for rank in (1, 2) if how != "parted" else (0, 1, 2):
+            if rank < 2 or how != "parted":
+                assert "the rest is read from the trainer" in logs[f"receive-{rank}.log"]
             assert (tmp_path / f"exact-{rank}").read_text() == "True"

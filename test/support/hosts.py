@@ -17,6 +17,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from typing import Any
 
 _NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 _START_S = 10.0
+_NOBODY = "02:00:00:00:00:01"  # no host has it
 
 
 @functools.cache
@@ -69,16 +71,33 @@ class Host:
         switch, port = self._link
         _run("ip", "-n", switch, "link", "set", port, "up" if up else "down")
 
+    def cut_off(self, other: Host) -> None:
+        """Parts two hosts of one switch: what either sends to the other gets lost."""
+        for here, there in ((self, other), (other, self)):
+            here._neighbour("replace", there.address, "lladdr", _NOBODY, "nud", "permanent")
+
+    def take_address(self, other: Host, known_to: Sequence[Host]) -> None:
+        """Takes the address of a host that is gone, as those learn that it is known to."""
+        _run(*self.command(["ip", "address", "add", f"{other.address}/24", "dev", "eth0"]))
+        for host in known_to:
+            host._neighbour("delete", other.address)
+
+    def _neighbour(self, verb: str, address: str, *arguments: str) -> None:
+        _run(*self.command(["ip", "neighbour", verb, address, "dev", "eth0", *arguments]))
+
     def _tc(self, verb: str, *arguments: str, check: bool = True) -> None:
         command = self.command(["tc", "qdisc", verb, "dev", "eth0", "root", *arguments])
         subprocess.run(command, check=check, capture_output=True, text=True)
 
 
 @contextlib.contextmanager
-def laboratory(count: int, rate: str = "", *, names_lead_to_loopback: bool = True) -> Iterator[list[Host]]:
+def laboratory(
+    count: int, rate: str = "", *, delay_s: float = 0.0, loss: float = 0.0, names_lead_to_loopback: bool = True
+) -> Iterator[list[Host]]:
     """`count` hosts on one switch, gone afterwards with all their processes.
 
     rate                    what each host sends at most, see `Host.shape`
+    delay_s, loss           seconds that a packet takes to and from the first host, and the share of those that are lost
     names_lead_to_loopback  whether a host resolves its own name so
     """
     lab = secrets.token_hex(3)
@@ -100,7 +119,26 @@ def laboratory(count: int, rate: str = "", *, names_lead_to_loopback: bool = Tru
         for number, name in enumerate(names):
             hosts.append(stack.enter_context(_host(switch, name, f"{subnet}.{number + 1}", number, folder)))
             hosts[-1].shape(rate)
+        if delay_s or loss:
+            stack.enter_context(_impaired(switch, "port0", delay_s, loss))
         yield hosts
+
+
+@contextlib.contextmanager
+def _impaired(switch: str, port: str, delay_s: float, loss: float) -> Iterator[None]:
+    """Takes a port from the switch's bridge, and puts a process between them."""
+    _run("ip", "-n", switch, "link", "add", "behind", "type", "veth", "peer", "name", "before")
+    _run("ip", "-n", switch, "link", "set", port, "nomaster")
+    _run("ip", "-n", switch, "link", "set", "behind", "master", "bridge", "up")
+    _run("ip", "-n", switch, "link", "set", "before", "up")
+    script = Path(__file__).with_name("impaired_link.py")
+    command = ["ip", "netns", "exec", switch, sys.executable, script, port, "before", str(delay_s), str(loss)]
+    process = subprocess.Popen(command)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 @contextlib.contextmanager

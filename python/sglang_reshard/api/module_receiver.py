@@ -74,10 +74,12 @@ class ModuleReceiver:
             output = self._receiver.update(request)
             if output.success:
                 self.version = request.weight_version
-        self._mailbox.answer(output)
         if not output.success:
             logger.warning("the weights were not applied: %s", output.message)
-        self._check_torn()
+        try:
+            self._mailbox.answer(output)
+        finally:  # torn weights are an error whether or not the trainer can be told
+            self._check_torn()
         return output.success
 
     def receive(self, timeout: float = 300.0) -> str | None:

@@ -21,6 +21,7 @@ from sglang_reshard.transports.nccl import NcclGroup
 
 T = TypeVar("T")
 _ROUNDING_S = 0.01  # gloo counts whole milliseconds
+_ABORT_S = 10.0  # for an abort in another thread
 _GRACE_S = 1.0  # after a deadline, for the call to raise it by itself
 
 
@@ -86,6 +87,7 @@ class AbortableGroup:
         self._names, self._rank, self._backend, self._device = names, rank, backend, device
         self._group: ProcessGroup | None = None
         self._changed, self._aborted, self._closed = threading.Condition(), False, False
+        self._aborting = False  # in another thread perhaps
 
     def connect(self, store: dist.Store, deadline: float | None = None, *, address: str = "") -> None:
         """Connects to all other members. Collective.
@@ -182,11 +184,11 @@ class AbortableGroup:
 
     def abort(self) -> None:
         """Closes all connections and ends this rank's waits. May be called from any thread."""
-        if (group := self._detach()) is None:
+        if (group := self._detach(aborting=True)) is None:
             return
         group.abort(tuple(self.pending))
         with self._changed:
-            self._aborted = True  # from here on nothing is written to the buffers
+            self._aborted, self._aborting = True, False  # from here on nothing is written to the buffers
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -195,10 +197,13 @@ class AbortableGroup:
             self.abort()
         elif (group := self._detach()) is not None:
             group.close()
+        with self._changed:  # a process that ends while one of its threads is in an abort crashes
+            self._changed.wait_for(lambda: not self._aborting, _ABORT_S)
 
-    def _detach(self) -> ProcessGroup | None:
+    def _detach(self, *, aborting: bool = False) -> ProcessGroup | None:
         with self._changed:
             group, self._group, self._closed = self._group, None, True
+            self._aborting |= aborting and group is not None
         return group
 
     def _open_group(self) -> ProcessGroup:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -17,6 +19,16 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _CONNECT_S = 20.0  # for gloo to connect processes that are all running
 _EXPIRED = timedelta(milliseconds=1)
 _UNUSED_TAG = 0x5EA3  # no message is sent with it
+_EXIT_S = 5.0  # for groups to be destroyed when the process ends
+_destructions: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _await_destructions() -> None:
+    """A process that ends while one of its threads is in torch crashes."""
+    end = time.monotonic() + _EXIT_S
+    for thread in list(_destructions):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 class GlooGroup:
@@ -74,7 +86,9 @@ class GlooGroup:
         last = [pg]
         self._pg = None
         del pg
-        threading.Thread(target=last.clear, name="sglang-reshard group destruction", daemon=True).start()
+        thread = threading.Thread(target=last.clear, name="sglang-reshard group destruction", daemon=True)
+        _destructions.add(thread)
+        thread.start()
 
     def close(self) -> None:
         self._pg = None
