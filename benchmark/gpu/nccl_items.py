@@ -28,8 +28,8 @@ def alone(bench: Bench) -> None:
     bench.enter()
     session = Session.host(LOOPBACK, 20.0)
     before = _environment()
-    with session.update_channel(1, "battery") as channel:
-        store = session.store(20.0, channel.scope)
+    with session.trainer_channel(1, "battery") as channel:
+        store = session.store(0, 20.0, channel.scope)
         begin = time.perf_counter()
         group = _group(store, "alone")
         bench.saw(connect_seconds=time.perf_counter() - begin)
@@ -134,11 +134,11 @@ def join(here: Here, address: Address, name: str, peer_id: int, timeout_s: float
     begin = time.perf_counter()
     try:
         session = here.kept["session"] = Session.join(address, 20.0)
-        with session.update_channel(1, f"rank {peer_id}") as channel:
+        with session.trainer_channel(1, f"rank {peer_id}") as channel:
             communicator = here.kept["communicator"] = P2pCommunicator(
                 peer_id=peer_id, members=(0, 1), trainer_ranks=1, backend="nccl", device=DEVICE, timeout_s=timeout_s
             )
-            communicator.connect(torch.distributed.PrefixStore(name, session.store(timeout_s, channel.scope)))
+            communicator.connect(torch.distributed.PrefixStore(name, session.store(0, timeout_s, channel.scope)))
     except ReshardError as error:
         return f"{type(error).__name__}: {error}", time.perf_counter() - begin
     return "", time.perf_counter() - begin
@@ -171,8 +171,8 @@ def endless(bench: Bench) -> None:
 
 def _wait_endlessly(here: Here, address: Address) -> tuple[str, float]:
     session = here.kept["session"] = Session.join(address, 20.0)
-    with session.update_channel(1, "rank") as channel:
-        group = here.kept["group"] = _group(session.store(20.0, channel.scope), "endless")
+    with session.trainer_channel(1, "rank") as channel:
+        group = here.kept["group"] = _group(session.store(0, 20.0, channel.scope), "endless")
         buffer = torch.zeros(MIB, dtype=torch.uint8, device=DEVICE)
         torch.cuda.synchronize(DEVICE)
         torch.cuda._sleep(1 << 41)  # cycles: about twenty minutes

@@ -8,7 +8,7 @@ from sglang_reshard.engine.receiver import WeightReceiver
 from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
 from support.toy import ToyRank, checkpoint
-from support.toy_trainers import PAIRS, State
+from support.toy_trainers import PAIRS, State, assert_told_alike
 from support.world import run_world
 
 pytestmark = needs_nixl
@@ -46,7 +46,7 @@ def run(mesh_shape, engines, kind, dtype=torch.float32, live_dtype=None, verify=
     arguments = mesh_shape, kind, dtype, options, live_dtype or dtype, verify
     reports, differing = run_world(trainers, engines, train, serve, *arguments)
     assert differing == [[]] * engines
-    assert all(r == reports[0] for r in reports), "trainer ranks were told different things"
+    assert_told_alike(reports)
     assert {r.transport for r in reports[0]} == {"nixl"}
     return reports[0]
 

@@ -15,7 +15,7 @@ from sglang_reshard.trainer.collectives import broadcast_message
 from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
 from support.toy import ToyRank, checkpoint
-from support.toy_trainers import State
+from support.toy_trainers import State, assert_told_alike
 from support.world import run_world
 
 pytestmark = needs_nixl
@@ -89,7 +89,7 @@ def run(sizes, mesh_shape, kind, dtype=torch.float32, live_dtypes=None, **option
     live = live_dtypes or (dtype,) * len(sizes)
     told, differing = run_world(trainers, sum(sizes), train, serve, sizes, mesh_shape, kind, dtype, live, options)
     assert differing == [[]] * sum(sizes)
-    assert all(t == told[0] for t in told), "trainer ranks were told different things"
+    assert_told_alike([list(itertools.chain.from_iterable(reports.values() for reports in rank)) for rank in told])
     return told[0]
 
 

@@ -18,8 +18,9 @@ import torch
 
 from sglang_reshard.engine.transfer import TransferCache
 from sglang_reshard.engine.update import UpdateExecutor
-from sglang_reshard.protocol.update_channel import UpdateChannel
+from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel
 from sglang_reshard.trace.program import Program
+from sglang_reshard.trainer.engine_transfers import EngineTransfers
 from sglang_reshard.trainer.publisher import ShardPublisher
 from sglang_reshard.trainer.worker import TrainerWorker
 from sglang_reshard.transports.communicator import P2pCommunicators
@@ -77,12 +78,11 @@ class Stations:
             self._after_the_last_gather()
         else:
             self._before(ShardPublisher, "publish", "publish")
-            self._before(UpdateChannel, "publish_status", "announce")
-            self._before(TrainerWorker, "_prepare", "plan")
-            self._before(TrainerWorker, "_register", "plan")
+            self._before(TrainerChannel, "publish_status", "announce")
+            self._before(EngineTransfers, "_prepare", "plan")
             self._before(P2pCommunicators, "connect", "connect")
             self._before(P2pSender, "send", "send")
-            self._before(UpdateChannel, "put_checksums", "verify")
+            self._before(TrainerWorker, "_source_checksums", "verify")
         return self
 
     def _come_to(self, station: str, begin: Callable[[], None], flip: Callable[[], None]) -> None:
@@ -123,16 +123,16 @@ class Stations:
 
     def _after_the_last_gather(self) -> None:
         """All ranks have agreed that the update succeeded; this one has not told anybody yet."""
-        stock = UpdateChannel.all_gather
+        stock = EngineChannel.all_gather
 
         @functools.wraps(stock)
-        def all_gather(channel: UpdateChannel, phase: str, *args: Any) -> Any:
+        def all_gather(channel: EngineChannel, phase: str, *args: Any) -> Any:
             messages = stock(channel, phase, *args)
             if phase == "commit":
                 self._come_to("agreed", lambda: None, lambda: None)
             return messages
 
-        UpdateChannel.all_gather = all_gather  # type: ignore[method-assign]
+        EngineChannel.all_gather = all_gather  # type: ignore[method-assign]
 
 
 def _half(copies: CopyList) -> None:

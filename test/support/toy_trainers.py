@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from sglang_reshard.observability.report import UpdateReport
 from support.toy import HIDDEN, checkpoint
 from support.toy_fused import STACKED, fused, stacked
 
@@ -69,3 +71,10 @@ class State:
     def become(self, version: int) -> None:
         for (_, old, *_), (_, new, *_) in zip(self.given, sharded(version, *self._how), strict=True):
             getattr(old, "_local_tensor", old).copy_(getattr(new, "_local_tensor", new))
+
+
+def assert_told_alike(of_trainer_ranks: list[list[UpdateReport]]) -> None:
+    """Asserts that all trainer ranks have the reports of trainer rank 0, which alone has rows of trainer ranks."""
+    first, *others = of_trainer_ranks
+    short = [replace(report, trainer_ranks=()) for report in first]
+    assert others == [short] * len(others), "trainer ranks were told different things"

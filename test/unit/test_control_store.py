@@ -133,10 +133,18 @@ def test_counters(table):
 
 def test_what_is_appended_is_numbered_and_wakes_who_waits_for_it(table):
     get(table, "a", "list/1")
-    assert ask(table, "b", "append", "list", b"first") == done("b")
-    assert ("a", protocol.Result(1, [b"second"])) in ask(table, "b", "append", "list", b"second")
+    assert ask(table, "b", "append", "list", b"first", "") == done("b")
+    assert ("a", protocol.Result(1, [b"second"])) in ask(table, "b", "append", "list", b"second", "")
     assert get(table, "b", "list/0", "list") == [("b", protocol.Result(1, [b"first", b"2"]))]
     assert ask(table, "b", "num_keys") == [("b", protocol.Result(1, 3))]
+
+
+def test_what_is_appended_once_is_not_appended_again(table):
+    for asked in ("x", "y", "x", ""):
+        ask(table, "a", "append", "list", asked.encode(), asked and f"asked/{asked}")
+    assert get(table, "b", "list", "list/2") == [("b", protocol.Result(1, [b"3", b""]))]
+    assert ask(table, "b", "delete_prefix", "asked/") == [("b", protocol.Result(1, 2))]
+    assert ask(table, "b", "num_keys") == [("b", protocol.Result(1, 4))]
 
 
 def test_compare_and_set_is_what_torch_means_by_it(table):
@@ -225,6 +233,23 @@ def test_an_abort_ends_what_waits_in_the_scope_and_nothing_else(table):
     assert ("b", protocol.Result(1, [b""])) in ask(table, "d", "set", {"x": b""})
 
 
+def test_the_end_of_a_scope_is_the_end_of_those_in_it_and_not_the_other_way_round(table):
+    for member, scope in (("a", "s"), ("b", "s/0"), ("c", "s/1"), ("d", "s1")):
+        get(table, member, "x", scope=scope)
+    ask(table, "e", "watch", "s/1")
+    assert ask(table, "f", "cancel", "s/0", "first") == [("b", protocol.Cancelled(1, "first")), *done("f")]
+    assert sorted(ask(table, "f", "cancel", "s", "why")) == [
+        ("a", protocol.Cancelled(1, "why")),
+        ("c", protocol.Cancelled(1, "why")),
+        ("e", protocol.Event("s/1", "why")),
+        *done("f"),
+    ]
+    assert ask(table, "g", "enter", "s/0", "g") == [("g", protocol.Cancelled(1, "first"))]
+    assert ask(table, "g", "enter", "s/2", "g") == [("g", protocol.Cancelled(1, "why"))]
+    ask(table, "f", "delete_scope", "s")
+    assert ask(table, "g", "enter", "s/0", "g") == done("g")
+
+
 def test_who_goes_out_of_a_scope_without_leaving_aborts_it(table):
     for member in ("a", "b"):
         assert ask(table, member, "enter", "s", f"rank {member}") == done(member)
@@ -276,7 +301,7 @@ def test_the_budget_is_kept_and_given_back(table):
     assert ask(table, "a", "set", {"x": bytes(900_000)}) == done("a")
     refusals = [
         ask(table, "b", "set", {"y": bytes(100_000)}),
-        ask(table, "b", "append", "list", bytes(100_000)),
+        ask(table, "b", "append", "list", bytes(100_000), ""),
         gather(table, "b", 0, data=bytes(100_000)),
     ]
     for ((member, refused),) in refusals:

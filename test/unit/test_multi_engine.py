@@ -13,11 +13,12 @@ import torch.distributed as dist
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.errors import ConnectionLost, EngineRefused, Mismatch, Unsupported
+from sglang_reshard.errors import EngineRefused, Mismatch, Unsupported
 from sglang_reshard.gpu.runtime import CudaRuntime
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, EngineCommand, StartTransfer
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.collectives import broadcast_message, gather_messages
+from sglang_reshard.trainer.worker import _EngineCommands
 from support.gpu_runtime import replaced_runtime
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
@@ -120,17 +121,11 @@ def test_one_engine_that_fails_is_left_out_until_it_is_back():
     assert seen == [["1", "2", "3"], ["3"]]
 
 
-def train_with_a_rank_that_lost_one(trainer):
-    sender, _host = sender_to_many(trainer)
+def train_with_a_rank_that_cannot_send_to_one(trainer):
+    sender, _host = sender_to_many(trainer, transport="p2p")
     sender.set_engines({"a": trainer.send_one[0], "b": trainer.send_one[1]})
     if trainer.rank == 1:
-        update = sender._senders["b"].update
-
-        def lose(*arguments, **options):
-            update(*arguments, **options)
-            raise ConnectionLost("the line is dead")
-
-        sender._senders["b"].update = lose
+        sender._sender._worker._of(1)._prepare = None  # not callable
     reports = sender.update(checkpoint(1).items(), weight_version="1", on_failure="exclude")
     sender.update(checkpoint(2).items(), weight_version="2", on_failure="exclude")
     told = reports["b"].message, sender.engines
@@ -138,10 +133,23 @@ def train_with_a_rank_that_lost_one(trainer):
     return told
 
 
-def test_what_one_trainer_rank_has_lost_all_of_them_leave_out():
-    told, seen = run_world(2, 2, train_with_a_rank_that_lost_one, serve)
-    assert told == [("ConnectionLost: the line is dead", ("a",))] * 2
-    assert seen == [["1", "2"], ["1"]]
+def serve_unless_it_fails(rank, size, requests, *_):
+    receiver = WeightReceiver(ToyRank(0, 1), 0, 1, torch.device("cpu"))
+    succeeded = []
+    for request in requests:
+        output = receiver.update(request)
+        requests.answer(output)
+        succeeded.append(output.success)
+    return succeeded
+
+
+def test_an_engine_that_one_trainer_rank_cannot_send_to_is_left_out_by_all_of_them():
+    told, succeeded = run_world(2, 2, train_with_a_rank_that_cannot_send_to_one, serve_unless_it_fails)
+    assert told[0] == told[1]
+    message, engines = told[0]
+    assert "trainer rank 1: TypeError: 'NoneType' object is not callable" in message
+    assert engines == ("a",)
+    assert succeeded == [[True, True], [False]], "the other engine is not disturbed"
 
 
 def train_only_failing_ones(trainer):
@@ -217,12 +225,21 @@ class ThirdGpu(CudaRuntime):
 
 def test_each_engines_thread_uses_the_callers_gpu() -> None:
     """Point 18 of the rules of GPUs: a trainer rank has one, and a new thread starts at GPU 0."""
+    seen: dict[int, torch.device] = {}
     with replaced_runtime(ThirdGpu()) as gpus:
-        address = Address("s", "127.0.0.1", 1, "00" * 32)
-        sender = MultiEngineSender(address, trainer_rank=0, global_ranks=(0,))
-        seen: dict[str, torch.device] = {}
-        for name in ("a", "b"):
-            note = SimpleNamespace(update=lambda _, name=name: seen.setdefault(name, gpus.current_device()))
-            sender._senders[name] = note
-        sender.update([("w", torch.zeros(1))])
-    assert seen == {"a": torch.device("cuda:3"), "b": torch.device("cuda:3")}
+
+        def transfers(engine: int) -> Any:
+            def execute(*_: object) -> None:
+                seen[engine] = gpus.current_device()
+
+            return SimpleNamespace(execute=execute, abort=None)
+
+        scope: Any = SimpleNamespace(on_abort=lambda _: None, leave=lambda: None)
+        channel: Any = SimpleNamespace(engine=lambda _: scope)
+        published: Any = object()
+        commands = _EngineCommands(transfers, channel, published, lambda: (), 0)
+        with commands:
+            for engine in (0, 1):
+                commands.execute(EngineCommand(engine, StartTransfer("t")), alone=False)
+    assert seen == {0: torch.device("cuda:3"), 1: torch.device("cuda:3")}
+    assert commands.called == (0, 1)

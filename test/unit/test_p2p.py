@@ -101,7 +101,7 @@ def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates):
     for version in range(1, updates + 1):
         state.become(version)
         sender.update(state.given)
-        transfers.append(sender._worker._prepared.command.transfer)
+        transfers.append(sender._worker._transfers[0]._prepared.command.transfer)
     sender.close()
     return transfers
 

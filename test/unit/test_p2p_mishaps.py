@@ -32,7 +32,7 @@ def train_through_a_mishap(trainer, mishap):
     told = []
     for update in (1, 2, 3):
         if (mishap, update, trainer.rank) == ("trainer", 2, 1):
-            stumble_once(sender._worker._prepared.sender._rounds[1][1])
+            stumble_once(sender._worker._transfers[0]._prepared.sender._rounds[1][1])
         begun = time.monotonic()
         try:
             told.append(sender.update(state.items()).success)
@@ -76,7 +76,7 @@ def test_a_failure_on_either_side_is_told_to_all_and_the_next_update_heals_it(mi
 def train_without_orders(trainer):
     sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport="p2p")
     if trainer.rank == 1:
-        sender._worker._prepare = None  # not callable
+        sender._worker._of(0)._prepare = None  # not callable
     with pytest.raises(ReshardError) as refused:
         sender.update(sharded(1, (2,), "tp", torch.float32))
     sender.close()
@@ -108,10 +108,10 @@ def train_released(trainer):
     sender.release()
     freed = alive.expired()
     sender.update(state.items())
-    route = sender._worker._prepared.command.transfer
+    route = sender._worker._transfers[0]._prepared.command.transfer
     state["up.weight"] = state["up.weight"].clone()
     sender.update(state.items())
-    moved = sender._worker._prepared.command.transfer
+    moved = sender._worker._transfers[0]._prepared.command.transfer
     sender.close()
     return kept, freed, route, moved
 

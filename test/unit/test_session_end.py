@@ -68,7 +68,7 @@ def test_the_end_is_noticed(way):
     noticed = threading.Event()
     try:
         session = Session.join(Address(*link.recv()), timeout_s=20)
-        session.on_lost(noticed.set)
+        session.on_engine_end(0, noticed.set)
         assert not noticed.wait(0.5)
         if way == "end":
             link.send("end")

@@ -12,7 +12,7 @@ from sglang_reshard.errors import EngineRefused, Mismatch, ReshardError, Unsuppo
 from support.left_behind import torch_segments
 from support.sweep import sweep
 from support.toy import ToyRank, checkpoint
-from support.toy_trainers import PAIRS, State
+from support.toy_trainers import PAIRS, State, assert_told_alike
 from support.world import run_world
 
 MIB = 1 << 20
@@ -54,7 +54,7 @@ def run(mesh_shape, engines, kind, dtype=torch.float32, bucket_bytes=MIB, update
     arguments = mesh_shape, kind, dtype, bucket_bytes, updates, transport
     reports, differing = run_world(trainers, engines, train, serve, *arguments)
     assert differing == [[]] * engines
-    assert all(r == reports[0] for r in reports), "trainer ranks were told different things"
+    assert_told_alike(reports)
     return reports[0]
 
 

@@ -4,27 +4,33 @@
     report = sender.update(model.named_parameters(), weight_version="42")
 
 A trainer rank publishes handles of its shards' memory, which engine ranks on the same host map and read. It sends to
-the others, see `trainer.worker`. Its weights must not change until `update` returns.
+the others, see `trainer.engine_transfers`. Its weights must not change until `update` returns.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import torch
 import torch.distributed as dist
 
+from sglang_reshard._deprecated import renamed_keywords
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.control import Address
-from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.layout.decoders import convert
-from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, LoraAdapter
+from sglang_reshard.observability.report import UpdateReport
+from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, LoraAdapter, Verify
 from sglang_reshard.protocol.session import LOOPBACK, Session
+from sglang_reshard.sources import NamedTensors
 from sglang_reshard.trainer.collectives import on_first_rank
-from sglang_reshard.trainer.coordinator import Send, SenderConfig
+from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender
-from sglang_reshard.transports.memory import MemoryExporter
+
+_ENGINE = 0  # its number in the session
 
 
 class WeightSender(UpdateSender):
@@ -59,11 +65,8 @@ class WeightSender(UpdateSender):
         assert group is not None, "init_process_group has not been called"
         remote, reached = connect_server(group, url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=timeout_s)
         send = remote.update_weights_distributed if remote is not None else None
-        self._begin(
-            *_open_session(group, interface or reached, timeout_s),
-            send,
-            SenderConfig(transport, bucket_bytes, timeout_s),
-        )
+        config = SenderConfig(transport, bucket_bytes, timeout_s)
+        self._begin(send, *_open_session(group, interface or reached, timeout_s), config)
 
     @classmethod
     def over(
@@ -83,7 +86,7 @@ class WeightSender(UpdateSender):
         """
         sender = cls.__new__(cls)
         config = SenderConfig(transport, bucket_bytes, timeout_s)
-        sender._begin(*_open_session(group, interface, timeout_s), send, config)
+        sender._begin(send, *_open_session(group, interface, timeout_s), config)
         return sender
 
     @classmethod
@@ -98,19 +101,70 @@ class WeightSender(UpdateSender):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         lora: LoraAdapter | None = None,
-        shared_memory: MemoryExporter | None = None,
     ) -> WeightSender:
         """Uses a session that is open already.
 
-        global_ranks   the rank of each trainer rank in torch.distributed's world, as device meshes list them
-        send           sends a request to the engine and returns its answer; on trainer rank 0, None on the others
-        lora           the adapter that is updated, see `lora_adapter`; by default the model's own weights
-        shared_memory  of the senders to all engines, see `ShardPublisher`
+        global_ranks  the rank of each trainer rank in torch.distributed's world, as device meshes list them
+        send          sends a request to the engine and returns its answer; on trainer rank 0, None on the others
+        lora          the adapter that is updated, see `lora_adapter`; by default the model's own weights
         """
         sender = cls.__new__(cls)
-        config = SenderConfig(transport, bucket_bytes, timeout_s, lora)
-        sender._begin(session, trainer_rank, global_ranks, send, config, shared_memory)
+        sender._begin(send, session, trainer_rank, global_ranks, SenderConfig(transport, bucket_bytes, timeout_s, lora))
         return sender
+
+    @renamed_keywords(let_go="unmap_after")
+    def update(
+        self,
+        named_tensors: NamedTensors | torch.nn.Module,
+        *,
+        weight_version: str | None = None,
+        flush_cache: bool = True,
+        abort_all_requests: bool = False,
+        ignore: Sequence[str] = (),
+        check_finite: bool = False,
+        verify: Verify = "off",
+        staged: bool = False,
+        unmap_after: bool = False,
+        partial: bool = False,
+    ) -> UpdateReport:
+        """Updates the engine to these weights. Collective: all trainer ranks pass the same names in the same order.
+
+        named_tensors   (name, tensor) pairs, or the module itself, see `sglang_reshard.sources.describe`; the shards
+                        are not gathered
+        weight_version  the engine's weight_version from now on; None leaves it unchanged
+        ignore          fnmatch patterns ("model.layers.61.*") of names that the engine need not read. Any other name
+                        that it does not read is refused, unless it is tied to a tensor that is sent
+        check_finite    refuse shards with NaN or infinite values
+        verify          compare checksums of the received weights with the trainer's: "full" reads every element on both
+                        sides once more, "sample" one row in 64, others in each update
+        staged          receive into shadow weights: a failure before all have arrived and been verified leaves the old
+                        weights serving. Takes as much memory again as the weights
+        unmap_after     engine ranks unmap the shards' memory at the end, for a trainer that offloads it now: freed
+                        memory that another process maps is not free. The next update maps it again, and plans again
+        partial         each trainer rank passes the tensors that it holds, and others other ones: the layers of its
+                        pipeline stage, its own experts. A plain tensor is held by the ranks that pass it. Names and
+                        shardings are agreed on by metadata only; in an unchanged update, by a hash of each rank
+
+        Raises, on every trainer rank: Unsupported or Mismatch for weights that cannot be sent, DeadlineExceeded for a
+        rank that does not participate, EngineRefused for what the engine refuses. The old weights keep serving then,
+        except after TornWeights: only a successful update restores the engine. Raises Aborted or ConnectionLost if a
+        rank has died before the engine answered; if its weights are torn, it refuses to generate.
+        """
+        options = UpdateOptions(
+            weight_version,
+            flush_cache,
+            abort_all_requests,
+            tuple(ignore),
+            check_finite,
+            verify,
+            staged,
+            unmap_after,
+            partial,
+        )
+        outcome = self.update_engines(named_tensors, options)[_ENGINE]
+        if isinstance(outcome, ReshardError):
+            raise outcome
+        return outcome
 
     def lora_adapter(self, name: str, config: str) -> WeightSender:
         """Opens a session for a LoRA adapter that the same engine serves. Collective.
@@ -131,12 +185,15 @@ class WeightSender(UpdateSender):
         session = Session.join(self._session.address.named(f"lora/{name}"), self._timeout_s)
         self._adapters[name] = adapter = WeightSender.__new__(WeightSender)
         options = dataclasses.replace(self._config, lora=LoraAdapter(name, config))
-        adapter._begin(session, self._rank, self._global_ranks, self._send, options)
+        adapter._begin(self._send, session, self._rank, self._global_ranks, options)
         return adapter
 
-    def _begin(self, *arguments: Any) -> None:
+    def _begin(self, send: Send | None, *arguments: Any) -> None:
+        """`arguments` are those of `UpdateSender`."""
         super().__init__(*arguments)
+        self._send = send
         self._adapters: dict[str, WeightSender] = {}
+        self.set_engines({_ENGINE: send})
 
     def close(self) -> None:
         """Ends the session, and those of its LoRA adapters. Collective. Engine ranks unmap the shards' memory."""

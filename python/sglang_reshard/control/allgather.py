@@ -14,6 +14,7 @@ from sglang_reshard.control import protocol
 from sglang_reshard.control.framing import MAX_FRAME_BYTES
 from sglang_reshard.control.limits import MAX_NAMES, MemoryQuota, QuotaExceeded
 from sglang_reshard.control.protocol import Call
+from sglang_reshard.control.scopes import is_within
 
 CallLater = Callable[[float, Callable[[], object]], TimerHandle]
 
@@ -90,7 +91,7 @@ class AllGathers:
 
     def delete(self, scope: str) -> None:
         """Deletes the timed-out all-gathers of a scope."""
-        for gather in [g for g in self._gathers.values() if g.timed_out and g.scope == scope]:
+        for gather in [g for g in self._gathers.values() if g.timed_out and is_within(g.scope, scope)]:
             self._delete(gather)
 
     def delete_all(self) -> None:

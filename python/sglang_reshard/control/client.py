@@ -100,13 +100,20 @@ class ControlClient:
         """Sets `key` if it holds `expected`, or is missing and `expected` is empty. Returns its value after that."""
         return self._call("compare_set", key, expected, desired)
 
-    def append(self, name: str, data: bytes) -> None:
-        """Sets the next of `name/0`, `name/1`, ... `name` itself holds their number."""
-        self._call("append", name, data)
+    def append(self, name: str, data: bytes, once: str = "") -> None:
+        """Sets the next of `name/0`, `name/1`, ... `name` itself holds their number.
+
+        once  a key: nothing is set if it is set, and it is set otherwise
+        """
+        self._call("append", name, data, once)
 
     def delete_keys(self, keys: Sequence[str]) -> int:
         """Returns how many of the keys existed."""
         return self._call("delete_keys", tuple(keys))
+
+    def delete_prefix(self, prefix: str) -> int:
+        """Deletes all keys that begin with `prefix`. Returns their number."""
+        return self._call("delete_prefix", prefix)
 
     def num_keys(self) -> int:
         """Returns the number of keys in this session."""
@@ -140,7 +147,10 @@ class ControlClient:
         self._call("leave", scope)
 
     def cancel(self, scope: str, reason: str) -> None:
-        """Makes all waits in the scope, now or later, raise Aborted(reason). The first reason stays."""
+        """Makes all waits in the scope, now or later, raise Aborted(reason). The first reason stays.
+
+        Scopes whose names begin with `scope` and a slash are in it, and are cancelled too.
+        """
         self._call("cancel", scope, reason)
 
     def watch(self, scope: str, callback: Callable[[str], None]) -> None:

@@ -1,4 +1,7 @@
-"""Scopes: who participates in an update, and which updates are cancelled."""
+"""Scopes: who participates in an update, and which updates are cancelled.
+
+Scopes are nested by their names: the end of "update/7" is the end of "update/7/0" too, but not the other way round.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,11 @@ class CancelScopes:
         return len(self._scopes)
 
     def check(self, name: str) -> None:
-        """Raises Aborted with the reason if the scope is cancelled."""
-        if (scope := self._scopes.get(name)) is not None and scope.reason is not None:
-            raise Aborted(scope.reason)
+        """Raises Aborted with the reason if the scope, or one that it is in, is cancelled."""
+        while name:
+            if (scope := self._scopes.get(name)) is not None and scope.reason is not None:
+                raise Aborted(scope.reason)
+            name = name.rpartition("/")[0]
 
     def enter(self, client: Client, name: str, who: str) -> None:
         """Raises Aborted if the scope is cancelled."""
@@ -52,20 +57,23 @@ class CancelScopes:
         scope.members.pop(client, None)
         scope.watchers.discard(client)
         if not scope.members and not scope.watchers and scope.reason is None:
-            self.delete(name)
+            self._delete(name)
 
     def leave_all(self, client: Client) -> None:
         for name in list(self._scopes):
             self.leave(client, name)
 
     def cancel(self, name: str, reason: str) -> None:
-        """The first reason stays."""
-        scope = self._scope(name)
-        if scope.reason is None:
-            scope.reason = reason[:MAX_REASON_CHARACTERS]
-            for client in list(scope.watchers):
-                client.send(protocol.Event(name, scope.reason))
-            self._on_cancel(name, scope.reason)
+        """Cancels a scope and all that are in it. The first reason of each stays."""
+        self._scope(name)
+        reason = reason[:MAX_REASON_CHARACTERS]
+        for within in [other for other in self._scopes if is_within(other, name)]:
+            scope = self._scopes[within]
+            if scope.reason is None:
+                scope.reason = reason
+                for client in list(scope.watchers):
+                    client.send(protocol.Event(within, reason))
+        self._on_cancel(name, reason)
 
     def disconnected(self, client: Client) -> None:
         """Cancels every scope that `client` is a member of."""
@@ -75,15 +83,25 @@ class CancelScopes:
             self.cancel(name, f"{who} disconnected without leaving; was it killed? Check its log")
 
     def delete(self, name: str) -> None:
-        if self._scopes.pop(name, None) is not None:
-            self._quota.take(0, -1)
+        """Deletes a scope and all that are in it."""
+        for within in [other for other in self._scopes if is_within(other, name)]:
+            self._delete(within)
 
     def delete_all(self) -> None:
         for name in list(self._scopes):
-            self.delete(name)
+            self._delete(name)
+
+    def _delete(self, name: str) -> None:
+        if self._scopes.pop(name, None) is not None:
+            self._quota.take(0, -1)
 
     def _scope(self, name: str) -> _Scope:
         if name not in self._scopes:
             self._quota.take(0, 1)
             self._scopes[name] = _Scope()
         return self._scopes[name]
+
+
+def is_within(name: str, scope: str) -> bool:
+    """Returns whether a scope is `scope`, or in it."""
+    return name == scope or name.startswith(f"{scope}/")

@@ -15,7 +15,7 @@ from sglang_reshard.control.allgather import AllGathers, CallLater
 from sglang_reshard.control.framing import MAX_FRAME_BYTES
 from sglang_reshard.control.limits import MAX_WAITS, MemoryQuota, QuotaExceeded, check_name
 from sglang_reshard.control.protocol import DEFERRED, Call, Client, operation
-from sglang_reshard.control.scopes import CancelScopes
+from sglang_reshard.control.scopes import CancelScopes, is_within
 
 _INT64 = 2**63
 
@@ -40,7 +40,7 @@ class SessionStore:
         self._values: dict[str, bytes] = {}
         self._waits: dict[str, set[_Wait]] = {}  # by missing key
         self._waits_of: Counter[Client] = Counter()
-        self._scopes = CancelScopes(quota, lambda scope, reason: self._cancel(lambda c: c.scope == scope, reason))
+        self._scopes = CancelScopes(quota, lambda scope, why: self._cancel(lambda c: is_within(c.scope, scope), why))
         self._gathers = AllGathers(quota, call_later)
 
     @property
@@ -104,11 +104,14 @@ class SessionStore:
         return expected if value is None else value
 
     @operation
-    def append(self, call: Call, name: str, data: bytes) -> None:
+    def append(self, call: Call, name: str, data: bytes, once: str) -> None:
+        """Appends nothing if `once` is a key that is set, and sets it otherwise."""
+        if once in self._values:
+            return
         number = self.add(call, name, 1) - 1
         try:
-            check_name(key := f"{name}/{number}")
-            self._set({key: data})
+            check_name(key := f"{name}/{number}", once)
+            self._set({key: data, once: b""} if once else {key: data})
         except QuotaExceeded:
             self.add(call, name, -1)
             raise
@@ -116,6 +119,10 @@ class SessionStore:
     @operation
     def delete_keys(self, call: Call, keys: tuple[str, ...]) -> int:
         return self._delete(keys)
+
+    @operation
+    def delete_prefix(self, call: Call, prefix: str) -> int:
+        return self._delete(tuple(key for key in self._values if key.startswith(prefix)))
 
     @operation
     def num_keys(self, call: Call) -> int:

@@ -18,7 +18,7 @@ from sglang_reshard.observability.peak_memory import PeakMemory
 from sglang_reshard.observability.report import RankReport
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.protocol.update_channel import UpdateChannel
+from sglang_reshard.protocol.update_channel import EngineChannel
 
 T = TypeVar("T")
 logger = get_logger(__name__)
@@ -86,7 +86,7 @@ class UpdateContext:
 
     request: DistributedUpdateWeightsReq
     session: Session
-    channel: UpdateChannel
+    channel: EngineChannel
     rank: int
     size: int
     memory: PeakMemory
@@ -106,7 +106,7 @@ class UpdateContext:
             self.seconds[phase.value] = time.perf_counter() - started
 
     def all_gather(self, name: str, message: T) -> list[T]:
-        """Returns every engine rank's message; raises as `UpdateChannel.all_gather` does."""
+        """Returns every engine rank's message; raises as `EngineChannel.all_gather` does."""
         return self.channel.all_gather(name, self.rank, self.size, message, self.request.timeout_s)
 
     def all_gather_votes(self, phase: Phase, vote: Vote) -> list[Vote]:

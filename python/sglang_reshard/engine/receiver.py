@@ -46,6 +46,7 @@ class WeightReceiver:
         self._rank, self._size, self._device = rank, size, device
         self._executor = UpdateExecutor(model, rank, size, device)
         self._session: Session | None = None
+        self._engine = 0  # this one's number in the session
         self._lock = threading.Lock()  # held during an update, and while a session that has ended is dropped
         self._context: UpdateContext | None = None  # of the update under way
         self._stager: threading.Thread | None = None
@@ -189,7 +190,9 @@ class WeightReceiver:
         self._end()
         session = self._join(request)
         with ExitStack() as stack:  # aborts the update if anything fails from here on
-            channel = stack.enter_context(session.update_channel(request.update, f"engine rank {self._rank}"))
+            channel = stack.enter_context(
+                session.engine_channel(request.update, request.engine, f"engine rank {self._rank}")
+            )
             channel.on_abort(lambda _: self._executor.transfers.abort())
             memory = PeakMemory(self._device)
             self._context = UpdateContext(request, session, channel, self._rank, self._size, memory)
@@ -224,14 +227,15 @@ class WeightReceiver:
                 context.all_gather("unmapped", "")
 
     def _join(self, request: DistributedUpdateWeightsReq) -> Session:
-        if self._session is None or self._session.address != request.address:
+        if self._session is None or (self._session.address, self._engine) != (request.address, request.engine):
             self._drop_session()
             self._session = session = Session.join(request.address, request.timeout_s)
-            session.on_lost(lambda: self._session_lost(session))
+            self._engine = request.engine
+            session.on_engine_end(request.engine, lambda: self._session_lost(session))
         return self._session
 
     def _session_lost(self, session: Session) -> None:
-        """Unmaps the memory of a trainer that has ended its session, or has died: else it would not be freed."""
+        """Unmaps the memory of a trainer that has ended the session, or has died: else it would not be freed."""
         with self._lock:
             if self._session is session:
                 self._drop_session()

@@ -35,7 +35,7 @@ from sglang_reshard.plan import (
 )
 from sglang_reshard.plan.p2p import send_request
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, PrepareSend
-from sglang_reshard.protocol.session import Session
+from sglang_reshard.protocol.session import Link, Session
 from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.tracer import trace
@@ -266,7 +266,7 @@ class TransferCache:
             )
             for trainer_rank in strategy.senders(self._rank) if not one_sided else ():
                 asked = send_request(target.read_plan, trainer_rank)
-                session.put_send_request(target.demand.digest, self._rank, trainer_rank, asked)
+                session.put_send_request(Link(request.engine, self._rank, trainer_rank), target.demand.digest, asked)
         self._allocate_shadow(request, demands, target)
         checksums, regions = None, ""
         if request.verify != "off":
@@ -290,7 +290,7 @@ class TransferCache:
             self._broadcast_groups = BroadcastCommunicators(
                 self._rank, self._device, request.timeout_s, epoch=request.update
             )
-        self._broadcast_groups.use_store(session.store(request.timeout_s, scope), session.local_address)
+        self._broadcast_groups.use_store(session.store(request.engine, request.timeout_s, scope), session.local_address)
         round_bytes = plan.strategy.senders(self._rank)
         if plan.strategy.name == "nixl":
             self._nixl = NixlReader(self._rank)
@@ -299,7 +299,7 @@ class TransferCache:
         elif plan.prepare_send is not None and round_bytes:
             peer_id = len(request.trainer_hosts) + self._rank
             self._p2p = session.p2p_communicators(plan.prepare_send, peer_id, self._device)
-            self._p2p.connect(session.p2p_store(plan.prepare_send, scope), session.local_address)
+            self._p2p.connect(session.p2p_store(request.engine, plan.prepare_send, scope), session.local_address)
         context = TransportContext(
             engine_rank=self._rank,
             device=self._device,

@@ -253,10 +253,11 @@ class UpdateExecutor:
         request, transfer = context.request, self.transfer
         with context.enter(Phase.MOVE):
             if self._rank == 0:
-                if transfer.plan.prepare_send is not None:
-                    context.channel.send_command(StartTransfer(transfer.plan.prepare_send.transfer))
+                prepared = transfer.plan.prepare_send
+                if prepared is not None and prepared.backend != "nixl":  # by which trainer ranks only are read from
+                    context.channel.send_command(StartTransfer(prepared.transfer))
                 if request.verify != "off":
-                    context.channel.send_command(RequestChecksums(transfer.regions, _selection(request)))
+                    context.channel.request_checksums(_checksums_requested(request, transfer))
             transfer.begin(request)
             transfer.transport.move()
             self._synchronize()  # a GPU has only been given the copies
@@ -266,10 +267,10 @@ class UpdateExecutor:
         request, checksums = context.request, self.transfer.plan.checksums
         if checksums is None:
             return
-        trainer_ranks = len(request.trainer_hosts)
         with context.enter(Phase.VERIFY):
             actual = checksums.compute(_selection(request))
-            expected = context.channel.get_checksums(self._rank, trainer_ranks, request.timeout_s)
+            asked = _checksums_requested(request, self.transfer)
+            expected, digest = context.channel.get_checksums(asked, self._rank, request.timeout_s)
             if len(differing := np.flatnonzero(actual != expected)):
                 raise Mismatch(
                     f"engine rank {self._rank}: the received weights differ from the trainer's: "
@@ -277,7 +278,7 @@ class UpdateExecutor:
                     "this host's memory or its network"
                 )
             if self._rank == 0 and request.verify == "full":
-                context.digest = context.channel.get_model_digest(trainer_ranks, request.timeout_s)
+                context.digest = digest
 
     def _synchronize(self) -> None:
         runtime().synchronize([self._device])
@@ -309,6 +310,10 @@ def _torn(request: DistributedUpdateWeightsReq) -> str:
 def _selection(request: DistributedUpdateWeightsReq) -> Selection:
     """Returns the elements that are compared: all, or a sample that differs from update to update."""
     return Selection.full() if request.verify == "full" else Selection.sample(request.update)
+
+
+def _checksums_requested(request: DistributedUpdateWeightsReq, transfer: PreparedTransfer) -> RequestChecksums:
+    return RequestChecksums(transfer.regions, _selection(request))
 
 
 def _with_votes(output: DistributedUpdateWeightsOutput, votes: list[Vote]) -> DistributedUpdateWeightsOutput:

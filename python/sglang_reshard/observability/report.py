@@ -84,7 +84,9 @@ class TrainerRankReport(msgspec.Struct, frozen=True):
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
-    """One update, the same on every trainer rank. `print(report)` shows it as a table, however many ranks there are.
+    """One update of one engine. `print(report)` shows it as a table, however many ranks there are.
+
+    The same on every trainer rank, but that `trainer_ranks` is empty on others than trainer rank 0.
 
     verified           how the received weights were compared with the trainer's: "off", "sample" or "full"
     digest             of all weights, the same for any layout and size of either side (`digest.whole_model`); empty

@@ -58,6 +58,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
 
     address          of the session: engine ranks keep plans and open handles as long as it stays the same. It
                      contains the session's key, so whoever reads a request can join the session
+    engine           number of the engine within the session
     update           number of the update within the session
     layout           content hash of the source layout in the session
     handles          content hash of each trainer rank's memory handles in the session
@@ -78,6 +79,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     address: Address
+    engine: int = 0
     update: int
     layout: str
     handles: tuple[str, ...]
@@ -207,7 +209,7 @@ class TrainerStatus(msgspec.Struct, frozen=True):
     """Published by each trainer rank at the start of an update.
 
     failure   why it cannot participate
-    prepared  `PrepareSend.transfer` of the transfer that it is still prepared to send; empty if there is none
+    prepared  engine -> `PrepareSend.transfer` of the transfer that it is still prepared to send, if there is one
     device    its GPU
     """
 
@@ -215,7 +217,7 @@ class TrainerStatus(msgspec.Struct, frozen=True):
     layout: str
     handles: str
     failure: Failure | None = None
-    prepared: str = ""
+    prepared: dict[int, str] = {}
     device: RankDevice = RankDevice()
 
 
@@ -261,7 +263,7 @@ class StartTransfer(msgspec.Struct, frozen=True, tag="start_transfer"):
 
 
 class RequestChecksums(msgspec.Struct, frozen=True, tag="request_checksums"):
-    """Command of engine rank 0: compute the checksums that the engine ranks' weights must have.
+    """Command of engine rank 0: compute the checksums that the engine ranks' weights must have, in `Checksums`.
 
     regions    content hash of each engine rank's region set in the session
     selection  the elements that are compared
@@ -271,14 +273,55 @@ class RequestChecksums(msgspec.Struct, frozen=True, tag="request_checksums"):
     selection: Selection
 
 
-class UpdateResult(msgspec.Struct, frozen=True, tag="update_result"):
-    """Command of trainer rank 0: the update has ended with a report, or with a failure."""
+Command = PrepareSend | ConnectPeers | StartTransfer | RequestChecksums
+
+
+class EngineCommand(msgspec.Struct, frozen=True, tag="engine_command"):
+    """A command of one engine to all trainer ranks."""
+
+    engine: int
+    command: Command
+
+
+class UpdateResult(msgspec.Struct, frozen=True):
+    """The update of one engine has ended with a report, or with a failure."""
 
     report: UpdateReport | None
     failure: Failure | None
 
 
-Command = PrepareSend | ConnectPeers | StartTransfer | RequestChecksums | UpdateResult
+class UpdateResults(msgspec.Struct, frozen=True, tag="update_results"):
+    """Sent by trainer rank 0 to all trainer ranks: the update has ended for all engines, by their numbers."""
+
+    of: dict[int, UpdateResult]
+
+
+class ChecksumPart(msgspec.Struct, frozen=True):
+    """One trainer rank's answer to `RequestChecksums`.
+
+    engine_ranks  that ask
+    rows          their checksums, little-endian uint64 [engine ranks, groups]
+    model         this trainer rank's part of the digest, see `digest.whole_model`; empty if it has none
+    failure       why they could not be computed
+    """
+
+    engine_ranks: int
+    rows: bytes = b""
+    model: bytes = b""
+    failure: Failure | None = None
+
+
+class Checksums(msgspec.Struct, frozen=True):
+    """What one engine rank's weights must have.
+
+    row      little-endian uint64 [groups]
+    model    digest of all weights; empty if they have none
+    failure  why the trainer ranks could not compute them
+    """
+
+    row: bytes = b""
+    model: str = ""
+    failure: Failure | None = None
 
 
 def encode(message: Any) -> bytes:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from sglang_reshard.errors import Aborted, DeadlineExceeded
 from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.plan.p2p import SendRequest
 from sglang_reshard.protocol.messages import PrepareSend
-from sglang_reshard.protocol.update_channel import UpdateChannel
+from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel
 from sglang_reshard.transports.communicator import P2pCommunicators
 from sglang_reshard.transports.remote_shards import RemoteShards
 
@@ -29,6 +30,18 @@ T = TypeVar("T")
 _TRAINERS = "trainers"  # the scope that trainer ranks stay in between updates
 LOOPBACK = "127.0.0.1"
 LEAVE_TIMEOUT_S = 10.0  # how long trainer rank 0 waits at the end for ranks that may have died
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """From a trainer rank to a rank of an engine."""
+
+    engine: int
+    engine_rank: int
+    trainer_rank: int
+
+    def key(self, read_plan: str) -> str:
+        return f"{_engine_prefix(self.engine)}send_request/{self.engine_rank}/{read_plan}/{self.trainer_rank}"
 
 
 class Session:
@@ -52,9 +65,13 @@ class Session:
         """Connects to a session. Raises DeadlineExceeded if nothing answers, Unauthorized for a wrong key."""
         return cls(ControlClient(address, timeout_s))
 
-    def update_channel(self, update: int, rank_name: str) -> UpdateChannel:
+    def trainer_channel(self, update: int, rank_name: str) -> TrainerChannel:
         """Returns the channel of one update, to be used in a `with` block. `rank_name` is shown in others' errors."""
-        return UpdateChannel(self.client, update, _with_process(rank_name))
+        return TrainerChannel(self.client, update, _with_process(rank_name))
+
+    def engine_channel(self, update: int, engine: int, rank_name: str) -> EngineChannel:
+        """Returns that of a rank of one engine."""
+        return EngineChannel(self.client, update, engine, _with_process(rank_name))
 
     def watch_peers(self, rank_name: str, callback: Callable[[str], None]) -> None:
         """Declares this process a trainer rank until it leaves the session.
@@ -70,9 +87,9 @@ class Session:
         """This host's address on the network by which the control server is reached: there the peers are, too."""
         return self.client.local_address
 
-    def store(self, timeout_s: float, scope: str) -> ControlStore:
-        """Returns a torch.distributed store for the rendezvous of process groups. `scope` aborts its waits."""
-        return ControlStore(self.client, timeout_s, scope)
+    def store(self, engine: int, timeout_s: float, scope: str) -> dist.Store:
+        """Returns a store for the rendezvous of process groups with an engine's ranks. `scope` aborts its waits."""
+        return dist.PrefixStore(f"{_engine_prefix(engine)}groups", ControlStore(self.client, timeout_s, scope))
 
     def p2p_communicators(self, prepare: PrepareSend, peer_id: int, device: torch.device) -> P2pCommunicators:
         """Returns a rank's communicators of a transfer, to be connected over its `p2p_store`.
@@ -94,9 +111,9 @@ class Session:
             timeout_s=prepare.timeout_s,
         )
 
-    def p2p_store(self, prepare: PrepareSend, scope: str) -> dist.Store:
+    def p2p_store(self, engine: int, prepare: PrepareSend, scope: str) -> dist.Store:
         """Returns the store over which a transfer's communicators connect. `scope` aborts its waits."""
-        return dist.PrefixStore(f"p2p/{prepare.transfer}", self.store(prepare.timeout_s, scope))
+        return dist.PrefixStore(f"p2p/{prepare.transfer}", self.store(engine, prepare.timeout_s, scope))
 
     # -- published by trainer ranks, until it changes
 
@@ -122,16 +139,16 @@ class Session:
 
     # -- published by engine ranks, until it changes
 
-    def put_send_request(self, read_plan: str, engine_rank: int, trainer_rank: int, request: SendRequest) -> None:
+    def put_send_request(self, link: Link, read_plan: str, request: SendRequest) -> None:
         """Publishes what a trainer rank is to send to an engine rank; `read_plan` is the digest of its read plan."""
-        self.client.set({_send_request_key(read_plan, engine_rank, trainer_rank): pack_blob(request)[1]})
+        self.client.set({link.key(read_plan): pack_blob(request)[1]})
 
-    def get_send_request(self, read_plan: str, engine_rank: int, trainer_rank: int, timeout_s: float) -> SendRequest:
-        name = f"the send request of engine rank {engine_rank} for trainer rank {trainer_rank}"
-        return self._get(_send_request_key(read_plan, engine_rank, trainer_rank), "", name, SendRequest, timeout_s)
+    def get_send_request(self, link: Link, read_plan: str, timeout_s: float) -> SendRequest:
+        name = f"the send request of engine rank {link.engine_rank} for trainer rank {link.trainer_rank}"
+        return self._get(link.key(read_plan), "", name, SendRequest, timeout_s)
 
-    def delete_send_request(self, read_plan: str, engine_rank: int, trainer_rank: int) -> None:
-        self.client.delete_keys([_send_request_key(read_plan, engine_rank, trainer_rank)])
+    def delete_send_request(self, link: Link, read_plan: str) -> None:
+        self.client.delete_keys([link.key(read_plan)])
 
     def put_regions(self, regions: RegionSet) -> str:
         """Publishes the regions that an engine rank wants checksums of. Returns their content hash."""
@@ -152,11 +169,18 @@ class Session:
         name = f"the registered memory of trainer rank {trainer_rank}"
         return self._get(f"remote_shards/{trainer_rank}", "", name, RemoteShards, timeout_s)
 
-    # -- the end
+    # -- engines that join and leave, while the session goes on
 
-    def on_lost(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` in another thread once the session or trainer rank 0's process has ended."""
-        self.client.on_lost(callback)
+    def end_engine(self, engine: int) -> None:
+        """Ends the session for one engine. Called by trainer rank 0."""
+        self.client.cancel(_engine_scope(engine), "the session has ended for this engine")
+        self.client.delete_prefix(_engine_prefix(engine))
+
+    def on_engine_end(self, engine: int, callback: Callable[[], None]) -> None:
+        """Calls `callback` in another thread once the session has ended for this engine, or for all."""
+        self.client.watch(_engine_scope(engine), lambda _: callback())
+
+    # -- the end
 
     def leave(self, trainer_rank: int) -> None:
         """Tells trainer rank 0 that this trainer rank needs the session no more, and disconnects."""
@@ -184,5 +208,9 @@ def _with_process(rank_name: str) -> str:
     return f"{rank_name} (host {socket.gethostname()}, process {os.getpid()})"
 
 
-def _send_request_key(read_plan: str, engine_rank: int, trainer_rank: int) -> str:
-    return f"send_request/{engine_rank}/{read_plan}/{trainer_rank}"
+def _engine_prefix(engine: int) -> str:
+    return f"engine/{engine}/"
+
+
+def _engine_scope(engine: int) -> str:
+    return f"engine/{engine}"

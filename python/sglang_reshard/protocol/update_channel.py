@@ -1,12 +1,15 @@
 """Sends commands, statuses and votes of one update between its ranks, over the session's control server.
 
-Every participating rank has entered the update's scope on the control server: if a process in it dies, or aborts,
-the waits of all others end at once with the reason.
+Trainer ranks are in one scope of the control server for all engines of the update, and the ranks of each engine in one
+within it: if a trainer rank dies, or aborts, the waits of all others end at once with the reason, and if an engine rank
+does, those for that engine. A trainer rank says once what all engines need to know of it, and receives one result for
+all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,38 +22,52 @@ from sglang_reshard.control import ControlClient, WaitTimedOut
 from sglang_reshard.digest import whole_model
 from sglang_reshard.digest.source import PartialChecksums
 from sglang_reshard.errors import Aborted, DeadlineExceeded, ReshardError
-from sglang_reshard.protocol.messages import Command, ListedTensors, TrainerStatus, UpdateResult, decode, encode
+from sglang_reshard.protocol.messages import (
+    ChecksumPart,
+    Checksums,
+    Command,
+    EngineCommand,
+    Failure,
+    ListedTensors,
+    RequestChecksums,
+    TrainerStatus,
+    UpdateResults,
+    decode,
+    encode,
+)
 from sglang_reshard.transports.abortable_group import PeerDisconnected
 
 T = TypeVar("T")
-_COMMAND: Any = Command  # a union, which is no type[T]
+_MESSAGE: Any = EngineCommand | UpdateResults  # a union, which is no type[T]
 _CAUSE_S = 0.5  # head start of the rank that failed, whose reason explains a connection that broke
-_RESULT_S = 5.0  # how long an aborted update may take to report its result
+ANSWER_S = 5.0  # how long an engine may take to answer an aborted update
+_RESULT_S = ANSWER_S + 1.0  # how long its result may take to arrive
 
 
-class UpdateChannel:
-    """One rank's end: `with session.update_channel(7, "engine rank 3") as channel: ...`"""
+class _Scope:
+    """One rank's membership in a scope of the control server, in a `with` block."""
 
-    def __init__(self, client: ControlClient, update: int, owner: str) -> None:
-        self._client, self.update, self._owner = client, update, owner
-        self.scope = f"update/{update}"
-
-    def __enter__(self) -> UpdateChannel:
-        """Raises Aborted if another rank has already aborted the update."""
-        self._client.enter(self.scope, self._owner)
-        return self
+    def __init__(self, client: ControlClient, scope: str, owner: str) -> None:
+        self._client, self.scope, self._owner = client, scope, owner
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leaves the scope. An exception that leaves the block aborts the update on all ranks."""
+        """Leaves the scope. An exception that leaves the block aborts the update for all that are in it."""
         if error is not None:
             self.abort(f"{self._owner} failed: {type(error).__name__}: {error}")
+        self.leave()
+
+    def enter(self) -> None:
+        """Raises Aborted if another rank has already aborted the update."""
+        self._client.enter(self.scope, self._owner)
+
+    def leave(self) -> None:
         with contextlib.suppress(ReshardError):  # a rank without a connection has left
             self._client.leave(self.scope)
 
     def abort(self, reason: str) -> None:
-        """Aborts the update on all ranks. The first reason is the one that all of them raise."""
+        """Aborts the update for all that are in the scope. The first reason is the one that all of them raise."""
         with contextlib.suppress(ReshardError):  # a lost connection aborts the update, too
             self._client.cancel(self.scope, reason)
 
@@ -64,7 +81,24 @@ class UpdateChannel:
         """Calls `callback(reason)` in another thread when the update is aborted, to end other waits."""
         self._client.watch(self.scope, callback)
 
-    # -- trainer ranks
+    def _get(self, keys: Sequence[str], timeout_s: float, explain: Callable[[list[int]], str]) -> list[bytes]:
+        """`explain` makes the message of DeadlineExceeded from the indices of the missing keys."""
+        try:
+            return self._client.get(keys, timeout_s, self.scope)
+        except WaitTimedOut as error:
+            raise DeadlineExceeded(explain(list(error.missing))) from None
+
+
+class TrainerChannel(_Scope):
+    """One trainer rank's end: `with session.trainer_channel(7, "trainer rank 3") as channel: ...`"""
+
+    def __init__(self, client: ControlClient, update: int, owner: str) -> None:
+        super().__init__(client, _update(update), owner)
+        self.update = update
+
+    def __enter__(self) -> TrainerChannel:
+        self.enter()
+        return self
 
     def publish_status(self, trainer_rank: int, status: TrainerStatus) -> None:
         self._client.set({self._status(trainer_rank): encode(status)})
@@ -88,34 +122,33 @@ class UpdateChannel:
                 raise other.failure.error()
         return [other.layout for other in listed]
 
-    def commands(self, timeout_s: float) -> Iterator[Command]:
-        """Yields the commands to trainer ranks in order, up to `UpdateResult`. `timeout_s` bounds each wait.
+    def messages(self, timeout_s: float) -> Iterator[EngineCommand | UpdateResults]:
+        """Yields the engines' commands in order, up to `UpdateResults`. `timeout_s` bounds each rank's own waits.
 
-        After an abort it waits a few seconds for `UpdateResult` only, which explains the failure best.
+        After an abort it waits a few seconds for `UpdateResults` only, which explain the failure best.
         """
+        wait_s = 2 * (timeout_s + _RESULT_S)  # engine ranks may wait twice until they give up
         for number in itertools.count():
             try:
-                (data,) = self._get([self._command(number)], timeout_s, lambda _: (
-                    f"update {self.update} did not end: trainer rank 0 reported nothing for {timeout_s:.0f} s; look at "
+                (data,) = self._get([_numbered(self.update, number)], wait_s, lambda _: (
+                    f"update {self.update} did not end: trainer rank 0 reported nothing for {wait_s:.0f} s; look at "
                     "its log"
                 ))  # fmt: skip
             except Aborted as error:
-                yield self._result_after_abort(number, error)
+                yield self._results_after_abort(number, error)
                 return
-            command: Command = decode(data, _COMMAND)
-            yield command
-            if isinstance(command, UpdateResult):
+            message: EngineCommand | UpdateResults = decode(data, _MESSAGE)
+            yield message
+            if isinstance(message, UpdateResults):
                 return
 
-    def report_ready(self, trainer_rank: int) -> None:
-        """Answers `PrepareSend`."""
-        self._client.set({self._ready(trainer_rank): b""})
+    def engine(self, engine: int) -> EngineScope:
+        """Returns the scope of one engine, in which this rank is no member."""
+        return EngineScope(self._client, self.update, engine, self._owner)
 
-    def put_checksums(self, trainer_rank: int, part: PartialChecksums) -> None:
-        """Answers `RequestChecksums` with this trainer rank's part of the engine ranks' checksums and the model's."""
-        rows = part.engine_ranks.astype("<u8", copy=False)
-        items = {self._checksums(e, trainer_rank): row.tobytes() for e, row in enumerate(rows)}
-        self._client.set({**items, self._model_checksum(trainer_rank): whole_model.to_bytes(part.model)})
+    def put_checksums(self, trainer_rank: int, request: str, part: ChecksumPart) -> None:
+        """Hands this trainer rank's part of the checksums to trainer rank 0; `request` identifies what was asked."""
+        self._client.set({self._part(request, trainer_rank): encode(part)})
 
     # -- trainer rank 0
 
@@ -125,21 +158,81 @@ class UpdateChannel:
         statuses = self._get(keys, timeout_s, lambda missing: _no_call(self.update, missing, timeout_s))
         return [decode(status, TrainerStatus) for status in statuses]
 
-    def delete_update(self, update: int, ranks: int, engine_ranks: int) -> None:
-        """Deletes the messages of an earlier update that every trainer rank has finished."""
-        past = UpdateChannel(self._client, update, self._owner)
-        commands = self._client.add(past._commands, 0)
-        keys = [past._command(number) for number in range(commands)] + [past._commands]
-        keys += [key(rank) for rank in range(ranks) for key in (past._status, past._ready, past._model_checksum)]
-        keys += [past._checksums(e, t) for e in range(engine_ranks) for t in range(ranks)]
-        self._client.delete_keys(keys)
-        self._client.delete_scope(past.scope)
+    def sum_checksums(self, request: str, own: ChecksumPart, trainer_ranks: int, timeout_s: float) -> None:
+        """Adds the parts of all trainer ranks up, of which rank 0's is `own`, and publishes the sums for the engines.
 
-    # -- engine ranks
+        A failure of any rank is published in their place.
+        """
+        try:
+            keys = [self._part(request, rank) for rank in range(1, trainer_ranks)]
+            missing_ranks = lambda missing: _no_checksums([rank + 1 for rank in missing], timeout_s)  # noqa: E731
+            parts = [own] + [decode(data, ChecksumPart) for data in self._get(keys, timeout_s, missing_ranks)]
+            if failure := next((part.failure for part in parts if part.failure is not None), None):
+                raise failure.error()
+            rows = np.add.reduce([_rows(part) for part in parts], axis=0)
+            model = whole_model.model_digest(part.model for part in parts)
+            sums = [Checksums(row.tobytes(), model) for row in rows]
+        except Aborted:
+            return  # which all of them raise
+        except Exception as error:
+            sums = [Checksums(failure=Failure.of(error))] * own.engine_ranks
+        self._client.set({_sum(self.update, request, e): encode(row) for e, row in enumerate(sums)})
+
+    def send_results(self, results: UpdateResults) -> None:
+        """Ends the update on all trainer ranks."""
+        self._client.append(_commands(self.update), encode(results))
+
+    def delete_update(self, update: int) -> None:
+        """Deletes the messages of an earlier update that every trainer rank has finished."""
+        self._client.delete_prefix(f"{_update(update)}/")
+        self._client.delete_scope(_update(update))
+
+    # -- keys
+
+    def _results_after_abort(self, number: int, error: Aborted) -> UpdateResults:
+        """Skips the commands from `number` on, which are obsolete. Raises `error` if no results follow them."""
+        try:
+            while True:
+                (data,) = self._client.get([_numbered(self.update, number)], _RESULT_S)
+                message = decode(data, _MESSAGE)
+                if isinstance(message, UpdateResults):
+                    return message
+                number += 1
+        except WaitTimedOut:
+            raise error from None
+
+    def _status(self, trainer_rank: int) -> str:
+        return f"{self.scope}/status/{trainer_rank}"
+
+    def _part(self, request: str, trainer_rank: int) -> str:
+        return f"{self.scope}/checksums/{request}/of/{trainer_rank}"
+
+
+class EngineScope(_Scope):
+    """The scope of one engine, for trainer ranks that send to it."""
+
+    def __init__(self, client: ControlClient, update: int, engine: int, owner: str) -> None:
+        super().__init__(client, f"{_update(update)}/{engine}", owner)
+        self.update, self.engine = update, engine
+
+    def report_ready(self, trainer_rank: int) -> None:
+        """Answers `PrepareSend`."""
+        self._client.set({self._ready(trainer_rank): b""})
+
+    def _ready(self, trainer_rank: int) -> str:
+        return f"{self.scope}/ready/{trainer_rank}"
+
+
+class EngineChannel(EngineScope):
+    """One engine rank's end: `with session.engine_channel(7, 0, "engine rank 3") as channel: ...`"""
+
+    def __enter__(self) -> EngineChannel:
+        self.enter()
+        return self
 
     def send_command(self, command: Command) -> None:
         """Sends a command to all trainer ranks, after those that were sent before."""
-        self._client.append(self._commands, encode(command))
+        self._client.append(_commands(self.update), encode(EngineCommand(self.engine, command)))
 
     def collect_ready(self, ranks: int, timeout_s: float) -> None:
         """Waits until all trainer ranks have reported ready. Raises DeadlineExceeded naming those that have not."""
@@ -147,17 +240,24 @@ class UpdateChannel:
             f"trainer ranks {missing} were not ready to send within {timeout_s:.0f} s; look at their logs"
         ))  # fmt: skip
 
-    def get_checksums(self, engine_rank: int, trainer_ranks: int, timeout_s: float) -> np.ndarray:
-        """Returns the checksums that the trainer's weights give an engine rank: uint64, [groups]."""
-        keys = [self._checksums(engine_rank, t) for t in range(trainer_ranks)]
-        rows = self._get(keys, timeout_s, lambda missing: _no_checksums(missing, timeout_s))
-        parts = np.stack([np.frombuffer(row, "<u8").astype(np.uint64) for row in rows])
-        return np.add.reduce(parts, axis=0)
+    def request_checksums(self, request: RequestChecksums) -> None:
+        """Sends the command, unless another engine has asked for the same."""
+        asked = f"{_update(self.update)}/checksums/{request_key(request)}"
+        self._client.append(_commands(self.update), encode(EngineCommand(self.engine, request)), asked)
 
-    def get_model_digest(self, trainer_ranks: int, timeout_s: float) -> str:
-        """Returns the digest of all weights, see `digest.whole_model`; empty if they have none."""
-        keys = [self._model_checksum(t) for t in range(trainer_ranks)]
-        return whole_model.model_digest(self._get(keys, timeout_s, lambda missing: _no_checksums(missing, timeout_s)))
+    def get_checksums(self, request: RequestChecksums, engine_rank: int, timeout_s: float) -> tuple[np.ndarray, str]:
+        """Returns the checksums that the trainer's weights give an engine rank, and the digest of all weights.
+
+        They are uint64, [groups]; the digest is empty if the weights have none, see `digest.whole_model`. Raises what
+        a trainer rank raised that could not compute them.
+        """
+        key = _sum(self.update, request_key(request), engine_rank)
+        wait_s = timeout_s + _RESULT_S  # trainer rank 0 knows which ranks it waits for
+        (data,) = self._get([key], wait_s, lambda _: _no_checksums([0], wait_s))
+        found = decode(data, Checksums)
+        if found.failure is not None:
+            raise found.failure.error()
+        return np.frombuffer(found.row, "<u8").astype(np.uint64), found.model
 
     def all_gather(self, phase: str, engine_rank: int, engine_ranks: int, message: T, timeout_s: float) -> list[T]:
         """Returns every engine rank's message, in rank order. A rank that failed must still call it, with its error.
@@ -176,45 +276,36 @@ class UpdateChannel:
             ) from None
         return [decode(m, type(message)) for m in data]
 
-    # -- keys
 
-    def _get(self, keys: Sequence[str], timeout_s: float, explain: Callable[[list[int]], str]) -> list[bytes]:
-        """`explain` makes the message of DeadlineExceeded from the indices of the missing keys."""
-        try:
-            return self._client.get(keys, timeout_s, self.scope)
-        except WaitTimedOut as error:
-            raise DeadlineExceeded(explain(list(error.missing))) from None
+def request_key(request: RequestChecksums) -> str:
+    """Returns what identifies a request for checksums: engines that are alike ask for the same."""
+    return hashlib.sha256(encode(request)).hexdigest()[:32]
 
-    def _result_after_abort(self, number: int, error: Aborted) -> UpdateResult:
-        """Skips the commands from `number` on, which are obsolete. Raises `error` if no result follows them."""
-        try:
-            while True:
-                (data,) = self._client.get([self._command(number)], _RESULT_S)
-                command = decode(data, _COMMAND)
-                if isinstance(command, UpdateResult):
-                    return command
-                number += 1
-        except WaitTimedOut:
-            raise error from None
 
-    @property
-    def _commands(self) -> str:
-        return f"commands/{self.update}"
+def _rows(part: ChecksumPart) -> np.ndarray:
+    return np.frombuffer(part.rows, "<u8").reshape(part.engine_ranks, -1)
 
-    def _command(self, number: int) -> str:
-        return f"{self._commands}/{number}"
 
-    def _status(self, trainer_rank: int) -> str:
-        return f"status/{self.update}/{trainer_rank}"
+def checksum_part(found: PartialChecksums) -> ChecksumPart:
+    """Returns a trainer rank's part as it is sent."""
+    rows = found.engine_ranks.astype("<u8", copy=False)
+    return ChecksumPart(len(rows), rows.tobytes(), whole_model.to_bytes(found.model))
 
-    def _ready(self, trainer_rank: int) -> str:
-        return f"ready/{self.update}/{trainer_rank}"
 
-    def _model_checksum(self, trainer_rank: int) -> str:
-        return f"model_checksum/{self.update}/{trainer_rank}"
+def _update(update: int) -> str:
+    return f"update/{update}"
 
-    def _checksums(self, engine_rank: int, trainer_rank: int) -> str:
-        return f"checksums/{self.update}/{engine_rank}/{trainer_rank}"
+
+def _commands(update: int) -> str:
+    return f"{_update(update)}/commands"
+
+
+def _numbered(update: int, number: int) -> str:
+    return f"{_commands(update)}/{number}"
+
+
+def _sum(update: int, request: str, engine_rank: int) -> str:
+    return f"{_update(update)}/checksums/{request}/for/{engine_rank}"
 
 
 def _no_call(update: int, missing: list[int], timeout_s: float) -> str:

@@ -23,11 +23,12 @@ from sglang_reshard.protocol.messages import WAITS, DistributedUpdateWeightsOutp
 from sglang_reshard.protocol.request_mail import MailRoom
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trace.live_shards import LiveShard, live_shards
-from sglang_reshard.trainer.coordinator import SenderConfig
+from sglang_reshard.trainer.coordinator import SenderConfig, UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender
 from sglang_reshard.transports.memory import MemoryExporter
 
 logger = get_logger(__name__)
+_ENGINE = 0  # number in the session of the one that takes them
 _JOIN_S = 30.0  # within which the other engine joins
 _END_S = 5.0  # within which the other engine ranks end after the first, unless they wait for it
 _WEIGHTS, _SHARING = "weights", "sharing"  # sessions of the control server: of the update, and of the sharing engine
@@ -91,15 +92,15 @@ class LiveWeights:
                 send = functools.partial(mail.send, name)
             session = Session.join(address.named(_WEIGHTS), request.timeout_s)
             config = SenderConfig(request.transport, request.bucket_bytes, request.timeout_s)
-            sender = UpdateSender(session, self._rank, tuple(range(self._size)), send, config, self._memory)
+            sender = UpdateSender(session, self._rank, tuple(range(self._size)), config, self._memory)
             stack.callback(sender.close)
+            sender.set_engines({_ENGINE: send})
+            named_tensors = [(shard.name, shard.tensor, shard.sharding) for shard in shards]
+            options = UpdateOptions(request.weight_version, verify=request.verify, partial=True)
             try:
-                sender.update(
-                    [(shard.name, shard.tensor, shard.sharding) for shard in shards],
-                    weight_version=request.weight_version,
-                    verify=request.verify,
-                    partial=True,
-                )
+                outcome = sender.update_engines(named_tensors, options)[_ENGINE]
+                if isinstance(outcome, ReshardError):
+                    raise outcome
             except Exception as error:
                 if mail is not None:
                     mail.refuse(name, str(error))  # unless it has the request, and knows

@@ -1,4 +1,4 @@
-"""Sends the single update request to the engine, and broadcasts its result. Runs on trainer rank 0 only."""
+"""Sends one update request to each engine, and the results to all trainer ranks. Runs on trainer rank 0 only."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import contextvars
 import glob
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from sglang_reshard.errors import DeadlineExceeded, EngineRefused, Mismatch, ReshardError, TornWeights
+from sglang_reshard.errors import Aborted, DeadlineExceeded, EngineRefused, Mismatch, ReshardError, TornWeights
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.layout.source_layout import SourceLayout, first_difference
 from sglang_reshard.observability import spans
@@ -24,10 +26,11 @@ from sglang_reshard.protocol.messages import (
     LoraAdapter,
     TrainerStatus,
     UpdateResult,
+    UpdateResults,
     Verify,
 )
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.protocol.update_channel import UpdateChannel
+from sglang_reshard.protocol.update_channel import ANSWER_S, TrainerChannel
 from sglang_reshard.trainer.publisher import PublishedShards
 from sglang_reshard.version import __version__
 
@@ -40,14 +43,14 @@ Send = Callable[[DistributedUpdateWeightsReq], DistributedUpdateWeightsOutput]
 class UpdateOptions:
     """Options of one update; see `WeightSender.update`."""
 
-    weight_version: str | None
-    flush_cache: bool
-    abort_all_requests: bool
-    ignore: tuple[str, ...]
-    check_finite: bool
-    verify: Verify
-    staged: bool
-    unmap_after: bool
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    ignore: tuple[str, ...] = ()
+    check_finite: bool = False
+    verify: Verify = "off"
+    staged: bool = False
+    unmap_after: bool = False
     partial: bool = False
 
 
@@ -65,81 +68,135 @@ class SenderConfig:
 
 
 class UpdateCoordinator:
-    """Requests updates for all trainer ranks. `send` sends a request to the engine, and returns its answer."""
+    """Requests updates of all engines for all trainer ranks."""
 
-    def __init__(self, session: Session, global_ranks: Sequence[int], send: Send, config: SenderConfig) -> None:
-        self._session, self._size, self._send, self._config = session, len(global_ranks), send, config
-        self._engine_ranks = 0  # of the last successful update
-        self._thread: threading.Thread | None = None
+    def __init__(self, session: Session, global_ranks: Sequence[int], config: SenderConfig) -> None:
+        self._session, self._size, self._config = session, len(global_ranks), config
+        self._engines: dict[int, Send] = {}
+        self._asking: dict[int, threading.Thread] = {}  # of the last update, which may still wait for an answer
+
+    def set_engines(self, engines: Mapping[int, Send]) -> None:
+        """Sets the engines of further updates: number -> function that sends a request and returns the answer."""
+        self._engines = dict(engines)
+        self._asking = {engine: thread for engine, thread in self._asking.items() if engine in engines}
 
     def begin(
-        self, channel: UpdateChannel, published: PublishedShards | None, options: UpdateOptions, started: float
-    ) -> None:
+        self, channel: TrainerChannel, published: PublishedShards | None, options: UpdateOptions, started: float
+    ) -> Future[UpdateResults]:
         """Starts a thread that runs the update, so that this rank can execute commands like all others.
+
+        Returns the results, which all trainer ranks receive without the trainer ranks' part of their reports.
 
         published  what this rank has published; None if it has failed, which its status reports
         started    when the update began, by `time.perf_counter`
         """
-        arguments = self._run, channel, published, options, started, self._thread
-        run = contextvars.copy_context().run  # for the current span, and the attributes of log lines
-        self._thread = threading.Thread(target=run, args=arguments, name="sglang-reshard coordinator", daemon=True)
-        self._thread.start()
+        found: Future[UpdateResults] = Future()
+        _start_thread("coordinator", self._run, channel, published, options, started, found)
+        return found
 
     def _run(
         self,
-        channel: UpdateChannel,
+        channel: TrainerChannel,
         published: PublishedShards | None,
         options: UpdateOptions,
         started: float,
-        previous: threading.Thread | None,
+        found: Future[UpdateResults],
     ) -> None:
-        """Runs the update, and sends its result to all trainer ranks.
-
-        previous  thread of the update before, which may still wait for the engine's answer if that was aborted
-        """
-        seconds = {"publish": time.perf_counter() - started}
+        """Runs the update, and sends its results to all trainer ranks."""
+        publish_seconds = time.perf_counter() - started
         try:
-            if previous is not None:
-                previous.join(self._config.timeout_s)
-                if previous.is_alive():
-                    raise DeadlineExceeded(
-                        f"the engine has not answered update {channel.update - 1} yet; look at its log, and restart "
-                        "it if it hangs"
-                    )
-            output = self._request(channel, published, options)
-            seconds["total"] = time.perf_counter() - started
+            statuses = self._statuses(channel)
             assert published is not None  # else this rank's own status has failed the update
-            report = _report(output, published.shard_bytes, options, self._config.bucket_bytes, seconds)
-            result = UpdateResult(report, None)
-            self._engine_ranks = len(output.ranks)
         except Exception as error:
-            result = UpdateResult(None, Failure.of(error))
-        with contextlib.suppress(ReshardError):  # no rank is left to receive it
-            channel.send_command(result)
+            results = dict.fromkeys(self._engines, UpdateResult(None, Failure.of(error)))
+        else:
 
-    def _request(
-        self, channel: UpdateChannel, published: PublishedShards | None, options: UpdateOptions
-    ) -> DistributedUpdateWeightsOutput:
-        """Waits until all trainer ranks are ready and agree, and sends the request. It carries metadata only."""
+            def update(engine: int, previous: threading.Thread | None) -> UpdateReport:
+                self._check_answered(channel, previous)
+                output = self._request(channel, engine, statuses, published, options)
+                seconds = {"publish": publish_seconds, "total": time.perf_counter() - started}
+                return _report(output, published.shard_bytes, options, self._config, seconds)
+
+            answers = {engine: self._ask(channel, engine, update) for engine in self._engines}
+            results = {engine: answer.result() for engine, answer in answers.items()}
+        found.set_result(UpdateResults(results))
+        with contextlib.suppress(ReshardError):  # no rank is left to receive it
+            channel.send_results(UpdateResults({engine: _for_all(result) for engine, result in results.items()}))
+
+    def _ask(
+        self, channel: TrainerChannel, engine: int, update: Callable[[int, threading.Thread | None], UpdateReport]
+    ) -> Future[UpdateResult]:
+        """Runs `update` in a thread, which is given up soon after an abort of this engine's update."""
+        result: Future[UpdateResult] = Future()
+
+        def settle(found: UpdateResult) -> None:
+            with contextlib.suppress(InvalidStateError):  # the first one stays
+                result.set_result(found)
+
+        def run(previous: threading.Thread | None) -> None:
+            try:
+                settle(UpdateResult(update(engine, previous), None))
+            except Exception as error:
+                settle(UpdateResult(None, Failure.of(error)))
+
+        def give_up(reason: str) -> None:
+            with contextlib.suppress(TimeoutError):
+                result.result(ANSWER_S)  # the engine's own answer says more
+            settle(UpdateResult(None, Failure.of(Aborted(reason))))
+
+        scope = channel.engine(engine)
+        try:
+            scope.on_abort(give_up)
+        except ReshardError as error:
+            settle(UpdateResult(None, Failure.of(error)))
+            return result
+        result.add_done_callback(lambda _: scope.leave())
+        self._asking[engine] = _start_thread(f"engine {engine}", run, self._asking.get(engine))
+        return result
+
+    def _check_answered(self, channel: TrainerChannel, previous: threading.Thread | None) -> None:
+        """Raises DeadlineExceeded if the engine has not answered the update before, which was given up."""
+        if previous is None:
+            return
+        previous.join(self._config.timeout_s)
+        if previous.is_alive():
+            raise DeadlineExceeded(
+                f"the engine has not answered update {channel.update - 1} yet; look at its log, and restart it if it "
+                "hangs"
+            )
+
+    def _statuses(self, channel: TrainerChannel) -> list[TrainerStatus]:
+        """Waits until all trainer ranks are ready. Raises what any of them raised, and Mismatch if they disagree."""
         statuses = channel.collect_statuses(self._size, self._config.timeout_s)
-        if channel.update > 1:  # every rank has published its status, so every rank has read the last result
-            channel.delete_update(channel.update - 1, self._size, self._engine_ranks)
+        if channel.update > 1:  # every rank has published its status, so every rank has read the last results
+            channel.delete_update(channel.update - 1)
         for status in statuses:
             if status.failure is not None:
                 raise status.failure.error()
         self._check_same_layout(statuses)
-        assert published is not None
+        return statuses
+
+    def _request(
+        self,
+        channel: TrainerChannel,
+        engine: int,
+        statuses: Sequence[TrainerStatus],
+        published: PublishedShards,
+        options: UpdateOptions,
+    ) -> DistributedUpdateWeightsOutput:
+        """Sends an engine the request, which carries metadata only, and returns its answer."""
         tied = tuple(glob.escape(name) for name in published.tied)
         with spans.span("reshard.request"):
-            output = self._send(
+            output = self._engines[engine](
                 DistributedUpdateWeightsReq(
                     address=self._session.address,
+                    engine=engine,
                     update=channel.update,
                     layout=statuses[0].layout,
                     handles=tuple(status.handles for status in statuses),
                     trainer_hosts=tuple(status.host for status in statuses),
                     trainer_devices=_devices(statuses),
-                    prepared=tuple(status.prepared for status in statuses),
+                    prepared=tuple(status.prepared.get(engine, "") for status in statuses),
                     weight_version=options.weight_version,
                     transport=self._config.transport,
                     bucket_bytes=self._config.bucket_bytes,
@@ -172,6 +229,14 @@ class UpdateCoordinator:
                 raise Mismatch(first_difference(first, other, rank))
 
 
+def _start_thread(name: str, run: Callable[..., None], *arguments: Any) -> threading.Thread:
+    """Starts a thread with this one's current span and attributes of log lines."""
+    in_context = contextvars.copy_context().run
+    thread = threading.Thread(target=in_context, args=(run, *arguments), name=f"sglang-reshard {name}", daemon=True)
+    thread.start()
+    return thread
+
+
 def _devices(statuses: Sequence[TrainerStatus]) -> tuple[RankDevice, ...]:
     """Returns each trainer rank's GPU, without what its process sees: nothing depends on that."""
     devices = tuple(msgspec.structs.replace(status.device, visible=()) for status in statuses)
@@ -182,7 +247,7 @@ def _report(
     output: DistributedUpdateWeightsOutput,
     shard_bytes: Sequence[int],
     options: UpdateOptions,
-    bucket_bytes: int,
+    config: SenderConfig,
     seconds: dict[str, float],
 ) -> UpdateReport:
     trainer_ranks = tuple(
@@ -198,8 +263,14 @@ def _report(
         transport_reason=output.transport_reason,
         predicted_seconds=output.predicted_seconds,
         digest=output.digest,
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=config.bucket_bytes,
         seconds=seconds | slowest_seconds(output.ranks),
         engine_ranks=output.ranks,
         trainer_ranks=trainer_ranks,
     )
+
+
+def _for_all(result: UpdateResult) -> UpdateResult:
+    """Returns what all trainer ranks are sent: a row for each trainer rank, to each of them, would be too much."""
+    report = result.report
+    return result if report is None else UpdateResult(msgspec.structs.replace(report, trainer_ranks=()), None)

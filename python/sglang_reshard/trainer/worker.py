@@ -1,219 +1,211 @@
-"""Executes the commands of engine rank 0 on one trainer rank, until trainer rank 0 reports the result.
+"""Executes the commands of engines on one trainer rank, until trainer rank 0 reports the results.
 
-    PrepareSend       fetch the send requests of engine ranks, make views and buffers, or register memory; report ready
-    ConnectPeers      connect to the engine ranks
-    StartTransfer     send
-    RequestChecksums  compute the checksums that the engine ranks' weights must have
-    UpdateResult      the update has ended
-
-Engine ranks that can map this rank's memory read it without a command: then a trainer rank only waits for the result,
-unless the update is verified. Send requests, views, buffers and connections are kept, so that the next update needs
-only `StartTransfer` and `RequestChecksums`.
+Engine ranks that can map this rank's memory, or read it by NIXL, do so without a command: then a trainer rank only
+waits for the results, unless the update is verified. Commands of several engines are executed at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-import torch
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 
 from sglang_reshard.digest.regions import RegionSet
 from sglang_reshard.digest.source import SourceChecksums
-from sglang_reshard.errors import Aborted, Mismatch, ReshardError, Unsupported
-from sglang_reshard.gpu.announce import trainer_device
+from sglang_reshard.errors import Aborted, Mismatch, ReshardError
+from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.plan.p2p import SendRequest
-from sglang_reshard.protocol.messages import (
-    Command,
-    ConnectPeers,
-    PrepareSend,
-    RequestChecksums,
-    StartTransfer,
-    UpdateResult,
-)
+from sglang_reshard.protocol.messages import ChecksumPart, EngineCommand, Failure, RequestChecksums, UpdateResults
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.protocol.update_channel import UpdateChannel
-from sglang_reshard.protocol.validation import check_prepare_send, check_send_request
+from sglang_reshard.protocol.update_channel import EngineScope, TrainerChannel, checksum_part, request_key
+from sglang_reshard.trainer.engine_transfers import EngineTransfers, Shards
 from sglang_reshard.trainer.publisher import PublishedShards
-from sglang_reshard.transports.communicator import P2pCommunicators
-from sglang_reshard.transports.nixl_source import NixlSource
-from sglang_reshard.transports.p2p import P2pSender
 
 logger = get_logger(__name__)
-Shards = Callable[[], Sequence[torch.Tensor]]  # returns this rank's, in the layout's order
-
-
-@dataclass(slots=True)
-class _PreparedSend:
-    """What is kept between updates. A rank that sends nothing has no communicators to connect.
-
-    registered  its shards, if engine ranks read them by NIXL: then there is neither sender nor communicators
-    """
-
-    command: PrepareSend
-    shards: tuple[object, ...]  # `PublishedShards.identity`
-    sender: P2pSender | None = None
-    communicators: P2pCommunicators | None = None
-    registered: NixlSource | None = None
-    connected: bool = False
+# What checksums were computed for: content hashes of the regions of all engine ranks, and `PublishedShards.identity`.
+_ChecksumKey = tuple[tuple[str, ...], tuple[object, ...]]
 
 
 class TrainerWorker:
-    """Executes commands on one trainer rank."""
+    """Executes commands on one trainer rank, of `size`."""
 
-    def __init__(self, session: Session, trainer_rank: int, timeout_s: float) -> None:
-        self._session, self._rank, self._timeout_s = session, trainer_rank, timeout_s
-        self._send_requests: dict[int, tuple[str, SendRequest]] = {}  # by engine rank, with its read plan's digest
+    def __init__(self, session: Session, trainer_rank: int, size: int, timeout_s: float) -> None:
+        self._session, self._rank, self._size, self._timeout_s = session, trainer_rank, size, timeout_s
+        self._engines: tuple[int, ...] = ()
+        self._transfers: dict[int, EngineTransfers] = {}  # of engines that have sent commands
         self._regions: dict[str, RegionSet] = {}
-        self._prepared: _PreparedSend | None = None
-        self._checksums: tuple[tuple[object, ...], SourceChecksums] | None = None  # with what they were made for
+        self._checksums: dict[_ChecksumKey, SourceChecksums] = {}
 
-    def prepared_transfer(self, published: PublishedShards | None) -> str:
-        """Returns the transfer that is prepared for these shards; empty if there is none.
+    def set_engines(self, engines: Iterable[int]) -> None:
+        """Sets the engines of further updates, by their numbers."""
+        self._engines = tuple(engines)
+        for engine in self._transfers.keys() - set(self._engines):
+            self._transfers.pop(engine).release()
 
-        One for other shards is kept until the next `PrepareSend`: an update that is refused for its names is followed
-        by one with the right ones.
+    def prepared_transfers(self, published: PublishedShards) -> dict[int, str]:
+        """Returns engine -> the transfer that is prepared for these shards."""
+        found = {engine: transfers.prepared_transfer(published) for engine, transfers in self._transfers.items()}
+        return {engine: transfer for engine, transfer in found.items() if transfer}
+
+    def run(self, channel: TrainerChannel, published: PublishedShards | None, shards: Shards) -> UpdateResults:
+        """Executes commands until the update ends for all engines.
+
+        A failure here aborts the update of the engine whose command it was, and is not raised: the results report it.
+        Raises Aborted if no results arrive.
         """
-        prepared = self._prepared
-        if prepared is None or published is None or not prepared.connected:
-            return ""
-        return prepared.command.transfer if prepared.shards == published.identity else ""
-
-    def run(self, channel: UpdateChannel, published: PublishedShards | None, shards: Shards) -> UpdateResult:
-        """Executes commands until the update ends.
-
-        A failure here aborts the update on all ranks and is not raised: the result reports it. Raises Aborted if no
-        result arrives.
-        """
-        channel.on_abort(self._abort)
-        called = False
+        commands = _EngineCommands(self._of, channel, published, shards, self._rank)
+        self._checksums, known = {}, self._checksums
+        results = None
         try:
-            for command in channel.commands(2 * self._timeout_s):
-                if isinstance(command, UpdateResult):
-                    if called and command.failure is not None:
-                        self.release()
-                    return command
-                called = True
-                try:
-                    self._handle(channel, command, published, shards)
-                except Aborted:
-                    pass  # the result reports it
-                except Exception as error:
-                    if not isinstance(error, ReshardError):
-                        logger.exception("trainer rank %d failed in update %d", self._rank, channel.update)
-                    channel.abort_because(error, _describe(self._rank, error))
+            with commands:
+                for message in channel.messages(self._timeout_s):
+                    if isinstance(message, UpdateResults):
+                        results = message
+                    elif isinstance(message.command, RequestChecksums):
+                        self._answer(channel, message.command, published, shards, known)
+                    elif message.engine in self._engines:  # else it has been left out
+                        commands.execute(message, alone=len(self._engines) == 1)
         except BaseException:
             self.release()
             raise
-        raise AssertionError("the last command is UpdateResult")
+        assert results is not None, "the last message"
+        for engine in commands.called:
+            if (result := results.of.get(engine)) is None or result.failure is not None:
+                self._transfers[engine].release()
+        self._checksums = self._checksums or known
+        used = {digest for regions, _ in self._checksums for digest in regions}
+        self._regions = {digest: self._regions[digest] for digest in self._regions.keys() & used}
+        return results
+
+    def _of(self, engine: int) -> EngineTransfers:
+        if engine not in self._transfers:
+            self._transfers[engine] = EngineTransfers(self._session, engine, self._rank)
+        return self._transfers[engine]
 
     def release(self) -> None:
         """Drops connections, buffers, and the views that keep the shards' memory."""
-        self._checksums = None
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared.communicators is not None:
-            prepared.communicators.close()
-        if prepared is not None and prepared.registered is not None:
-            prepared.registered.close()
+        self._checksums = {}
+        for transfers in self._transfers.values():
+            transfers.release()
 
-    def _abort(self, _reason: str) -> None:
-        """Ends this rank's waits for its peers. Called from another thread."""
-        prepared = self._prepared
-        if prepared is not None and prepared.communicators is not None:
-            prepared.communicators.abort()
-
-    def _handle(
-        self, channel: UpdateChannel, command: Command, published: PublishedShards | None, shards: Shards
+    def _answer(
+        self,
+        channel: TrainerChannel,
+        command: RequestChecksums,
+        published: PublishedShards | None,
+        shards: Shards,
+        known: dict[_ChecksumKey, SourceChecksums],
     ) -> None:
-        if published is None:
-            raise Mismatch(f"trainer rank {self._rank} has published nothing that it could send")
-        if isinstance(command, PrepareSend):
-            check_prepare_send(command, published.source.trainer_ranks)
-            self.release()
-            prepare = self._register if command.backend == "nixl" else self._prepare
-            self._prepared = prepare(command, published, shards())
-            channel.report_ready(self._rank)
-        elif isinstance(command, RequestChecksums):
-            checksums = self._source_checksums(command, published, shards)
-            channel.put_checksums(self._rank, checksums.compute(command.selection))
-        elif (prepared := self._prepared) is None:
-            return  # PrepareSend failed, which has aborted the update
-        elif isinstance(command, ConnectPeers):
-            if prepared.communicators is not None:
-                store = self._session.p2p_store(prepared.command, channel.scope)
-                prepared.communicators.connect(store, self._session.local_address)
-            prepared.connected = True
-        elif isinstance(command, StartTransfer):
-            if command.transfer != prepared.command.transfer or not prepared.connected:
-                raise Mismatch(
-                    f"trainer rank {self._rank} was asked to start transfer {command.transfer!r}, but has prepared "
-                    f"{prepared.command.transfer!r}; this is a bug, please report it"
-                )
-            if prepared.sender is not None and prepared.communicators is not None:
-                prepared.sender.send(prepared.communicators)
-
-    def _register(
-        self, command: PrepareSend, published: PublishedShards, shards: Sequence[torch.Tensor]
-    ) -> _PreparedSend:
-        registered = None
-        if any(command.round_bytes[self._rank]):
-            registered = NixlSource(f"trainer rank {self._rank}", shards)
-            self._session.put_remote_shards(self._rank, registered.remote)
-        return _PreparedSend(command, published.identity, registered=registered)
-
-    def _prepare(
-        self, command: PrepareSend, published: PublishedShards, shards: Sequence[torch.Tensor]
-    ) -> _PreparedSend:
-        round_bytes = command.round_bytes[self._rank]
-        requests = {}
-        for engine_rank in (e for e, nbytes in enumerate(round_bytes) if nbytes):
-            digest = command.read_plans[engine_rank]
-            known = self._send_requests.get(engine_rank)
-            if known is None or known[0] != digest:
-                request = self._session.get_send_request(digest, engine_rank, self._rank, command.timeout_s)
-                check_send_request(request, published.source, self._rank, engine_rank)
-                known = digest, request
-            self._session.delete_send_request(digest, engine_rank, self._rank)  # no other rank reads it
-            requests[engine_rank] = known
-        self._send_requests = requests
-        trainer_ranks = len(command.round_bytes)
-        device = _message_device(command.backend if requests else "gloo", shards)
-        sender = P2pSender(
-            published.source,
-            shards,
-            {trainer_ranks + e: request for e, (_, request) in requests.items()},
-            {trainer_ranks + e: round_bytes[e] for e in requests},
-            device,
-        )
-        communicators = self._session.p2p_communicators(command, self._rank, device)
-        return _PreparedSend(command, published.identity, sender, communicators)
+        """Computes checksums. On trainer rank 0, also those of all trainer ranks together, for the engines."""
+        try:
+            checksums = self._source_checksums(command, _published(published, self._rank), shards, known)
+            part = checksum_part(checksums.compute(command.selection))
+        except Exception as error:
+            if not isinstance(error, ReshardError):
+                logger.exception("trainer rank %d computed no checksums in update %d", self._rank, channel.update)
+            described = Failure.of(error)
+            part = ChecksumPart(
+                len(command.regions), failure=Failure(described.kind, _describe(self._rank, described.message))
+            )
+        with contextlib.suppress(Aborted):  # the results report it
+            if self._rank == 0:
+                channel.sum_checksums(request_key(command), part, self._size, self._timeout_s)
+            else:
+                channel.put_checksums(self._rank, request_key(command), part)
 
     def _source_checksums(
-        self, command: RequestChecksums, published: PublishedShards, shards: Shards
+        self,
+        command: RequestChecksums,
+        published: PublishedShards,
+        shards: Shards,
+        known: dict[_ChecksumKey, SourceChecksums],
     ) -> SourceChecksums:
         key = command.regions, published.identity
-        if self._checksums is None or self._checksums[0] != key:
-            self._regions = {
-                digest: self._regions.get(digest) or self._session.get_regions(rank, digest, self._timeout_s)
-                for rank, digest in enumerate(command.regions)
-            }
-            regions = [self._regions[digest] for digest in command.regions]
-            self._checksums = key, SourceChecksums(published.source, shards(), self._rank, regions)
-        return self._checksums[1]
+        if key not in self._checksums:
+            if key not in known:
+                for rank, digest in enumerate(command.regions):
+                    if digest not in self._regions:
+                        self._regions[digest] = self._session.get_regions(rank, digest, self._timeout_s)
+                regions = [self._regions[digest] for digest in command.regions]
+                known[key] = SourceChecksums(published.source, shards(), self._rank, regions)
+            self._checksums[key] = known[key]
+        return self._checksums[key]
 
 
-def _describe(trainer_rank: int, error: Exception) -> str:
-    description = str(error) if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
+class _EngineCommands:
+    """Executes the commands of one update: one engine's in order, and those of several engines at the same time.
+
+    called  engines that have sent any
+    """
+
+    def __init__(
+        self,
+        transfers: Callable[[int], EngineTransfers],
+        channel: TrainerChannel,
+        published: PublishedShards | None,
+        shards: Shards,
+        trainer_rank: int,
+    ) -> None:
+        self._transfers_to, self._channel, self._published, self._shards = transfers, channel, published, shards
+        self._rank = trainer_rank
+        self._transfers: dict[int, EngineTransfers] = {}
+        self._gpu = runtime().current_device() if runtime().uses_gpu() else None
+        self._threads: dict[int, ThreadPoolExecutor] = {}
+        self._scopes: dict[int, EngineScope] = {}
+        self._stack = ExitStack()
+
+    @property
+    def called(self) -> Sequence[int]:
+        return tuple(self._scopes)
+
+    def __enter__(self) -> None:
+        self._stack.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        """Waits for the commands that are being executed, which the end of an engine's update ends."""
+        self._stack.close()
+
+    def execute(self, message: EngineCommand, *, alone: bool) -> None:
+        """Executes a command, in this thread if the engine is `alone`, and else in one of the engine's own."""
+        engine = message.engine
+        if engine not in self._scopes:
+            self._transfers[engine] = transfers = self._transfers_to(engine)
+            self._scopes[engine] = scope = self._channel.engine(engine)
+            scope.on_abort(transfers.abort)
+            self._stack.callback(scope.leave)
+        if alone:
+            self._execute(message)
+            return
+        if engine not in self._threads:
+            self._threads[engine] = ThreadPoolExecutor(1, f"sglang-reshard engine {engine}")
+            self._stack.enter_context(self._threads[engine])
+        self._threads[engine].submit(self._execute_in_thread, message)
+
+    def _execute_in_thread(self, message: EngineCommand) -> None:
+        with nullcontext() if self._gpu is None else runtime().using(self._gpu):  # a new thread starts at GPU 0
+            self._execute(message)
+
+    def _execute(self, message: EngineCommand) -> None:
+        scope = self._scopes[message.engine]
+        try:
+            published = _published(self._published, self._rank)
+            self._transfers[message.engine].execute(scope, message.command, published, self._shards)
+        except Aborted:
+            pass  # the results report it
+        except Exception as error:
+            if not isinstance(error, ReshardError):
+                logger.exception("trainer rank %d failed in update %d", self._rank, scope.update)
+            description = str(error) if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
+            scope.abort_because(error, _describe(self._rank, description))
+
+
+def _published(published: PublishedShards | None, trainer_rank: int) -> PublishedShards:
+    if published is None:
+        raise Mismatch(f"trainer rank {trainer_rank} has published nothing that it could send")
+    return published
+
+
+def _describe(trainer_rank: int, description: str) -> str:
     named = description.startswith("trainer rank")
     return description if named else f"trainer rank {trainer_rank}: {description}"
-
-
-def _message_device(backend: str, shards: Sequence[torch.Tensor]) -> torch.device:
-    """Returns where messages are packed: NCCL sends from a GPU's memory only, gloo from the host's."""
-    if backend != "nccl":
-        return torch.device("cpu")
-    device = trainer_device(shards)
-    if device is None:
-        raise Unsupported("this process uses no GPU, and NCCL sends between GPUs only; use transport='ipc'")
-    return device

@@ -1,0 +1,144 @@
+"""Prepares and runs one trainer rank's transfers to one engine, as that engine's commands say.
+
+    PrepareSend    fetch the send requests of engine ranks, make views and buffers, or register memory; report ready
+    ConnectPeers   connect to the engine ranks
+    StartTransfer  send
+
+Send requests, views, buffers and connections are kept, so that the next update needs only `StartTransfer`, or nothing
+if the engine reads by NIXL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.gpu.announce import trainer_device
+from sglang_reshard.plan.p2p import SendRequest
+from sglang_reshard.protocol.messages import Command, ConnectPeers, PrepareSend, StartTransfer
+from sglang_reshard.protocol.session import Link, Session
+from sglang_reshard.protocol.update_channel import EngineScope
+from sglang_reshard.protocol.validation import check_prepare_send, check_send_request
+from sglang_reshard.trainer.publisher import PublishedShards
+from sglang_reshard.transports.communicator import P2pCommunicators
+from sglang_reshard.transports.nixl_source import NixlSource
+from sglang_reshard.transports.p2p import P2pSender
+
+Shards = Callable[[], Sequence[torch.Tensor]]  # returns this rank's, in the layout's order
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """What is kept between updates. A rank that sends nothing has no communicators to connect.
+
+    shards      `PublishedShards.identity`
+    registered  its shards, if engine ranks read them by NIXL: then there is neither sender nor communicators
+    """
+
+    command: PrepareSend
+    shards: tuple[object, ...]
+    sender: P2pSender | None = None
+    communicators: P2pCommunicators | None = None
+    registered: NixlSource | None = None
+    connected: bool = False
+
+
+class EngineTransfers:
+    """One trainer rank's side of the transfers to one engine. Commands of one engine are executed one at a time."""
+
+    def __init__(self, session: Session, engine: int, trainer_rank: int) -> None:
+        self._session, self._engine, self._rank = session, engine, trainer_rank
+        self._send_requests: dict[int, tuple[str, SendRequest]] = {}  # by engine rank, with its read plan's digest
+        self._prepared: _Prepared | None = None
+
+    def prepared_transfer(self, published: PublishedShards) -> str:
+        """Returns the transfer that is prepared for these shards; empty if there is none.
+
+        One for other shards is kept until the next `PrepareSend`: an update that is refused for its names is followed
+        by one with the right ones.
+        """
+        prepared = self._prepared
+        if prepared is None or not prepared.connected:
+            return ""
+        return prepared.command.transfer if prepared.shards == published.identity else ""
+
+    def execute(self, scope: EngineScope, command: Command, published: PublishedShards, shards: Shards) -> None:
+        if isinstance(command, PrepareSend):
+            check_prepare_send(command, published.source.trainer_ranks)
+            self.release()
+            self._prepared = self._prepare(command, published, shards())
+            scope.report_ready(self._rank)
+        elif (prepared := self._prepared) is None:
+            return  # PrepareSend failed, which has aborted the update
+        elif isinstance(command, ConnectPeers):
+            if prepared.communicators is not None:
+                store = self._session.p2p_store(self._engine, prepared.command, scope.scope)
+                prepared.communicators.connect(store, self._session.local_address)
+            prepared.connected = True
+        elif isinstance(command, StartTransfer):
+            if command.transfer != prepared.command.transfer or not prepared.connected:
+                raise Mismatch(
+                    f"trainer rank {self._rank} was asked to start transfer {command.transfer!r}, but has prepared "
+                    f"{prepared.command.transfer!r}; this is a bug, please report it"
+                )
+            if prepared.sender is not None and prepared.communicators is not None:
+                prepared.sender.send(prepared.communicators)
+
+    def release(self) -> None:
+        """Drops connections, buffers, and the views that keep the shards' memory."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared.communicators is not None:
+            prepared.communicators.close()
+        if prepared is not None and prepared.registered is not None:
+            prepared.registered.close()
+
+    def abort(self, _reason: str) -> None:
+        """Ends this rank's waits for the engine's ranks. Called from another thread."""
+        prepared = self._prepared
+        if prepared is not None and prepared.communicators is not None:
+            prepared.communicators.abort()
+
+    def _prepare(self, command: PrepareSend, published: PublishedShards, shards: Sequence[torch.Tensor]) -> _Prepared:
+        round_bytes = command.round_bytes[self._rank]
+        if command.backend == "nixl":
+            registered = None
+            if any(round_bytes):
+                registered = NixlSource(f"trainer rank {self._rank}", shards)
+                self._session.put_remote_shards(self._rank, registered.remote)
+            return _Prepared(command, published.identity, registered=registered)
+        requests = {}
+        for engine_rank in (e for e, nbytes in enumerate(round_bytes) if nbytes):
+            digest = command.read_plans[engine_rank]
+            link = Link(self._engine, engine_rank, self._rank)
+            known = self._send_requests.get(engine_rank)
+            if known is None or known[0] != digest:
+                request = self._session.get_send_request(link, digest, command.timeout_s)
+                check_send_request(request, published.source, self._rank, engine_rank)
+                known = digest, request
+            self._session.delete_send_request(link, digest)  # no other rank reads it
+            requests[engine_rank] = known
+        self._send_requests = requests
+        trainer_ranks = len(command.round_bytes)
+        device = _message_device(command.backend if requests else "gloo", shards)
+        sender = P2pSender(
+            published.source,
+            shards,
+            {trainer_ranks + e: request for e, (_, request) in requests.items()},
+            {trainer_ranks + e: round_bytes[e] for e in requests},
+            device,
+        )
+        communicators = self._session.p2p_communicators(command, self._rank, device)
+        return _Prepared(command, published.identity, sender, communicators)
+
+
+def _message_device(backend: str, shards: Sequence[torch.Tensor]) -> torch.device:
+    """Returns where messages are packed: NCCL sends from a GPU's memory only, gloo from the host's."""
+    if backend != "nccl":
+        return torch.device("cpu")
+    device = trainer_device(shards)
+    if device is None:
+        raise Unsupported("this process uses no GPU, and NCCL sends between GPUs only; use transport='ipc'")
+    return device
