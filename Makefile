@@ -150,6 +150,13 @@ bench-hosts: setup
 	$(BIN)/python -m benchmark.hosts
 	$(BIN)/python -m benchmark.pages hosts
 
+# Control messages of an update of up to 1,024 trainer ranks and 256 engine ranks, without what they move: a minute. It
+# writes benchmark/results/control.json and docs/results/control.md.
+.PHONY: bench-control
+bench-control: setup
+	$(BIN)/python -m benchmark.control
+	$(BIN)/python -m benchmark.pages control
+
 # verl's own sync and ours between the same workers: ten minutes. It writes benchmark/results/verl.json and
 # docs/results/verl.md.
 bench-verl: setup

@@ -87,6 +87,24 @@ def hosts(path: Path) -> str:
     return "\n".join(lines)
 
 
+def control(path: Path) -> str:
+    head, rows = results.load(path)
+    lines = [
+        f"{_measured_by(head, path)}. {' '.join(head['notes'])} Medians and maxima of 8 updates.",
+        "",
+        "| trainer ranks | engines | engine ranks | `verify` | update, s | slowest, s | server's CPU, s | messages "
+        "| server's memory, bytes a rank |",
+        "|---:|---:|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        cells = [f"{r['trainer_ranks']:,}", str(r["engines"]), str(r["engines"] * r["engine_ranks"])]
+        cells.append("full" if r["verify"] else "off")
+        cells += [f"{r[name]:.3f}" for name in ("seconds_median", "seconds_max", "server_cpu_seconds")]
+        cells += [f"{r[name]:,}" for name in ("messages", "server_bytes_a_rank")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def trainers(path: Path) -> str:
     head, rows = results.load(path)
     lines = [
@@ -284,6 +302,7 @@ TABLES: dict[str, Table] = {
     "planning": Table("docs/results/planning.md", results.PLANNING, planning),
     "digest": Table("docs/results/digest.md", results.FOLDER / "digest.json", digest),
     "mesh-to-mesh": Table("docs/results/mesh-to-mesh.md", results.FOLDER / "mesh_to_mesh.json", mesh_to_mesh),
+    "control": Table("docs/results/control.md", results.FOLDER / "control.json", control),
     "hosts": Table("docs/results/hosts.md", results.FOLDER / "hosts.json", hosts),
     "verl": Table("docs/results/verl.md", results.FOLDER / "verl.json", verl),
     "trainers": Table("docs/results/trainers.md", results.FOLDER / "trainers.json", trainers),

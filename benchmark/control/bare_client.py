@@ -1,0 +1,68 @@
+"""A connection to a control server without a thread, so that one process can be a thousand ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import secrets
+import socket
+from typing import Any
+
+from sglang_reshard.control import Address, protocol
+from sglang_reshard.control.framing import (
+    ANSWER_BYTES,
+    MAGIC,
+    NONCE_BYTES,
+    FrameReader,
+    FrameWriter,
+    directions,
+    proof,
+)
+from sglang_reshard.control.sockets import configure
+
+
+class BareClient(asyncio.Protocol):
+    """Sends requests and awaits replies, as `ControlClient` does."""
+
+    def __init__(self, writer: FrameWriter, reader: FrameReader) -> None:
+        self._writer, self._reader = writer, reader
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._transport: Any = None
+
+    @classmethod
+    async def connect(cls, address: Address) -> BareClient:
+        """Enters the session of `address`."""
+        loop, connection = asyncio.get_running_loop(), socket.socket()
+        connection.setblocking(False)
+        await loop.sock_connect(connection, (address.host, address.port))
+        configure(connection)
+        nonce, answer = secrets.token_bytes(NONCE_BYTES), b""
+        await loop.sock_sendall(connection, MAGIC + nonce)
+        while len(answer) < ANSWER_BYTES:
+            answer += await loop.sock_recv(connection, ANSWER_BYTES - len(answer))
+        nonces = nonce, answer[:NONCE_BYTES]
+        assert hmac.compare_digest(answer[NONCE_BYTES:], proof(address.secret(), b"server", *nonces))
+        await loop.sock_sendall(connection, proof(address.secret(), b"client", *nonces))
+        client = cls(*directions(address.secret(), b"client", b"server", *nonces))
+        client._transport, _ = await loop.create_connection(lambda: client, sock=connection)
+        await client.call("hello", address.session)
+        return client
+
+    def data_received(self, data: bytes) -> None:
+        for body in self._reader.feed(data):
+            message = protocol.read_message(body)
+            if not isinstance(message, protocol.Event):
+                self._pending.pop(message.number).set_result(message)
+
+    async def call(self, operation: str, *arguments: Any) -> Any:
+        number = next(self._numbers)
+        reply = self._pending[number] = asyncio.get_running_loop().create_future()
+        self._transport.write(memoryview(self._writer.frame((number, operation, arguments))))
+        message = await reply
+        assert isinstance(message, protocol.Result), f"{operation}: {message}"
+        return message.value
+
+    def close(self) -> None:
+        self._transport.close()

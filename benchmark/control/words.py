@@ -1,0 +1,137 @@
+"""What ranks say to the control server in an update for which nothing has changed, recorded from the channels."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from sglang_reshard.control import ControlClient
+from sglang_reshard.digest.regions import num_groups
+from sglang_reshard.digest.selection import Selection
+from sglang_reshard.digest.source import PartialChecksums
+from sglang_reshard.engine.context import Vote
+from sglang_reshard.observability.report import RankReport, UpdateReport
+from sglang_reshard.protocol.messages import (
+    ChecksumPart,
+    Checksums,
+    EngineCommand,
+    RequestChecksums,
+    TrainerStatus,
+    UpdateResult,
+    UpdateResults,
+    encode,
+)
+from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel, checksum_part, request_key
+
+Words = list[tuple[str, tuple[Any, ...]]]  # operations of the control server, with their arguments
+TIMEOUT_S = 60.0
+_TENSORS = 1000
+_DIGEST = "0123456789abcdef" * 4
+_STATUS = TrainerStatus("c0ffee" * 8, _DIGEST, _DIGEST)
+_PHASES = ("prepare", "move", "verify", "commit")
+
+
+class _Recorder(ControlClient):
+    """Writes down what it is asked to send. `answers`: what `get` returns, one after another."""
+
+    def __init__(self, answers: list[list[bytes]]) -> None:
+        self.words: Words = []
+        self._answers = answers
+        self._state, self._callbacks, self._lost, self._closed = threading.Lock(), {}, None, False
+
+    def _call(self, operation: str, *arguments: Any, wait_s: float | None = None) -> Any:
+        self.words.append((operation, arguments))
+        if operation == "get":
+            return self._answers.pop(0)
+        return [arguments[3]] * arguments[2] if operation == "all_gather" else None
+
+
+def trainer_rank(update: int, rank: int, ranks: int, engine_ranks: int, verify: bool) -> Words:
+    """What a trainer rank says, from the beginning of the update to its end; each answer comes when it is there."""
+    request = _request(engine_ranks)
+    answers = [[encode(UpdateResults({}))]]
+    if verify:
+        answers = [
+            [encode(EngineCommand(0, request))],
+            *([_parts(engine_ranks, ranks - 1)] if not rank else []),
+            *answers,
+        ]
+    recorder = _Recorder(answers)
+    with TrainerChannel(recorder, update, f"trainer rank {rank} (host worker-17, process 4242)") as channel:
+        channel.publish_status(rank, _STATUS)
+        for message in channel.messages(TIMEOUT_S):
+            if isinstance(message, EngineCommand) and rank:
+                channel.put_checksums(rank, request_key(request), _part(engine_ranks))
+            elif isinstance(message, EngineCommand):
+                channel.sum_checksums(request_key(request), _part(engine_ranks), ranks, TIMEOUT_S)
+    return recorder.words
+
+
+def asking(update: int, ranks: int, engines: int) -> Words:
+    """What trainer rank 0 says until it has asked engines for an update."""
+    recorder = _Recorder([[encode(_STATUS)] * ranks])
+    channel = TrainerChannel(recorder, update, "trainer rank 0")
+    channel.collect_statuses(ranks, TIMEOUT_S)
+    channel.delete_update(update - 1)
+    for engine in range(engines):
+        channel.engine(engine).on_abort(lambda _: None)
+    return recorder.words
+
+
+def reporting(update: int, engines: int, engine_ranks: int) -> Words:
+    """What trainer rank 0 says when all engines have answered."""
+    recorder = _Recorder([])
+    channel = TrainerChannel(recorder, update, "trainer rank 0")
+    for engine in range(engines):
+        channel.engine(engine).leave()
+    results = UpdateResults(dict.fromkeys(range(engines), UpdateResult(_report(engine_ranks), None)))
+    channel.send_results(results)
+    return recorder.words
+
+
+def engine_rank(update: int, engine: int, rank: int, ranks: int, verify: bool) -> Words:
+    """What an engine rank says from the request to the answer."""
+    recorder = _Recorder([[encode(Checksums(bytes(8 * num_groups(_TENSORS)), _DIGEST[:16]))]])
+    with EngineChannel(recorder, update, engine, f"engine rank {rank} (host worker-91, process 4242)") as channel:
+        channel.on_abort(lambda _: None)
+        channel.all_gather("prepare", rank, ranks, Vote(reusable=True, has_communicators=True), TIMEOUT_S)
+        if verify:
+            if rank == 0:
+                channel.request_checksums(_request(ranks))
+            channel.get_checksums(_request(ranks), rank, TIMEOUT_S)
+        vote = Vote(report=_rank_report(rank), read_bytes=dict.fromkeys(range(8), 1 << 30))
+        channel.all_gather("commit", rank, ranks, vote, TIMEOUT_S)
+    return recorder.words
+
+
+def _request(engine_ranks: int) -> RequestChecksums:
+    return RequestChecksums((_DIGEST,) * engine_ranks, Selection.full())
+
+
+def _parts(engine_ranks: int, ranks: int) -> list[bytes]:
+    return [encode(_part(engine_ranks))] * ranks
+
+
+def _part(engine_ranks: int) -> ChecksumPart:
+    return checksum_part(PartialChecksums(np.zeros((engine_ranks, num_groups(_TENSORS)), np.uint64), 1))
+
+
+def _rank_report(rank: int) -> RankReport:
+    return RankReport(rank, 1 << 34, 1 << 34, 1 << 27, dict.fromkeys(_PHASES, 0.123456789))
+
+
+def _report(engine_ranks: int) -> UpdateReport:
+    return UpdateReport(
+        success=True,
+        message="",
+        weight_version="1234",
+        transport="nixl",
+        transport_reason="requested",
+        predicted_seconds=0.123456789,
+        bucket_bytes=1 << 26,
+        seconds=dict.fromkeys((*_PHASES, "publish", "total"), 0.123456789),
+        engine_ranks=tuple(_rank_report(rank) for rank in range(engine_ranks)),
+        trainer_ranks=(),
+    )
