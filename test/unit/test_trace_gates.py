@@ -59,9 +59,36 @@ def test_two_strided_writes_that_share_elements():
     refused(each(load), Unsupported, "written more than once")
 
 
-def test_scales_that_the_checkpoint_lacks_are_allowed():
-    model = Toy(each(lambda m, w: m.w.data.copy_(w)), w=(4, 8), w_scale=(1,))
-    assert trace(model, [T]).copies
+@pytest.mark.parametrize("name", ["w_scale_inv", "w_scale", "input_scale", "router_scale"])
+def test_a_scale_that_is_not_written(name):
+    refused(each(lambda m, w: m.w.data.copy_(w)), Unsupported, f"{name} is not written", "needs its scale",
+            w=(4, 8), **{name: (1,)})  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "allowed"), [(1.0, True), (-1.0, True), (0.5, False)])
+def test_a_scale_of_the_kv_cache_may_be_missing_unless_one_was_loaded(value, allowed):
+    model = Toy(each(lambda m, w: m.w.data.copy_(w)), w=(4, 8), k_scale=())
+    with torch.no_grad():
+        model.k_scale.fill_(value)
+    if allowed:
+        assert trace(model, [T]).copies
+    else:
+        with pytest.raises(Unsupported, match="k_scale is not written"):
+            trace(model, [T])
+
+
+def test_new_scales_of_the_kv_cache_are_taken_over():
+    class Method:
+        def process_weights_after_loading(self, layer):
+            layer.k_scale_float = float(layer.k_scale)
+
+    model = Toy(lambda m, ws: [m.attention.k_scale.data.copy_(w.reshape(())) for _, w in ws])
+    model.attention = Toy(None, k_scale=())
+    model.attention.quant_method = Method()
+    program = trace(model, [TensorSpec("attention.k_scale", (1,), "float32")])
+    program.targets["attention.k_scale"].fill_(0.25)
+    program.run_steps()
+    assert model.attention.k_scale_float == 0.25
 
 
 def test_a_loader_that_raises():

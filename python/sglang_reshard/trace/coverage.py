@@ -22,6 +22,7 @@ from sglang_reshard.trace.geometry import (
     intersection,
     to_boxes,
 )
+from sglang_reshard.trace.kv_scales import is_default_scale
 from sglang_reshard.trace.lazy_storage import CheckpointTensor, LiveStorage, VersionedView, leaves, names_of
 from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.memory import Record, geometry_of
@@ -59,11 +60,12 @@ def _updates_in_place(record: Record) -> bool:
 
 def _check_storage(storage: LiveStorage, parameters: list[tuple[str, torch.Tensor]], records: list[Record]) -> None:
     if not records:
-        missing = [name for name, _ in parameters if "scale" not in name]
+        missing = [name for name, parameter in parameters if not is_default_scale(name, parameter)]
         if missing:
             raise Unsupported(
                 f"{missing[0]} is not written by the loader at all: no tensor of the checkpoint reaches it. Compare "
-                "the names that are sent with those of the model's Hugging Face checkpoint."
+                "the names that are sent with those of the model's Hugging Face checkpoint; a quantized weight needs "
+                "its scale."
             )
         return
     # In elements, or in units of the smallest dtype that the storage is written as.

@@ -15,6 +15,7 @@ import torch
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.coverage import check_coverage, check_order
+from sglang_reshard.trace.kv_scales import kv_scale_steps
 from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveWriteMode
 from sglang_reshard.trace.lowering import Lowering, drop_overwritten_fills
 from sglang_reshard.trace.post_load import DeferredCall, defer_post_load, post_load_steps
@@ -49,7 +50,8 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
         lowering = Lowering(recorder.device)
         for record in records:
             lowering.add(record)
-    steps = (*lowering.steps, *post_load_steps(model, deferred))
+    written = {record.storage.name for record in records}
+    steps = (*lowering.steps, *kv_scale_steps(model, written), *post_load_steps(model, deferred))
     return Program(tuple(lowering.copies), lowering.targets, steps, time.perf_counter() - began)
 
 

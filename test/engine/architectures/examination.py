@@ -85,6 +85,7 @@ def _examined(model: torch.nn.Module, weights: Weights, config: dict[str, Any], 
     program, refusal = _traced(model, weights)
     wrote = differing(before, digests(model))
     complaints = [f"the trace wrote to {', '.join(wrote[:4])}"] if wrote else []
+    complaints += [] if program is None else _missing_scales(model, weights, program)
     replays = None if program is None else Replays.of(model, program, weights)
     complaints += [] if live_signature(model) == signature else ["live tensors have moved"]
     stock = _stock(model, weights)
@@ -115,6 +116,17 @@ def _traced(model: torch.nn.Module, weights: Weights) -> tuple[Program | None, s
         return trace(model, specs), ""
     except ReshardError as error:
         return None, str(error)
+
+
+def _missing_scales(model: torch.nn.Module, weights: Weights, program: Program) -> list[str]:
+    """What is wrong with how the trace takes weights without a scale that this rank reads, or without any."""
+    scales = sorted({copy.source for copy in program.copies if copy.source.endswith(("_scale", "_scale_inv"))})
+    found = []
+    for left_out in filter(None, (scales, scales[len(scales) // 2 :][:1])):
+        program, refusal = _traced(model, {name: t for name, t in weights.items() if name not in left_out})
+        if program is not None or "scale" not in refusal:
+            found.append(f"without {left_out[0]} and {len(left_out) - 1} more scales the trace says: {refusal!r}")
+    return found
 
 
 def _stock(model: torch.nn.Module, weights: Weights) -> dict[str, str] | Exception:

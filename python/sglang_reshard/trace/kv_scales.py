@@ -1,0 +1,36 @@
+"""Scales of the KV cache, which SGLang keeps as parameters of attention layers, and most checkpoints do not have."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+
+import torch
+
+from sglang_reshard.trace.program import Step
+
+_NAMES = ("k_scale", "v_scale")
+_HOOK = "process_weights_after_loading"
+
+
+def is_default_scale(name: str, parameter: torch.Tensor) -> bool:
+    """Returns whether a parameter is a scale as SGLang leaves it for a checkpoint without one: 1, or not yet set.
+
+    Any other value was loaded, and an update that does not bring one would leave it stale.
+    """
+    if name.rpartition(".")[2] not in _NAMES or parameter.numel() != 1:
+        return False
+    return parameter.device.type == "meta" or float(parameter) == 1.0 or float(parameter) < 0.0
+
+
+def kv_scale_steps(model: torch.nn.Module, written: Collection[str]) -> list[Step]:
+    """Returns steps that take over new scales as loading does: attention reads copies of them, as Python numbers.
+
+    written  names of the parameters that an update writes
+    """
+    steps = []
+    for path, module in model.named_modules():
+        take_over = getattr(getattr(module, "quant_method", None), _HOOK, None)
+        if take_over is not None and any(f"{path}.{name}" in written for name in _NAMES):
+            steps.append(Step(path, _HOOK, functools.partial(take_over, module)))
+    return steps
