@@ -83,11 +83,8 @@ def asking(update: int, ranks: int, engines: int) -> Words:
 def reporting(update: int, engines: int, engine_ranks: int) -> Words:
     """What trainer rank 0 says when all engines have answered."""
     recorder = _Recorder([])
-    channel = TrainerChannel(recorder, update, "trainer rank 0")
-    for engine in range(engines):
-        channel.engine(engine).leave()
     results = UpdateResults(dict.fromkeys(range(engines), UpdateResult(_report(engine_ranks), None)))
-    channel.send_results(results)
+    TrainerChannel(recorder, update, "trainer rank 0").send_results(results)
     return recorder.words
 
 

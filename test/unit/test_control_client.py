@@ -187,6 +187,22 @@ def test_who_left_does_not_hear_and_does_not_abort(control_server, clients):
     other.close()
 
 
+def test_a_watcher_that_is_forgotten_leaves_others_of_the_scope(clients):
+    a, b, _ = clients
+    heard, forgotten = [], []
+    a.watch("s", forgotten.append)
+    a.watch("s", heard.append)
+    a.unwatch("s", forgotten.append)  # an equal bound method
+    b.cancel("s", "why")
+    settles(lambda: heard, ["why"])
+    a.watch("t", forgotten.append)
+    a.unwatch("t", forgotten.append)
+    assert a._callbacks == {}
+    b.cancel("t", "why")
+    assert a.exists(["x"]) == [False]  # by now the event has come
+    assert forgotten == []
+
+
 def test_a_callback_may_use_the_client(clients):
     a, b, _ = clients
     found = []

@@ -167,6 +167,15 @@ class ControlClient:
             if self._closed:
                 raise
 
+    def unwatch(self, scope: str, callback: Callable[[str], None]) -> None:
+        """Forgets a callback of `watch`; others of this scope stay. The server forgets it with the scope."""
+        with self._state:
+            callbacks = self._callbacks.get(scope, [])
+            if callback in callbacks:
+                callbacks.remove(callback)
+            if not callbacks:
+                self._callbacks.pop(scope, None)
+
     def delete_scope(self, scope: str) -> None:
         """Lets the server forget that a scope was cancelled, and its all-gathers that timed out."""
         self._call("delete_scope", scope)

@@ -81,6 +81,10 @@ class _Scope:
         """Calls `callback(reason)` in another thread when the update is aborted, to end other waits."""
         self._client.watch(self.scope, callback)
 
+    def off_abort(self, callback: Callable[[str], None]) -> None:
+        """Forgets a callback of `on_abort`, and no other one."""
+        self._client.unwatch(self.scope, callback)
+
     def _get(self, keys: Sequence[str], timeout_s: float, explain: Callable[[list[int]], str]) -> list[bytes]:
         """`explain` makes the message of DeadlineExceeded from the indices of the missing keys."""
         try:

@@ -150,7 +150,7 @@ class UpdateCoordinator:
         except ReshardError as error:
             settle(UpdateResult(None, Failure.of(error)))
             return result
-        result.add_done_callback(lambda _: scope.leave())
+        result.add_done_callback(lambda _: scope.off_abort(give_up))  # the worker still watches the scope
         self._asking[engine] = _start_thread(f"engine {engine}", run, self._asking.get(engine))
         return result
 
