@@ -25,7 +25,7 @@ from demo import text
 # One step has to change what the model says, visibly.
 LEARNING_RATE = 2e-3
 
-_PLAN: dict[str, ParallelStyle] = {
+TP_PLAN: dict[str, ParallelStyle] = {
     "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
     "model.layers.*.self_attn.q_proj": ColwiseParallel(),
     "model.layers.*.self_attn.k_proj": ColwiseParallel(),
@@ -51,7 +51,7 @@ class Trainer:
         torch.manual_seed(0)
         with torch.device(mesh.device_type):
             model = Qwen3ForCausalLM(config)
-        self.model: torch.nn.Module = parallelize_module(model, mesh, _PLAN)
+        self.model: torch.nn.Module = parallelize_module(model, mesh, TP_PLAN)
         if data_mesh is not None:
             for layer in self.model.model.layers:  # type: ignore[union-attr]
                 fully_shard(layer, mesh=data_mesh)

@@ -1,8 +1,10 @@
-"""What trainer ranks on the hosts of test_engines.py do: they train with FSDP2, and update an engine of several hosts.
+"""What trainer ranks on the hosts of test_engines.py do: they train, and update an engine of several hosts.
 
-torchrun ... engine_job.py FOLDER TP_SIZE URL TRANSPORT          # of a server
-torchrun ... engine_job.py FOLDER TP_SIZE embedded TRANSPORT     # started here, over all of the trainer's hosts
-torchrun ... engine_job.py FOLDER TP_SIZE,... URL,... nixl       # of several servers that pass on the weights
+torchrun ... engine_job.py FOLDER TP_SIZE URL TRANSPORT SHARDING          # of a server
+torchrun ... engine_job.py FOLDER TP_SIZE embedded TRANSPORT SHARDING     # started here, over all trainer hosts
+torchrun ... engine_job.py FOLDER TP_SIZE,... URL,... nixl SHARDING       # of several servers that pass on the weights
+
+SHARDING is "fsdp", FSDP2 over all ranks, or "fsdp_tp", over hosts and over the tensor parallel ranks of each.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 from transformers import AutoConfig, Qwen3ForCausalLM
 
 from demo.reference import greedy_tokens
+from demo.trainer import TP_PLAN
 from oracle.digests import read_live_digests
 from sglang_reshard import MultiEngineSender, UpdateReport, VerlEngine, WeightSender
 from sglang_reshard.api.remote_engine import RemoteEngine
@@ -140,13 +144,22 @@ class Embedded:
         self._engine.shutdown()
 
 
-def main(folder: Path, tp_sizes: str, where: str, transport: str, last: str = "") -> None:
+def sharded(model: nn.Module, sharding: str) -> tuple[nn.Module, int]:
+    """The model, sharded; and the number of the data that this rank trains on."""
+    if sharding == "fsdp":
+        return fully_shard(model), dist.get_rank()
+    per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // per_host, per_host), mesh_dim_names=("fsdp", "tp"))
+    return fully_shard(parallelize_module(model, mesh["tp"], TP_PLAN), mesh=mesh["fsdp"]), mesh["fsdp"].get_local_rank()
+
+
+def main(folder: Path, tp_sizes: str, where: str, transport: str, sharding: str, last: str = "") -> None:
     """`last`: the last update is the last thing that is done to the engine; what it holds is not looked at."""
     dist.init_process_group("cpu:gloo")
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(folder / "model")
-    model = fully_shard(Qwen3ForCausalLM(config).float())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    model, data_rank = sharded(Qwen3ForCausalLM(config).float(), sharding)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
     sizes, urls = [int(size) for size in tp_sizes.split(",")], where.split(",")
     engine: Embedded | Server | Servers
     if len(urls) > 1:
@@ -155,8 +168,8 @@ def main(folder: Path, tp_sizes: str, where: str, transport: str, last: str = ""
         engine = Embedded(folder, *sizes) if where == "embedded" else Server(folder, *sizes, where, transport)
     seen = []
     for version in ("1", "2"):
-        tokens = torch.arange(24).view(2, 12) + dist.get_rank()
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        tokens = torch.arange(24).view(2, 12) + data_rank
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
-from places import Places, paths, servers_on, trainers_on, url_of
 
 from support.hosts import Host, laboratory, why_not
 from support.nixl_env import needs_nixl
+from support.places import Places, paths, servers_on, trainers_on, url_of
 from support.tiny_qwen3 import tiny_qwen3
 
 pytestmark = [
@@ -62,7 +62,7 @@ def test_a_server_takes_the_weights_of_one_on_other_hosts(asked: str, transport:
         servers = servers_on(places, [a, b], tmp_path, 4) + servers_on(places, [c], tmp_path, 2)
         for host in (a, c):
             places.await_health(c, url_of(host), servers, deadline)
-        trainers = trainers_on(places, [b], 1, str(tmp_path), "4", url_of(a), "auto", "last update unread")
+        trainers = trainers_on(places, [b], 1, str(tmp_path), "4", url_of(a), "auto", "fsdp", "last update unread")
         places.await_end(trainers, deadline)
         has = ask(c, url_of(a))
         assert ask(c, url_of(c))[:2] != has[:2]
@@ -82,7 +82,7 @@ def test_a_server_whose_source_vanishes_says_so_and_serves_nothing_mixed(tmp_pat
         servers = servers_on(places, [a], tmp_path, 2) + servers_on(places, [c], tmp_path, 1)
         for host in (a, c):
             places.await_health(host, url_of(host), servers, deadline)
-        trainers = trainers_on(places, [a], 1, str(tmp_path), "2", url_of(a), "auto", "last update unread")
+        trainers = trainers_on(places, [a], 1, str(tmp_path), "2", url_of(a), "auto", "fsdp", "last update unread")
         places.await_end(trainers, deadline)
         before = ask(c, url_of(c))
         a.shape("200kbit", burst="32kb")

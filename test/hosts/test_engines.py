@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import Places, servers_on, trainers_on, url_of
 
 from oracle.stock import stock_digests
 from support.hosts import laboratory, why_not
 from support.nixl_env import needs_nixl
+from support.places import Places, servers_on, trainers_on, url_of
 from support.tiny_qwen3 import tiny_qwen3
 
 pytestmark = [
@@ -29,16 +29,24 @@ _DEADLINE_S = 400
 
 
 @pytest.mark.parametrize(
-    ("trainer_hosts", "per_host", "engine_hosts", "tp_size", "asked", "transport"),
+    ("trainer_hosts", "per_host", "sharding", "engine_hosts", "tp_size", "asked", "transport"),
     [
-        ("ab", 2, "cd", 4, "auto", "p2p"),
-        ("ab", 1, "bc", 2, "auto", "ipc+p2p"),
-        pytest.param("ab", 2, "cd", 4, "nixl", "nixl", marks=needs_nixl),
+        ("ab", 2, "fsdp", "cd", 4, "auto", "p2p"),
+        ("ab", 2, "fsdp_tp", "cd", 2, "auto", "p2p"),
+        ("ab", 1, "fsdp", "bc", 2, "auto", "ipc+p2p"),
+        pytest.param("ab", 2, "fsdp", "cd", 4, "nixl", "nixl", marks=needs_nixl),
     ],
-    ids=["apart", "one host has both", "apart, read by NIXL"],
+    ids=["apart", "apart, FSDP over hosts of TP=2", "one host has both", "apart, read by NIXL"],
 )
 def test_a_server_over_two_hosts_follows_trainers_over_two(
-    trainer_hosts: str, per_host: int, engine_hosts: str, tp_size: int, asked: str, transport: str, tmp_path: Path
+    trainer_hosts: str,
+    per_host: int,
+    sharding: str,
+    engine_hosts: str,
+    tp_size: int,
+    asked: str,
+    transport: str,
+    tmp_path: Path,
 ) -> None:
     CONFIG.save_pretrained(tmp_path / "model")
     deadline = time.monotonic() + _DEADLINE_S
@@ -50,7 +58,8 @@ def test_a_server_over_two_hosts_follows_trainers_over_two(
         url = url_of(engine[0])
         places.await_health(hosts[0], url, servers, deadline)
         trainers = [by_letter[letter] for letter in trainer_hosts]
-        places.await_end(trainers_on(places, trainers, per_host, str(tmp_path), str(tp_size), url, asked), deadline)
+        order = str(tmp_path), str(tp_size), url, asked, sharding
+        places.await_end(trainers_on(places, trainers, per_host, *order), deadline)
     seen = assert_arrived(tmp_path, transport)
     checkpoints = [tmp_path / version for version in ("1", "2")]
     expected = stock_digests(checkpoints[0], checkpoints, tp_size=tp_size, dtype="float32")
@@ -62,7 +71,7 @@ def test_an_engine_that_the_trainer_starts_on_all_its_hosts_follows_it(tmp_path:
     deadline = time.monotonic() + _DEADLINE_S
     places = Places(tmp_path)
     with laboratory(2, names_lead_to_loopback=False) as hosts:
-        places.await_end(trainers_on(places, hosts, 2, str(tmp_path), "2", "embedded", "auto"), deadline)
+        places.await_end(trainers_on(places, hosts, 2, str(tmp_path), "2", "embedded", "auto", "fsdp"), deadline)
     assert_arrived(tmp_path, "ipc+p2p")
 
 
@@ -95,7 +104,8 @@ def test_two_servers_on_two_hosts_read_from_each_other(tmp_path: Path) -> None:
         for url in urls:
             places.await_health(trainer, url, servers, deadline)
         sizes = ",".join(map(str, tp_sizes))
-        places.await_end(trainers_on(places, [trainer], 2, str(tmp_path), sizes, ",".join(urls), "nixl"), deadline)
+        order = str(tmp_path), sizes, ",".join(urls), "nixl", "fsdp"
+        places.await_end(trainers_on(places, [trainer], 2, *order), deadline)
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert [version["tokens"] for version in seen] == [version["expected"] for version in seen]
     for version in seen:

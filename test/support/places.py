@@ -36,6 +36,10 @@ class Places:
             code = process.wait(max(1, deadline - time.monotonic()))
             assert code == 0, self._logs[process.pid].read_text()[-6000:]
 
+    def logs(self) -> str:
+        """The ends of all logs."""
+        return "\n".join(f"{log.name}:\n{log.read_text()[-3000:]}" for log in self._logs.values())
+
     def await_health(self, host: Host, url: str, servers: list[subprocess.Popen[str]], deadline: float) -> None:
         probe = f"import httpx, sys; sys.exit(httpx.get('{url}/health', timeout=5).status_code != 200)"
         command = host.command([sys.executable, "-c", probe])
@@ -69,7 +73,7 @@ def trainers_on(places: Places, hosts: list[Host], per_host: int, *arguments: st
     for rank, host in enumerate(hosts):
         command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--node-rank={rank}"]
         command += [f"--nproc-per-node={per_host}", f"--master-addr={hosts[0].address}"]
-        command += [f"--master-port={_RENDEZVOUS_PORT}", str(Path(__file__).with_name("engine_job.py")), *arguments]
+        command += [f"--master-port={_RENDEZVOUS_PORT}", str(TEST / "hosts" / "engine_job.py"), *arguments]
         found.append(places.start(host, "trainer", command, paths({"OMP_NUM_THREADS": "1"})))
     return found
 
