@@ -8,6 +8,7 @@ import pytest
 
 from support.gpu_jobs import Job, Served, Trained, serve, train
 from support.sweep import sweep
+from support.toy_trainers import assert_told_alike
 from support.virtual_gpus.description import Place, VirtualGpus
 from support.virtual_gpus.world import left_over, run_with_gpus, virtual_gpus
 
@@ -36,7 +37,7 @@ def run(gpus: VirtualGpus, trainers: list[Place], engines: list[Place], job: Job
     trained, served = run_with_gpus(gpus, trainers, engines, train, serve, job)
     versions = [str(version) for version in range(1, job.updates + 1)]
     assert all(not s.differing and s.versions == versions for s in served)
-    assert all(t.reports == trained[0].reports for t in trained)
+    assert_told_alike([[report for reports in t.reports for report in reports.values()] for t in trained])
     for reports in trained[0].reports:
         assert len(reports) == len(engines) // job.tp
         for report in reports.values():
