@@ -8,16 +8,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.trace.block_fp8 import (
+    as_quantized,
+    block_size,
+    in_fp8,
+    quantize_on_arrival,
+    sources_of_fp8,
+    wider,
+)
 from sglang_reshard.trace.coverage import check_coverage, check_order
 from sglang_reshard.trace.kv_scales import kv_scale_steps
 from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveWriteMode
 from sglang_reshard.trace.lowering import Lowering, drop_overwritten_fills
+from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.post_load import DeferredCall, defer_post_load, post_load_steps
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.recorder import Recorder
@@ -34,7 +44,8 @@ _one_at_a_time = threading.Lock()  # what a trace replaces meanwhile is the whol
 def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
     """Returns the program of `model.load_weights` for checkpoint tensors with these names, shapes and dtypes.
 
-    Writes nothing to the model and restores its attributes, also after an error.
+    Writes nothing to the model and restores its attributes, also after an error. Weights for a block-fp8 engine that
+    have more bits are quantized by the program, see `block_fp8`.
 
     Raises Mismatch if the loader rejects the tensors, and Unsupported if what it does cannot be repeated as copies
     followed by steps.
@@ -42,17 +53,60 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
     began = time.perf_counter()
     _check_names(specs)
     with _one_at_a_time, torch.no_grad(), _garbage_collection_off():
-        recorder = Recorder(model)
-        deferred = _run_loader(model, specs, recorder)
-        records = drop_overwritten_fills(recorder.records)
-        check_order(records)
-        check_coverage(model, recorder.storages, records)
-        lowering = Lowering(recorder.device)
-        for record in records:
+        block, quantized = block_size(model), set[str]()
+        if block is None:
+            found = _traced(model, specs)
+        else:
+            found, quantized = _traced_in_blocks(model, specs, block)
+        check_order(found.records)
+        check_coverage(model, found.recorder.storages, found.records)
+        lowering = Lowering(found.recorder.device)
+        for record in found.records:
             lowering.add(record)
-    written = {record.storage.name for record in records}
-    steps = (*lowering.steps, *kv_scale_steps(model, written), *post_load_steps(model, deferred))
-    return Program(tuple(lowering.copies), lowering.targets, steps, time.perf_counter() - began)
+    written = {record.storage.name for record in found.records}
+    steps = (*lowering.steps, *kv_scale_steps(model, written), *post_load_steps(model, found.deferred))
+    program = Program(tuple(lowering.copies), lowering.targets, steps)
+    if block is not None and quantized:
+        by_name = {spec.name: spec for spec in specs}
+        program = quantize_on_arrival(program, by_name, quantized, block, found.recorder.device)
+    return replace(program, seconds=time.perf_counter() - began)
+
+
+class _Traced(NamedTuple):
+    """What a loader would have done with checkpoint tensors, and the calls of post_load_weights that it made."""
+
+    recorder: Recorder
+    records: list[Record]
+    deferred: list[DeferredCall]
+
+
+def _traced(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> _Traced:
+    recorder = Recorder(model)
+    deferred = _run_loader(model, specs, recorder)
+    return _Traced(recorder, drop_overwritten_fills(recorder.records), deferred)
+
+
+def _traced_in_blocks(
+    model: torch.nn.Module, specs: Sequence[TensorSpec], block: tuple[int, int]
+) -> tuple[_Traced, set[str]]:
+    """Traces a block-fp8 model. Returns the names, too, of what it was given in fp8 although `specs` have more bits."""
+    candidates, refusal = wider(specs), None
+    try:
+        found = _traced(model, specs)
+        names = sources_of_fp8(found.records) & candidates
+        if not names:
+            return found, names
+    except ReshardError as error:
+        refusal = error  # of a loader that checks dtypes itself, perhaps
+    if refusal is not None:
+        try:
+            given = _traced(model, [in_fp8(spec) if spec.name in candidates else spec for spec in specs])
+        except ReshardError:
+            raise refusal from None
+        names = sources_of_fp8(given.records) & candidates
+        if not names:
+            raise refusal
+    return _traced(model, as_quantized(specs, names, block)), names
 
 
 def _check_names(specs: Sequence[TensorSpec]) -> None:

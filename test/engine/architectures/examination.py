@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.util
 import json
 import re
 import traceback
@@ -91,6 +93,8 @@ def _examined(model: torch.nn.Module, weights: Weights, config: dict[str, Any], 
     stock = _stock(model, weights)
     if not isinstance(stock, Exception):
         complaints += _unjustified(refusal, before, stock) if replays is None else replays.complaints(stock)
+    if program is not None and not complaints and not isinstance(stock, Exception):
+        complaints += _quantized_on_arrival(model, weights)
     if complaints:
         return Finding("failed", "; ".join(complaints))
     if isinstance(stock, Exception):
@@ -127,6 +131,45 @@ def _missing_scales(model: torch.nn.Module, weights: Weights, program: Program) 
         if program is not None or "scale" not in refusal:
             found.append(f"without {left_out[0]} and {len(left_out) - 1} more scales the trace says: {refusal!r}")
     return found
+
+
+def _quantized_on_arrival(model: torch.nn.Module, weights: Weights) -> list[str]:
+    """What differs after an update in bfloat16 from stock loading of what verl's quantizer makes of its weights."""
+    names = [name for name, tensor in weights.items() if tensor.dtype == torch.float8_e4m3fn]
+    if not names:
+        return []
+    trained = {name: t for name, t in weights.items() if not name.endswith("_scale_inv")}
+    generator = torch.Generator().manual_seed(3)
+    for name in names:
+        trained[name] = torch.randn(weights[name].shape, generator=generator).to(torch.bfloat16)
+    program, refusal = _traced(model, trained)
+    if program is None:
+        return [f"in bfloat16 it is refused: {refusal}"]
+    fill_with_garbage(model)
+    replay(program, trained)
+    found = digests(model)
+    quantize = verl_quantizer()
+    loaded = dict(trained)
+    for name in names:
+        loaded[name], scales = quantize(trained[name], (128, 128))
+        loaded[f"{name}_scale_inv"] = scales.squeeze(-1)
+    stock = _stock(model, loaded)
+    if isinstance(stock, Exception):
+        return [f"stock SGLang does not load what verl quantizes: {stock}"]
+    wrong = differing(found, stock)
+    return [f"in bfloat16 {len(wrong)} live tensors differ: {', '.join(wrong[:4])}"] if wrong else []
+
+
+@functools.cache
+def verl_quantizer() -> Any:
+    """verl's own, in torch, from its file: verl itself imports Ray."""
+    (folder,) = importlib.util.find_spec("verl").submodule_search_locations  # type: ignore[union-attr, misc]
+    spec = importlib.util.spec_from_file_location("fp8_kernel", Path(folder) / "utils" / "kernel" / "fp8_kernel.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module._scaled_fp8_blockwise_pytorch
 
 
 def _stock(model: torch.nn.Module, weights: Weights) -> dict[str, str] | Exception:

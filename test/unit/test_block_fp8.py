@@ -1,0 +1,186 @@
+"""Weights of 16 and 32 bits for a model in block-fp8: quantized on arrival to what a quantized checkpoint leaves."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oracle.replay import replay
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.trace.block_fp8 import FP8, quantize_blocks
+from sglang_reshard.trace.live_shards import live_shards
+from sglang_reshard.trace.live_signature import live_signature
+from sglang_reshard.trace.tracer import trace
+from support.live_memory import fill_with_garbage
+from toy_loader import Toy, contents, specs_of
+
+BLOCK = (4, 4)
+
+
+def by_hand(weight, block=BLOCK):
+    """One block at a time: float8 weights and scales of a matrix."""
+    quantized = torch.empty(weight.shape, dtype=FP8)
+    scales = torch.empty([-(-n // b) for n, b in zip(weight.shape, block, strict=True)])
+    for i, j in torch.cartesian_prod(*map(torch.arange, scales.shape)).tolist():
+        at = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+        part = weight[at].float()
+        largest = part.abs().max()
+        factor = torch.tensor(448.0) / largest if largest else torch.tensor(1.0)
+        quantized[at], scales[i, j] = (part * factor).clamp(-448, 448).to(FP8), 1 / factor
+    return quantized, scales
+
+
+def random(*shape, dtype=torch.bfloat16, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 13), st.integers(1, 13), st.sampled_from([(4, 4), (3, 5), (16, 1)]), st.integers(0, 99))
+def test_blocks_are_quantized_one_by_one(rows, columns, block, seed):
+    weights = torch.stack([random(rows, columns, seed=seed + n) for n in range(3)])
+    weights[1, : block[0], : block[1]] = 0
+    quantized, scales = quantize_blocks(weights, block)
+    for n, weight in enumerate(weights):
+        right, of_blocks = by_hand(weight, block)
+        assert torch.equal(quantized[n].view(torch.uint8), right.view(torch.uint8))
+        assert torch.equal(scales[n], of_blocks)
+
+
+class Linear(torch.nn.Module):
+    """Keeps a matrix in float8_e4m3fn, with a scale for each block."""
+
+    def __init__(self, rows, columns):
+        super().__init__()
+        scales = [-(-n // b) for n, b in zip((rows, columns), BLOCK, strict=True)]
+        self.weight = torch.nn.Parameter(torch.empty(rows, columns, dtype=FP8), requires_grad=False)
+        self.weight_scale_inv = torch.nn.Parameter(torch.empty(scales), requires_grad=False)
+        self.quant_method = SimpleNamespace(quant_config=SimpleNamespace(weight_block_size=list(BLOCK)))
+
+
+def model(load, rows, columns):
+    toy = Toy(load)
+    toy.linear = Linear(rows, columns)
+    toy.norm = torch.nn.Parameter(torch.empty(8, dtype=torch.bfloat16), requires_grad=False)
+    return toy
+
+
+def rows_of(first, last):
+    """Loads some rows of "w", and their scales."""
+
+    def load(toy, weights):
+        for name, tensor in weights:
+            if name == "norm":
+                toy.norm.data.copy_(tensor)
+            elif name == "w":
+                toy.linear.weight.data.copy_(tensor[first:last])
+            else:
+                toy.linear.weight_scale_inv.data.copy_(tensor[first // 4 : -(-last // 4)])
+
+    return load
+
+
+def gate_and_up(toy, weights):
+    """Loads the first halves of two matrices, one beneath the other."""
+    for name, tensor in weights:
+        if name == "norm":
+            toy.norm.data.copy_(tensor)
+            continue
+        own, half = name.removesuffix("_scale_inv"), tensor.shape[0] // 2
+        parameter = toy.linear.weight_scale_inv if own != name else toy.linear.weight
+        parameter.data[half * ["gate", "up"].index(own) :][:half].copy_(tensor[:half])
+
+
+def quantized(weights):
+    found = {}
+    for name, tensor in weights.items():
+        if tensor.dim() == 2:
+            found[name], found[f"{name}_scale_inv"] = by_hand(tensor.to(torch.bfloat16))
+        else:
+            found[name] = tensor
+    return found
+
+
+def check(make, weights):
+    """Traces, replays the weights, and compares with what the loader does with them in block-fp8; twice."""
+    traced, stock = make(), make()
+    fill_with_garbage(traced)
+    before, signature = contents(traced), live_signature(traced)
+    program = trace(traced, specs_of(weights))
+    assert contents(traced) == before, "the trace wrote to the model"
+    for _ in range(2):
+        fill_with_garbage(traced)
+        fill_with_garbage(stock)
+        replay(program, weights)
+        with torch.no_grad():
+            stock.load_weights(iter(quantized(weights).items()))
+        assert contents(traced) == contents(stock)
+        assert live_signature(traced) == signature, "the update moved something"
+        weights = {n: t.flip(0) for n, t in weights.items()}
+    return program
+
+
+NORM = random(8, seed=9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize(("first", "last"), [(0, 12), (4, 8), (8, 11)])
+def test_rows_of_a_matrix(dtype, first, last):
+    weights = {"w": random(11 if last == 11 else 12, 10, dtype=dtype), "norm": NORM}
+    program = check(lambda: model(rows_of(first, last), last - first, 10), weights)
+    (copy,) = [c for c in program.copies if c.source == "w"]
+    assert copy.region.count == (last - first, 10), "no block is read that is not needed"
+
+
+@pytest.mark.parametrize(("first", "last"), [(2, 8), (0, 6), (5, 7)])
+def test_a_cut_through_a_block_reads_the_whole_block(first, last):
+    """The scale of a block is that of all its elements, others' too."""
+    program = check(lambda: model(rows_of(first, last), last - first, 8), {"w": random(12, 8), "norm": NORM})
+    (copy,) = [c for c in program.copies if c.source == "w"]
+    assert copy.region.start == (first // 4 * 4, 0)
+    assert copy.region.count == (-(-last // 4) * 4 - first // 4 * 4, 8)
+
+
+def test_fused_matrices():
+    check(lambda: model(gate_and_up, 8, 12), {"gate": random(8, 12), "up": random(8, 12, seed=1), "norm": NORM})
+
+
+def test_some_tensors_may_be_quantized_already():
+    weights = quantized({"w": random(8, 8)}) | {"norm": NORM}
+    program = trace(model(rows_of(0, 8), 8, 8), specs_of(weights))
+    assert not program.scratch_bytes
+
+
+def test_an_engine_without_blocks_refuses():
+    toy = model(rows_of(0, 8), 8, 8)
+    del toy.linear.quant_method
+    with pytest.raises(Unsupported, match="weight_scale_inv is not written"):
+        trace(toy, [TensorSpec("w", (8, 8), "bfloat16"), TensorSpec("norm", (8,), "bfloat16")])
+
+
+def test_live_weights_in_fp8_are_not_passed_on_as_what_they_were():
+    weights = {"w": random(8, 8), "norm": NORM}
+    program = trace(model(rows_of(0, 8), 8, 8), specs_of(weights))
+    replay(program, weights)
+    with pytest.raises(Unsupported, match=r"w cannot be read .* Only a trainer"):
+        live_shards(program, {name: tuple(t.shape) for name, t in weights.items()}, 0)
+
+
+def test_a_wide_weight_with_a_scale_is_refused():
+    specs = [TensorSpec("w", (8, 8), "bfloat16"), TensorSpec("w_scale_inv", (2, 2), "float32")]
+    with pytest.raises(Unsupported, match="a plain cast is no quantization"):
+        trace(model(rows_of(0, 8), 8, 8), [*specs, TensorSpec("norm", (8,), "bfloat16")])
+
+
+def test_a_weight_that_is_kept_in_two_ways_is_refused():
+    def load(toy, weights):
+        weights = dict(weights)
+        rows_of(0, 8)(toy, weights.items())
+        toy.plain.data.copy_(weights["w"])
+
+    toy = model(load, 8, 8)
+    toy.plain = torch.nn.Parameter(torch.empty(8, 8, dtype=torch.bfloat16), requires_grad=False)
+    with pytest.raises(Unsupported, match=r"w is .* in plain: the engine keeps it in two ways"):
+        trace(toy, [TensorSpec("w", (8, 8), "bfloat16"), TensorSpec("norm", (8,), "bfloat16")])

@@ -1,0 +1,90 @@
+"""Whole updates in real processes of a block-fp8 model from a trainer in bfloat16: every transport, staged or not."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.trace.block_fp8 import FP8, quantize_blocks
+from support.sweep import sweep
+from support.world import run_world
+
+BLOCK = (4, 4)
+ROWS, COLUMNS, LAYERS, TRAINERS, ENGINES = 24, 10, 3, 3, 2
+
+
+def weights(version):
+    generator = torch.Generator().manual_seed(version)
+    named = {f"layers.{n}.weight": torch.randn(ROWS, COLUMNS, generator=generator) for n in range(LAYERS)}
+    return {name: tensor.bfloat16() for name, tensor in named.items()} | {"norm": torch.full((4,), float(version))}
+
+
+class Linear(torch.nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(rows, COLUMNS).to(FP8), requires_grad=False)
+        scales = rows // BLOCK[0], -(-COLUMNS // BLOCK[1])
+        self.weight_scale_inv = torch.nn.Parameter(torch.zeros(scales), requires_grad=False)
+        self.quant_method = SimpleNamespace(quant_config=SimpleNamespace(weight_block_size=BLOCK))
+
+
+class Rank(torch.nn.Module):
+    """An engine rank that has its part of the rows of each layer."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+        self.layers = torch.nn.ModuleList(Linear(ROWS // ENGINES) for _ in range(LAYERS))
+        self.norm = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            parameter = self.get_parameter(name).data
+            part = tensor if name == "norm" else tensor.chunk(ENGINES)[self.rank]
+            parameter.copy_(part)
+
+
+def train(trainer, transport, options, updates=3):
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport=transport, bucket_bytes=1 << 16)
+    mesh = init_device_mesh("cpu", (TRAINERS,))
+    reports = []
+    for version in range(1, updates + 1):
+        shards = {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in weights(version).items()}
+        reports.append(sender.update(shards.items(), weight_version=str(version), **options))
+    sender.close()
+    return reports
+
+
+def serve(rank, size, requests, _transport, _options):
+    model = Rank(rank)
+    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    differing = []
+    for version, request in enumerate(requests, start=1):
+        requests.answer(receiver.update(request))
+        checkpoint = {}
+        for name, tensor in weights(version).items():
+            checkpoint[name] = tensor
+            if tensor.dim() == 2:
+                quantized, scales = quantize_blocks(tensor[None], BLOCK)
+                checkpoint |= {name: quantized[0], f"{name}_scale_inv": scales[0]}
+        stock = Rank(rank)
+        stock.load_weights(checkpoint.items())
+        for name, right in stock.named_parameters():
+            if not torch.equal(model.get_parameter(name).view(torch.uint8), right.view(torch.uint8)):
+                differing.append((version, name))
+    return differing
+
+
+@pytest.mark.parametrize("options", [{"verify": "full"}, sweep({"staged": True, "verify": "sample"})], ids=str)
+@pytest.mark.parametrize("transport", ["ipc", "p2p", sweep("broadcast")])
+def test_engine_ranks_hold_what_a_quantized_checkpoint_leaves(transport, options):
+    reports, differing = run_world(TRAINERS, ENGINES, train, serve, transport, options)
+    assert differing == [[]] * ENGINES
+    for report in reports[0]:
+        assert report.transport == transport
+        if transport != "broadcast":
+            assert all(rank.received_bytes == rank.least_bytes for rank in report.engine_ranks)
