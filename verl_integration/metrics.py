@@ -17,7 +17,8 @@ def sync_metrics(reports: Mapping[str, UpdateReport], seconds: float) -> dict[st
     reshard/gb_per_s            these over the whole sync, in 10^9 bytes per second
     reshard/peak_extra_bytes    peak memory beyond its own, on the engine rank that used the most
     reshard/sent_bytes_rank0    bytes that engine ranks read or received of trainer rank 0's shards; tensors that
-                                several engine ranks hold, such as norms, count for each
+                                several engine ranks hold, such as norms, count for each. On trainer rank 0 only, whose
+                                metrics verl logs
     reshard/seconds/PHASE       on the slowest rank
     reshard/predicted_seconds   the cost model's prediction of `move`
     reshard/transport/NAME      number of engines updated by this transport
@@ -29,9 +30,11 @@ def sync_metrics(reports: Mapping[str, UpdateReport], seconds: float) -> dict[st
         "reshard/bytes_per_rank": float(received),
         "reshard/gb_per_s": received / seconds / 1e9 if seconds > 0 else 0.0,
         "reshard/peak_extra_bytes": float(max((rank.peak_extra_bytes for rank in ranks), default=0)),
-        "reshard/sent_bytes_rank0": float(sum(report.trainer_ranks[0].sent_bytes for report in reports.values())),
         "reshard/predicted_seconds": max((report.predicted_seconds for report in reports.values()), default=0.0),
     }
+    if all(report.trainer_ranks for report in reports.values()):
+        sent = sum(report.trainer_ranks[0].sent_bytes for report in reports.values())
+        found["reshard/sent_bytes_rank0"] = float(sent)
     for report in reports.values():
         for phase, spent in report.seconds.items():
             key = f"reshard/seconds/{phase}"

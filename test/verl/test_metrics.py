@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from sglang_reshard.observability.report import RankReport, TrainerRankReport, UpdateReport
 from sglang_reshard.verl.metrics import sync_metrics, transport_reasons
 
@@ -19,6 +21,13 @@ def report(transport: str, received: int, move: float) -> UpdateReport:
         engine_ranks=(RankReport(0, received, received, 7, {"move": move}),),
         trainer_ranks=(TrainerRankReport(0, 100, received), TrainerRankReport(1, 100, 0)),
     )
+
+
+def test_other_trainer_ranks_have_no_rows_and_one_metric_less() -> None:
+    short = msgspec.structs.replace(report("ipc", 1_000, 0.25), trainer_ranks=())
+    metrics = sync_metrics({"a": report("ipc", 1_000, 0.25)}, 2.0)
+    assert metrics.pop("reshard/sent_bytes_rank0") == 1_000.0
+    assert sync_metrics({"a": short}, 2.0) == metrics
 
 
 def test_the_slowest_and_the_largest_count() -> None:
