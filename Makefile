@@ -97,7 +97,7 @@ test-gpu-rules: setup
 
 # The part that runs on several hosts: network namespaces of this one, which need root.
 test-hosts: setup
-	$(BIN)/python -m pytest test/hosts $(PYTEST_ARGS)
+	$(BIN)/python -m pytest test/hosts test/verl/test_two_nodes.py $(PYTEST_ARGS)
 
 # Every trainer by every way and transport, swept; it writes benchmark/results/trainers.json and
 # docs/results/trainers.md; with PYTEST_ARGS="FILES" their rows only. Half an hour on 2 cores; `make test` has a case of

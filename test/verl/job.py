@@ -98,14 +98,27 @@ class Job:
 
 @contextmanager
 def a_job(order: dict[str, Any], *, spare: int = 0) -> Iterator[Job]:
-    """A job in a Ray of its own. order: `folder` and what `Job` takes. spare: devices for engines to come"""
+    """A job in a Ray of its own, or in that at `ray` of the order. order: `folder` and what `Job` takes, too.
+
+    spare  devices for engines to come
+    """
     arguments = {**order, "folder": Path(order["folder"])}
+    address = arguments.pop("ray", "")
     ranks, tp_size = order["ranks"], order["tp_size"]
     verl_run.save_model(arguments["folder"] / "model", ranks, tp_size)
     devices = ranks if order["colocated"] else ranks + order["replicas"] * tp_size + spare
     config = verl_config(arguments["folder"], ranks, tp_size, order["dtype"], order["overrides"])
-    with ray_of_its_own(config, devices):
+    with ray_at(address) if address else ray_of_its_own(config, devices):
         yield Job(**arguments)
+
+
+@contextmanager
+def ray_at(address: str) -> Iterator[None]:
+    ray.init(address=address)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 @contextmanager
