@@ -4,7 +4,7 @@ SGLang accepts the name of a custom weight loader. `write_live_digests` is one: 
 carries, as bytes, the folder to write to. This works with any live engine, without a change to it:
 
     engine = sglang.Engine(..., custom_weight_loader=[LOADER])
-    read_live_digests(engine, folder)        # [{path: digest}, ...], one per TP rank
+    read_live_digests(engine, folder)        # [{path: digest}, ...], one per engine rank
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from sglang_reshard.errors import EngineRefused
 from sglang_reshard.trace.live import live_tensors
 
 LOADER = "oracle.digests.write_live_digests"
+_LATER_STAGES_S = 10.0  # after the first pipeline stage, which answers
 
 
 def digests(model: torch.nn.Module) -> dict[str, str]:
@@ -42,16 +45,18 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def write_live_digests(model: torch.nn.Module, named_tensors: Any) -> None:
-    """A custom weight loader: every rank writes `<folder>/<tp rank>.json` and loads nothing."""
+    """A custom weight loader: every rank writes its file in the folder and loads nothing."""
     write_json(digests(model), named_tensors)
 
 
 def write_json(found: Any, named_tensors: Any) -> None:
     """Writes what a custom weight loader has found on this rank to where `read_live_digests` reads it."""
-    from sglang.srt.distributed import get_tp_group
+    from sglang.srt.distributed import get_world_group
 
     ((_, folder),) = list(named_tensors)
-    path = Path(bytes(folder.cpu().tolist()).decode()) / f"{get_tp_group().rank_in_group}.json"
+    # Data parallel engines have a rank of each number, in a process of its own.
+    name = f"{get_world_group().rank_in_group}-{os.getpid()}.json"
+    path = Path(bytes(folder.cpu().tolist()).decode()) / name
     # Renamed into place, so that a reader never sees half a file.
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(found))
@@ -59,7 +64,9 @@ def write_json(found: Any, named_tensors: Any) -> None:
 
 
 def read_live_digests(engine: Any, folder: str | Path, loader: str = LOADER) -> list[Any]:
-    """Returns the digests of every TP rank of an `sglang.Engine` that was started with `loader` allowed.
+    """Returns the digests of every rank of an `sglang.Engine` that was started with `loader` allowed.
+
+    By tensor parallel rank within the pipeline stage; of data parallel engines first all ranks 0, then all ranks 1.
 
     loader  `LOADER`, or another custom weight loader that calls `write_json`
     The folder must be on the engine's host; earlier files there are replaced.
@@ -69,15 +76,33 @@ def read_live_digests(engine: Any, folder: str | Path, loader: str = LOADER) -> 
     for old in folder.glob("*.json"):
         old.unlink()
     message = torch.tensor(list(str(folder.resolve()).encode()), dtype=torch.uint8)
+    arguments = engine.server_args
+    replicas = 1 if arguments.enable_dp_attention else arguments.dp_size
+    ranks = replicas * arguments.pp_size * arguments.tp_size
     with _session(engine):
-        ok, reason = engine.update_weights_from_tensor([("folder", message)], load_format=loader, flush_cache=False)
+        if ranks == arguments.tp_size:
+            ok, reason = engine.update_weights_from_tensor([("folder", message)], load_format=loader, flush_cache=False)
+        else:
+            ok, reason = _ask_all(engine, message, loader)
     if not ok:
         raise EngineRefused(f"The engine wrote no digests: {reason}. Start it with custom_weight_loader=['{loader}'].")
-    tp_size = engine.server_args.tp_size
-    missing = [rank for rank in range(tp_size) if not (folder / f"{rank}.json").exists()]
-    if missing:
-        raise EngineRefused(f"No digests of the engine's TP ranks {missing} in {folder}: is it on this host?")
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(tp_size)]
+    deadline = time.monotonic() + _LATER_STAGES_S
+    while len(written := list(folder.glob("*.json"))) < ranks:
+        if time.monotonic() > deadline:
+            raise EngineRefused(f"{len(written)} of the engine's {ranks} ranks wrote digests to {folder}: this host's?")
+        time.sleep(0.01)
+    return [json.loads(file.read_text()) for file in sorted(written, key=lambda file: int(file.name.split("-")[0]))]
+
+
+def _ask_all(engine: Any, message: torch.Tensor, loader: str) -> tuple[bool, str]:
+    """Asks data parallel ranks and pipeline stages. SGLang's own method refuses, and its handles can be opened once."""
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+    by_value = [pickle.dumps([("folder", message)])] * engine.server_args.tp_size
+    request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=by_value, load_format=loader, flush_cache=False)
+    ask = engine.tokenizer_manager.update_weights_from_tensor_communicator(request)
+    outputs = engine.loop.run_until_complete(ask)
+    return all(output.success for output in outputs), outputs[0].message
 
 
 @contextmanager

@@ -10,12 +10,13 @@ A request of an update passes:
     weights_info.py             records which weights are live
     weights_sharing.py          POST /pull_weights and /share_weights: from one server to another, without a trainer
     scheduler.py                checks the scheduler's state; flushes the cache; catches all exceptions
+    pipeline.py                 lets all stages of a pipelined engine handle it together
     tp_worker.py                forwards to the model runner
     model_runner.py             the live parameters: `sglang_reshard.engine.receiver.WeightReceiver`
     lora_adapters.py            or a LoRA adapter, which lora_names.py registers: also by a `WeightReceiver`
 
 sglang_versions.py handles the differences between SGLang's versions, supported_engine.py recognises engines that cannot
-be updated, hook_check.py checks that every process has these patches.
+be updated, hook_check.py checks that every process has these patches, engine_rank.py numbers an engine's processes.
 
 Nothing that SGLang defines is replaced. One list is appended to (the tokenizer manager's communicators), and some
 methods get hooks before, after or around them through SGLang's own hook registry (entry-point group

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.patches.engine_rank import engine_rank
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
@@ -58,7 +59,8 @@ def share_weights(self: ModelRunner, request: ShareWeightsReq) -> DistributedUpd
         receiver: WeightReceiver | None = getattr(self, _RECEIVER, None)
         if receiver is None:  # the tokenizer manager knows better, unless an update has just failed
             return DistributedUpdateWeightsOutput(success=False, message="no update has brought the live weights")
-        live = LiveWeights(receiver, *_place(), next(self.model.parameters()).device)
+        rank, size = engine_rank(self)
+        live = LiveWeights(receiver, rank, size, next(self.model.parameters()).device)
         setattr(self, _LIVE, live)
     return live.start(request)
 
@@ -68,22 +70,15 @@ def _receiver(runner: ModelRunner, request: DistributedUpdateWeightsReq, device:
     if request.lora is not None:
         from sglang_reshard.patches import lora_adapters
 
-        return lora_adapters.receiver(runner, request.lora, *_place())
+        return lora_adapters.receiver(runner, request.lora, *engine_rank(runner))
     receiver: WeightReceiver | None = getattr(runner, _RECEIVER, None)
     if receiver is None:
         from sglang_reshard.engine.receiver import WeightReceiver
 
-        receiver = WeightReceiver(runner.model, *_place(), device)
+        rank, size = engine_rank(runner)
+        receiver = WeightReceiver(runner.model, rank, size, device)
         setattr(runner, _RECEIVER, receiver)
     return receiver
-
-
-def _place() -> tuple[int, int]:
-    """Returns this engine rank, and the number of engine ranks."""
-    from sglang.srt.distributed import get_tp_group
-
-    tp = get_tp_group()
-    return tp.rank_in_group, tp.world_size
 
 
 def _refusal(runner: ModelRunner, request: DistributedUpdateWeightsReq) -> str:

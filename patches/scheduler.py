@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import hook_check, metrics, sglang_versions
+from sglang_reshard.patches.engine_rank import engine_rank
 from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
+from sglang_reshard.patches.pipeline import PipelineStage
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
@@ -37,6 +39,8 @@ def _dispatch(_result: Any, scheduler: Scheduler, *_: Any, **__: Any) -> None:
     scheduler._request_dispatcher += TypeBasedDispatcher(
         [(UpdateWeightsDistributedReqInput, scheduler.update_weights_distributed)]
     )
+    if scheduler.server_args.pp_size > 1:
+        PipelineStage(scheduler, scheduler.update_weights_distributed)
 
 
 def _report_version(output: Any, *_: Any, **__: Any) -> None:
@@ -61,9 +65,8 @@ def update_weights_distributed(
                 _flush_cache(self)
     except Exception as error:
         logger.exception("update_weights_distributed failed")
-        from sglang.srt.distributed import get_tp_group
-
-        message = f"engine rank {get_tp_group().rank_in_group}: {type(error).__name__}: {error}"
+        rank, _ = engine_rank(self.tp_worker.model_runner)
+        message = f"engine rank {rank}: {type(error).__name__}: {error}"
         output = DistributedUpdateWeightsOutput(success=False, message=message, phase=metrics.ENGINE)
     return UpdateWeightsDistributedReqOutput.of(output)
 

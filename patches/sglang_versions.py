@@ -19,6 +19,7 @@ from sglang_reshard.observability.logs import get_logger
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = get_logger(__name__)
 C = TypeVar("C", bound=type)
@@ -92,6 +93,14 @@ def drop_unsent_requests(manager: TokenizerManager, request_ids: Iterable[str]) 
 # -- the scheduler
 
 
+def send_output(scheduler: Scheduler, output: Any, request: Any) -> None:
+    """Answers a request. Only the ranks that talk to the tokenizer manager send. Its method's place has changed."""
+    if hasattr(scheduler, "send_control_output"):
+        scheduler.send_control_output(output, request)
+    else:
+        scheduler.send_to_tokenizer.send_output(output, request)
+
+
 def offload_tags(scheduler: Scheduler) -> set[str]:
     """Returns what release_memory_occupation released. The scheduler's in 0.5.12, its weight updater's from 0.5.13."""
     updater = getattr(scheduler, "weight_updater", scheduler)
@@ -120,3 +129,15 @@ def holds_kv_cache(request: Any) -> bool:
     if hasattr(request, "kv"):
         return request.kv.holds_kv
     return request.req_pool_idx is not None
+
+
+# -- the model runner
+
+
+def data_parallel_rank(runner: ModelRunner) -> int:
+    """Returns the data parallel rank that the controller gave this process, the model runner's until it moved."""
+    if hasattr(runner, "dp_rank"):
+        return runner.dp_rank or 0
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().dp_rank or 0

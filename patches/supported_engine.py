@@ -18,10 +18,11 @@ def unsupported_reason(server_args: Any) -> str:
 
     server_args  SGLang's ServerArgs, of any version: an option that a version does not have counts as off
     """
-    if server_args.dp_size > 1 and not server_args.enable_dp_attention:
-        return f"dp_size={server_args.dp_size} without dp-attention: run one engine per replica instead"
-    if server_args.pp_size > 1:
-        return f"pp_size={server_args.pp_size}: pipeline parallelism is not supported; use tensor parallelism"
+    if server_args.pp_size > 1 and server_args.disaggregation_mode != "null":
+        return (
+            f"pp_size={server_args.pp_size} with disaggregation_mode={server_args.disaggregation_mode}: SGLang runs "
+            "these stages by other loops, which is not supported; use tensor parallelism for prefill and decode servers"
+        )
     if getattr(server_args, "tokenizer_worker_num", 1) > 1:
         number = server_args.tokenizer_worker_num
         return f"tokenizer_worker_num={number}: SGLang loads no plugins in the extra workers; use 1"

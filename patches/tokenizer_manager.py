@@ -115,7 +115,7 @@ def _torn(self: TokenizerManager, request: DistributedUpdateWeightsReq, reason: 
 async def ask_schedulers(
     self: TokenizerManager, request: DistributedUpdateWeightsReq | ShareWeightsReq, step: Step
 ) -> DistributedUpdateWeightsOutput:
-    """Returns the schedulers' answer: the first failure, if any."""
+    """Returns the schedulers' answer, of all data parallel ranks together."""
     envelope = UpdateWeightsDistributedReqInput.of(request, step)
     within = WAITS * request.timeout_s
     # Not cancelled: a late answer belongs to this request, and SGLang would take it for the next one's.
@@ -129,8 +129,12 @@ async def ask_schedulers(
             "the engine",
             phase=metrics.ENGINE,
         )
-    outputs = [reply.open() for reply in answer.result()]
-    return next((o for o in outputs if not o.success), outputs[0])
+    return _together([reply.open() for reply in answer.result()])
+
+
+def _together(outputs: list[DistributedUpdateWeightsOutput]) -> DistributedUpdateWeightsOutput:
+    """Returns the worst answer of the data parallel ranks: torn, then failed, then still under way."""
+    return max(outputs, key=lambda o: (o.torn, not o.success, o.under_way))
 
 
 async def _missing_patches(self: TokenizerManager, timeout_s: float) -> str:
@@ -146,6 +150,11 @@ def _refusal(manager: TokenizerManager, request: DistributedUpdateWeightsReq) ->
     """Returns why the update is refused before the schedulers are asked; empty if it is not."""
     if reason := unsupported_reason(manager.server_args):
         return reason
+    if request.staged and manager.server_args.pp_size > 1:
+        return (
+            f"staged=True with pp_size={manager.server_args.pp_size}: an engine's pipeline stages are updated while no "
+            "request runs; pass staged=False"
+        )
     if request.lora is not None and (reason := lora_names.refusal(manager, request.lora)):
         return reason
     if request.weight_version is not None and request.weight_version == sglang_versions.weight_version(manager):

@@ -102,7 +102,7 @@ def serve() -> None:
         target=str(request.target),
         layers=request.layers,
         engine_rank=rank,
-        engine_ranks=request.target.tp,
+        engine_ranks=request.target.engine_ranks,
         layout=layout,
         targets=outline.targets,
         copies=tuple(outline.read_plan.copies),

@@ -13,8 +13,7 @@ import msgspec
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {},
-    "dp": {"dp_size": 2},
-    "pp": {"pp_size": 2},
+    "pp": {"pp_size": 2, "disaggregation_mode": "decode"},
     "tokenizers": {"tokenizer_worker_num": 2},
     "ray": {"use_ray": True},
     "eplb": {"enable_eplb": True},

@@ -56,8 +56,7 @@ def test_envelopes_arrive_as_they_were_sent(seen: dict[str, Any]) -> None:
 
 
 MODES = {
-    "dp": "dp_size=2 without dp-attention",
-    "pp": "pp_size=2",
+    "pp": "pp_size=2 with disaggregation_mode=decode",
     "tokenizers": "tokenizer_worker_num=2",
     "ray": "use_ray",
     "eplb": "enable_eplb",

@@ -14,7 +14,7 @@ class HttpEngine:
 
     def __init__(self, address: str, tp_size: int) -> None:
         self.address, self.server_args = address, self
-        self.tp_size = tp_size
+        self.tp_size, self.dp_size, self.pp_size, self.enable_dp_attention = tp_size, 1, 1, False
 
     def update_weights_from_tensor(
         self, named_tensors: list[tuple[str, torch.Tensor]], load_format: str, flush_cache: bool

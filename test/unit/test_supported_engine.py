@@ -13,7 +13,14 @@ from sglang_reshard.patches.supported_engine import unsupported_reason, warn_if_
 
 def arguments(**options: Any) -> SimpleNamespace:
     """Those that all versions of SGLang know."""
-    plain = {"dp_size": 1, "enable_dp_attention": False, "pp_size": 1, "enable_eplb": False, "tokenizer_worker_num": 1}
+    plain = {
+        "dp_size": 1,
+        "enable_dp_attention": False,
+        "pp_size": 1,
+        "disaggregation_mode": "null",
+        "enable_eplb": False,
+        "tokenizer_worker_num": 1,
+    }
     return SimpleNamespace(**plain | options)
 
 
@@ -24,7 +31,7 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"dp_size": 2, "enable_dp_attention": True}, {"use_ray": False, "weight_cache_mode": "off"}]
+    "options", [{}, {"dp_size": 2}, {"pp_size": 4}, {"use_ray": False, "weight_cache_mode": "off"}]
 )
 def test_an_engine_that_can_be_updated(options: dict[str, Any]) -> None:
     assert unsupported_reason(arguments(**options)) == ""
@@ -33,8 +40,7 @@ def test_an_engine_that_can_be_updated(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ({"dp_size": 2}, "dp_size=2"),
-        ({"pp_size": 4}, "pp_size=4"),
+        ({"pp_size": 4, "disaggregation_mode": "prefill"}, "pp_size=4 with disaggregation_mode=prefill"),
         ({"tokenizer_worker_num": 3}, "tokenizer_worker_num=3"),
         ({"use_ray": True}, "use_ray"),
         ({"enable_eplb": True}, "enable_eplb"),
@@ -64,13 +70,13 @@ def test_the_log_of_the_start_says_it_once(told: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize("call", ["by position", "by name"])
 def test_it_is_said_when_processes_are_launched(told: pytest.LogCaptureFixture, call: str) -> None:
     """SGLang hands on the arguments either way."""
-    args = arguments(pp_size=2)
+    args = arguments(use_ray=True)
     if call == "by position":
         engine._check_arguments(SimpleNamespace, args, "ports")
     else:
         engine._check_arguments(SimpleNamespace, server_args=args, port_args="ports")
     (message,) = told.messages
-    assert "pp_size=2" in message
+    assert "use_ray" in message
 
 
 def test_arguments_that_nobody_understands_do_not_keep_an_engine_from_starting(told: pytest.LogCaptureFixture) -> None:

@@ -33,13 +33,6 @@ def refused(folder: Path, environment: dict[str, str] | None = None, **job: Any)
     return message, at_start
 
 
-def test_pipeline_stages_are_not_carried(tmp_path: Path) -> None:
-    message, at_start = refused(tmp_path, engine={"pp_size": 2})
-    assert "pp_size=2" in message
-    assert "use tensor parallelism" in message
-    assert at_start == ["Unsupported", message]
-
-
 def test_a_draft_model_is_not_carried(tmp_path: Path) -> None:
     message, _ = refused(tmp_path, {"TRITON_INTERPRET": "1"}, engine=DRAFT, draft=True)
     assert "a draft model is loaded" in message

@@ -51,7 +51,7 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an engine rank would refuse the update, and in which phase; empty `phase` if the engine as a whole would."""
+    """Why an engine rank would refuse the update, and in which phase."""
 
     phase: str
     reason: str
@@ -64,15 +64,12 @@ def model_rank(request: PlanRequest, index: TensorIndex, cores: int, engine_rank
     except (Exception, SystemExit) as error:
         return Refusal("SGLang's own start", f"{type(error).__name__}: {error}")
     try:
-        if reason := _unsupported():
-            return Refusal("", reason)
         program = trace(model, [t.spec for t in index.layout.tensors])
     except ReshardError as error:
         return Refusal("prepare", str(error))
     host, device = request.engine_hosts[engine_rank], request.engine_devices[engine_rank]
-    location = RankLocation(
-        engine_rank, request.target.tp, host, request.trainer_hosts, device, request.trainer_devices
-    )
+    ranks = request.target.engine_ranks
+    location = RankLocation(engine_rank, ranks, host, request.trainer_hosts, device, request.trainer_devices)
     reads = plan_reads(index, program.copies, location)
     targets = {name: (t.numel(), str(t.dtype).removeprefix("torch.")) for name, t in program.targets.items()}
     return Outline(rank_demand(index, reads, host, cores, device), reads, targets, program.seconds)
@@ -106,14 +103,6 @@ def _build(request: PlanRequest, engine_rank: int, **server_args: Any) -> torch.
         weightless=True,
         **server_args,
     )
-
-
-def _unsupported() -> str:
-    from sglang.srt.server_args import get_global_server_args
-
-    from sglang_reshard.patches.supported_engine import unsupported_reason
-
-    return unsupported_reason(get_global_server_args())
 
 
 def _no_gpu() -> None:

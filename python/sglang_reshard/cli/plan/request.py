@@ -54,13 +54,18 @@ class Target(msgspec.Struct, frozen=True):
     dp: int = 1
     pp: int = 1
 
+    @property
+    def engine_ranks(self) -> int:
+        """Those of dp-attention are tensor parallel ranks."""
+        return self.pp * self.tp
+
     def __str__(self) -> str:
         others = (("ep", self.ep), ("dp", self.dp), ("pp", self.pp))
         return ",".join([f"tp={self.tp}"] + [f"{name}={size}" for name, size in others if size > 1])
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Parses "tp=16", "tp=16,ep=16" or "tp=16,ep=16,dp=16". Raises Mismatch."""
+        """Parses "tp=16", "tp=16,ep=16", "tp=16,ep=16,dp=16" or "tp=8,pp=2". Raises Mismatch."""
         sizes = _sizes(text, "--target", "tp=16 or tp=16,ep=16", {"tp", "ep", "dp", "pp"})
         return cls(**{"tp": 1} | {name: _count(size, "--target", text) for name, size in sizes.items()})
 
@@ -106,7 +111,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
     def engine_hosts(self) -> tuple[str, ...]:
         """The host of each engine rank."""
         name = "host" if self.colocated else "engine host"
-        return tuple(f"{name} {rank // self.ranks_per_host}" for rank in range(self.target.tp))
+        return tuple(f"{name} {rank // self.ranks_per_host}" for rank in range(self.target.engine_ranks))
 
     @property
     def trainer_devices(self) -> tuple[RankDevice, ...]:

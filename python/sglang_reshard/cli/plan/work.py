@@ -79,7 +79,7 @@ def forecast(request: PlanRequest) -> Forecast:
     import_before_forks()
     layout = layout_of(specs_of(Path(request.folder)), request.source)
     index = TensorIndex.of(layout)
-    clock.begin(STEPS[1], request.target.tp)
+    clock.begin(STEPS[1], request.target.engine_ranks)
     cores = len(os.sched_getaffinity(0))
     outlines, refused = _engine_ranks(request, index, cores, clock)
     known = {
@@ -99,9 +99,10 @@ def forecast(request: PlanRequest) -> Forecast:
         check_unread(unused, request.ignore)
         strategy = choose_strategy(request.transport, index, demands, topology, request.bucket_bytes, costs)
     except ReshardError as error:
-        return _finished(clock, known | {"refused": (failure_message("plan", range(request.target.tp), str(error)),)})
+        message = failure_message("plan", range(request.target.engine_ranks), str(error))
+        return _finished(clock, known | {"refused": (message,)})
     ways = [_way(name, request, index, demands, topology, costs) for name in ("ipc", "p2p", "broadcast", "nixl")]
-    clock.begin(STEPS[3], request.target.tp)
+    clock.begin(STEPS[3], request.target.engine_ranks)
     loads = _loads(request, index, strategy, outlines, clock)
     return _finished(
         clock,
@@ -122,7 +123,7 @@ def _engine_ranks(
     """Returns all engine ranks in order, or the error messages that the trainer would get."""
     found: dict[int, Outline | Refusal] = {}
     work = partial(model_rank, request, index, cores)
-    jobs = range(request.target.tp)
+    jobs = range(request.target.engine_ranks)
     for rank, outline in run_in_forks(
         work, jobs, processes=request.processes, deadline_seconds=request.deadline_seconds
     ):
@@ -132,7 +133,7 @@ def _engine_ranks(
     if not refusals:
         return [of for rank in jobs if isinstance(of := found[rank], Outline)], ()
     first = refusals[min(refusals)]
-    return [], (failure_message(first.phase, sorted(refusals), first.reason) if first.phase else first.reason,)
+    return [], (failure_message(first.phase, sorted(refusals), first.reason),)
 
 
 def _costs(request: PlanRequest, topology: ClusterTopology) -> Costs:
