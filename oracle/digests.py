@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.trace.live import live_tensors
@@ -51,11 +52,9 @@ def write_live_digests(model: torch.nn.Module, named_tensors: Any) -> None:
 
 def write_json(found: Any, named_tensors: Any) -> None:
     """Writes what a custom weight loader has found on this rank to where `read_live_digests` reads it."""
-    from sglang.srt.distributed import get_world_group
-
     ((_, folder),) = list(named_tensors)
     # Data parallel engines have a rank of each number, in a process of its own.
-    name = f"{get_world_group().rank_in_group}-{os.getpid()}.json"
+    name = f"{dist.get_rank()}-{os.getpid()}.json"
     path = Path(bytes(folder.cpu().tolist()).decode()) / name
     # Renamed into place, so that a reader never sees half a file.
     partial = path.with_suffix(".partial")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from sglang_reshard.patches import sglang_versions
 
 if TYPE_CHECKING:
@@ -17,10 +19,8 @@ if TYPE_CHECKING:
 
 def engine_rank(runner: ModelRunner) -> tuple[int, int]:
     """Returns this engine rank, and the number of engine ranks."""
-    from sglang.srt.distributed import get_pp_group, get_tp_group
-
-    tp, pp, arguments = get_tp_group(), get_pp_group(), runner.server_args
-    rank, size = pp.rank_in_group * tp.world_size + tp.rank_in_group, pp.world_size * tp.world_size
+    # SGLang's world is one data parallel rank's.
+    arguments, rank, size = runner.server_args, dist.get_rank(), dist.get_world_size()
     if arguments.dp_size == 1 or arguments.enable_dp_attention:
         return rank, size
     return sglang_versions.data_parallel_rank(runner) * size + rank, arguments.dp_size * size

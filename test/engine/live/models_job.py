@@ -43,7 +43,9 @@ class Job:
         self.folder = Path(job["folder"])
         self.generates: bool = job["generates"]
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-        cpu_host.activate(job["engine"]["tp_size"])
+        sizes = job["engine"]
+        replicas = 1 if "enable_dp_attention" in sizes else sizes.get("dp_size", 1)
+        cpu_host.activate(replicas * sizes.get("pp_size", 1) * sizes["tp_size"])
         self.engine = VerlEngine(
             device_mesh_cpu=self.mesh,
             bucket_bytes=1 << 20,
@@ -83,7 +85,7 @@ class Job:
 
 
 def two_updates(job: dict[str, Any]) -> dict[str, Any]:
-    """Two updates, digests and tokens after each; then a stock load of the first weights, and tokens again."""
+    """Two updates, with digests and tokens after each, and the same after a stock load of the first weights."""
     run = Job(job)
     seen: dict[str, Any] = {"reports": [], "digests": [], "tokens": [run.tokens()], "reference": []}
     state = sharded(run.checkpoint("1"), run.mesh)
@@ -98,5 +100,6 @@ def two_updates(job: dict[str, Any]) -> dict[str, Any]:
             seen["reference"].append(greedy_tokens(run.checkpoint(version), PROMPTS, NEW_TOKENS, "float32")[0])
     run.load_by_stock("1")
     seen["tokens"].append(run.tokens())
+    seen["digests"].append(run.live_digests("stock"))
     run.engine.shutdown()
     return seen

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_reshard.patches.sglang_versions import NEWEST
+from support.checkpoints import write_checkpoint
 from support.sglangs import chosen
 from support.trainers import run_trainers
 
@@ -75,3 +77,18 @@ def test_torn_weights_serve_nobody_until_an_update_succeeds(seen: dict[str, Any]
 def test_it_leaves_no_shared_memory(seen: dict[str, Any]) -> None:
     assert any(name.startswith("sglang_loads_") for name in seen["segments"]["had"])
     assert seen["segments"]["left"] == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("sizes", [{"dp_size": 2}, {"pp_size": 2}], ids=str)
+def test_data_parallel_and_pipelined_ones_follow_as_well(sizes: dict[str, int], tmp_path: Path) -> None:
+    for version in ("1", "2"):
+        write_checkpoint("Qwen3ForCausalLM", tmp_path / version, seed=int(version))
+    engine = {"dtype": "float32", "tp_size": 1, **sizes}
+    with chosen("newest"):
+        job = "models_job:two_updates"
+        seen = run_trainers(2, job, tmp_path, engine=engine, generates=True, transformers=True)[0]
+    first, second, by_stock = seen["digests"]
+    assert len(first) == 2
+    assert first == by_stock != second
+    assert seen["tokens"][1:3] == seen["reference"]
