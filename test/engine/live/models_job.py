@@ -45,7 +45,7 @@ class Job:
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
         sizes = job["engine"]
         replicas = 1 if "enable_dp_attention" in sizes else sizes.get("dp_size", 1)
-        cpu_host.activate(replicas * sizes.get("pp_size", 1) * sizes["tp_size"])
+        cpu_host.activate(sizes["tp_size"], replicas * sizes.get("pp_size", 1))
         self.engine = VerlEngine(
             device_mesh_cpu=self.mesh,
             bucket_bytes=1 << 20,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -24,19 +25,22 @@ def refuse_gpu(what: str, instead: str) -> None:
         raise GpuHost(f"{what} is for hosts without a GPU, and this one has {torch.cuda.get_device_name(0)}. {instead}")
 
 
-def environment(tp_size: int) -> dict[str, str]:
-    """Returns the environment variables that a CPU engine of `tp_size` ranks needs, including PYTHONPATH."""
+def environment(tp_size: int, groups: int = 1) -> dict[str, str]:
+    """Returns the environment variables that a CPU engine needs, including PYTHONPATH.
+
+    groups  of `tp_size` ranks each: data parallel ranks without dp-attention, times pipeline stages
+    """
     if tp_size < 1:
         raise ValueError(f"tp_size must be at least 1, not {tp_size}")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
-    binding = "|".join(str(cores[rank % len(cores)]) for rank in range(tp_size))
+    binding = "|".join(str(cores[rank % len(cores)]) for rank in range(_bound_ranks(tp_size, groups)))
     path = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(STAND_IN)]
     return {
         "PYTHONPATH": os.pathsep.join([str(STAND_IN), *path]),
         "SGLANG_USE_CPU_ENGINE": "1",
         # A library that does not exist: SGLang then uses gloo instead of NCCL.
         "SGLANG_NCCL_SO_PATH": "none",
-        # One entry per rank; otherwise SGLang requires as many NUMA nodes as ranks.
+        # An entry per rank; otherwise SGLang requires as many NUMA nodes as ranks.
         "SGLANG_CPU_OMP_THREADS_BIND": binding,
         # Otherwise the first request compiles for 20 s and more.
         "TORCHDYNAMO_DISABLE": "1",
@@ -44,11 +48,19 @@ def environment(tp_size: int) -> dict[str, str]:
         # does not, so that a newer SGLang runs in the environment of an older one.
         "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
         # Otherwise each rank starts a thread per core.
-        "OMP_NUM_THREADS": str(max(1, len(cores) // tp_size)),
+        "OMP_NUM_THREADS": str(max(1, len(cores) // (groups * tp_size))),
     }
 
 
-def activate(tp_size: int) -> None:
+def _bound_ranks(tp_size: int, groups: int) -> int:
+    """Returns how many ranks SGLang wants to bind to cores: those of one group, or, where bootstrap.py does so, all."""
+    sglang = importlib.util.find_spec("sglang")
+    folders = sglang.submodule_search_locations or () if sglang is not None else ()
+    of_all = any(Path(folder, "srt/distributed/bootstrap.py").exists() for folder in folders)
+    return groups * tp_size if of_all else tp_size
+
+
+def activate(tp_size: int, groups: int = 1) -> None:
     """Applies `environment` to this process; the processes it starts inherit it. Idempotent."""
     refuse_gpu("cpu_host", "Start the engine without it, or set CUDA_VISIBLE_DEVICES='' to try the CPU path here.")
     loaded = sys.modules.get("sgl_kernel")
@@ -57,5 +69,5 @@ def activate(tp_size: int) -> None:
             f"sgl_kernel is already imported, from {loaded.__file__}. Call cpu_host.activate() before the "
             "first import of sglang."
         )
-    os.environ.update(environment(tp_size))
+    os.environ.update(environment(tp_size, groups))
     sys.path[:] = [str(STAND_IN), *(p for p in sys.path if p != str(STAND_IN))]
