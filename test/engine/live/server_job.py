@@ -89,6 +89,39 @@ def stage(job: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
+def under_load(job: dict[str, Any]) -> dict[str, Any]:
+    """Three updates while clients generate: what each answer and its version were, and what each version says."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    trainer = Trainer(tiny_model.config(mesh.size(), 1), mesh)
+    server = RemoteEngine(job["url"], admin_api_key=job["key"])
+    sender = WeightSender(job["url"], mesh.get_group(), admin_api_key=job["key"], timeout_s=60)
+    sender.update(trainer.model.named_parameters(), weight_version="0")
+    clients = [Client(job["url"], job["key"]) for _ in range(3)] if rank == 0 else []
+    for client in clients:
+        client.start()
+    said: dict[str, list[int]] = {}
+    reports = []
+    for version in ("1", "2", "3"):
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.mul_(1.3)
+        # Without aborts the running requests end first.
+        abort = version == "2"
+        update = sender.update(trainer.model.named_parameters(), weight_version=version, abort_all_requests=abort)
+        reports.append(update.as_dict())
+        sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+        said[version] = server.generate(input_ids=PROMPTS[:1], sampling_params=sampling)[0]["output_ids"]
+        dist.barrier()
+    for client in clients:
+        client.end()
+    staged = refusal_of(
+        lambda: sender.update(trainer.model.named_parameters(), weight_version="4", staged=job["staged"])
+    )
+    sender.close()
+    answers = [(version, tokens) for client in clients for _, version, tokens in client.answers]
+    return {"reports": reports, "said": said, "answers": answers, "staged": staged}
+
+
 def update_a_server(job: dict[str, Any]) -> dict[str, Any]:
     """By a sender alone; what else is asked of the server, each rank asks by itself."""
     server, folder = RemoteEngine(job["url"], admin_api_key=job["key"]), Path(job["folder"])
