@@ -13,6 +13,7 @@ A request of an update passes:
     pipeline.py                 lets all stages of a pipelined engine handle it together
     tp_worker.py                forwards to the model runner
     model_runner.py             the live parameters: `sglang_reshard.engine.receiver.WeightReceiver`
+    draft_models.py             with the draft models of speculative decoding
     lora_adapters.py            or a LoRA adapter, which lora_names.py registers: also by a `WeightReceiver`
 
 sglang_versions.py handles the differences between SGLang's versions, supported_engine.py recognises engines that cannot

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.patches.draft_models import TargetAndDrafts
 from sglang_reshard.patches.engine_rank import engine_rank
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from sglang_reshard.replicas.share import LiveWeights
 
 _IN_PROGRESS = DistributedUpdateWeightsOutput(success=True, message="", under_way=True)
-_RECEIVER, _REPACKED, _LIVE = "_reshard_receiver", "_reshard_repacked", "_reshard_live"  # on the model runner
+# On the model runner:
+_RECEIVER, _REPACKED, _LIVE = "_reshard_receiver", "_reshard_repacked", "_reshard_live"
+_DRAFTS = "_reshard_drafts"  # the draft models that the receiver updates
 
 
 def apply() -> None:
@@ -33,14 +36,18 @@ def apply() -> None:
 
 
 def update_weights_distributed(
-    self: ModelRunner, request: DistributedUpdateWeightsReq, step: Step, refusal: str
+    self: ModelRunner, request: DistributedUpdateWeightsReq, step: Step, refusal: str, drafts: list[torch.nn.Module]
 ) -> DistributedUpdateWeightsOutput:
-    """Executes a step of an update on this engine rank. `refusal` is why this rank must not be updated, or empty."""
+    """Executes a step of an update on this engine rank.
+
+    refusal  why this rank must not be updated, or empty
+    drafts   the draft models that are updated with the model
+    """
     device = next(self.model.parameters()).device
-    receiver = _receiver(self, request, device)
+    receiver = _receiver(self, request, drafts, device)
     if step == "staged":
         return receiver.staged() or _IN_PROGRESS
-    refusal = refusal or _refusal(self, request)
+    refusal = refusal or _refusal(self, request) or next(filter(None, map(repacked_reason, drafts)), "")
     if step == "stage":
         return receiver.stage(request, refusal)
     # A forward pass in flight still reads the old weights. Not every one runs in SGLang's forward_stream: without the
@@ -65,19 +72,27 @@ def share_weights(self: ModelRunner, request: ShareWeightsReq) -> DistributedUpd
     return live.start(request)
 
 
-def _receiver(runner: ModelRunner, request: DistributedUpdateWeightsReq, device: torch.device) -> WeightReceiver:
-    """Returns what receives the model's weights, or those of a LoRA adapter."""
+def _receiver(
+    runner: ModelRunner, request: DistributedUpdateWeightsReq, drafts: list[torch.nn.Module], device: torch.device
+) -> WeightReceiver:
+    """Returns what receives the model's weights, with those of its drafts, or those of a LoRA adapter."""
     if request.lora is not None:
         from sglang_reshard.patches import lora_adapters
 
         return lora_adapters.receiver(runner, request.lora, *engine_rank(runner))
     receiver: WeightReceiver | None = getattr(runner, _RECEIVER, None)
+    if receiver is not None and getattr(runner, _DRAFTS) != drafts:  # the sender's option has changed
+        receiver.close()
+        vars(runner).pop(_LIVE, None)
+        receiver = None
     if receiver is None:
         from sglang_reshard.engine.receiver import WeightReceiver
 
         rank, size = engine_rank(runner)
-        receiver = WeightReceiver(runner.model, rank, size, device)
+        model = TargetAndDrafts(runner.model, drafts) if drafts else runner.model
+        receiver = WeightReceiver(model, rank, size, device)
         setattr(runner, _RECEIVER, receiver)
+        setattr(runner, _DRAFTS, drafts)
     return receiver
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.patches import hook_check, metrics, sglang_versions
+from sglang_reshard.patches import draft_models, hook_check, metrics, sglang_versions
 from sglang_reshard.patches.engine_rank import engine_rank
 from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
 from sglang_reshard.patches.pipeline import PipelineStage
@@ -58,7 +58,8 @@ def update_weights_distributed(
         request = envelope.open()
         writes = envelope.step in ("update", "commit")
         refusal = _refusal(self, request, writes) if envelope.step != "staged" else ""
-        output = self.tp_worker.update_weights_distributed(request, envelope.step, refusal)
+        drafts = draft_models.draft_models(self) if request.draft and request.lora is None else []
+        output = self.tp_worker.update_weights_distributed(request, envelope.step, refusal, drafts)
         if writes and output.success:
             sglang_versions.record_weight_version(self, request.weight_version)
             if request.flush_cache:
@@ -82,8 +83,8 @@ def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq, writes:
     """Returns why the scheduler's state does not allow the update; empty if it does. `writes`: to live weights."""
     if refusal := _offloaded(scheduler) or _session_open(scheduler):
         return refusal
-    if scheduler.draft_worker is not None and not scheduler.spec_algorithm.is_ngram():  # n-grams have no weights
-        return "a draft model is loaded, whose weights cannot be updated; start the engine without speculative decoding"
+    if request.draft and (refusal := draft_models.unknown_reason(scheduler)):
+        return refusal
     _drop_finished_requests(scheduler)
     with _without_waiting_requests(scheduler):
         idle = scheduler.is_fully_idle()

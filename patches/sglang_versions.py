@@ -131,6 +131,20 @@ def holds_kv_cache(request: Any) -> bool:
     return request.req_pool_idx is not None
 
 
+def draft_runners(worker: Any) -> list[ModelRunner]:
+    """Returns the model runners of a draft worker; none for kinds that have them elsewhere.
+
+    Workers of the first generation, which end with 0.5.16 or so, are TP workers themselves; later ones have a draft
+    worker that runs one model or, in a list, one per layer. From 0.5.19 it lists them either way.
+    """
+    drafts = getattr(worker, "draft_worker", worker)
+    for attribute in ("draft_runners", "draft_runner_list", "model_runner_list"):
+        if found := getattr(drafts, attribute, None):
+            return list(found)
+    runner = getattr(drafts, "draft_runner", None) or getattr(drafts, "model_runner", None)
+    return [] if runner is None else [runner]
+
+
 # -- the model runner
 
 

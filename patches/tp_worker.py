@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
@@ -23,9 +25,9 @@ def apply() -> None:
 
 
 def update_weights_distributed(
-    self: BaseTpWorker, request: DistributedUpdateWeightsReq, step: Step, refusal: str
+    self: BaseTpWorker, request: DistributedUpdateWeightsReq, step: Step, refusal: str, drafts: list[torch.nn.Module]
 ) -> DistributedUpdateWeightsOutput:
-    return self.model_runner.update_weights_distributed(request, step, refusal)
+    return self.model_runner.update_weights_distributed(request, step, refusal, drafts)
 
 
 def share_weights(self: BaseTpWorker, request: ShareWeightsReq) -> DistributedUpdateWeightsOutput:

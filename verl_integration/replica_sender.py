@@ -118,6 +118,7 @@ class ReplicaSender:
             verify=self._settings.verify,
             staged=self._settings.staged,
             unmap_after=temporary,
+            draft=self._settings.draft,
         )
         if temporary or engine.is_param_offload_enabled:  # views would keep what verl moves to the GPU next
             sender.release()

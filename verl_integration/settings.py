@@ -25,6 +25,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     staged        keep new weights beside the old ones until all have arrived
     timeout       seconds that any one wait of a sync may last
     ignore        fnmatch patterns of names that the engine need not use
+    draft         update the draft models of speculative decoding, too
     relay         standalone replicas read from each other what one of them has read already; with transport="nixl" only
     on_failure    "raise", or "exclude": standalone replicas that fail are left out until they have pulled the weights
     interface     address of trainer rank 0's host that rollout hosts can reach; Ray's address of that node if empty
@@ -37,6 +38,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     staged: bool = False
     timeout: float = DEFAULT_TIMEOUT_S
     ignore: tuple[str, ...] = ()
+    draft: bool = True
     relay: bool = False
     on_failure: Literal["raise", "exclude"] = "raise"
     interface: str = ""

@@ -126,6 +126,7 @@ class WeightSender(UpdateSender):
         staged: bool = False,
         unmap_after: bool = False,
         partial: bool = False,
+        draft: bool = True,
     ) -> UpdateReport:
         """Updates the engine to these weights. Collective: all trainer ranks pass the same names in the same order.
 
@@ -144,6 +145,8 @@ class WeightSender(UpdateSender):
         partial         each trainer rank passes the tensors that it holds, and others other ones: the layers of its
                         pipeline stage, its own experts. A plain tensor is held by the ranks that pass it. Names and
                         shardings are agreed on by metadata only; in an unchanged update, by a hash of each rank
+        draft           update the draft models of speculative decoding too, from these tensors, or from those named
+                        "draft.<name>" if there are any. False leaves them as they are
 
         Raises, on every trainer rank: Unsupported or Mismatch for weights that cannot be sent, DeadlineExceeded for a
         rank that does not participate, EngineRefused for what the engine refuses. The old weights keep serving then,
@@ -160,6 +163,7 @@ class WeightSender(UpdateSender):
             staged,
             unmap_after,
             partial,
+            draft,
         )
         outcome = self.update_engines(named_tensors, options)[_ENGINE]
         if isinstance(outcome, ReshardError):

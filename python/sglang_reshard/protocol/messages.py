@@ -72,6 +72,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     verify           compare checksums of the weights with the trainer's: "off", "sample" or "full"
     staged           receive into shadow weights, and commit them once all have arrived and been verified
     unmap_after      unmap the trainer ranks' memory at the end; the next update maps it again
+    draft            update the draft models of speculative decoding, too
     lora             the adapter that is updated; None for the model's own weights
     relay            the other engines of the update, if they pass on weights to each other
     package_version  of the sender; the engine's must be the same
@@ -96,6 +97,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     verify: Verify = "off"
     staged: bool = False
     unmap_after: bool = False
+    draft: bool = True
     lora: LoraAdapter | None = None
     relay: Relay | None = None
     package_version: str = ""

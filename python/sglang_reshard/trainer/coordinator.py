@@ -52,6 +52,7 @@ class UpdateOptions:
     staged: bool = False
     unmap_after: bool = False
     partial: bool = False
+    draft: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +208,7 @@ class UpdateCoordinator:
                     verify=options.verify,
                     staged=options.staged or self._config.lora is not None,  # it costs an adapter nothing
                     unmap_after=options.unmap_after,
+                    draft=options.draft,
                     lora=self._config.lora,
                     package_version=__version__,
                     traceparent=spans.traceparent(),

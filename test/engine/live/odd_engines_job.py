@@ -27,14 +27,13 @@ def update_in_vain(job: dict[str, Any]) -> dict[str, Any]:
 
     from sglang_reshard.patches.engine import check_installed, end
 
-    draft = {"speculative_draft_model_path": str(model)} if job.get("draft") else {}
     with without_torchrun_variables():
         engine = Engine(
             model_path=str(model),
             load_format="dummy",
             dtype=job["dtype"],
             custom_weight_loader=[LOADER],
-            **cpu_host.engine_arguments(**job["engine"], **draft),
+            **cpu_host.engine_arguments(**job["engine"]),
         )
 
     before = read_live_digests(engine, folder / "before")

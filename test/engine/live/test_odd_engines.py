@@ -11,14 +11,6 @@ from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
-DRAFT = {
-    "speculative_algorithm": "STANDALONE",
-    "speculative_num_steps": 2,
-    "speculative_eagle_topk": 1,
-    "speculative_num_draft_tokens": 3,
-    "attention_backend": "triton",  # the only one for drafts that can start without a GPU, interpreted
-}
-
 
 def refused(folder: Path, environment: dict[str, str] | None = None, **job: Any) -> tuple[str, list[str]]:
     """What the engine says, twice the same, with its weights untouched; and what a check at its start says."""
@@ -31,12 +23,6 @@ def refused(folder: Path, environment: dict[str, str] | None = None, **job: Any)
     assert len(seen["before"][0]) > 20
     assert seen["version"] != "1"
     return message, at_start
-
-
-def test_a_draft_model_is_not_carried(tmp_path: Path) -> None:
-    message, _ = refused(tmp_path, {"TRITON_INTERPRET": "1"}, engine=DRAFT, draft=True)
-    assert "a draft model is loaded" in message
-    assert "start the engine without speculative decoding" in message
 
 
 def test_weights_that_were_quantized_after_loading_are_not_plain_copies(tmp_path: Path) -> None:
