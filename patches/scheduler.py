@@ -134,6 +134,7 @@ def _flush_cache(scheduler: Scheduler) -> None:
     with _without_waiting_requests(scheduler):
         if not scheduler.flush_cache():
             raise RuntimeError("the cache was not flushed after the update, so tokens may come from the old weights")
+    sglang_versions.clear_embedding_cache()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ builds from source have arbitrary ones. It does so at each call, all of them far
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -129,6 +130,14 @@ def holds_kv_cache(request: Any) -> bool:
     if hasattr(request, "kv"):
         return request.kv.holds_kv
     return request.req_pool_idx is not None
+
+
+def clear_embedding_cache() -> None:
+    """Empties this rank's cache of images' embeddings, which SGLang's flush leaves. Its module was mm_utils first."""
+    for name in ("mm_schedule", "mm_utils"):
+        cache = getattr(sys.modules.get(f"sglang.srt.managers.{name}"), "embedding_cache", None)
+        if cache is not None:
+            cache.clear()
 
 
 def draft_runners(worker: Any) -> list[ModelRunner]:

@@ -13,6 +13,34 @@ logger = get_logger(__name__)
 _FALSE = ("", "0", "false", "no", "off")  # values of SGLang's environment variables
 
 
+_ELSEWHERE = "weights are kept elsewhere and fetched when they are used, where an update does not reach; turn it off"
+_OUTLASTS = "what was computed with the old weights is kept where a flush of the cache does not reach; turn it off"
+# Options of which one value is like leaving them out, and what any other value means. Not all versions have all.
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "use_ray": (False, "SGLang loads no plugins in schedulers that are Ray actors; start the engine without it"),
+    "enable_eplb": (False, "experts move between ranks while serving, which is not supported; turn it off"),
+    "elastic_ep_backend": (None, "ranks join and leave while serving; start the engine without it"),
+    "enable_elastic_expert_backup": (False, "the backup would be of old experts; turn it off"),
+    "weight_cache_mode": ("off", "the weights in memory are shared with other engines; turn it off"),
+    "tokenizer_worker_num": (1, "SGLang loads no plugins in the extra workers; use 1"),
+    "cpu_offload_gb": (0, _ELSEWHERE),
+    "offload_group_size": (-1, _ELSEWHERE),
+    "enable_paged_experts": (False, _ELSEWHERE),
+    "ple_offload_embedding": (None, _ELSEWHERE),
+    "kt_weight_path": (None, _ELSEWHERE),
+    "dwdp_size": (1, _ELSEWHERE),
+    "torchao_config": (
+        "",
+        "weights are quantized after loading, which an update cannot redo; leave it out",
+    ),
+    "hicache_storage_backend": (None, _OUTLASTS),
+    "enable_lmcache": (False, _OUTLASTS),
+    "enable_flexkv": (False, _OUTLASTS),
+    "enable_unified_cache_external_linker": (False, _OUTLASTS),
+    "enable_mm_global_cache": (False, _OUTLASTS),
+}
+
+
 def unsupported_reason(server_args: Any) -> str:
     """Returns why an engine started with these options cannot be updated; empty if it can.
 
@@ -23,19 +51,12 @@ def unsupported_reason(server_args: Any) -> str:
             f"pp_size={server_args.pp_size} with disaggregation_mode={server_args.disaggregation_mode}: SGLang runs "
             "these stages by other loops, which is not supported; use tensor parallelism for prefill and decode servers"
         )
-    if getattr(server_args, "tokenizer_worker_num", 1) > 1:
-        number = server_args.tokenizer_worker_num
-        return f"tokenizer_worker_num={number}: SGLang loads no plugins in the extra workers; use 1"
-    if getattr(server_args, "use_ray", False):
-        return "use_ray: SGLang loads no plugins in schedulers that are Ray actors; start the engine without it"
+    for option, (off, reason) in _REFUSED.items():
+        value = getattr(server_args, option, off)
+        if value and value != off:
+            return f"{option}: {reason}" if value is True else f"{option}={value}: {reason}"
     if os.environ.get("SGLANG_RUST_SERVER", "").lower() not in _FALSE:  # from 0.5.17
         return "SGLANG_RUST_SERVER: the Rust server cannot forward the requests of an update; unset it"
-    if server_args.enable_eplb:
-        return "enable_eplb: experts move between ranks while serving, which is not supported; turn it off"
-    if backend := getattr(server_args, "elastic_ep_backend", None):
-        return f"elastic_ep_backend={backend}: ranks join and leave while serving; start the engine without it"
-    if (cache := getattr(server_args, "weight_cache_mode", "off")) != "off":  # from 0.5.17
-        return f"weight_cache_mode={cache}: the weights in memory are shared with other engines; turn it off"
     return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import sys
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,12 @@ MODES: dict[str, dict[str, Any]] = {
     "eplb": {"enable_eplb": True},
     "elastic": {"elastic_ep_backend": "nixl"},
     "cache": {"weight_cache_mode": "daemon"},
+    "offload": {"cpu_offload_gb": 4},
+    "offload in groups": {"offload_group_size": 2},
+    "paged": {"enable_paged_experts": True},
+    "storage": {"hicache_storage_backend": "file"},
+    "lmcache": {"enable_lmcache": True},
+    "torchao": {"torchao_config": "int8wo"},
 }
 
 
@@ -46,6 +53,7 @@ def look() -> dict[str, Any]:
         "methods": [hasattr(c, "update_weights_distributed") for c in extended],
         "received": sent_and_received(),
         "unsupported": refusals(ServerArgs),
+        "embeddings": embeddings_before_and_after(),
     }
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.no_such_method", hook_check.installed_version)
     HookRegistry.apply_hooks()
@@ -62,6 +70,22 @@ def sent_and_received() -> list[str]:
     if hasattr(io_struct, "msgpack_encode"):
         envelope = io_struct.msgpack_decode(io_struct.msgpack_encode(envelope))
     return [type(envelope).__name__, envelope.payload.decode(), envelope.step]
+
+
+def embeddings_before_and_after() -> list[int]:
+    """How many embeddings of images SGLang's cache of them has, before it is cleared and after."""
+    import torch
+    from sglang.srt.managers import mm_utils
+    from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
+
+    from sglang_reshard.patches import sglang_versions
+
+    mm_utils.init_mm_embedding_cache(1 << 20)
+    module = sys.modules[mm_utils.init_mm_embedding_cache.__module__]
+    module.embedding_cache.set(3, EmbeddingResult(embedding=torch.ones(4)))
+    sizes = [len(module.embedding_cache)]
+    sglang_versions.clear_embedding_cache()
+    return [*sizes, len(module.embedding_cache)]
 
 
 def refusals(server_args: type) -> dict[str, str]:

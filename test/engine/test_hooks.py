@@ -62,13 +62,24 @@ MODES = {
     "eplb": "enable_eplb",
     "elastic": "elastic_ep_backend=nixl",
     "cache": "weight_cache_mode=daemon",
+    "offload": "cpu_offload_gb=4: weights are kept elsewhere",
+    "offload in groups": "offload_group_size=2: weights are kept elsewhere",
+    "paged": "enable_paged_experts: weights are kept elsewhere",
+    "storage": "hicache_storage_backend=file: what was computed with the old weights",
+    "lmcache": "enable_lmcache: what was computed with the old weights",
+    "torchao": "torchao_config=int8wo: weights are quantized",
 }
 
 
 def test_modes_that_cannot_work_are_refused_by_the_name_of_the_option(seen: dict[str, Any]) -> None:
     reasons = dict(seen["unsupported"])
     assert reasons.pop("none") == ""
-    newer = {"cache"} if seen["end"] == "pinned" else set()
-    assert set(reasons) == set(MODES) - newer
+    newer, older = {"cache", "paged"}, {"torchao"}
+    other = newer if seen["end"] == "pinned" else older
+    assert set(reasons) == set(MODES) - other
     for mode, reason in reasons.items():
         assert reason.startswith(MODES[mode]), reason
+
+
+def test_a_flush_forgets_embeddings_of_images_too(seen: dict[str, Any]) -> None:
+    assert seen["embeddings"] == [1, 0]

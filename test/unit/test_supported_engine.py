@@ -46,6 +46,8 @@ def test_an_engine_that_can_be_updated(options: dict[str, Any]) -> None:
         ({"enable_eplb": True}, "enable_eplb"),
         ({"elastic_ep_backend": "mooncake"}, "elastic_ep_backend=mooncake"),
         ({"weight_cache_mode": "client"}, "weight_cache_mode=client"),
+        ({"kt_weight_path": "/experts"}, "kt_weight_path=/experts"),
+        ({"enable_flexkv": True}, "enable_flexkv: "),
     ],
 )
 def test_a_mode_that_cannot_work_is_named(options: dict[str, Any], names: str) -> None:
