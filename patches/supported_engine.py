@@ -38,6 +38,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "enable_flexkv": (False, _OUTLASTS),
     "enable_unified_cache_external_linker": (False, _OUTLASTS),
     "enable_mm_global_cache": (False, _OUTLASTS),
+    "enable_prefix_mm_cache": (False, _OUTLASTS),
 }
 
 

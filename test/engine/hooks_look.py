@@ -53,6 +53,7 @@ def look() -> dict[str, Any]:
         "methods": [hasattr(c, "update_weights_distributed") for c in extended],
         "received": sent_and_received(),
         "unsupported": refusals(ServerArgs),
+        "options": list(options(ServerArgs)),
         "embeddings": embeddings_before_and_after(),
     }
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.no_such_method", hook_check.installed_version)
@@ -88,12 +89,17 @@ def embeddings_before_and_after() -> list[int]:
     return [*sizes, len(module.embedding_cache)]
 
 
+def options(server_args: type) -> dict[str, Any]:
+    """This version's options with their defaults."""
+    fields = msgspec.structs.fields if issubclass(server_args, msgspec.Struct) else dataclasses.fields
+    return {field.name: field.default for field in fields(server_args)}
+
+
 def refusals(server_args: type) -> dict[str, str]:
     """What becomes of each mode whose options this version has, all others being as it has them by default."""
     from sglang_reshard.patches.supported_engine import unsupported_reason
 
-    fields = msgspec.structs.fields if issubclass(server_args, msgspec.Struct) else dataclasses.fields
-    plain = {field.name: field.default for field in fields(server_args)}
+    plain = options(server_args)
     return {
         mode: unsupported_reason(SimpleNamespace(**plain | options))
         for mode, options in MODES.items()

@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from sglang_reshard.patches.sglang_versions import NEWEST, OLDEST
 from sglang_reshard.version import __version__
+from support.server_args_page import listed
 from support.sglangs import ENDS, environment
 
 pytestmark = pytest.mark.engine
@@ -83,3 +84,8 @@ def test_modes_that_cannot_work_are_refused_by_the_name_of_the_option(seen: dict
 
 def test_a_flush_forgets_embeddings_of_images_too(seen: dict[str, Any]) -> None:
     assert seen["embeddings"] == [1, 0]
+
+
+def test_every_option_of_this_version_has_been_judged(seen: dict[str, Any]) -> None:
+    judged = {name for names in listed().values() for name in names}
+    assert sorted(name for name in seen["options"] if name not in judged and not name.startswith("_")) == []
