@@ -99,13 +99,22 @@ test-gpu-rules: setup
 test-hosts: setup
 	$(BIN)/python -m pytest test/hosts test/verl/test_two_nodes.py $(PYTEST_ARGS)
 
+# The part about engines as production serves them: block-fp8, data parallel ranks, pipeline stages, draft models, every
+# option of SGLang.
+test-serving: setup
+	$(BIN)/python -m pytest test/engine/live/test_many_ranks_server.py test/engine/live/test_reshard_models.py \
+	  test/engine/live/test_draft_models.py test/engine/live/test_odd_engines.py test/engine/test_pipeline.py \
+	  test/engine/test_hooks.py test/engine/architectures/test_draft_layers.py test/unit/test_block_fp8.py \
+	  test/unit/test_block_fp8_updates.py test/unit/test_supported_engine.py test/unit/test_server_args_page.py \
+	  $(PYTEST_ARGS)
+
 # Every trainer by every way and transport, swept; it writes benchmark/results/trainers.json and
 # docs/results/trainers.md; with PYTEST_ARGS="FILES" their rows only. Half an hour on 2 cores; `make test` has a case of
 # each.
 TRAINERS := test/trainers \
   $(addprefix test/verl/test_,fsdp.py megatron.py megatron_bridge.py colocated.py disaggregated.py)
 
-.PHONY: test-hosts test-trainers
+.PHONY: test-hosts test-serving test-trainers
 test-trainers: setup setup-bridge
 	$(if $(PYTEST_ARGS),,rm -f benchmark/results/trainers.json)
 	SGLANG_RESHARD_SWEEP=1 SGLANG_RESHARD_TRAINERS=benchmark/results/trainers.json \
