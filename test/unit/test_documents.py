@@ -199,6 +199,7 @@ RUN_BY = {
     r"\.venv/bin/python -m pytest test/trainers/test_megatron_live\.py": "test/trainers/test_megatron_live.py",
     r"python examples/two_collectors\.py": "test/trainers/test_module_receiver.py",
     r"make test-hosts": "test/hosts/test_networks.py",
+    r"make test-serving": "test/engine/live/test_many_ranks_server.py",
     r"make test-gpu-rules": "test/gpu_rules/test_the_harness.py",
     r"make test-all": "test/engine/architectures/test_architectures.py",
     r"make test-faults": "test/faults/test_storm.py",
