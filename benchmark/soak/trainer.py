@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import inspect
-import json
 import os
 import pickle
 import sys
@@ -24,7 +23,7 @@ from benchmark.soak import expected, seen
 from benchmark.soak.footprint import footprint, shared_memory_bytes
 from benchmark.soak.standing import Standing
 from benchmark.soak.weights import ENGINE_TP, Weights, is_verified
-from oracle.digests import LOADER
+from oracle.digests import LOADER, written_by
 from sglang_reshard import WeightSender
 from sglang_reshard.errors import EngineRefused
 
@@ -107,9 +106,8 @@ class _Observer:
         message = base64.b64encode(pickle.dumps([("folder", name)])).decode()
         body = {"serialized_named_tensors": [message] * ENGINE_TP, "load_format": LOADER, "flush_cache": False}
         self._post("/update_weights_from_tensor", body)
-        files = [folder / f"{rank}.json" for rank in range(ENGINE_TP)]
-        digests = [json.loads(file.read_text()) for file in files]
-        for file in files:
+        digests = written_by(ENGINE_TP, folder)
+        for file in folder.glob("*.json"):
             file.unlink()
         return digests
 

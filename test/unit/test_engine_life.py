@@ -214,8 +214,8 @@ def test_whatever_the_gpu_does_has_ended_before_live_weights_are_written(noting:
         return "output"
 
     receiver = SimpleNamespace(update=write, commit=write)
-    runner = SimpleNamespace(model=torch.nn.Linear(1, 1), _reshard_receiver=receiver)
-    assert model_runner.update_weights_distributed(runner, SimpleNamespace(lora=None), step, "") == "output"
+    runner = SimpleNamespace(model=torch.nn.Linear(1, 1), _reshard_receiver=receiver, _reshard_drafts=[])
+    assert model_runner.update_weights_distributed(runner, SimpleNamespace(lora=None), step, "", []) == "output"
     assert noting.noted == ["synchronize", "written"]
 
 
