@@ -28,6 +28,11 @@ def published(config: dict[str, Any], tensors: Iterable[str]) -> dict[str, Any]:
     return old | config | _of_meaning(config)
 
 
+def published_multimodal(config: dict[str, Any], tensors: Iterable[str]) -> dict[str, Any]:
+    """The same of a model with a language model in it, whose config is a part of the whole."""
+    return config | {"text_config": published(config["text_config"], tensors)}
+
+
 def _part(config: dict[str, Any]) -> dict[str, Any]:
     """A config within a config, without what transformers' base class adds to each, nor the whole's width."""
     from transformers import PreTrainedConfig

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from support.checkpoints import block_fp8
-from support.checkpoints.published_configs import published
+from support.checkpoints.published_configs import published, published_multimodal
 from support.checkpoints.tiny_configs import IN_BLOCKS, TINY, tiny, variant
 
 WEIGHTS = "model.safetensors"
@@ -27,6 +27,7 @@ def write_checkpoint(
     variants: Sequence[str] = (),
     instead: dict[str, Any] | None = None,
     fp8: bool = False,
+    multimodal: bool = False,
     seed: int = 0,
 ) -> str | None:
     """A model folder as the transformers class `writer` saves it, with random weights.
@@ -35,6 +36,7 @@ def write_checkpoint(
     variants      of the config (tiny_configs.variant); None is returned when it has no such variant
     instead       other values for keys of the config
     fp8           with linear layers in block-fp8
+    multimodal    a language model is one part of it
     """
     import transformers
     from transformers import initialization
@@ -58,7 +60,8 @@ def write_checkpoint(
     saved = read_weights(folder)
     weights = _randomised(saved, seed)
     written = json.loads((folder / "config.json").read_text())
-    written = published(written | {"architectures": [architecture or writer]}, weights)
+    as_published = published_multimodal if multimodal else published
+    written = as_published(written | {"architectures": [architecture or writer]}, list(weights))
     if fp8:
         weights, written["quantization_config"] = block_fp8.quantized(weights, block_fp8.marked(saved))
     (folder / "config.json").write_text(json.dumps(written))
