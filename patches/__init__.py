@@ -19,10 +19,11 @@ A request of an update passes:
 sglang_versions.py handles the differences between SGLang's versions, supported_engine.py recognises engines that cannot
 be updated, hook_check.py checks that every process has these patches, engine_rank.py numbers an engine's processes.
 
-Nothing that SGLang defines is replaced. One list is appended to (the tokenizer manager's communicators), and some
-methods get hooks before, after or around them through SGLang's own hook registry (entry-point group
-`sglang.srt.plugins`): all but those in torn_weights.py and weights_info.py run after. Everything else is new methods
-and routes, and a middleware of the server that passes everything through while the weights are sound.
+Nothing that SGLang defines is replaced; pipeline.py wraps two methods of a pipelined engine's schedulers. One list is
+appended to (the tokenizer manager's communicators), and some methods get hooks before, after or around them through
+SGLang's own hook registry (entry-point group `sglang.srt.plugins`): all but those in torn_weights.py and
+weights_info.py run after. Everything else is new methods and routes, and a middleware of the server that passes
+everything through while the weights are sound.
 """
 
 from __future__ import annotations
