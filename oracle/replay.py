@@ -7,12 +7,17 @@ from collections.abc import Mapping
 import torch
 
 from sglang_reshard.trace.program import Program
+from sglang_reshard.transports.arrivals import ArrivalMemory
 
 
 def replay(program: Program, weights: Mapping[str, torch.Tensor]) -> None:
     """Makes every copy of `program` from full checkpoint tensors, then runs its steps."""
+    arrivals = ArrivalMemory(program, torch.device("cpu"), 0)
+    arrivals.place([program.arrivals], ())
     with torch.no_grad():
         for copy in program.copies:
-            destination = copy.destination(program.targets[copy.target])
+            destination = copy.destination(arrivals.program.targets[copy.target])
             destination.copy_(weights[copy.source][copy.region.slices()])
+    if program.arrivals:
+        arrivals.finish(0)
     program.run_steps()

@@ -45,10 +45,6 @@ def unsupported_reason(engine: Any, adapter: Any = None, peft_config: Any = None
         return "quantization-aware training quantizes weights during the sync, which is not supported"
     if adapter is None:
         return ""
-    if adapter.config.get("quantization", None):
-        return (
-            f"rollout.quantization={adapter.config.get('quantization')} quantizes in the sync, which is not supported"
-        )
     if getattr(adapter, "_pd_role", None) is not None:
         return "rollout.disaggregation (prefill and decode on separate servers) is not supported"
     return ""

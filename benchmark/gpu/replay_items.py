@@ -23,6 +23,7 @@ from benchmark.gpu.recording import Recording
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.trace.program import Program
+from sglang_reshard.transports.arrivals import ArrivalMemory
 from sglang_reshard.transports.base import TransportContext
 from sglang_reshard.transports.ipc import IpcTransport
 from sglang_reshard.transports.memory import Handles, MemoryExporter, PeerMemory
@@ -133,7 +134,7 @@ def replay(path: Path, bench: Bench) -> None:
         device=DEVICE,
         tensor_index=index,
         read_plan=read_plan,
-        program=program,
+        arrivals=ArrivalMemory(program, DEVICE, 64 << 20),
         memory=memory,
         broadcast=None,
         broadcast_groups=None,

@@ -15,6 +15,7 @@ from sglang_reshard.plan.p2p import SendRequest, send_request
 from sglang_reshard.protocol.validation import check_handles, check_layout, check_send_request
 from sglang_reshard.sources import SourceLayout
 from sglang_reshard.trace.program import Program
+from sglang_reshard.transports.arrivals import ArrivalMemory
 from sglang_reshard.transports.base import TransportContext
 from sglang_reshard.transports.factory import create_transport
 from sglang_reshard.transports.memory import Handles, MemoryExporter, PeerMemory
@@ -93,7 +94,7 @@ def test_every_element_lands_and_nothing_else_is_written(random):
             device=CPU,
             tensor_index=index,
             read_plan=plans[e],
-            program=program,
+            arrivals=ArrivalMemory(program, CPU, bucket),
             memory=memory,
             broadcast=strategy.broadcast,
             broadcast_groups=RoomGroups(rooms, e),

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_reshard.trace.program import Program
+from sglang_reshard.transports.arrivals import ArrivalMemory
 from sglang_reshard.transports.base import TransportContext
 from sglang_reshard.transports.communicator import P2pCommunicator
 
@@ -18,8 +19,8 @@ CPU = torch.device("cpu")
 def context_of(
     rank: int, index: Any, plan: Any, targets: Any, own_shares: dict[int, int], peers: Any
 ) -> TransportContext:
-    program = Program(tuple(plan.copies), targets)
-    return TransportContext(rank, CPU, index, plan, program, {}, None, None, own_shares, peers)
+    arrivals = ArrivalMemory(Program(tuple(plan.copies), targets), CPU, 1 << 20)
+    return TransportContext(rank, CPU, index, plan, arrivals, {}, None, None, own_shares, peers)
 
 
 def connected(store: dist.Store, name: str, **options: Any) -> P2pCommunicator:

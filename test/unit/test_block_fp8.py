@@ -150,7 +150,7 @@ def test_fused_matrices():
 def test_some_tensors_may_be_quantized_already():
     weights = quantized({"w": random(8, 8)}) | {"norm": NORM}
     program = trace(model(rows_of(0, 8), 8, 8), specs_of(weights))
-    assert not program.scratch_bytes
+    assert not program.arrivals
 
 
 def test_an_engine_without_blocks_refuses():

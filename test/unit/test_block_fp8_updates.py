@@ -8,13 +8,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.cli.plan.loads import arrival_bytes
+from sglang_reshard.cli.plan.rank_model import RankModel
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.trace.block_fp8 import FP8, quantize_blocks
+from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
 from support.world import run_world
 
 BLOCK = (4, 4)
-ROWS, COLUMNS, LAYERS, TRAINERS, ENGINES = 24, 10, 3, 3, 2
+ROWS, COLUMNS, LAYERS, TRAINERS, ENGINES = 24, 10, 40, 3, 2
+BUCKET_BYTES = 2048  # less than a quarter of what a rank quantizes
 
 
 def weights(version):
@@ -49,7 +53,10 @@ class Rank(torch.nn.Module):
 
 
 def train(trainer, transport, options, updates=3):
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport=transport, bucket_bytes=1 << 16)
+    use_nixl()
+    sender = WeightSender.over(
+        trainer.group, trainer.send, timeout_s=30, transport=transport, bucket_bytes=BUCKET_BYTES
+    )
     mesh = init_device_mesh("cpu", (TRAINERS,))
     reports = []
     for version in range(1, updates + 1):
@@ -59,12 +66,23 @@ def train(trainer, transport, options, updates=3):
     return reports
 
 
+def forecast(transfer, rank):
+    target = transfer.target
+    model = RankModel(target.demand, target.read_plan, target.program)
+    return arrival_bytes(target.tensor_index, transfer.plan.strategy, rank, model, BUCKET_BYTES)
+
+
 def serve(rank, size, requests, _transport, _options):
+    use_nixl()
     model = Rank(rank)
     receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
     differing = []
     for version, request in enumerate(requests, start=1):
         requests.answer(receiver.update(request))
+        arrivals = receiver._executor.transfer.arrivals
+        assert arrivals.turns > 3
+        assert arrivals.nbytes < ROWS // ENGINES * COLUMNS * 2 * LAYERS / 2
+        assert arrivals.nbytes == forecast(receiver._executor.transfer, rank)
         checkpoint = {}
         for name, tensor in weights(version).items():
             checkpoint[name] = tensor
@@ -80,7 +98,7 @@ def serve(rank, size, requests, _transport, _options):
 
 
 @pytest.mark.parametrize("options", [{"verify": "full"}, sweep({"staged": True, "verify": "sample"})], ids=str)
-@pytest.mark.parametrize("transport", ["ipc", "p2p", sweep("broadcast")])
+@pytest.mark.parametrize("transport", ["ipc", "p2p", "broadcast", pytest.param("nixl", marks=needs_nixl)])
 def test_engine_ranks_hold_what_a_quantized_checkpoint_leaves(transport, options):
     reports, differing = run_world(TRAINERS, ENGINES, train, serve, transport, options)
     assert differing == [[]] * ENGINES

@@ -185,7 +185,7 @@ def test_loads_are_those_of_the_transports(data, bucket):
     whole, loads = values(layout), []
     for e, t in enumerate(plans):
         targets = empty_targets(copies[e])
-        loads.append(engine_load(index, strategy, e, outline_of(demands[e], t, targets).rank_model()))
+        loads.append(engine_load(index, strategy, e, outline_of(demands[e], t, targets).rank_model(), bucket))
         transport = P2pTransport(context_of(e, index, t, targets, strategy.senders(e), None))
         assert (loads[e].received, loads[e].extra) == (transport.received_bytes, transport.extra_bytes)
         assert {t: sent.payload_bytes for t, (sent, _) in loads[e].sent.items()} == transport.read_bytes
@@ -204,7 +204,8 @@ def test_nothing_is_sent_where_memory_is_read():
     index, plans = read_plans(layout, copies)
     demands = [rank_demand(index, t, HOST) for t in plans]
     strategy = choose_strategy("ipc", index, demands, ClusterTopology.of(demands, (HOST, HOST)), 1 << 20)
-    load = engine_load(index, strategy, 1, outline_of(demands[1], plans[1], empty_targets(copies[1])).rank_model())
+    rank = outline_of(demands[1], plans[1], empty_targets(copies[1])).rank_model()
+    load = engine_load(index, strategy, 1, rank, 1 << 20)
     assert (load.read, load.sent, load.received, load.extra) == ({1: 64}, {}, 64, 0)
 
 

@@ -66,7 +66,6 @@ def adapter(**settings: Any) -> SimpleNamespace:
     ("settings", "engine", "peft", "why"),
     [
         ({}, {}, {"r": 8}, "a LoRA adapter of SimpleNamespace that is not merged"),
-        ({"quantization": "fp8"}, {}, None, "rollout.quantization=fp8"),
         ({"role": "prefill"}, {}, None, "rollout.disaggregation"),
         ({}, {"_qat_enabled": True}, None, "quantization-aware"),
         ({}, UNMERGED, None, "a LoRA adapter of SimpleNamespace that is not merged"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,21 +38,48 @@ class TargetChecksums:
             for (tensor, dtype, region), same in copies.items()
         )
         self._batch = RegionBatch()
+        self._arriving: dict[str, list[tuple[int, RegionSpec, Copy]]] = {}
         for row, (tensor, kind) in enumerate(self.regions):
             of = tensor_index.tensor_class(tensor)
             spec = RegionSpec.of(of.shape, kind.region, getattr(torch, kind.dtype), kind.dtype != of.dtype)
             for copy in copies[tensor, kind.dtype, kind.region]:
-                self._batch.add(spec, copy.destination(program.targets[copy.target]), row)
+                if copy.target in program.arrivals:
+                    self._arriving.setdefault(copy.target, []).append((row, spec, copy))
+                else:
+                    self._batch.add(spec, copy.destination(program.targets[copy.target]), row)
+        self._batches: list[tuple[RegionBatch, np.ndarray]] = []  # with its rows, by turn
+        self._arrived = np.zeros(len(self.regions), np.uint64)
+        self._selection: Selection | None = None
         self._tensors, _ = self.regions.columns()
         self._group = groups_of(self._tensors, len(self._names))
 
+    def place(self, program: Program, arriving: Sequence[Collection[str]]) -> None:
+        """See `transports.arrivals.Observer`."""
+        self._batches = []
+        for targets in arriving:
+            batch, rows = RegionBatch(), []
+            for row, spec, copy in (found for target in targets for found in self._arriving[target]):
+                batch.add(spec, copy.destination(program.targets[copy.target]), row)
+                rows.append(row)
+            self._batches.append((batch, np.unique(np.array(rows, np.int64))))
+
+    def begin(self, selection: Selection) -> None:
+        """Must be called before the copies of an update, with what `compute` will be called with."""
+        self._selection = selection
+
+    def arrived(self, turn: int) -> None:
+        """See `transports.arrivals.Observer`. What arrives again, from another rank, counts once."""
+        assert self._selection is not None, "begin() comes first"
+        batch, rows = self._batches[turn]
+        self._arrived[rows] = batch.checksums(len(self._arrived), self._selection)[rows]
+
     def compute(self, selection: Selection) -> np.ndarray:
-        """Returns uint64 [groups], of what live memory holds now.
+        """Returns uint64 [groups], of what live memory holds now, and of what had arrived before it was quantized.
 
         Must be called after all copies of an update and before its local steps, which may overwrite what was copied.
         """
         found = np.zeros(num_groups(len(self._names)), np.uint64)
-        own = self._batch.checksums(len(self.regions), selection)
+        own = self._batch.checksums(len(self.regions), selection) + self._arrived
         np.add.at(found, self._group, own * tensor_coefficients(self._tensors))
         return found
 

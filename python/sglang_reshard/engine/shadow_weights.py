@@ -28,10 +28,9 @@ class ShadowWeights:
 
     @classmethod
     def of(cls, live: Program) -> ShadowWeights:
-        targets = {
-            name: target if _is_scratch(name) else torch.empty_like(target) for name, target in live.targets.items()
-        }
-        return cls(live, replace(live, targets=targets), _copies(targets, live.targets), _copies(live.targets, targets))
+        kept = _kept(live)
+        shadow = {name: torch.empty_like(target) for name, target in kept.items()}
+        return cls(live, replace(live, targets=live.targets | shadow), _copies(shadow, kept), _copies(kept, shadow))
 
     @classmethod
     def in_place(cls, program: Program) -> ShadowWeights:
@@ -48,7 +47,7 @@ class ShadowWeights:
 
 def shadow_bytes(live: Program) -> int:
     """Returns the bytes that the shadow weights of `live` take."""
-    return sum(t.numel() * t.element_size() for name, t in live.targets.items() if not _is_scratch(name))
+    return sum(t.numel() * t.element_size() for t in _kept(live).values())
 
 
 def check_room(nbytes: int, ranks_on_host: int, engine_rank: int, device: torch.device) -> None:
@@ -70,11 +69,11 @@ def check_room(nbytes: int, ranks_on_host: int, engine_rank: int, device: torch.
 def _copies(destinations: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> CopyList:
     copies = CopyList()
     for name, destination in destinations.items():
-        if not _is_scratch(name):
-            copies.add(destination, sources[name])
+        copies.add(destination, sources[name])
     copies.build()
     return copies
 
 
-def _is_scratch(name: str) -> bool:
-    return name.startswith("scratch/")
+def _kept(live: Program) -> dict[str, torch.Tensor]:
+    """Returns the storages that hold weights between updates."""
+    return {n: t for n, t in live.targets.items() if not n.startswith("scratch/") and n not in live.arrivals}

@@ -39,6 +39,7 @@ from sglang_reshard.protocol.session import Link, Session
 from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.tracer import trace
+from sglang_reshard.transports.arrivals import ArrivalMemory
 from sglang_reshard.transports.base import Transport, TransportContext
 from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicators, backend_of
 from sglang_reshard.transports.factory import create_transport
@@ -140,9 +141,10 @@ class TransferPlan:
 class PreparedTransfer:
     """A transport that is ready to move, for one target plan, one set of handles and one set of options.
 
-    shadow   where it writes, unless it writes to the live weights
-    regions  content hashes of all engine ranks' regions
-    relays   what is read from other engines, if anything is
+    shadow    where it writes, unless it writes to the live weights
+    regions   content hashes of all engine ranks' regions
+    arrivals  its memory for what is quantized on arrival
+    relays    what is read from other engines, if anything is
     """
 
     target: TargetPlan
@@ -151,6 +153,7 @@ class PreparedTransfer:
     shadow: ShadowWeights | None
     regions: tuple[str, ...]
     transport: Transport
+    arrivals: ArrivalMemory
     relays: Relays | None
 
     def is_current(self, request: DistributedUpdateWeightsReq, target: TargetPlan) -> bool:
@@ -168,6 +171,7 @@ class PreparedTransfer:
 
     def begin(self, request: DistributedUpdateWeightsReq) -> None:
         """Must be called before `transport.move`."""
+        self.arrivals.begin()
         if self.relays is not None:
             assert request.relay is not None
             self.relays.progress.begin(request.relay.update, self.relays.check)
@@ -175,7 +179,8 @@ class PreparedTransfer:
     @property
     def held_bytes(self) -> int:
         """Bytes of buffers that are kept between updates."""
-        return self.transport.extra_bytes + self.target.program.scratch_bytes + self.shadow_bytes
+        scratch_bytes = self.target.program.scratch_bytes + self.arrivals.nbytes
+        return self.transport.extra_bytes + scratch_bytes + self.shadow_bytes
 
     @property
     def shadow_bytes(self) -> int:
@@ -300,12 +305,13 @@ class TransferCache:
             peer_id = len(request.trainer_hosts) + self._rank
             self._p2p = session.p2p_communicators(plan.prepare_send, peer_id, self._device)
             self._p2p.connect(session.p2p_store(request.engine, plan.prepare_send, scope), session.local_address)
+        arrivals = ArrivalMemory(self._program(target), self._device, request.bucket_bytes, plan.checksums)
         context = TransportContext(
             engine_rank=self._rank,
             device=self._device,
             tensor_index=target.tensor_index,
             read_plan=target.read_plan,
-            program=self._program(target),
+            arrivals=arrivals,
             memory=plan.memory,
             broadcast=plan.strategy.broadcast,
             broadcast_groups=self._broadcast_groups,
@@ -317,7 +323,7 @@ class TransferCache:
             timeout_s=request.timeout_s,
         )
         transport = create_transport(plan.strategy, context)
-        self.transfer = PreparedTransfer(target, request, plan, self._shadow, regions, transport, relays)
+        self.transfer = PreparedTransfer(target, request, plan, self._shadow, regions, transport, arrivals, relays)
 
     def _allocate_shadow(
         self, request: DistributedUpdateWeightsReq, demands: Sequence[RankDemand], target: TargetPlan

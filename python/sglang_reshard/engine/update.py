@@ -258,6 +258,8 @@ class UpdateExecutor:
                     context.channel.send_command(StartTransfer(prepared.transfer))
                 if request.verify != "off":
                     context.channel.request_checksums(_checksums_requested(request, transfer))
+            if transfer.plan.checksums is not None:
+                transfer.plan.checksums.begin(_selection(request))
             transfer.begin(request)
             transfer.transport.move()
             self._synchronize()  # a GPU has only been given the copies

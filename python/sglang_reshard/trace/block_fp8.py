@@ -9,23 +9,24 @@ trainer's weight, in bfloat16.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.layout.regions import Box, Region, TensorSpec
+from sglang_reshard.layout.regions import Box, Region, TensorSpec, split
 from sglang_reshard.trace.casts import torch_dtype
 from sglang_reshard.trace.lazy_storage import CheckpointTensor, VersionedView, leaves
 from sglang_reshard.trace.memory import Record
-from sglang_reshard.trace.program import Copy, Program, Step
+from sglang_reshard.trace.program import Copy, Program
 
 FP8 = torch.float8_e4m3fn
 _MAX = torch.finfo(FP8).max
 _SCALE = "_scale_inv"
 _CHUNK_ELEMENTS = 16 << 20  # that are in float32 at a time
+_STACK_ELEMENTS = 32 << 20  # of stacked matrices that are quantized at a time
 
 
 def block_size(model: torch.nn.Module) -> tuple[int, int] | None:
@@ -94,116 +95,164 @@ def quantize_blocks(weights: torch.Tensor, block: tuple[int, int]) -> tuple[torc
     return quantized, factors.reciprocal().view(n, down, across)
 
 
-class _Slot(NamedTuple):
-    """Whole blocks of a checkpoint tensor, kept from `first` on in a `_Scratch`."""
+class _Output(NamedTuple):
+    """A part of quantized weights, or of their scales, and where it is copied to.
 
-    box: Box
-    scratch: _Scratch
-    first: int
-
-
-@dataclass(eq=False, slots=True)
-class _Scratch:
-    """Memory for the blocks of all tensors of which a rank needs `rows` x `columns`.
-
-    weights    bfloat16 [n, rows, columns], as copies bring it
-    quantized  the same weights afterwards, in the first half of the same memory
-    scales     float32 [n, blocks of rows, blocks of columns]
-    copies     destinations and values, of integers and of scales
+    stacked  shape of the dimensions that the matrices are stacked along
+    slices   of the weights, or scales, in that shape
     """
 
-    rows: int
-    columns: int
+    copy: Copy
+    is_scale: bool
+    stacked: tuple[int, ...]
+    slices: tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeights:
+    """Whole blocks of a checkpoint tensor: in bfloat16 until all have arrived, and then quantized to live memory.
+
+    shape    matrices, rows and columns
+    block    rows and columns that share a scale
+    outputs  of the quantized weights and their scales
+    """
+
+    shape: tuple[int, int, int]
     block: tuple[int, int]
-    count: int = 0
-    weights: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    quantized: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    scales: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    copies: tuple[tuple[list[torch.Tensor], list[torch.Tensor]], ...] = field(
-        default_factory=lambda: (([], []), ([], []))
-    )
+    outputs: tuple[_Output, ...]
 
     @property
-    def name(self) -> str:
-        return f"scratch/{self.rows}x{self.columns} in bfloat16"
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * torch.bfloat16.itemsize
 
-    def allocate(self, device: torch.device) -> None:
-        shape = self.count, self.rows, self.columns
-        self.weights = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        self.quantized = self.weights.view(-1).view(FP8)[: self.weights.numel()].view(shape)
-        scales = tuple(-(-n // b) for n, b in zip(shape[1:], self.block, strict=True))
-        self.scales = torch.empty((self.count, *scales), dtype=torch.float32, device=device)
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Those of one kind can be quantized together."""
+        return *self.shape[1:], self.block
 
-    def add_copy(self, destination: torch.Tensor, value: torch.Tensor) -> None:
+    @staticmethod
+    def finisher(
+        members: Sequence[BlockWeights], memory: torch.Tensor, targets: Mapping[str, torch.Tensor]
+    ) -> Callable[[], None]:
+        """Returns what quantizes `members`, all of one kind, and copies their outputs to `targets`.
+
+        memory  bytes that hold one after the other; overwritten
+        """
+        rows, columns = members[0].shape[1:]
+        count = sum(member.shape[0] for member in members)
+        quantizer = _Quantizer(memory.view(torch.bfloat16).view(count, rows, columns), members[0].block)
+        first = 0
+        for member in members:
+            own = slice(first, first + member.shape[0])
+            for output in member.outputs:
+                whole = quantizer.scales if output.is_scale else quantizer.quantized
+                value = whole[own].view(*output.stacked, *whole.shape[1:])[output.slices]
+                quantizer.add_output(output.copy.destination(targets[output.copy.target]), value)
+            first = own.stop
+        return quantizer.run
+
+
+class _Quantizer:
+    """Quantizes matrices in place.
+
+    quantized  float8_e4m3fn [n, rows, columns], in the first half of the memory of what is quantized
+    scales     float32 [n, blocks of rows, blocks of columns]
+    """
+
+    def __init__(self, weights: torch.Tensor, block: tuple[int, int]) -> None:
+        """`weights`: bfloat16 [n, rows, columns], contiguous."""
+        self._weights, self._block = weights, block
+        self.quantized = weights.view(-1).view(FP8)[: weights.numel()].view(weights.shape)
+        scales = tuple(-(-n // b) for n, b in zip(weights.shape[1:], block, strict=True))
+        self.scales = torch.empty((len(weights), *scales), dtype=torch.float32, device=weights.device)
+        self._outputs: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+
+    def add_output(self, destination: torch.Tensor, value: torch.Tensor) -> None:
         if value.dtype == FP8:  # copied as what every device copies
             destination, value = destination.view(torch.uint8), value.view(torch.uint8)
-        destinations, values = self.copies[value.dtype == torch.float32]
+        destinations, values = self._outputs.setdefault(value.dtype, ([], []))
         destinations.append(destination)
         values.append(value)
 
     def run(self) -> None:
-        step = max(1, _CHUNK_ELEMENTS // (self.rows * self.columns))
-        for first in range(0, self.count, step):
+        count, rows, columns = self._weights.shape
+        step = max(1, _CHUNK_ELEMENTS // (rows * columns))
+        for first in range(0, count, step):
             chunk = slice(first, first + step)
             # Writes half as much of the memory as has been read until now.
-            quantized, self.scales[chunk] = quantize_blocks(self.weights[chunk], self.block)
+            quantized, self.scales[chunk] = quantize_blocks(self._weights[chunk], self._block)
             self.quantized[chunk].copy_(quantized)
-        for destinations, values in self.copies:
-            if destinations:
-                torch._foreach_copy_(destinations, values)
+        for destinations, values in self._outputs.values():
+            torch._foreach_copy_(destinations, values)
 
 
 def quantize_on_arrival(
-    program: Program, specs: Mapping[str, TensorSpec], names: set[str], block: tuple[int, int], device: torch.device
+    program: Program, specs: Mapping[str, TensorSpec], names: set[str], block: tuple[int, int]
 ) -> Program:
-    """Returns a program that takes the tensors `names` as `specs` has them, and quantizes them before its other steps.
+    """Returns a program that takes the tensors `names` as `specs` has them, and quantizes them where they arrive.
 
     program  of a loader that was given `as_quantized` specs
     """
     quantized = {name: (name, False) for name in names} | {name + _SCALE: (name, True) for name in names}
-    of_tensor: dict[str, list[Copy]] = {}
+    of_tensor: dict[str, list[tuple[Copy, bool]]] = {}
+    copies: list[Copy] = []
     for copy in program.copies:
         if copy.source in quantized:
-            of_tensor.setdefault(quantized[copy.source][0], []).append(copy)
-    scratch: dict[tuple[int, int], _Scratch] = {}
-    slots: dict[str, list[_Slot]] = {}
-    copies = [copy for copy in program.copies if copy.source not in quantized]
+            name, is_scale = quantized[copy.source]
+            _check_dtype(program, copy, name, is_scale)
+            of_tensor.setdefault(name, []).append((copy, is_scale))
+        else:
+            copies.append(copy)
+    arrivals: dict[str, BlockWeights] = {}
     for name, those in of_tensor.items():
-        boxes = (_blocks(copy.region, specs[name].shape, block, quantized[copy.source][1]) for copy in those)
-        for box in _covering(boxes):
-            *stacked, rows, columns = box.shape
-            group = scratch.setdefault((rows, columns), _Scratch(rows, columns, block))
-            slots.setdefault(name, []).append(_Slot(box, group, group.count))
-            strides = tuple(math.prod(box.shape[d + 1 :]) for d in range(len(box.shape)))
-            copies.append(Copy(name, Region.of(box), group.name, group.count * rows * columns, strides))
-            group.count += math.prod(stacked)
-    for group in scratch.values():
-        group.allocate(device)
-    for copy in (copy for those in of_tensor.values() for copy in those):
-        name, is_scale = quantized[copy.source]
-        needed = _blocks(copy.region, specs[name].shape, block, is_scale)
-        slot = next(slot for slot in slots[name] if slot.box.intersect(needed) == needed)
-        destination, value = copy.destination(program.targets[copy.target]), _value(slot, copy.region, is_scale)
-        if destination.dtype != value.dtype:
-            raise Unsupported(
-                f"{copy.source} is {value.dtype} where {name} is quantized, and {destination.dtype} in {copy.target}: "
-                "the engine keeps it in two ways. Send it quantized, with its scale, or start the engine unquantized."
-            )
-        slot.scratch.add_copy(destination, value)
-    targets = program.targets | {group.name: group.weights.view(-1) for group in scratch.values()}
-    steps = [Step(group.name, f"from {group.count} weights in bfloat16", group.run) for group in scratch.values()]
-    return replace(program, copies=tuple(copies), targets=targets, steps=(*steps, *program.steps))
+        needed = [_blocks(copy.region, specs[name].shape, block, is_scale) for copy, is_scale in those]
+        left = list(zip(needed, those, strict=True))
+        for whole in _covering(needed):
+            inside = [pair for box, pair in left if box.intersect(whole) == box]
+            left = [(box, pair) for box, pair in left if box.intersect(whole) != box]
+            for box in _cut_stack(whole):
+                *stacked, rows, columns = box.shape
+                outputs = tuple(_outputs(inside, box, block))
+                target = f"{name} to be quantized" + (f", number {len(arrivals)}" if box != whole else "")
+                if target in arrivals:
+                    target += f", number {len(arrivals)}"
+                arrivals[target] = BlockWeights((math.prod(stacked), rows, columns), block, outputs)
+                strides = tuple(math.prod(box.shape[d + 1 :]) for d in range(len(box.shape)))
+                copies.append(Copy(name, Region.of(box), target, 0, strides))
+    memory = {
+        target: torch.empty(math.prod(weights.shape), dtype=torch.bfloat16, device="meta")
+        for target, weights in arrivals.items()
+    }
+    return replace(program, copies=tuple(copies), targets=program.targets | memory, arrivals=arrivals)
 
 
-def _value(slot: _Slot, region: Region, is_scale: bool) -> torch.Tensor:
-    """Returns the part of a slot's weights, or scales, that a region of the tensor of weights, or scales, has."""
-    shape, origin, whole = slot.box.shape, slot.box.start, slot.scratch.quantized
-    if is_scale:
-        whole = slot.scratch.scales
-        origin = (*origin[:-2], *(a // b for a, b in zip(origin[-2:], slot.scratch.block, strict=True)))
-    stacked = shape[:-2]
-    own = whole[slot.first : slot.first + math.prod(stacked)]
-    return own.view(*stacked, *whole.shape[1:])[region.slices(origin)]
+def _check_dtype(program: Program, copy: Copy, name: str, is_scale: bool) -> None:
+    value, destination = torch.float32 if is_scale else FP8, program.targets[copy.target].dtype
+    if destination != value:
+        raise Unsupported(
+            f"{copy.source} is {value} where {name} is quantized, and {destination} in {copy.target}: "
+            "the engine keeps it in two ways. Send it quantized, with its scale, or start the engine unquantized."
+        )
+
+
+def _outputs(copies: Iterable[tuple[Copy, bool]], box: Box, block: tuple[int, int]) -> Iterator[_Output]:
+    """Yields the parts of copies of quantized weights, or of scales, that a box of whole blocks makes."""
+    for copy, is_scale in copies:
+        of_copy = box
+        if is_scale:
+            first = tuple(a // b for a, b in zip(box.start[-2:], block, strict=True))
+            last = tuple(-(-z // b) for z, b in zip(box.stop[-2:], block, strict=True))
+            of_copy = Box((*box.start[:-2], *first), (*box.stop[:-2], *last))
+        if part := copy.within(of_copy):
+            yield _Output(part, is_scale, box.shape[:-2], part.region.slices(of_copy.start))
+
+
+def _cut_stack(box: Box) -> list[Box]:
+    """Cuts a stack of matrices, of which no two share a block, into smaller ones."""
+    rows_and_columns = math.prod(box.shape[-2:])
+    stack = Box(box.start[:-2], box.stop[:-2])
+    parts = split(stack, max(1, _STACK_ELEMENTS // rows_and_columns)) if stack.shape else [stack]
+    return [Box((*part.start, *box.start[-2:]), (*part.stop, *box.stop[-2:])) for part in parts]
 
 
 def _blocks(region: Region, shape: tuple[int, ...], block: tuple[int, int], is_scale: bool) -> Box:

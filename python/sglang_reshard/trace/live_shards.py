@@ -53,7 +53,7 @@ def readable_shards(
     program: Program, shapes: Mapping[str, tuple[int, ...]], engine_rank: int
 ) -> tuple[list[LiveShard], dict[str, str]]:
     """Returns the shards of tensors that can be read back, and why others cannot, by name."""
-    changed = {step.target for step in program.steps if step.description.startswith("from ")}
+    changed = {step.target for step in program.steps if step.description.startswith("from ")} | set(program.arrivals)
     copies: dict[str, list[Copy]] = {}
     for copy in program.copies:
         copies.setdefault(copy.source, []).append(copy)

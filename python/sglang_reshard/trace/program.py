@@ -5,12 +5,16 @@ A plan moves the copies; the steps are local to the rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_reshard.layout.regions import Box, Region
+
+if TYPE_CHECKING:
+    from sglang_reshard.trace.block_fp8 import BlockWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Copy:
 
     def destination(self, flat: torch.Tensor) -> torch.Tensor:
         """Returns the view of the target's flat storage tensor that the region is copied to."""
-        return flat.as_strided(self.region.count, self.strides, self.offset)
+        return flat.as_strided(self.region.count, self.strides, flat.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +61,19 @@ class Step:
 class Program:
     """One engine rank's loader.
 
-    copies   checkpoint elements -> storages, each element of a parameter exactly once
-    targets  storage name -> flat 1-D tensor over the whole live storage (or scratch, named "scratch/N")
-    steps    fills, expressions and deferred post_load_weights calls, in the loader's order
-    seconds  that the trace took
+    copies    checkpoint elements -> storages, each element of a parameter exactly once
+    targets   storage name -> flat 1-D tensor over the whole live storage (or scratch, named "scratch/N")
+    steps     fills, expressions and deferred post_load_weights calls, in the loader's order
+    seconds   that the trace took
+    arrivals  what is quantized when all copies to that target have been made, and before the steps. The target is a
+              meta tensor until a transport has placed it in memory, see `transports.arrivals`
     """
 
     copies: tuple[Copy, ...]
     targets: dict[str, torch.Tensor]
     steps: tuple[Step, ...] = ()
     seconds: float = 0.0
+    arrivals: Mapping[str, BlockWeights] = field(default_factory=dict)
 
     @property
     def scratch_bytes(self) -> int:

@@ -68,7 +68,7 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
     program = Program(tuple(lowering.copies), lowering.targets, steps)
     if block is not None and quantized:
         by_name = {spec.name: spec for spec in specs}
-        program = quantize_on_arrival(program, by_name, quantized, block, found.recorder.device)
+        program = quantize_on_arrival(program, by_name, quantized, block)
     return replace(program, seconds=time.perf_counter() - began)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from sglang_reshard.plan import BroadcastPlan, ReadPlan, TensorIndex
+from sglang_reshard.transports.arrivals import ArrivalMemory
 from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicators
 from sglang_reshard.transports.memory import PeerMemory
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # a trainer rank sends without the tracer
 class TransportContext:
     """One engine rank's side of a plan.
 
+    arrivals          the program that is written, and memory for its arrivals, which the transport places
     memory            trainer rank -> its mapped memory, for the trainer ranks whose memory this rank reads
     broadcast         the broadcast plan, None unless the strategy is broadcast
     broadcast_groups  this rank's communicators for it
@@ -36,7 +38,7 @@ class TransportContext:
     device: torch.device
     tensor_index: TensorIndex
     read_plan: ReadPlan
-    program: Program
+    arrivals: ArrivalMemory
     memory: dict[int, PeerMemory]
     broadcast: BroadcastPlan | None
     broadcast_groups: BroadcastCommunicators | None
@@ -47,13 +49,17 @@ class TransportContext:
     bucket_bytes: int = 0
     timeout_s: float = 0.0
 
+    @property
+    def program(self) -> Program:
+        return self.arrivals.program
+
 
 class Transport(Protocol):
     """Moves what an engine rank lacks into its live parameters each time `move` is called.
 
     received_bytes  bytes that reach this rank in one update
     read_bytes      trainer rank -> bytes of its memory that this rank reads or is sent in one update
-    extra_bytes     bytes of the buffers held between updates
+    extra_bytes     bytes of the buffers held between updates, without those of arrivals
     """
 
     received_bytes: int

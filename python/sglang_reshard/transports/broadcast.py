@@ -8,6 +8,7 @@ after the previous one has been unpacked from it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from sglang_reshard.layout.regions import Box, Region
-from sglang_reshard.plan import BroadcastGroup, Bucket
+from sglang_reshard.plan import BroadcastGroup, BroadcastPlan, Bucket, TensorIndex
 from sglang_reshard.transports.base import TransportContext
 from sglang_reshard.transports.communicator import BroadcastCommunicator, BroadcastCommunicators
 from sglang_reshard.transports.copies import CopyList
-from sglang_reshard.transports.ipc import IpcTransport
+from sglang_reshard.transports.ipc import DirectReads, read_targets
 
 if TYPE_CHECKING:
-    from sglang_reshard.trace.program import Copy
+    from sglang_reshard.trace.program import Copy, Program
 
 
 class _BucketOps(NamedTuple):
@@ -46,8 +47,13 @@ class BroadcastTransport:
         largest = max((bucket.nbytes for bucket in own), default=0)
         buffers = [torch.empty(largest, dtype=torch.uint8, device=context.device) for _ in own[:2]]
         self.extra_bytes = sum(b.numel() for b in buffers)
-        direct = plan.direct_reads[engine_rank][context.read_plan.shards(context.tensor_index)]
-        self._direct = IpcTransport(context, np.flatnonzero(direct).tolist())  # shards that no other rank needs
+        mask = plan.direct_reads[engine_rank][context.read_plan.shards(context.tensor_index)]
+        direct = np.flatnonzero(mask).tolist()  # of shards that no other rank needs
+        self._arrivals = context.arrivals
+        if context.program.arrivals:
+            written = targets_by_bucket(context.tensor_index, context.program, plan, own)
+            self._arrivals.place(written, read_targets(context.read_plan, direct))
+        self._direct = DirectReads(context, direct)
         self.extra_bytes += self._direct.extra_bytes
         self.read_bytes = dict(self._direct.read_bytes)
         self.received_bytes = self._direct.received_bytes
@@ -63,22 +69,30 @@ class BroadcastTransport:
         ]
 
     def move(self) -> None:
-        self._direct.move()
-        pending: tuple[_BucketOps, dist.Work] | None = None
-        for ops in self._ops:
+        self._direct.run()
+        pending: dist.Work | None = None
+        for turn, ops in enumerate(self._ops):
             if ops.pack is not None:
                 ops.pack.run()
             work = ops.communicator.broadcast(ops.buffer, ops.root)
-            if pending:
-                self._unpack(*pending)
-            pending = (ops, work)
-        if pending:
-            self._unpack(*pending)
+            if pending is not None:
+                self._unpack(turn - 1, pending)
+            pending = work
+        if pending is not None:
+            self._unpack(len(self._ops) - 1, pending)
+        for turn in range(len(self._ops), self._arrivals.turns):
+            self._finish(turn)
 
-    @staticmethod
-    def _unpack(ops: _BucketOps, work: dist.Work) -> None:
+    def _unpack(self, turn: int, work: dist.Work) -> None:
+        ops = self._ops[turn]
         ops.communicator.wait(work)
         ops.unpack.run()
+        self._finish(turn)
+
+    def _finish(self, turn: int) -> None:
+        if turn < self._arrivals.turns:
+            self._direct.run(turn)
+            self._arrivals.finish(turn)
 
     def _bucket_ops(
         self,
@@ -103,7 +117,7 @@ class BroadcastTransport:
                 region = tensor_class.shard_map.to_local(tensor_index.shard(segment.shard), Region.of(segment.box))
                 pack.add(data, context.memory[group.trainer_rank].region(tensor, region, dtype))
             for copy in copies_of.get(tensor_index.layout.tensors[tensor].name, ()):
-                _unpack_box(unpack, context, copy, segment.box, data)
+                _unpack_box(unpack, context.program, copy, segment.box, data)
             payload_bytes += nbytes
         for copies in (pack, unpack):
             copies.build()
@@ -115,8 +129,26 @@ class BroadcastTransport:
         return _BucketOps(communicator, group.leader, buffer[: bucket.nbytes], pack if leads else None, unpack)
 
 
-def _unpack_box(unpack: CopyList, context: TransportContext, copy: Copy, box: Box, data: torch.Tensor) -> None:
+def targets_by_bucket(
+    index: TensorIndex, program: Program, plan: BroadcastPlan, buckets: Sequence[Bucket]
+) -> list[set[str]]:
+    """Returns the names of the arrivals that each of an engine rank's buckets has a part of."""
+    arriving: dict[str, list[Copy]] = {}
+    for copy in program.copies:
+        if copy.target in program.arrivals:
+            arriving.setdefault(copy.source, []).append(copy)
+    found: list[set[str]] = []
+    for bucket in buckets:
+        targets: set[str] = set()
+        for segment in plan.bucket_segments(index, bucket):
+            name = index.layout.tensors[int(index.tensor_of(segment.shard))].name
+            targets |= {copy.target for copy in arriving.get(name, ()) if copy.within(segment.box)}
+        found.append(targets)
+    return found
+
+
+def _unpack_box(unpack: CopyList, program: Program, copy: Copy, box: Box, data: torch.Tensor) -> None:
     """Adds the part of `copy` that lies in `box` of its tensor; `data` holds that box."""
     part = copy.within(box)
     if part is not None:
-        unpack.add(part.destination(context.program.targets[part.target]), data[part.region.slices(box.start)])
+        unpack.add(part.destination(program.targets[part.target]), data[part.region.slices(box.start)])

@@ -27,12 +27,13 @@ from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.plan import ReadPlan
 from sglang_reshard.plan.p2p import round_bytes, send_request
 from sglang_reshard.transports.abortable_group import PeerDisconnected
+from sglang_reshard.transports.arrivals import ArrivalMemory
 from sglang_reshard.transports.base import TransportContext
 from sglang_reshard.transports.copies import CopyList
 from sglang_reshard.transports.nixl_agent import memory_kind
 from sglang_reshard.transports.nixl_link import NixlLink, ReadMessage
 from sglang_reshard.transports.nixl_reader import NixlReader
-from sglang_reshard.transports.p2p import BUCKETS, destination_reads, destination_view
+from sglang_reshard.transports.p2p import BUCKETS, destination_reads, destination_view, targets_by_round
 from sglang_reshard.transports.relay import RelayGate, RelayLost, RelayRoute, Relays
 
 logger = get_logger(__name__)
@@ -47,7 +48,8 @@ class Stream:
 
     peer           its name in the reader
     is_done        whether all has arrived in this update; from an engine rank, and was found to be there still then
-    finished       number of messages that have arrived
+    count          number of messages
+    finished       number of those that have arrived
     tensors        the layout's tensor numbers in each message
     payload_bytes  of each message
     read_bytes     that are read in one update, gaps included
@@ -59,11 +61,15 @@ class Stream:
         peer: str,
         link: NixlLink,
         device: torch.device,
+        arrivals: ArrivalMemory | None = None,
         gate: RelayGate | None = None,
         needed: Sequence[int] = (),
     ) -> None:
-        """`gate` opens for each message once the peer has that many tensors, `needed`; None if it has all of them."""
-        self.peer, self.gate, self.finished = peer, gate, 0
+        """Whether the next message may be read depends on the other ranks, too, if it fills memory of `arrivals`.
+
+        gate  opens for each message once the peer has that many tensors, `needed`; None if it has all of them
+        """
+        self.peer, self.gate, self.finished, self._arrivals = peer, gate, 0, arrivals
         self.tensors, self.payload_bytes, self.read_bytes = link.tensors, link.payload_bytes, link.read_bytes
         self.is_done, self._advanced_at = False, 0.0
         self._reader, self._device, self._needed, self._started = reader, device, needed, 0
@@ -71,6 +77,7 @@ class Stream:
         buckets = [torch.empty(link.bucket_bytes, dtype=torch.uint8, device=device) for _ in range(count)]
         in_place = [m.in_place.untyped_storage() for m in link.messages if m.in_place is not None]
         reader.register([*(bucket.untyped_storage() for bucket in buckets), *in_place])
+        self.count = len(link.messages)
         self._messages = [self._prepare(link, m, buckets[n % BUCKETS]) for n, m in enumerate(link.messages)]
         self.extra_bytes = sum(b.numel() for b in buckets) + sum(c.table_bytes for _, c in self._messages if c)
 
@@ -96,7 +103,8 @@ class Stream:
                 copies.run()
                 runtime().synchronize([self._device])  # the bucket is overwritten in no stream's order
             self.finished += 1
-        while self._started < min(len(self._messages), self.finished + BUCKETS):
+        turns = self.finished if self._arrivals is None else min(self.finished, self._arrivals.finished)
+        while self._started < min(len(self._messages), turns + BUCKETS):
             if self.gate is not None and not self.gate.is_open(self._needed[self._started]):
                 break
             self._reader.start(self.peer, self._messages[self._started][0])
@@ -173,6 +181,7 @@ class NixlTransport:
             advanced = False
             for stream in left:
                 advanced |= self._advance(stream, engine_of.get(stream.peer))
+            self._finish_turns()
             if advanced:
                 self._announce()
                 left = [stream for stream in left if not stream.is_done]
@@ -186,6 +195,15 @@ class NixlTransport:
                 )
             polls += 1
             time.sleep(0 if polls < _SPINS else _POLL_S)
+
+    def _finish_turns(self) -> None:
+        """Ends the turns of which the trainer ranks' messages have arrived."""
+        arrivals = self._context.arrivals
+        while arrivals.finished < arrivals.turns:
+            turn = arrivals.finished
+            if any(stream.finished <= turn < stream.count for stream in self._direct.values()):
+                return
+            arrivals.finish(turn)
 
     def _advance(self, stream: Stream, engine: str | None) -> bool:
         try:
@@ -235,11 +253,18 @@ class NixlTransport:
         return list(self._direct.values())
 
     def _trainer_streams(self, plan: ReadPlan, sizes: Mapping[int, int]) -> dict[int, Stream]:
-        layout = self._context.tensor_index.layout
-        return {
-            rank: Stream(self._reader, peer, self._link(peer, layout, plan, rank, sizes[rank]), self._context.device)
-            for rank, peer in ((rank, _trainer(rank)) for rank in plan.traffic())
-        }
+        layout, arrivals = self._context.tensor_index.layout, self._context.arrivals
+        device = self._context.device
+
+        def links() -> dict[int, NixlLink]:
+            return {rank: self._link(_trainer(rank), layout, plan, rank, sizes[rank]) for rank in plan.traffic()}
+
+        if not self._context.program.arrivals:
+            return {t: Stream(self._reader, _trainer(t), link, device) for t, link in links().items()}
+        rounds = targets_by_round({rank: link.link for rank, link in links().items()}, plan)
+        arrivals.place(rounds, (), ahead=BUCKETS - 1)
+        arrivals.begin()
+        return {t: Stream(self._reader, _trainer(t), link, device, arrivals) for t, link in links().items()}
 
     def _relay_streams(self, route: RelayRoute, sizes: Mapping[int, int], check: int) -> list[Stream]:
         self._reader.connect({route.peer(rank): memory for rank, memory in route.memory.items()})
@@ -249,7 +274,7 @@ class NixlTransport:
             link = self._link(peer, route.layout, route.read_plan, rank, sizes[rank])
             needed = [max(tensors) + 1 for tensors in link.tensors]
             gate = RelayGate(self._reader, peer, route.engine, check)
-            streams.append(Stream(self._reader, peer, link, self._context.device, gate, needed))
+            streams.append(Stream(self._reader, peer, link, self._context.device, None, gate, needed))
         return streams
 
     def _link(self, peer: str, layout: SourceLayout, plan: ReadPlan, rank: int, message_bytes: int) -> NixlLink:

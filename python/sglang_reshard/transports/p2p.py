@@ -33,7 +33,7 @@ from sglang_reshard.plan.p2p import BufferSlice, Message, SendRequest, cut_messa
 from sglang_reshard.transports.base import TransportContext
 from sglang_reshard.transports.communicator import P2pCommunicators, PeerBuffer, PendingRound
 from sglang_reshard.transports.copies import CopyList
-from sglang_reshard.transports.ipc import IpcTransport
+from sglang_reshard.transports.ipc import DirectReads, mapped_reads, read_targets
 
 if TYPE_CHECKING:
     from sglang_reshard.trace.program import Program
@@ -88,17 +88,15 @@ class P2pTransport:
     """
 
     def __init__(self, context: TransportContext) -> None:
-        plan = context.read_plan
-        links = {}
-        for trainer_rank, nbytes in context.round_bytes.items():
-            request = send_request(plan, trainer_rank)
-            views = [
-                tuple(destination_view(context.program, plan, read) for read in reads)
-                for reads in destination_reads(plan, trainer_rank)
-            ]
-            links[trainer_rank] = P2pLink.cut(context.tensor_index.layout, request, nbytes, views)
+        plan, self._arrivals = context.read_plan, context.arrivals
+        layout, direct = context.tensor_index.layout, mapped_reads(context)
+        if context.program.arrivals:
+            links = engine_links(layout, plan, context.program, context.round_bytes)  # to see what each round brings
+            targets = read_targets(plan, direct)
+            self._arrivals.place(targets_by_round(links, plan), targets, ahead=BUCKETS - 1)
+        links = engine_links(layout, plan, context.program, context.round_bytes)
         self._rounds, self.extra_bytes = build_rounds(links, context.device, pack=False)
-        self._direct = IpcTransport(context)
+        self._direct = DirectReads(context, direct)
         self.extra_bytes += self._direct.extra_bytes
         self.read_bytes = self._direct.read_bytes | {t: link.payload_bytes for t, link in links.items()}
         self.received_bytes = sum(self.read_bytes.values())
@@ -108,21 +106,51 @@ class P2pTransport:
         """Raises as `PendingOps.wait` does."""
         try:
             pending = [self._receive(buffers) for buffers, _ in self._rounds[:BUCKETS]]
-            if self._direct.received_bytes:
-                self._direct.move()
+            self._direct.run()
             for number, (_, copies) in enumerate(self._rounds):
                 pending.pop(0).wait()
                 copies.run()
+                self._finish(number)
                 for buffers, _ in self._rounds[number + BUCKETS : number + BUCKETS + 1]:
                     pending.append(self._receive(buffers))  # into the bucket that was just unpacked
+            for turn in range(len(self._rounds), self._arrivals.turns):
+                self._finish(turn)
         except BaseException:
             if self._communicators is not None:
                 self._communicators.close()
             raise
 
+    def _finish(self, turn: int) -> None:
+        if turn < self._arrivals.turns:
+            self._direct.run(turn)
+            self._arrivals.finish(turn)
+
     def _receive(self, buffers: list[PeerBuffer]) -> PendingRound:
         assert self._communicators is not None  # ranks with rounds have them
         return self._communicators.receive(buffers)
+
+
+def engine_links(
+    layout: SourceLayout, plan: ReadPlan, program: Program, round_bytes: Mapping[int, int]
+) -> dict[int, P2pLink]:
+    """Returns an engine rank's links to the trainer ranks that send `round_bytes` to it per round."""
+    links = {}
+    for trainer_rank, nbytes in round_bytes.items():
+        request = send_request(plan, trainer_rank)
+        reads_of_items = destination_reads(plan, trainer_rank)
+        views = [tuple(destination_view(program, plan, read) for read in reads) for reads in reads_of_items]
+        links[trainer_rank] = P2pLink.cut(layout, request, nbytes, views)
+    return links
+
+
+def targets_by_round(links: Mapping[int, P2pLink], plan: ReadPlan) -> list[set[str]]:
+    """Returns the names of the storages that the messages of each round are copied to."""
+    found: list[set[str]] = [set() for _ in range(max((len(link.messages) for link in links.values()), default=0))]
+    for trainer_rank, link in links.items():
+        reads_of_items = destination_reads(plan, trainer_rank)
+        for targets, message in zip(found, link.messages, strict=False):
+            targets |= read_targets(plan, {read for part in message.slices for read in reads_of_items[part.item]})
+    return found
 
 
 def destination_reads(plan: ReadPlan, trainer_rank: int) -> list[tuple[int, ...]]:
@@ -136,7 +164,9 @@ def destination_reads(plan: ReadPlan, trainer_rank: int) -> list[tuple[int, ...]
 def destination_view(program: Program, plan: ReadPlan, read: int) -> torch.Tensor:
     """Returns the view of live memory that a read of the plan is copied to."""
     copy, item, _ = plan.read(read)
-    return program.targets[copy.target].as_strided(item.local_region.count, copy.strides, copy.offset + item.offset)
+    target = program.targets[copy.target]
+    offset = target.storage_offset() + copy.offset + item.offset
+    return target.as_strided(item.local_region.count, copy.strides, offset)
 
 
 @dataclass(frozen=True, slots=True)

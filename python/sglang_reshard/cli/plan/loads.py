@@ -17,8 +17,18 @@ import torch
 from sglang_reshard.cli.plan.rank_model import RankModel
 from sglang_reshard.plan import BroadcastPlan, Strategy, TensorIndex
 from sglang_reshard.plan.p2p import send_request
+from sglang_reshard.transports.arrivals import ArrivalMemory
+from sglang_reshard.transports.broadcast import targets_by_bucket
+from sglang_reshard.transports.ipc import read_targets
 from sglang_reshard.transports.nixl_link import NixlLink
-from sglang_reshard.transports.p2p import BUCKETS, P2pLink, destination_reads, destination_view
+from sglang_reshard.transports.p2p import (
+    BUCKETS,
+    P2pLink,
+    destination_reads,
+    destination_view,
+    engine_links,
+    targets_by_round,
+)
 from sglang_reshard.transports.remote_shards import RemoteShard
 
 _META = torch.device("meta")
@@ -56,9 +66,11 @@ class EngineLoad:
     messages: int
 
 
-def engine_load(index: TensorIndex, strategy: Strategy, engine_rank: int, rank: RankModel) -> EngineLoad:
+def engine_load(
+    index: TensorIndex, strategy: Strategy, engine_rank: int, rank: RankModel, bucket_bytes: int
+) -> EngineLoad:
     """Returns the load of one engine rank."""
-    scratch = rank.program.scratch_bytes
+    scratch = rank.program.scratch_bytes + arrival_bytes(index, strategy, engine_rank, rank, bucket_bytes)
     if strategy.broadcast is not None:
         return _broadcast_load(index, strategy.broadcast, engine_rank, rank, scratch)
     sending = strategy.senders(engine_rank)
@@ -73,6 +85,23 @@ def engine_load(index: TensorIndex, strategy: Strategy, engine_rank: int, rank: 
         scratch + buckets_bytes(mine),
         sum(load.messages for load in mine),
     )
+
+
+def arrival_bytes(index: TensorIndex, strategy: Strategy, engine_rank: int, rank: RankModel, bucket_bytes: int) -> int:
+    """Returns the bytes of memory for what is quantized on arrival; by NIXL if it needs to read no gaps."""
+    arrivals, reads = ArrivalMemory(rank.program, _META, bucket_bytes), rank.read_plan
+    if not rank.program.arrivals:
+        return 0
+    if (plan := strategy.broadcast) is not None:
+        own = [bucket for bucket in plan.buckets if engine_rank in plan.groups[bucket.group].members]
+        direct = np.flatnonzero(plan.direct_reads[engine_rank][reads.shards(index)]).tolist()
+        arrivals.place(targets_by_bucket(index, rank.program, plan, own), read_targets(reads, direct))
+    else:
+        sending = strategy.senders(engine_rank)
+        links = engine_links(index.layout, reads, rank.program, sending)
+        mapped = [read for t in reads.traffic() if t not in sending for read in reads.reads_from(t)]
+        arrivals.place(targets_by_round(links, reads), read_targets(reads, mapped), ahead=BUCKETS - 1)
+    return arrivals.nbytes
 
 
 def _link_loads(index: TensorIndex, rank: RankModel, trainer_rank: int, share: int) -> tuple[LinkLoad, LinkLoad]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from sglang_reshard.cli.plan.request import PlanRequest
 from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.plan import RankDemand, RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
+from sglang_reshard.trace.block_fp8 import BlockWeights
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.tracer import trace
 
@@ -39,13 +40,14 @@ class Outline:
     read_plan: ReadPlan
     targets: dict[str, tuple[int, str]]
     seconds: float
+    arrivals: dict[str, BlockWeights] = field(default_factory=dict)
 
     def rank_model(self) -> RankModel:
         targets = {
             name: torch.empty(numel, dtype=getattr(torch, dtype), device="meta")
             for name, (numel, dtype) in self.targets.items()
         }
-        program = Program(tuple(self.read_plan.copies), targets, (), self.seconds)
+        program = Program(tuple(self.read_plan.copies), targets, (), self.seconds, self.arrivals)
         return RankModel(self.demand, self.read_plan, program)
 
 
@@ -72,7 +74,8 @@ def model_rank(request: PlanRequest, index: TensorIndex, cores: int, engine_rank
     location = RankLocation(engine_rank, ranks, host, request.trainer_hosts, device, request.trainer_devices)
     reads = plan_reads(index, program.copies, location)
     targets = {name: (t.numel(), str(t.dtype).removeprefix("torch.")) for name, t in program.targets.items()}
-    return Outline(rank_demand(index, reads, host, cores, device), reads, targets, program.seconds)
+    demand = rank_demand(index, reads, host, cores, device)
+    return Outline(demand, reads, targets, program.seconds, dict(program.arrivals))
 
 
 def _built(request: PlanRequest, engine_rank: int) -> torch.nn.Module:

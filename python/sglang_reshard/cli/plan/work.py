@@ -164,7 +164,7 @@ def _loads(
     found: dict[int, EngineLoad] = {}
 
     def work(rank: int) -> EngineLoad:
-        return engine_load(index, strategy, rank, outlines[rank].rank_model())
+        return engine_load(index, strategy, rank, outlines[rank].rank_model(), request.bucket_bytes)
 
     jobs = range(len(outlines))
     for rank, load in run_in_forks(work, jobs, processes=request.processes, deadline_seconds=request.deadline_seconds):

@@ -1,0 +1,179 @@
+"""Memory for what is quantized on arrival: shared by all that is not in it at the same time."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.plan.lifetimes import Lifetime, share_memory
+from sglang_reshard.trace.block_fp8 import FP8, quantize_blocks
+from sglang_reshard.trace.program import Copy
+from sglang_reshard.trace.tracer import trace
+from sglang_reshard.transports.arrivals import ArrivalMemory
+from toy_loader import Toy, specs_of
+
+BLOCK, CPU = (4, 4), torch.device("cpu")
+TURNS = 5
+
+lifetimes = st.builds(
+    lambda first, turns, nbytes: Lifetime(first, first + turns, nbytes),
+    st.integers(0, 9), st.integers(0, 4), st.integers(1, 5000),
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(lifetimes, max_size=30))
+def test_what_is_needed_at_the_same_time_does_not_overlap(given_lifetimes):
+    offsets, total = share_memory(given_lifetimes)
+    placed = list(zip(given_lifetimes, offsets, strict=True))
+    for number, (one, at) in enumerate(placed):
+        assert at % 256 == 0
+        assert at + one.nbytes <= total
+        for other, there in placed[:number]:
+            at_once = one.first <= other.last and other.first <= one.last
+            assert not at_once or at + one.nbytes <= there or there + other.nbytes <= at
+    padded = [-(-one.nbytes // 256) * 256 for one in given_lifetimes]
+    assert total <= sum(padded)
+
+
+def test_memory_is_used_again():
+    offsets, total = share_memory([Lifetime(turn, turn + 1, 1024) for turn in range(100)])
+    assert total == 2048
+    assert sorted(set(offsets)) == [0, 1024]
+
+
+class Linear(torch.nn.Module):
+    def __init__(self, rows, columns):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(rows, columns).to(FP8), requires_grad=False)
+        scales = -(-rows // BLOCK[0]), -(-columns // BLOCK[1])
+        self.weight_scale_inv = torch.nn.Parameter(torch.zeros(scales), requires_grad=False)
+        self.quant_method = SimpleNamespace(quant_config=SimpleNamespace(weight_block_size=BLOCK))
+
+
+def load(toy, weights):
+    for name, tensor in weights:
+        toy.get_parameter(name).data.copy_(tensor)
+
+
+def model_of(shapes):
+    toy = Toy(load)
+    toy.layers = torch.nn.ModuleList(Linear(*shape) for shape in shapes)
+    generator = torch.Generator().manual_seed(1)
+    weights = {f"layers.{n}.weight": torch.randn(shape, generator=generator) for n, shape in enumerate(shapes)}
+    return toy, {name: tensor.bfloat16() for name, tensor in weights.items()}
+
+
+class Journal:
+    """Notes what has arrived after which turn, and that it is not quantized yet."""
+
+    def __init__(self, weights, copies):
+        self.weights, self.copies, self.seen = weights, copies, {}
+
+    def place(self, program, arriving):
+        self.program, self.arriving = program, arriving
+
+    def arrived(self, turn):
+        for target in self.arriving[turn]:
+            copy = self.copies[target]
+            assert torch.equal(copy.destination(self.program.targets[target]), self.weights[copy.source])
+            assert self.seen.setdefault(copy.source, turn) == turn, "twice"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_each_is_quantized_when_its_last_part_is_there(data):
+    """Parts arrive in any turns, or are read from mapped memory, and others may be received one turn ahead."""
+    shapes = data.draw(st.lists(st.sampled_from([(4, 4), (8, 6), (5, 9)]), min_size=1, max_size=8))
+    ahead, bucket = data.draw(st.integers(0, 1)), data.draw(st.sampled_from([1, 100, 10_000]))
+    toy, weights = model_of(shapes)
+    program = trace(toy, specs_of(weights))
+    copies = {copy.target: copy for copy in program.copies}
+    written = [set() for _ in range(TURNS)]
+    halves = {}  # of each weight: the turn in which its upper and lower rows are written, None if they are read
+    for target in program.arrivals:
+        halves[target] = data.draw(st.tuples(*[st.one_of(st.none(), st.integers(0, TURNS - 1))] * 2))
+        for turn in halves[target]:
+            if turn is not None:
+                written[turn].add(target)
+    read = {target for target, turns in halves.items() if None in turns}
+    journal = Journal(weights, copies)
+    arrivals = ArrivalMemory(program, CPU, bucket, journal)
+    arrivals.place(written, read, ahead)
+
+    def write(target, half):
+        copy = copies[target]
+        rows = copy.region.count[0] // 2
+        part = (slice(0, rows), slice(rows, None))[half]
+        copy.destination(arrivals.program.targets[target])[part] = weights[copy.source][part]
+
+    for update in range(2):
+        arrivals.begin()
+        journal.seen = {}
+        for turn in range(arrivals.turns):
+            for target, turns in halves.items():
+                for half, of_half in enumerate(turns):
+                    # In the second update all are received into their places as early as they may be.
+                    now = arrivals.turn_of(target) if of_half is None else max(0, of_half - ahead * update)
+                    if turn == now:
+                        write(target, half)
+            arrivals.finish(turn)
+        assert arrivals.finished == arrivals.turns
+        assert journal.seen.keys() == weights.keys()
+    for name, weight in weights.items():
+        quantized, scales = quantize_blocks(weight[None], BLOCK)
+        assert torch.equal(toy.get_parameter(name).view(torch.uint8), quantized[0].view(torch.uint8))
+        assert torch.equal(toy.get_parameter(f"{name}_scale_inv"), scales[0])
+
+
+def test_what_is_read_from_mapped_memory_fills_a_bucket_at_a_time():
+    toy, weights = model_of([(8, 16)] * 20)  # of 256 bytes
+    program = trace(toy, specs_of(weights))
+    arrivals = ArrivalMemory(program, CPU, 1100)
+    arrivals.place([], program.targets)
+    assert (arrivals.turns, arrivals.nbytes) == (5, 1024)
+    assert [arrivals.turn_of(target) for target in program.arrivals] == [n // 4 for n in range(20)]
+    assert arrivals.turn_of("layers.0.weight") is None
+
+
+def test_messages_in_order_need_little():
+    toy, weights = model_of([(8, 16)] * 20)
+    program = trace(toy, specs_of(weights))
+    arrivals = ArrivalMemory(program, CPU, 1100)
+    of_turn = [set(list(program.arrivals)[4 * turn : 4 * turn + 5]) for turn in range(5)]  # some are cut
+    arrivals.place(of_turn, ())
+    assert arrivals.nbytes == 5 * 256, "three of its own turn, and one that it shares with either neighbour"
+
+
+def test_a_program_without_arrivals_needs_nothing():
+    toy = Toy(load, w=(4, 4))
+    program = trace(toy, specs_of({"w": torch.zeros(4, 4)}))
+    arrivals = ArrivalMemory(program, CPU, 100)
+    arrivals.place([{"w"}], {"w"})
+    assert (arrivals.turns, arrivals.nbytes, arrivals.program) == (0, 0, program)
+
+
+@pytest.mark.parametrize("experts", [1, 3, 7])
+def test_a_large_stack_is_cut(experts, monkeypatch):
+    """So that a checkpoint tensor of all experts need not be in memory at once."""
+    monkeypatch.setattr("sglang_reshard.trace.block_fp8._STACK_ELEMENTS", 3 * 8 * 6)
+    toy, _ = model_of([])
+    toy.experts = Linear(8, 6)
+    toy.experts.weight = torch.nn.Parameter(torch.zeros(experts, 8, 6).to(FP8), requires_grad=False)
+    toy.experts.weight_scale_inv = torch.nn.Parameter(torch.zeros(experts, 2, 2), requires_grad=False)
+    weight = torch.randn(experts, 8, 6, generator=torch.Generator().manual_seed(3)).bfloat16()
+    program = trace(toy, specs_of({"experts.weight": weight}))
+    assert [copy.region.count[0] for copy in program.copies] == [min(3, experts - n) for n in range(0, experts, 3)]
+    whole = Copy("experts.weight", Region.of(Box.whole((experts, 8, 6))), "", 0, ())
+    assert sum(copy.region.numel for copy in program.copies) == whole.region.numel
+    arrivals = ArrivalMemory(program, CPU, 1)
+    arrivals.place([], program.arrivals)
+    for turn, copy in enumerate(program.copies):
+        copy.destination(arrivals.program.targets[copy.target]).copy_(weight[copy.region.slices()])
+        arrivals.finish(turn)
+    quantized, scales = quantize_blocks(weight, BLOCK)
+    assert torch.equal(toy.experts.weight.view(torch.uint8), quantized.view(torch.uint8))
+    assert torch.equal(toy.experts.weight_scale_inv, scales)
