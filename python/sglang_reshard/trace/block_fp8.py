@@ -8,6 +8,7 @@ trainer's weight, in bfloat16.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,8 @@ from sglang_reshard.trace.program import Copy, Program
 FP8 = torch.float8_e4m3fn
 _MAX = torch.finfo(FP8).max
 _SCALE = "_scale_inv"
-_CHUNK_ELEMENTS = 16 << 20  # that are in float32 at a time
+_CHUNK = 1 << 20  # elements that a CPU quantizes together: in float32 they fit its cache
+_DEVICE_CHUNK = 1 << 23  # elements that another device, whose kernels take longer to launch, quantizes together
 _STACK_ELEMENTS = 32 << 20  # of stacked matrices that are quantized at a time
 
 
@@ -86,11 +88,14 @@ def quantize_blocks(weights: torch.Tensor, block: tuple[int, int]) -> tuple[torc
     n, rows, columns = weights.shape
     down, across = (-(-size // b) for size, b in zip((rows, columns), block, strict=True))
     padding = (0, across * block[1] - columns, 0, down * block[0] - rows)
-    blocks = torch.nn.functional.pad(weights.float(), padding).view(n, down, block[0], across, block[1])
+    wide = weights.to(torch.float32, copy=True)
+    if any(padding):
+        wide = torch.nn.functional.pad(wide, padding)
+    blocks = wide.view(n, down, block[0], across, block[1])
     largest = blocks.abs().amax(dim=(2, 4), keepdim=True)
     factors = torch.full_like(largest, _MAX).div_(largest)  # `_MAX / largest` multiplies by a reciprocal
     factors.masked_fill_((largest == 0) | (largest == torch.inf), 1.0)
-    scaled = (blocks * factors).clamp_(-_MAX, _MAX).to(FP8)
+    scaled = blocks.mul_(factors).clamp_(-_MAX, _MAX).to(FP8)
     quantized = scaled.view(n, down * block[0], across * block[1])[:, :rows, :columns]
     return quantized, factors.reciprocal().view(n, down, across)
 
@@ -176,12 +181,16 @@ class _Quantizer:
 
     def run(self) -> None:
         count, rows, columns = self._weights.shape
-        step = max(1, _CHUNK_ELEMENTS // (rows * columns))
-        for first in range(0, count, step):
-            chunk = slice(first, first + step)
+        chunk = _CHUNK if self._weights.device.type == "cpu" else _DEVICE_CHUNK
+        together = max(1, chunk // (rows * columns))
+        down = self._block[0]
+        high = max(1, chunk // (columns * down)) * down
+        for first, top in itertools.product(range(0, count, together), range(0, rows, high)):
+            part = slice(first, first + together), slice(top, top + high)
             # Writes half as much of the memory as has been read until now.
-            quantized, self.scales[chunk] = quantize_blocks(self._weights[chunk], self._block)
-            self.quantized[chunk].copy_(quantized)
+            quantized, scales = quantize_blocks(self._weights[part], self._block)
+            self.quantized[part].copy_(quantized)
+            self.scales[part[0], top // down : top // down + scales.shape[1]] = scales
         for destinations, values in self._outputs.values():
             torch._foreach_copy_(destinations, values)
 
