@@ -134,7 +134,7 @@ test-all: setup setup-bridge
 	  $(BIN)/python -m pytest $(PYTEST_ARGS)
 	$(if $(PYTEST_ARGS),,$(BIN)/python -m benchmark.pages test-all)
 
-# Ranks killed, stopped, short of memory and lied to, in every phase of an update: eight minutes on 2 cores. It prints
+# Ranks killed, stopped, short of memory and lied to, in every phase of an update: seventeen minutes on 2 cores. It prints
 # a table and writes benchmark/results/faults.json and docs/results/faults.md.
 test-faults: setup
 	SGLANG_RESHARD_SWEEP=1 SGLANG_RESHARD_FAULTS_UPDATES=200 \
