@@ -103,7 +103,8 @@ test-hosts: setup
 # option of SGLang.
 test-serving: setup
 	$(BIN)/python -m pytest test/engine/live/test_many_ranks_server.py test/engine/live/test_reshard_models.py \
-	  test/engine/live/test_draft_models.py test/engine/live/test_odd_engines.py test/engine/test_pipeline.py \
+	  test/engine/live/test_draft_models.py test/engine/live/test_odd_engines.py test/engine/live/test_images.py \
+  test/engine/test_pipeline.py \
 	  test/engine/test_hooks.py test/engine/architectures/test_draft_layers.py \
 	  test/engine/architectures/test_multimodal.py test/unit/test_block_fp8.py test/unit/test_block_fp8_updates.py \
 	  test/unit/test_supported_engine.py test/unit/test_server_args_page.py $(PYTEST_ARGS)
