@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from support.checkpoints.tiny_configs import has_experts
 
 _YARN = {
@@ -30,7 +32,19 @@ def published(config: dict[str, Any], tensors: Iterable[str]) -> dict[str, Any]:
 
 def published_multimodal(config: dict[str, Any], tensors: Iterable[str]) -> dict[str, Any]:
     """The same of a model with a language model in it, whose config is a part of the whole."""
-    return config | {"text_config": published(config["text_config"], tensors)}
+    parts = {"text_config": published(config["text_config"], tensors)}
+    if "in_channels" in (config.get("vision_config") or {}):
+        parts["vision_config"] = config["vision_config"] | {"in_chans": config["vision_config"]["in_channels"]}
+    return config | parts
+
+
+def published_weights(writer: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights as checkpoints have them where transformers 5 saves them otherwise."""
+    if writer == "Gemma3ForConditionalGeneration":
+        return {n.replace("vision_tower.", "vision_tower.vision_model."): t for n, t in weights.items()}
+    if writer == "Qwen3VLMoeForConditionalGeneration":
+        return {n: t.mT.contiguous() if ".experts." in n else t for n, t in weights.items()}
+    return weights
 
 
 def _part(config: dict[str, Any]) -> dict[str, Any]:

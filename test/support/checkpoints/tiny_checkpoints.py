@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from support.checkpoints import block_fp8
-from support.checkpoints.published_configs import published, published_multimodal
+from support.checkpoints.published_configs import published, published_multimodal, published_weights
 from support.checkpoints.tiny_configs import IN_BLOCKS, TINY, tiny, variant
 
 WEIGHTS = "model.safetensors"
@@ -58,7 +58,7 @@ def write_checkpoint(
     block_fp8.mark_linear(model)
     model.save_pretrained(folder, max_shard_size="100GB")
     saved = read_weights(folder)
-    weights = _randomised(saved, seed)
+    weights = published_weights(writer, _randomised(saved, seed))
     written = json.loads((folder / "config.json").read_text())
     as_published = published_multimodal if multimodal else published
     written = as_published(written | {"architectures": [architecture or writer]}, list(weights))
