@@ -10,7 +10,7 @@ from types import FrameType
 import msgspec
 from rich.console import Console
 
-from benchmark import launcher, pages, plots, results, scaling, tables
+from benchmark import block_fp8, launcher, pages, plots, results, scaling, tables
 from benchmark.cases import CASES, QUICK_CASES, QUICK_EFFORT, Effort
 
 
@@ -32,6 +32,8 @@ def main() -> int:
     ok = True
     if not arguments.only_scaling:
         ok = _cases(quick, arguments.only, command, console)
+    if quick and not arguments.only:
+        ok = block_fp8.main([]) == 0 and ok
     if not quick and not arguments.only and not arguments.skip_scaling:
         ok = _scaling(command, console) and ok
     return 0 if ok else 1

@@ -67,6 +67,27 @@ def mesh_to_mesh(path: Path) -> str:
     return "\n".join(lines)
 
 
+def block_fp8(path: Path) -> str:
+    head, rows = results.load(path)
+    verl = next(r["seconds_median"] for r in rows if r["way"] == "verl")
+    lines = [
+        f"{_measured_by(head, path)}: {rows[0]['tensors']} matrices, {rows[0]['bytes'] / 1e6:,.0f} MB in bfloat16, "
+        "from FSDP over 4 trainer ranks to 2 engine ranks.",
+        "",
+        "| way | seconds | verl's / this | first update, s | engine rank's extra memory, MB | bit-exact with verl's |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for r in rows:
+        extra = "" if r["peak_extra_bytes"] is None else f"{r['peak_extra_bytes'] / 1e6:,.0f}"
+        cells = [r["way"], f"{r['seconds_median']:.3f}", f"{verl / r['seconds_median']:.1f}"]
+        lines.append("| " + " | ".join([*cells, f"{r['first_seconds']:.3f}", extra, _yes(r["bit_exact"])]) + " |")
+    return "\n".join(lines)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "NO"
+
+
 def hosts(path: Path) -> str:
     head, rows = results.load(path)
     lines = [
@@ -302,6 +323,7 @@ TABLES: dict[str, Table] = {
     "planning": Table("docs/results/planning.md", results.PLANNING, planning),
     "digest": Table("docs/results/digest.md", results.FOLDER / "digest.json", digest),
     "mesh-to-mesh": Table("docs/results/mesh-to-mesh.md", results.FOLDER / "mesh_to_mesh.json", mesh_to_mesh),
+    "block-fp8": Table("docs/results/block-fp8.md", results.FOLDER / "block-fp8.json", block_fp8),
     "control": Table("docs/results/control.md", results.FOLDER / "control.json", control),
     "hosts": Table("docs/results/hosts.md", results.FOLDER / "hosts.json", hosts),
     "verl": Table("docs/results/verl.md", results.FOLDER / "verl.json", verl),

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from benchmark import block_fp8
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.cli.plan.loads import arrival_bytes
 from sglang_reshard.cli.plan.rank_model import RankModel
@@ -106,3 +107,10 @@ def test_engine_ranks_hold_what_a_quantized_checkpoint_leaves(transport, options
         assert report.transport == transport
         if transport != "broadcast":
             assert all(rank.received_bytes == rank.least_bytes for rank in report.engine_ranks)
+
+
+@pytest.mark.sweep
+def test_the_benchmark_runs() -> None:
+    rows = {row.way: row for row in block_fp8.run(block_fp8.Size(256, 512, 2, updates=1, verl_updates=1))}
+    assert set(rows) == {"ipc", "p2p", "verl"}
+    assert all(row.bit_exact for row in rows.values()), "with verl's own"
