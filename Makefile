@@ -106,7 +106,8 @@ test-serving: setup
 	  test/engine/live/test_draft_models.py test/engine/live/test_odd_engines.py test/engine/live/test_images.py \
   test/engine/test_pipeline.py \
 	  test/engine/test_hooks.py test/engine/architectures/test_draft_layers.py \
-	  test/engine/architectures/test_multimodal.py test/unit/test_block_fp8.py test/unit/test_block_fp8_updates.py \
+	  test/engine/architectures/test_multimodal.py test/engine/architectures/test_quantization.py \
+  test/unit/test_block_fp8.py test/unit/test_block_fp8_updates.py \
 	  test/unit/test_supported_engine.py test/unit/test_server_args_page.py $(PYTEST_ARGS)
 
 # Every trainer by every way and transport, swept; it writes benchmark/results/trainers.json and

@@ -9,6 +9,7 @@ architectures is written by `test/engine/architectures/architecture_results.py`,
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,29 @@ def mesh_to_mesh(path: Path) -> str:
         cells += ["" if r[n] is None else f"{r[n] / 1e6:.1f}" for n in ("received_bytes", "extra_bytes")]
         lines.append("| " + " | ".join([*cells, "yes" if r["bit_exact"] else "NO"]) + " |")
     return "\n".join(lines)
+
+
+def quantization(path: Path) -> str:
+    head, rows = results.load(path)
+    lines = [f"{_measured_by(head, path)}.", "", "| method | dense | experts | why not |", "|---|---|---|---|"]
+    by_case: dict[str, dict[str, dict[str, str]]] = {}
+    for row in rows:
+        by_case.setdefault(row["case"], {})[row["model"]] = row
+    for case, of in by_case.items():
+        method, _, kind = case.partition(", ")
+        whys = dict.fromkeys(_shortened(row["why"]) for row in of.values() if row["why"])
+        cells = [f"`{method}`{', ' * bool(kind)}{kind}", of["dense"]["outcome"], of["experts"]["outcome"]]
+        lines.append("| " + " | ".join([*cells, "; ".join(whys)]) + " |")
+    return "\n".join(lines)
+
+
+def _shortened(why: str) -> str:
+    """The part of an error that differs from method to method."""
+    if why.startswith("The engine has replaced the parameter"):
+        return "parameters are replaced after loading"
+    if found := re.search(r"rejected the tensors at [\w.]+\.(\w+): AssertionError: Attempted to load weight", why):
+        return f"`{found[1]}` has another shape since it was loaded"
+    return why.partition(" (sglang/")[0].replace("|", "\\|")
 
 
 def block_fp8(path: Path) -> str:
@@ -324,6 +348,7 @@ TABLES: dict[str, Table] = {
     "digest": Table("docs/results/digest.md", results.FOLDER / "digest.json", digest),
     "mesh-to-mesh": Table("docs/results/mesh-to-mesh.md", results.FOLDER / "mesh_to_mesh.json", mesh_to_mesh),
     "block-fp8": Table("docs/results/block-fp8.md", results.FOLDER / "block-fp8.json", block_fp8),
+    "quantization": Table("docs/results/quantization.md", results.FOLDER / "quantization.json", quantization),
     "control": Table("docs/results/control.md", results.FOLDER / "control.json", control),
     "hosts": Table("docs/results/hosts.md", results.FOLDER / "hosts.json", hosts),
     "verl": Table("docs/results/verl.md", results.FOLDER / "verl.json", verl),

@@ -107,6 +107,23 @@ def test_a_shape_that_the_loader_asserts():
     refused(each(load), Mismatch, T.name, "shapes differ", w=(4, 7))
 
 
+def test_a_shape_that_an_engine_may_have_changed_itself():
+    """By a quantization method that transposes what it loads."""
+
+    class Int8LinearMethod: ...
+
+    class UnquantizedLinearMethod: ...
+
+    def load(m, w):
+        assert m.w.shape == w.shape, "shapes differ"
+
+    model = Toy(each(load), w=(4, 7))
+    model.quant_method = Int8LinearMethod()
+    refused(None, Mismatch, "transposed or packed", "Int8LinearMethod", model=model)
+    model.quant_method = UnquantizedLinearMethod()
+    assert "packed" not in str(refused(None, Mismatch, T.name, model=model))
+
+
 def test_a_shape_that_torch_rejects():
     refused(each(lambda m, w: m.w.data.copy_(w)), Mismatch, T.name, w=(4, 7))
     refused(each(lambda m, w: m.w.data.copy_(w)), Mismatch, T.name, w=(8,))

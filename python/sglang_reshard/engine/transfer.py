@@ -171,7 +171,6 @@ class PreparedTransfer:
 
     def begin(self, request: DistributedUpdateWeightsReq) -> None:
         """Must be called before `transport.move`."""
-        self.arrivals.begin()
         if self.relays is not None:
             assert request.relay is not None
             self.relays.progress.begin(request.relay.update, self.relays.check)

@@ -141,13 +141,13 @@ def _run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: R
     except ReshardError as error:
         raise type(error)(f"{error} (Last tensor that the loader received: {last[0]}.)") from error
     except Exception as error:
-        raise _explained(error, last[0]) from error
+        raise _explained(error, last[0], model) from error
     for change in changes:
         _write_rebound(recorder, change)
     return deferred
 
 
-def _explained(error: Exception, tensor: str) -> ReshardError:
+def _explained(error: Exception, tensor: str, model: torch.nn.Module) -> ReshardError:
     what = f"{type(error).__name__}: {error}"
     if isinstance(error, NotImplementedError) or any(words in str(error) for words in _NEEDS_MEMORY):
         return Unsupported(
@@ -160,10 +160,19 @@ def _explained(error: Exception, tensor: str) -> ReshardError:
             f"repacked, and SGLang's loader cannot load it any more ({error}). Start the engine on weights as the "
             "trainer has them, without quantization="
         )
-    return Mismatch(
-        f"The model's loader rejected the tensors at {tensor}: {what}. Compare names, shapes and dtypes with those "
-        "of the model's Hugging Face checkpoint."
-    )
+    advice = "Compare names, shapes and dtypes with those of the model's Hugging Face checkpoint."
+    if method := _quantization_method(model):
+        advice += (
+            f" If they are the same, the engine has transposed or packed what it loaded ({method} does so): start it "
+            "on weights as the trainer has them, without quantization="
+        )
+    return Mismatch(f"The model's loader rejected the tensors at {tensor}: {what}. {advice}")
+
+
+def _quantization_method(model: torch.nn.Module) -> str:
+    """Returns the class of the first quantization method of a linear layer in `model`; empty if there is none."""
+    methods = (type(getattr(module, "quant_method", None)).__name__ for module in model.modules())
+    return next((name for name in methods if name.endswith("LinearMethod") and "Unquantized" not in name), "")
 
 
 def _write_rebound(recorder: Recorder, change: Change) -> None:

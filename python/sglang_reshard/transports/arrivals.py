@@ -4,7 +4,7 @@ They are in it from the first message that brings a part of them to the last one
 before and after. A transport goes through its messages in turns, says which turn brings what, and when a turn is over:
 
     arrivals.place(written, read, ahead=1)   # before it makes views of `arrivals.program`
-    arrivals.begin()
+    arrivals.begin()                         # if anybody asks for `arrivals.finished`
     arrivals.finish(turn)                    # in ascending order, when the copies of a turn have been made
 
 What a rank reads from mapped memory itself, it copies in the last turn of the messages that bring other parts of the
@@ -82,7 +82,7 @@ class ArrivalMemory:
         self._allocate(groups, turns)
 
     def begin(self) -> None:
-        """Must be called at the start of each update."""
+        """Must be called at the start of an update in which `finished` is used."""
         self.finished = 0
 
     def turn_of(self, target: str) -> int | None:

@@ -156,6 +156,7 @@ class NixlTransport:
     def move(self) -> None:
         """Raises PeerDisconnected and DeadlineExceeded for trainer ranks; the reader is closed then."""
         relays = self._context.relays
+        self._context.arrivals.begin()
         streams = [*self._direct.values(), *(s for of_engine in self._relayed.values() for s in of_engine)]
         for stream in streams:
             stream.begin(relays.progress.update if relays is not None else 0)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from examination import Finding, _built, _examined, said
+from examination import Finding, _examined, built, said
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from support.checkpoints import read_weights, write_checkpoint
@@ -63,7 +63,7 @@ def examined(folder: str, rank: int, without: str = "") -> Finding:
     from sglang_reshard.patches.draft_models import TargetAndDrafts
 
     try:
-        target = _built(folder, False, {"tp_size": TP, "tp_rank": rank})
+        target = built(folder, False, {"tp_size": TP, "tp_rank": rank})
         config = json.loads((Path(folder) / "config.json").read_text())
         weights = with_draft_layer(read_weights(folder), config["num_hidden_layers"])
         model = TargetAndDrafts(target, [draft_of(target, folder)])

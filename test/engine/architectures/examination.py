@@ -50,7 +50,7 @@ class Finding:
 
 def examine(folder: str, *, weights_dtype: str | None = None, gpu: bool = True, **build: Any) -> Finding:
     try:
-        model = _built(folder, gpu, build)
+        model = built(folder, gpu, build)
     except (Exception, SystemExit) as error:
         return Finding("cannot", said(error, folder))
     weights = read_weights(folder)
@@ -63,7 +63,7 @@ def examine(folder: str, *, weights_dtype: str | None = None, gpu: bool = True, 
         return Finding("failed", said(error, folder))
 
 
-def _built(folder: str, gpu: bool, build: dict[str, Any]) -> torch.nn.Module:
+def built(folder: str, gpu: bool, build: dict[str, Any]) -> torch.nn.Module:
     # Else torch says of a model that needs a GPU that this process is a fork, not that there is none.
     vars(torch.cuda)["_lazy_init"] = _no_gpu
     if not gpu:

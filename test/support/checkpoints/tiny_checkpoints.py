@@ -65,7 +65,7 @@ def write_checkpoint(
     if fp8:
         weights, written["quantization_config"] = block_fp8.quantized(weights, block_fp8.marked(saved))
     (folder / "config.json").write_text(json.dumps(written))
-    _save(weights, folder)
+    write_weights(weights, folder)
     return str(folder)
 
 
@@ -75,7 +75,7 @@ def read_weights(folder: str | Path) -> dict[str, torch.Tensor]:
     return load_file(Path(folder) / WEIGHTS)
 
 
-def _save(weights: dict[str, torch.Tensor], folder: Path) -> None:
+def write_weights(weights: dict[str, torch.Tensor], folder: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(weights, folder / WEIGHTS, {"format": "pt"})

@@ -1,0 +1,236 @@
+"""Updates engines of SGLang's quantization methods, and answers with a line of JSON for each.
+
+Run as a script by test_quantization.py: SGLang chooses its code paths at import.
+
+    quantization.py FOLDER
+
+An engine rank is built with a checkpoint's quantization_config and loaded with random weights, and post-processed by
+SGLang as at its start. Then it is updated with a second checkpoint, and compared with a rank that has been started on
+that one. A checkpoint has the tensors that the method itself makes for a linear layer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examination import Weights, built, said
+from oracle.digests import digests
+from oracle.replay import replay
+from sglang_reshard.cli.plan.forked_jobs import run_in_forks
+from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.layout.regions import TensorSpec
+from support.checkpoints import tiny_checkpoints, write_checkpoint
+from support.checkpoints.tiny_configs import IN_BLOCKS
+from support.scripts import answer
+
+DEADLINE_S = 600
+MODELS = {"dense": "Qwen3ForCausalLM", "experts": "Qwen3MoeForCausalLM"}
+_LINEAR = re.compile(r"\.(q|k|v|o|gate|up|down)_proj\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A quantization_config, or none if the engine quantizes a checkpoint in 16 bits by itself.
+
+    method   of SGLang's registry, as `quantization=` names it; empty if the config does
+    half     in float16, which some methods insist on
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    method: str = ""
+    half: bool = False
+
+
+def _compressed(format: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> Case:
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}
+    if inputs is not None:
+        group["input_activations"] = {"symmetric": True, "dynamic": True, "strategy": "token", **inputs}
+    config = {"format": format, "ignore": ["lm_head"], "config_groups": {"group_0": group}}
+    return Case({"quant_method": "compressed-tensors", **config}, half=inputs is None)
+
+
+_INT4 = {"bits": 4, "group_size": 64, "desc_act": False, "sym": True}
+_FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+CASES = {
+    "fp8, block": Case({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
+    "fp8, static": Case({"quant_method": "fp8", "activation_scheme": "static"}),
+    "fp8, dynamic": Case({"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    "fp8, of 16 bits": Case(method="fp8"),
+    "mxfp8": Case({"quant_method": "mxfp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"}),
+    "blockwise_int8": Case(
+        {"quant_method": "blockwise_int8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    ),
+    "w8a8_int8": Case({"quant_method": "w8a8_int8"}),
+    "w8a8_int8, of 16 bits": Case(method="w8a8_int8"),
+    "w8a8_fp8": Case({"quant_method": "w8a8_fp8"}),
+    "w8a8_fp8, of 16 bits": Case(method="w8a8_fp8"),
+    "awq": Case({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, "awq", half=True),
+    "awq_marlin": Case({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, half=True),
+    "gptq": Case({"quant_method": "gptq", **_INT4}, "gptq", half=True),
+    "gptq, desc_act": Case({"quant_method": "gptq", **_INT4, "desc_act": True}, "gptq", half=True),
+    "gptq_marlin": Case({"quant_method": "gptq", **_INT4}, half=True),
+    "moe_wna16": Case({"quant_method": "gptq", **_INT4}, "moe_wna16", half=True),
+    "auto-round": Case({"quant_method": "auto-round", **_INT4}, half=True),
+    "modelopt_fp8": Case({"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "modelopt_fp4": Case(
+        {
+            "quant_method": "modelopt_fp4",
+            "quant_algo": "NVFP4",
+            "config_groups": {"group_0": {"weights": {"group_size": 16}}},
+            "ignore": [],
+        }
+    ),
+    "qoq": Case({"quant_method": "qoq", "wbits": 4, "group_size": -1}, half=True),
+    "w4afp8": Case({"quant_method": "w4afp8", "weight_block_size": [128, 128]}),
+    "fbgemm_fp8": Case({"quant_method": "fbgemm_fp8", "modules_to_not_convert": [], "activation_scale_ub": 1200.0}),
+    "compressed-tensors, int8": _compressed(
+        "int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, {"num_bits": 8, "type": "int"}
+    ),
+    "compressed-tensors, fp8": _compressed(
+        "float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, {"num_bits": 8, "type": "float"}
+    ),
+    "compressed-tensors, int4": _compressed(
+        "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}, None
+    ),
+    "quark, fp8": Case(
+        {
+            "quant_method": "quark",
+            "export": {"kv_cache_group": [], "pack_method": "reorder"},
+            "global_quant_config": {"weight": _FP8, "input_tensors": _FP8},
+            "layer_quant_config": {},
+            "layer_type_quant_config": {},
+            "exclude": ["lm_head"],
+        }
+    ),
+}
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    choose_code_paths(1, gpu=True)
+    import_before_forks()
+
+    def work(job: tuple[str, str]) -> tuple[str, str]:
+        folder = root / "-".join(job).replace(" ", "")
+        _stand_in_for_kernels()
+        try:
+            return _examined(CASES[job[0]], MODELS[job[1]], folder)
+        except Exception as error:
+            return "failed", said(error, str(folder))
+
+    jobs = [(name, kind) for name in CASES for kind in MODELS]
+    for job, outcome in run_in_forks(work, jobs, processes=2, deadline_seconds=DEADLINE_S):
+        answer(json.dumps([*job, *outcome]))
+
+
+def _stand_in_for_kernels() -> None:
+    """Of the kernels that post-processing calls, those of few lines: without them fewer methods could be started."""
+    from sglang.srt.layers.quantization import fp8_kernel, gptq, marlin_utils
+    from sglang.srt.layers.quantization.quark import quark
+
+    def quantize(weight: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor, is_static: bool) -> None:
+        if not is_static:
+            scale.fill_(float(weight.abs().max()) / 448)
+        quantized.copy_((weight.float() / scale.float()).clamp(-448, 448))
+
+    vars(gptq)["gptq_shuffle"] = lambda weight, *_: weight.bitwise_not_()  # in place, whatever it is
+    vars(fp8_kernel)["sgl_per_tensor_quant_fp8"] = quantize
+    for module in (marlin_utils, quark):
+        if "get_device_capability" in vars(module):
+            vars(module)["get_device_capability"] = lambda *_: (9, 0)
+
+
+def _examined(case: Case, architecture: str, folder: Path) -> tuple[str, str]:
+    """What becomes of an update, and why."""
+    from sglang_reshard.patches.model_runner import repacked_reason
+    from sglang_reshard.trace.tracer import trace
+
+    tiny_checkpoints.TINY = IN_BLOCKS  # whose sizes suit all methods
+    write_checkpoint(architecture, folder)
+    weights = tiny_checkpoints.read_weights(folder)
+    options: dict[str, Any] = {"quantization": case.method} if case.method else {}
+    config = json.loads((folder / "config.json").read_text())
+    if case.half:
+        weights = {name: tensor.half() for name, tensor in weights.items()}
+        config["dtype"] = options["dtype"] = "float16"
+    if case.config:
+        config["quantization_config"] = case.config
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        model = built(str(folder), gpu=True, build={"tp_size": 1, "tp_rank": 0, **options})
+    except (Exception, SystemExit) as error:
+        return "not built", said(error, str(folder))
+    given = _checkpoint(weights, model) if case.config else weights
+    if why := repacked_reason(model):
+        return "refused", why
+    try:
+        specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in given.items()]
+        program = trace(model, specs)
+    except ReshardError as error:
+        return "refused", str(error)
+    replay(program, given)
+    found = digests(model)
+    tiny_checkpoints.write_weights(given, folder)
+    try:
+        stock = digests(_started_on(folder))
+    except Exception as error:
+        return "not loaded", said(error, str(folder))
+    wrong = [name for name, digest in stock.items() if found.get(name) != digest]
+    if wrong:
+        return "failed", f"{len(wrong)} live tensors differ, in silence: {', '.join(wrong[:4])}"
+    return "exact", ""
+
+
+def _started_on(folder: Path) -> torch.nn.Module:
+    """The engine rank as SGLang's own loader leaves it."""
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader import get_model
+    from sglang.srt.server_args import get_global_server_args
+
+    config = ModelConfig.from_server_args(get_global_server_args())
+    load_config, device = LoadConfig(load_format="auto"), DeviceConfig("cpu", 0)
+    return get_model(model_config=config, load_config=load_config, device_config=device)
+
+
+def _checkpoint(weights: Weights, model: torch.nn.Module) -> Weights:
+    """Random weights, those of linear layers as the engine's quantization method has them in a checkpoint."""
+    from sglang.srt.layers.linear import ReplicatedLinear
+
+    generator = torch.Generator().manual_seed(2)
+    found: Weights = {}
+    for name, weight in weights.items():
+        if _LINEAR.search(name) is None:
+            found[name] = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+            continue
+        module, (rows, columns) = name.removesuffix(".weight"), weight.shape
+        linear = ReplicatedLinear(
+            columns, rows, bias=False, quant_config=model.quant_config, params_dtype=weight.dtype, prefix=module
+        )
+        for own, parameter in linear.named_parameters():
+            found[f"{module}.{own}"] = _random(own, parameter, generator)
+    return found
+
+
+def _random(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if name == "g_idx":
+        return torch.arange(like.numel(), dtype=like.dtype) // 64
+    if not like.is_floating_point():
+        high = torch.iinfo(like.dtype).max
+        return torch.randint(0, high, like.shape, generator=generator, dtype=torch.int64).to(like.dtype)
+    if "scale" in name:
+        return (torch.rand(like.shape, generator=generator) + 0.1).to(like.dtype)
+    return torch.randn(like.shape, generator=generator).to(like.dtype)
+
+
+if __name__ == "__main__":
+    main()
