@@ -60,7 +60,7 @@ def target_program(index: TensorIndex, target: TrainerState | None, rank: int, *
         targets[tensor.name] = local
         for region, place in places[own.class_of[number]]:
             offset, strides = place.memory(local.stride())
-            copies.append(Copy(tensor.name, region, tensor.name, int(local.storage_offset()) + offset, strides))
+            copies.append(Copy(tensor.name, region, tensor.name, offset, strides))
     if strict and lacking:
         raise Mismatch(
             f"trainer rank {rank}: the target has {len(lacking)} tensors that no rank has in the source: "
