@@ -183,6 +183,7 @@ def test_a_late_gather_is_late_for_all_who_are_there_and_all_who_come(table):
 
 
 def test_a_late_gather_is_forgotten_with_its_scope(table):
+    ask(table, "a", "enter", "s", "a")
     gather(table, "a", 0, timeout_s=1, scope="s")
     later(table, 1.0)
     assert not table.store.empty
@@ -215,6 +216,8 @@ def test_who_goes_was_not_there(table):
 
 
 def test_an_abort_ends_what_waits_in_the_scope_and_nothing_else(table):
+    for scope in ("s", "t"):
+        ask(table, "f", "enter", scope, "f")
     get(table, "a", "x", scope="s")
     get(table, "b", "x", scope="t")
     gather(table, "c", 0, scope="s")
@@ -235,6 +238,7 @@ def test_an_abort_ends_what_waits_in_the_scope_and_nothing_else(table):
 
 def test_the_end_of_a_scope_is_the_end_of_those_in_it_and_not_the_other_way_round(table):
     for member, scope in (("a", "s"), ("b", "s/0"), ("c", "s/1"), ("d", "s1")):
+        ask(table, "h", "enter", scope, "h")
         get(table, member, "x", scope=scope)
     ask(table, "e", "watch", "s/1")
     assert ask(table, "f", "cancel", "s/0", "first") == [("b", protocol.Cancelled(1, "first")), *done("f")]
@@ -248,6 +252,24 @@ def test_the_end_of_a_scope_is_the_end_of_those_in_it_and_not_the_other_way_roun
     assert ask(table, "g", "enter", "s/2", "g") == [("g", protocol.Cancelled(1, "why"))]
     ask(table, "f", "delete_scope", "s")
     assert ask(table, "g", "enter", "s/0", "g") == done("g")
+
+
+def test_nobody_waits_in_a_scope_that_is_gone(table):
+    """A rank that was stopped wakes in an update that the others have deleted since."""
+    ended = [("b", protocol.Cancelled(1, "s has ended without this rank; was its process stopped?"))]
+    ask(table, "b", "enter", "s/0", "b")
+    get(table, "b", "x", scope="s/0")
+    assert ask(table, "a", "delete_scope", "s") == ended + done("a")
+    late = [("b", protocol.Cancelled(1, "s/0 has ended without this rank; was its process stopped?"))]
+    assert get(table, "b", "x", scope="s/0") == late
+    assert gather(table, "b", 0, scope="s/0") == late
+    assert table.store.empty
+
+
+def test_one_who_is_in_a_scope_waits_in_those_within_it(table):
+    ask(table, "a", "enter", "s", "a")
+    assert get(table, "a", "x", scope="s/0") == []
+    assert ask(table, "b", "set", {"x": b""})[0] == ("a", protocol.Result(1, [b""]))
 
 
 def test_who_goes_out_of_a_scope_without_leaving_aborts_it(table):

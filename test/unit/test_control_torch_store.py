@@ -65,6 +65,7 @@ def test_a_wait_that_ends_with_nothing_is_the_error_that_torch_knows(client, pre
 
 
 def test_an_abort_and_a_loss_come_through_torch(control_server, client):
+    client.enter("s", "rank a")
     store = dist.PrefixStore("prefix", ControlStore(client, SOON_S, scope="s"))
     threading.Timer(0.2, client.cancel, ("s", "why")).start()
     with pytest.raises(Aborted, match=r"^why$"):

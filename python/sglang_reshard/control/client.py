@@ -82,7 +82,10 @@ class ControlClient:
         return self._local_address
 
     def get(self, keys: Sequence[str], timeout_s: float, scope: str = "") -> list[bytes]:
-        """Returns the keys' values, once all are set. Raises WaitTimedOut, or Aborted if `scope` is cancelled."""
+        """Returns the keys' values, once all are set.
+
+        Raises WaitTimedOut, or Aborted if `scope` is cancelled or nobody is in it any more.
+        """
         return self._call("get", tuple(keys), timeout_s, scope, wait_s=timeout_s)
 
     def wait(self, keys: Sequence[str], timeout_s: float, scope: str = "") -> None:

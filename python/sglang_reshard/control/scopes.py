@@ -24,7 +24,10 @@ class _Scope:
 
 
 class CancelScopes:
-    """The scopes of one session. A scope exists while it has members or watchers, and once it is cancelled."""
+    """The scopes of one session.
+
+    A scope exists while it has members or watchers, and, once it is cancelled, until it is deleted.
+    """
 
     def __init__(self, quota: MemoryQuota, on_cancel: Callable[[str, str], None]) -> None:
         """`on_cancel` is called with scope and reason."""
@@ -40,6 +43,18 @@ class CancelScopes:
             if (scope := self._scopes.get(name)) is not None and scope.reason is not None:
                 raise Aborted(scope.reason)
             name = name.rpartition("/")[0]
+
+    def check_exists(self, name: str) -> None:
+        """Raises Aborted if the scope is cancelled, or if neither it nor one that it is in exists.
+
+        A rank that was stopped for long may be in a scope that the others have deleted since.
+        """
+        self.check(name)
+        within = name
+        while within and within not in self._scopes:
+            within = within.rpartition("/")[0]
+        if name and not within:
+            raise Aborted(ended(name))
 
     def enter(self, client: Client, name: str, who: str) -> None:
         """Raises Aborted if the scope is cancelled."""
@@ -83,9 +98,10 @@ class CancelScopes:
             self.cancel(name, f"{who} disconnected without leaving; was it killed? Check its log")
 
     def delete(self, name: str) -> None:
-        """Deletes a scope and all that are in it."""
+        """Deletes a scope and all that are in it. What still waits there is cancelled."""
         for within in [other for other in self._scopes if is_within(other, name)]:
             self._delete(within)
+        self._on_cancel(name, ended(name))
 
     def delete_all(self) -> None:
         for name in list(self._scopes):
@@ -100,6 +116,11 @@ class CancelScopes:
             self._quota.take(0, 1)
             self._scopes[name] = _Scope()
         return self._scopes[name]
+
+
+def ended(name: str) -> str:
+    """Returns the reason for those who still wait in a scope that is gone."""
+    return f"{name} has ended without this rank; was its process stopped?"
 
 
 def is_within(name: str, scope: str) -> bool:

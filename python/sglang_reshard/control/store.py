@@ -134,8 +134,8 @@ class SessionStore:
     def all_gather(
         self, call: Call, name: str, index: int, size: int, data: bytes, timeout_s: float, scope: str
     ) -> object:
-        self._scopes.check(scope)
         check_name(name, scope)
+        self._scopes.check_exists(scope)
         call.scope = scope
         self._gathers.arrive(call, name, index, size, data, _seconds(timeout_s))
         return DEFERRED
@@ -173,8 +173,8 @@ class SessionStore:
     # -- waits
 
     def _wait(self, call: Call, keys: tuple[str, ...], timeout_s: float, scope: str, with_values: bool) -> object:
-        self._scopes.check(scope)
         check_name(scope)
+        self._scopes.check_exists(scope)
         call.scope = scope
         wait = _Wait(call, keys, with_values, {key for key in keys if key not in self._values})
         if not wait.missing:
