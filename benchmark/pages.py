@@ -83,12 +83,9 @@ def quantization(path: Path) -> str:
 
 
 def _shortened(why: str) -> str:
-    """The part of an error that differs from method to method."""
-    if why.startswith("The engine has replaced the parameter"):
-        return "parameters are replaced after loading"
-    if found := re.search(r"rejected the tensors at [\w.]+\.(\w+): AssertionError: Attempted to load weight", why):
-        return f"`{found[1]}` has another shape since it was loaded"
-    return why.partition(" (sglang/")[0].replace("|", "\\|")
+    """What an error says is wrong, without its advice."""
+    wrong = re.split(r"[.;] (?:Compare|Send|Start) | \(sglang/", why)[0]
+    return wrong.replace("|", "\\|")
 
 
 def block_fp8(path: Path) -> str:

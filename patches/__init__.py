@@ -13,6 +13,7 @@ A request of an update passes:
     pipeline.py                 lets all stages of a pipelined engine handle it together
     tp_worker.py                forwards to the model runner
     model_runner.py             the live parameters: `sglang_reshard.engine.receiver.WeightReceiver`
+    repacking.py                whose modules are remembered as SGLang built them, before it repacked them
     draft_models.py             with the draft models of speculative decoding
     lora_adapters.py            or a LoRA adapter, which lora_names.py registers: also by a `WeightReceiver`
 
@@ -40,6 +41,7 @@ def install() -> None:
         http_server,
         metrics,
         model_runner,
+        repacking,
         scheduler,
         sglang_versions,
         tokenizer_manager,
@@ -52,6 +54,7 @@ def install() -> None:
     configure()
 
     for module in (
+        repacking,
         model_runner,
         tp_worker,
         scheduler,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.patches import repacking
 from sglang_reshard.patches.draft_models import TargetAndDrafts
 from sglang_reshard.patches.engine_rank import engine_rank
 from sglang_reshard.protocol.messages import (
@@ -47,7 +48,7 @@ def update_weights_distributed(
     receiver = _receiver(self, request, drafts, device)
     if step == "staged":
         return receiver.staged() or _IN_PROGRESS
-    refusal = refusal or _refusal(self, request) or next(filter(None, map(repacked_reason, drafts)), "")
+    refusal = refusal or _refusal(self, request) or next(filter(None, map(repacking.refusal, drafts)), "")
     if step == "stage":
         return receiver.stage(request, refusal)
     # A forward pass in flight still reads the old weights. Not every one runs in SGLang's forward_stream: without the
@@ -105,30 +106,6 @@ def _refusal(runner: ModelRunner, request: DistributedUpdateWeightsReq) -> str:
     # Repacking depends on how the engine was started, so the modules need to be checked only once.
     known: str | None = getattr(runner, _REPACKED, None)
     if known is None:
-        known = repacked_reason(runner.model)
+        known = repacking.refusal(runner.model)
         setattr(runner, _REPACKED, known)
     return known
-
-
-def repacked_reason(model: torch.nn.Module) -> str:
-    """Returns why the live weights do not have the loader's layout; empty if they do, as far as is known.
-
-    Most repacking changes shapes, which the trace rejects. These kinds keep the shape and change the elements, so that
-    weights written in the loader's layout would be silently wrong.
-    """
-    for name, module in model.named_modules():
-        if getattr(module, "use_intel_amx_backend", False):
-            return f"{name} was packed for AMX after loading, which an update cannot redo; start the engine without AMX"
-        if getattr(module, "use_flashinfer_trtllm_moe", False):  # of experts, however they are quantized
-            return (
-                f"{name} was reordered for flashinfer-trtllm after loading, which an update cannot redo; "
-                "start the engine with another moe_runner_backend, triton for example"
-            )
-        # On Blackwell. No checkpoint has scales in 32-bit integers: each is four exponents (UE8M0).
-        if any("scale" in n and p.dtype == torch.int32 for n, p in module.named_parameters(recurse=False)):
-            return (
-                f"{name} was requantized for DeepGEMM after loading (its scales are UE8M0 now), which an update cannot "
-                "redo; start the engine with SGLANG_ENABLE_JIT_DEEPGEMM=0, or with another fp8_gemm_backend and "
-                "moe_runner_backend, triton for example"
-            )
-    return ""

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from sglang_reshard.errors import TornWeights
-from sglang_reshard.patches import lora_names, torn_weights
+from sglang_reshard.patches import lora_names, repacking, torn_weights
 from sglang_reshard.patches.http_server import TornWeightsMiddleware
-from sglang_reshard.patches.model_runner import repacked_reason
 from sglang_reshard.patches.process_watch import EngineDied, EngineProcess, EngineProcesses, _WatchedLoop
 from sglang_reshard.protocol.messages import LoraAdapter
+from sglang_reshard.trace.repack import repacked_modules
 
 
 def model_with(**attributes):
@@ -49,25 +49,63 @@ def scales(dtype):
     return torch.nn.Parameter(torch.ones(1, 1, dtype=dtype), requires_grad=False)
 
 
-def test_a_plain_model_is_not_repacked():
-    assert repacked_reason(model_with()) == ""
-    assert repacked_reason(model_with(use_intel_amx_backend=False, use_flashinfer_trtllm_moe=False)) == ""
-    for loaded in (torch.float32, torch.uint8):  # block-fp8's own, and MXFP8's, which the checkpoint has as UE8M0
-        assert repacked_reason(model_with(weight_scale_inv=scales(loaded))) == ""
+REORDERED = [
+    ({"use_intel_amx_backend": True}, "packed for AMX"),
+    ({"use_flashinfer_trtllm_moe": True}, "reordered for flashinfer-trtllm"),
+    ({"weight_scale_inv": scales(torch.int32)}, "requantized for DeepGEMM"),
+]
+AS_LOADED = [
+    {},
+    {"use_intel_amx_backend": False, "use_flashinfer_trtllm_moe": False},
+    {"weight_scale_inv": scales(torch.float32)},  # block-fp8's own
+    {"weight_scale_inv": scales(torch.uint8)},  # MXFP8's, which the checkpoint has as UE8M0
+]
 
 
+@pytest.mark.parametrize("attributes", AS_LOADED)
+def test_weights_as_they_were_loaded_are_not_refused(attributes):
+    assert repacking.refusal(model_with(**attributes)) == ""
+
+
+@pytest.mark.parametrize(("attributes", "says"), REORDERED)
+def test_reordered_weights_that_nobody_remembers_are_refused_by_name(attributes, says):
+    assert repacking.refusal(model_with(**attributes)).startswith(f"1 was {says}")
+
+
+class UnquantizedMethod:
+    def process_weights_after_loading(self, layer):
+        pass
+
+
+class Fp8LinearMethod(UnquantizedMethod):
+    quant_config = SimpleNamespace(weight_block_size=[128, 128])
+
+
+class OtherMethod(UnquantizedMethod):
+    quant_config = SimpleNamespace(weight_block_size=[1, 32], use_mxfp8=True)
+
+
+@pytest.mark.parametrize("attributes", AS_LOADED)
 @pytest.mark.parametrize(
-    ("attributes", "says"),
-    [
-        ({"use_intel_amx_backend": True}, "AMX"),
-        ({"use_flashinfer_trtllm_moe": True}, "moe_runner_backend"),
-        ({"weight_scale_inv": scales(torch.int32)}, "SGLANG_ENABLE_JIT_DEEPGEMM=0"),
-    ],
+    ("method", "differs"), [(UnquantizedMethod, False), (Fp8LinearMethod, False), (OtherMethod, True)]
 )
-def test_repacked_weights_are_refused_by_name(attributes, says):
-    reason = repacked_reason(model_with(**attributes))
-    assert reason.startswith("1 was")
-    assert says in reason
+def test_a_method_that_may_move_elements_runs_again(attributes, method, differs):
+    """Shapes do not tell: flashinfer's GEMM for MXFP8 shuffles in place."""
+    model = model_with(**attributes, quant_method=method())
+    repacking.remember(model)
+    assert repacking.refusal(model) == ""
+    assert [m.path for m in repacked_modules(model)] == ["1"] * differs
+
+
+@pytest.mark.parametrize(("attributes", "says"), REORDERED)
+def test_reordered_weights_are_reordered_again(attributes, says):
+    del says
+    model = model_with(quant_method=UnquantizedMethod())
+    repacking.remember(model)
+    for name, value in attributes.items():
+        setattr(model[1], name, value)
+    assert repacking.refusal(model) == ""
+    assert [m.path for m in repacked_modules(model)] == ["1"]
 
 
 # -- answers of a torn server

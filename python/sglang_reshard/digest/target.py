@@ -58,7 +58,7 @@ class TargetChecksums:
         self._batches = []
         for targets in arriving:
             batch, rows = RegionBatch(), []
-            for row, spec, copy in (found for target in targets for found in self._arriving[target]):
+            for row, spec, copy in (found for target in targets for found in self._arriving.get(target, ())):
                 batch.add(spec, copy.destination(program.targets[copy.target]), row)
                 rows.append(row)
             self._batches.append((batch, np.unique(np.array(rows, np.int64))))

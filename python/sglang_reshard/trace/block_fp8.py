@@ -120,11 +120,13 @@ class BlockWeights:
     shape    matrices, rows and columns
     block    rows and columns that share a scale
     outputs  of the quantized weights and their scales
+    unit     of the arrivals that outputs are copied to, if they are repacked next
     """
 
     shape: tuple[int, int, int]
     block: tuple[int, int]
     outputs: tuple[_Output, ...]
+    unit: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +134,6 @@ class BlockWeights:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Those of one kind can be quantized together."""
         return *self.shape[1:], self.block
 
     @staticmethod
@@ -225,14 +226,25 @@ def quantize_on_arrival(
                 target = f"{name} to be quantized" + (f", number {len(arrivals)}" if box != whole else "")
                 if target in arrivals:
                     target += f", number {len(arrivals)}"
-                arrivals[target] = BlockWeights((math.prod(stacked), rows, columns), block, outputs)
+                unit = _repacking_unit(program, outputs)
+                arrivals[target] = BlockWeights((math.prod(stacked), rows, columns), block, outputs, unit)
                 strides = tuple(math.prod(box.shape[d + 1 :]) for d in range(len(box.shape)))
                 copies.append(Copy(name, Region.of(box), target, 0, strides))
     memory = {
         target: torch.empty(math.prod(weights.shape), dtype=torch.bfloat16, device="meta")
         for target, weights in arrivals.items()
     }
-    return replace(program, copies=tuple(copies), targets=program.targets | memory, arrivals=arrivals)
+    in_order = {**arrivals, **program.arrivals}  # what is repacked has been quantized before
+    return replace(program, copies=tuple(copies), targets=program.targets | memory, arrivals=in_order)
+
+
+def _repacking_unit(program: Program, outputs: Sequence[_Output]) -> str | None:
+    """Returns the unit of arrivals that `outputs` are copied to; None if they are copied to live memory."""
+    targets = {output.copy.target for output in outputs}
+    units = {program.arrivals[target].unit if target in program.arrivals else None for target in targets}
+    if len(units) > 1:
+        raise Unsupported(f"{', '.join(sorted(targets))} are parts of one weight, and not repacked together")
+    return units.pop()
 
 
 def _check_dtype(program: Program, copy: Copy, name: str, is_scale: bool) -> None:

@@ -7,7 +7,7 @@ are compared as boxes on a grid, whose cells end only where a write begins or en
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -30,8 +30,16 @@ from sglang_reshard.trace.memory import Record, geometry_of
 _MAX_CELLS = 50_000_000
 
 
-def check_coverage(model: torch.nn.Module, storages: dict[int, LiveStorage], records: Sequence[Record]) -> None:
-    """Raises Unsupported unless every parameter is written exactly once."""
+def check_coverage(
+    model: torch.nn.Module,
+    storages: dict[int, LiveStorage],
+    records: Sequence[Record],
+    as_built: Collection[int] = (),
+) -> None:
+    """Raises Unsupported unless every parameter is written exactly once.
+
+    as_built  keys of storages that nothing at all may write: `repack` checks whether anybody reads them
+    """
     written: dict[LiveStorage, list[Record]] = defaultdict(list)
     for record in records:
         if not _updates_in_place(record):
@@ -42,6 +50,8 @@ def check_coverage(model: torch.nn.Module, storages: dict[int, LiveStorage], rec
         if parameter.numel() and (key in storages or parameter.device.type != "meta"):
             parameters[storages[key]].append((name, parameter.data))
     for storage in dict.fromkeys((*parameters, *written)):
+        if storage not in written and storage_key(storage.tensor) in as_built:
+            continue
         _check_storage(storage, parameters[storage], written[storage])
 
 

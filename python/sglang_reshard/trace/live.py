@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -44,17 +44,21 @@ def storage_key(tensor: torch.Tensor) -> int:
         return 0
 
 
-def live_storages(model: torch.nn.Module) -> dict[int, LiveStorage]:
+def live_storages(model: torch.nn.Module, as_built: Collection[int] = ()) -> dict[int, LiveStorage]:
     """Returns every live storage by `storage_key`, named after the first path that leads to it.
 
     Meta tensors are left out, unless the whole model was built on the meta device, to be traced without memory.
+
+    as_built  keys of storages on the meta device that count as live, see `repack`
     """
     storages: dict[int, LiveStorage] = {}
     on_meta = {p.device.type for p in model.parameters() if p.numel() > 1} == {"meta"}
     for name, tensor in live_tensors(model):
-        if (tensor.device.type == "meta" and not on_meta) or tensor.numel() == 0:
+        if tensor.numel() == 0:
             continue
         key = storage_key(tensor)
+        if tensor.device.type == "meta" and not on_meta and key not in as_built:
+            continue
         if key and key not in storages:
             storages[key] = LiveStorage(name, tensor.detach())
     return storages

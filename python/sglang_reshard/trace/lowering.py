@@ -70,6 +70,11 @@ class Lowering:
         else:
             self.steps.append(Step(target, f"fill {content}", _call(lambda: to.fill_(content))))
 
+    def read(self, record: Record) -> None:
+        """Adds a copy of what a later record overwrites, so that its tensor counts as one that the loader reads."""
+        if isinstance(record.content, CheckpointTensor):
+            self._scratch_tensor(record.content, record.index_map.read_view, record.dtype)
+
     def _copy(self, tensor: CheckpointTensor, index_map: IndexMap, target: str) -> None:
         name, shape = tensor.spec.name, tensor.spec.shape
         try:

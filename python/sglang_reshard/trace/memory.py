@@ -7,7 +7,7 @@ Nothing here writes to the engine's memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -50,10 +50,12 @@ class Record(NamedTuple):
 class TraceMemory:
     """The memory of one trace. `records` has the loader's writes to live storages, in order."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, as_built: Collection[int] = ()) -> None:
+        """`as_built`: see `live_storages`."""
         self.records: list[Record] = []
-        self.storages = live_storages(model)
-        self.device = next((s.tensor.device for s in self.storages.values()), torch.device("cpu"))
+        self.storages = live_storages(model, as_built)
+        devices = [s.tensor.device for key, s in self.storages.items() if key not in as_built]
+        self.device = devices[0] if devices else torch.device("cpu")
         self.scalars = Scalars()
         # By storage key. The bytes of `_written` live storages and of `_adopted` tensors, which are the loader's own
         # and have had lazy tensors written to them, are not what the loader should read.

@@ -5,16 +5,13 @@ A plan moves the copies; the steps are local to the rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
 from sglang_reshard.layout.regions import Box, Region
-
-if TYPE_CHECKING:
-    from sglang_reshard.trace.block_fp8 import BlockWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +54,28 @@ class Step:
     run: Callable[[], None] = field(compare=False, repr=False)
 
 
+class Arrival(Protocol):
+    """What arrives for one target in another form than it is kept in, and is converted once it is complete."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that it arrives in."""
+
+    @property
+    def unit(self) -> str | None:
+        """Those of one unit are converted together, once all of them are complete. None: each by itself."""
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Those of one kind that are complete at the same time are given to one finisher."""
+
+    @staticmethod
+    def finisher(
+        members: Sequence[Any], memory: torch.Tensor, targets: Mapping[str, torch.Tensor]
+    ) -> Callable[[], None]:
+        """Returns what converts `members`, one after the other in `memory` (bytes), and writes them to `targets`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """One engine rank's loader.
@@ -65,7 +84,7 @@ class Program:
     targets   storage name -> flat 1-D tensor over the whole live storage (or scratch, named "scratch/N")
     steps     fills, expressions and deferred post_load_weights calls, in the loader's order
     seconds   that the trace took
-    arrivals  what is quantized when all copies to that target have been made, and before the steps. The target is a
+    arrivals  what is converted when all copies to that target have been made, and before the steps. The target is a
               meta tensor until a transport has placed it in memory, see `transports.arrivals`
     """
 
@@ -73,7 +92,7 @@ class Program:
     targets: dict[str, torch.Tensor]
     steps: tuple[Step, ...] = ()
     seconds: float = 0.0
-    arrivals: Mapping[str, BlockWeights] = field(default_factory=dict)
+    arrivals: Mapping[str, Arrival] = field(default_factory=dict)
 
     @property
     def scratch_bytes(self) -> int:

@@ -7,7 +7,7 @@ are followed element by element. Any other operator is kept as an `OpOutput`, to
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ from sglang_reshard.trace.scalars import TracedScalar
 class Recorder(TraceMemory):
     """Records one trace. `failure` is the first error in an operator, which the loader may have caught."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model)
+    def __init__(self, model: torch.nn.Module, as_built: Collection[int] = ()) -> None:
+        super().__init__(model, as_built)
         self.failure: Exception | None = None
         self._lock = threading.RLock()
         self._thread = threading.get_ident()

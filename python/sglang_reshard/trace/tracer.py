@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -23,6 +23,7 @@ from sglang_reshard.trace.block_fp8 import (
     sources_of_fp8,
     wider,
 )
+from sglang_reshard.trace.built_modules import modules_as_built
 from sglang_reshard.trace.coverage import check_coverage, check_order
 from sglang_reshard.trace.kv_scales import kv_scale_steps
 from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveWriteMode
@@ -31,6 +32,12 @@ from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.post_load import DeferredCall, defer_post_load, post_load_steps
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.recorder import Recorder
+from sglang_reshard.trace.repack import (
+    check_deferred,
+    repack_on_arrival,
+    repacked_modules,
+    split_records,
+)
 from sglang_reshard.trace.snapshot import ABSENT, AttributeSnapshot, Change
 
 # What torch says of a tensor without memory, or of a subclass.
@@ -45,7 +52,8 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
     """Returns the program of `model.load_weights` for checkpoint tensors with these names, shapes and dtypes.
 
     Writes nothing to the model and restores its attributes, also after an error. Weights for a block-fp8 engine that
-    have more bits are quantized by the program, see `block_fp8`.
+    have more bits are quantized by the program, see `block_fp8`, and modules that were repacked after loading are
+    repacked again, see `repack`.
 
     Raises Mismatch if the loader rejects the tensors, and Unsupported if what it does cannot be repeated as copies
     followed by steps.
@@ -54,21 +62,29 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
     _check_names(specs)
     with _one_at_a_time, torch.no_grad(), _garbage_collection_off():
         block, quantized = block_size(model), set[str]()
-        if block is None:
-            found = _traced(model, specs)
-        else:
-            found, quantized = _traced_in_blocks(model, specs, block)
-        check_order(found.records)
-        check_coverage(model, found.recorder.storages, found.records)
+        repacked = repacked_modules(model)
+        with modules_as_built([(m.module, m.built) for m in repacked]) as parameters:
+            if block is None:
+                found = _traced(model, specs, parameters)
+            else:
+                found, quantized = _traced_in_blocks(model, specs, block, parameters)
+            parts = split_records(repacked, found.recorder.storages, found.records)
+            check_order(parts.writes)
+            check_coverage(model, found.recorder.storages, parts.all_written, parameters)
+        check_deferred(repacked, found.deferred)
         lowering = Lowering(found.recorder.device)
-        for record in found.records:
+        for record in parts.writes:
             lowering.add(record)
-    written = {record.storage.name for record in found.records}
-    steps = (*lowering.steps, *kv_scale_steps(model, written), *post_load_steps(model, found.deferred))
-    program = Program(tuple(lowering.copies), lowering.targets, steps)
-    if block is not None and quantized:
-        by_name = {spec.name: spec for spec in specs}
-        program = quantize_on_arrival(program, by_name, quantized, block)
+        for record in parts.overwritten:
+            lowering.read(record)
+        written = {record.storage.name for record in parts.writes}
+        steps = (*lowering.steps, *kv_scale_steps(model, written), *post_load_steps(model, found.deferred))
+        program = Program(tuple(lowering.copies), lowering.targets, steps)
+        if repacked:
+            program = repack_on_arrival(program, repacked, parts.constants)
+        if block is not None and quantized:
+            by_name = {spec.name: spec for spec in specs}
+            program = quantize_on_arrival(program, by_name, quantized, block)
     return replace(program, seconds=time.perf_counter() - began)
 
 
@@ -80,19 +96,19 @@ class _Traced(NamedTuple):
     deferred: list[DeferredCall]
 
 
-def _traced(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> _Traced:
-    recorder = Recorder(model)
+def _traced(model: torch.nn.Module, specs: Sequence[TensorSpec], as_built: Collection[int]) -> _Traced:
+    recorder = Recorder(model, as_built)
     deferred = _run_loader(model, specs, recorder)
     return _Traced(recorder, drop_overwritten_fills(recorder.records), deferred)
 
 
 def _traced_in_blocks(
-    model: torch.nn.Module, specs: Sequence[TensorSpec], block: tuple[int, int]
+    model: torch.nn.Module, specs: Sequence[TensorSpec], block: tuple[int, int], as_built: Collection[int]
 ) -> tuple[_Traced, set[str]]:
     """Traces a block-fp8 model. Returns the names, too, of what it was given in fp8 although `specs` have more bits."""
     candidates, refusal = wider(specs), None
     try:
-        found = _traced(model, specs)
+        found = _traced(model, specs, as_built)
         names = sources_of_fp8(found.records) & candidates
         if not names:
             return found, names
@@ -100,13 +116,14 @@ def _traced_in_blocks(
         refusal = error  # of a loader that checks dtypes itself, perhaps
     if refusal is not None:
         try:
-            given = _traced(model, [in_fp8(spec) if spec.name in candidates else spec for spec in specs])
+            in_8_bits = [in_fp8(spec) if spec.name in candidates else spec for spec in specs]
+            given = _traced(model, in_8_bits, as_built)
         except ReshardError:
             raise refusal from None
         names = sources_of_fp8(given.records) & candidates
         if not names:
             raise refusal
-    return _traced(model, as_quantized(specs, names, block)), names
+    return _traced(model, as_quantized(specs, names, block), as_built), names
 
 
 def _check_names(specs: Sequence[TensorSpec]) -> None:

@@ -1,4 +1,4 @@
-"""Memory for weights that are quantized where they have arrived, see `trace.block_fp8`.
+"""Memory for weights that are quantized or repacked where they have arrived, see `trace.block_fp8` and `trace.repack`.
 
 They are in it from the first message that brings a part of them to the last one, and others are in the same memory
 before and after. A transport goes through its messages in turns, says which turn brings what, and when a turn is over:
@@ -22,12 +22,11 @@ import torch
 from sglang_reshard.plan.lifetimes import Lifetime, share_memory
 
 if TYPE_CHECKING:  # trainer ranks load no tracer
-    from sglang_reshard.trace.block_fp8 import BlockWeights
-    from sglang_reshard.trace.program import Program
+    from sglang_reshard.trace.program import Arrival, Program
 
 
 class Observer(Protocol):
-    """Reads what has arrived before it is quantized."""
+    """Reads what has arrived before it is converted."""
 
     def place(self, program: Program, arriving: Sequence[Collection[str]]) -> None:
         """`program` has its memory now; `arriving` are the targets that are complete after each turn."""
@@ -69,12 +68,19 @@ class ArrivalMemory:
                     first.setdefault(target, max(0, turn - ahead))
                     self._last[target] = turn
         turns = len(written)
-        alone = [target for target in known if target in read and target not in first]
+        alone: list[list[str]] = []
+        for members in _units(known, {*read, *first}):
+            if arriving := [target for target in members if target in first]:
+                begin, end = min(first[t] for t in arriving), max(self._last[t] for t in arriving)
+                first.update(dict.fromkeys(members, begin))
+                self._last.update(dict.fromkeys(members, end))
+            else:
+                alone.append(members)
         for chunk in _chunks(alone, known, self._bucket_bytes):
             for target in chunk:
                 first[target], self._last[target] = turns, turns
             turns += 1
-        groups: dict[tuple[object, ...], list[str]] = {}  # those that can be quantized together
+        groups: dict[tuple[object, ...], list[str]] = {}  # those that can be converted together
         for target, weights in known.items():
             if target in first:
                 key = first[target], self._last[target], weights.kind
@@ -106,6 +112,7 @@ class ArrivalMemory:
         memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
         self.turns, self._finishers = turns, [[] for _ in range(turns)]
         arriving: list[list[str]] = [[] for _ in range(turns)]
+        complete: list[tuple[int, list[Arrival], torch.Tensor]] = []
         for members, lifetime, offset in zip(groups.values(), lifetimes, offsets, strict=True):
             own = memory[offset : offset + lifetime.nbytes]
             begin = 0
@@ -114,23 +121,33 @@ class ArrivalMemory:
                 targets[target] = own[begin:end].view(self._given.targets[target].dtype)
                 begin = end
             alike = [known[target] for target in members]
-            self._finishers[lifetime.last].append(alike[0].finisher(alike, own, self._given.targets))
+            complete.append((lifetime.last, alike, own))
             arriving[lifetime.last] += members
+        for turn, alike, own in complete:
+            self._finishers[turn].append(alike[0].finisher(alike, own, targets))
         self.program = replace(self._given, targets=targets)
         if self._observer is not None:
             self._observer.place(self.program, arriving)
 
 
-def _chunks(targets: Iterable[str], arrivals: Mapping[str, BlockWeights], nbytes: int) -> Iterator[list[str]]:
-    """Yields runs of targets that have at most so many bytes, or one with more."""
+def _units(arrivals: Mapping[str, Arrival], among: Collection[str]) -> list[list[str]]:
+    """Returns the targets of each unit that has any `among` those, in order."""
+    units: dict[tuple[str | None, str], list[str]] = {}
+    for target, arrival in arrivals.items():
+        units.setdefault((arrival.unit, target if arrival.unit is None else ""), []).append(target)
+    return [members for members in units.values() if any(target in among for target in members)]
+
+
+def _chunks(units: Iterable[list[str]], arrivals: Mapping[str, Arrival], nbytes: int) -> Iterator[list[str]]:
+    """Yields runs of units that have at most so many bytes, or one with more."""
     chunk: list[str] = []
     room = nbytes
-    for target in targets:
-        size = arrivals[target].nbytes
+    for members in units:
+        size = sum(arrivals[target].nbytes for target in members)
         if chunk and size > room:
             yield chunk
             chunk, room = [], nbytes
-        chunk.append(target)
+        chunk += members
         room -= size
     if chunk:
         yield chunk

@@ -2,7 +2,7 @@
 
 Run as a script by test_quantization.py: SGLang chooses its code paths at import.
 
-    quantization.py FOLDER
+    quantization.py FOLDER [CASE...]
 
 An engine rank is built with a checkpoint's quantization_config and loaded with random weights, and post-processed by
 SGLang as at its start. Then it is updated with a second checkpoint, and compared with a rank that has been started on
@@ -27,6 +27,7 @@ from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.patches import repacking
 from support.checkpoints import tiny_checkpoints, write_checkpoint
 from support.checkpoints.tiny_configs import IN_BLOCKS
 from support.scripts import answer
@@ -42,11 +43,15 @@ class Case:
 
     method   of SGLang's registry, as `quantization=` names it; empty if the config does
     half     in float16, which some methods insist on
+    options  of SGLang
+    amx      on a CPU with AMX, whose packing kernel has a stand-in
     """
 
     config: dict[str, Any] = field(default_factory=dict)
     method: str = ""
     half: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    amx: bool = False
 
 
 def _compressed(format: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> Case:
@@ -59,7 +64,13 @@ def _compressed(format: str, weights: dict[str, Any], inputs: dict[str, Any] | N
 
 _INT4 = {"bits": 4, "group_size": 64, "desc_act": False, "sym": True}
 _FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+_TRTLLM = {"moe_runner_backend": "flashinfer_trtllm"}
 CASES = {
+    "none, AMX": Case(amx=True),
+    "none, flashinfer-trtllm": Case(options=_TRTLLM),
+    "fp8, block, flashinfer-trtllm": Case(
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, options=_TRTLLM
+    ),
     "fp8, block": Case({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
     "fp8, static": Case({"quant_method": "fp8", "activation_scheme": "static"}),
     "fp8, dynamic": Case({"quant_method": "fp8", "activation_scheme": "dynamic"}),
@@ -117,6 +128,7 @@ def main() -> None:
     root = Path(sys.argv[1])
     choose_code_paths(1, gpu=True)
     import_before_forks()
+    _remember_modules()
 
     def work(job: tuple[str, str]) -> tuple[str, str]:
         folder = root / "-".join(job).replace(" ", "")
@@ -126,9 +138,17 @@ def main() -> None:
         except Exception as error:
             return "failed", said(error, str(folder))
 
-    jobs = [(name, kind) for name in CASES for kind in MODELS]
+    jobs = [(name, kind) for name in sys.argv[2:] or CASES for kind in MODELS]
     for job, outcome in run_in_forks(work, jobs, processes=2, deadline_seconds=DEADLINE_S):
         answer(json.dumps([*job, *outcome]))
+
+
+def _remember_modules() -> None:
+    """As the plugin does in an engine."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    repacking.apply()
+    HookRegistry.apply_hooks()
 
 
 def _stand_in_for_kernels() -> None:
@@ -148,15 +168,28 @@ def _stand_in_for_kernels() -> None:
             vars(module)["get_device_capability"] = lambda *_: (9, 0)
 
 
+def _stand_in_for_amx() -> None:
+    from sglang.srt.layers import amx_utils
+    from sglang.srt.layers.quantization import unquant
+
+    vars(amx_utils)["cpu_has_amx_support"] = lambda: True
+    vars(unquant).update(_is_cpu=True, _is_cpu_amx_available=True)
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    library.define("convert_weight_packed(Tensor weight) -> Tensor")
+    library.impl("convert_weight_packed", lambda weight: weight.flip(-1, -2).contiguous(), "CPU")
+    vars(torch)["_amx_library"] = library  # which ends with its object
+
+
 def _examined(case: Case, architecture: str, folder: Path) -> tuple[str, str]:
     """What becomes of an update, and why."""
-    from sglang_reshard.patches.model_runner import repacked_reason
     from sglang_reshard.trace.tracer import trace
 
     tiny_checkpoints.TINY = IN_BLOCKS  # whose sizes suit all methods
     write_checkpoint(architecture, folder)
     weights = tiny_checkpoints.read_weights(folder)
-    options: dict[str, Any] = {"quantization": case.method} if case.method else {}
+    options: dict[str, Any] = case.options | ({"quantization": case.method} if case.method else {})
+    if case.amx:
+        _stand_in_for_amx()
     config = json.loads((folder / "config.json").read_text())
     if case.half:
         weights = {name: tensor.half() for name, tensor in weights.items()}
@@ -169,20 +202,22 @@ def _examined(case: Case, architecture: str, folder: Path) -> tuple[str, str]:
     except (Exception, SystemExit) as error:
         return "not built", said(error, str(folder))
     given = _checkpoint(weights, model) if case.config else weights
-    if why := repacked_reason(model):
+    if why := repacking.refusal(model):
         return "refused", why
     try:
         specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in given.items()]
-        program = trace(model, specs)
+        program, refusal = trace(model, specs), ""
+        replay(program, given)
     except ReshardError as error:
-        return "refused", str(error)
-    replay(program, given)
+        refusal = str(error)
     found = digests(model)
     tiny_checkpoints.write_weights(given, folder)
     try:
         stock = digests(_started_on(folder))
     except Exception as error:
-        return "not loaded", said(error, str(folder))
+        return "not built", said(error, str(folder))
+    if refusal:
+        return "refused", refusal
     wrong = [name for name, digest in stock.items() if found.get(name) != digest]
     if wrong:
         return "failed", f"{len(wrong)} live tensors differ, in silence: {', '.join(wrong[:4])}"

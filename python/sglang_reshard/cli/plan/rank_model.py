@@ -15,8 +15,7 @@ from sglang_reshard.cli.plan.request import PlanRequest
 from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.plan import RankDemand, RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
-from sglang_reshard.trace.block_fp8 import BlockWeights
-from sglang_reshard.trace.program import Program
+from sglang_reshard.trace.program import Arrival, Program
 from sglang_reshard.trace.tracer import trace
 
 
@@ -40,7 +39,7 @@ class Outline:
     read_plan: ReadPlan
     targets: dict[str, tuple[int, str]]
     seconds: float
-    arrivals: dict[str, BlockWeights] = field(default_factory=dict)
+    arrivals: dict[str, Arrival] = field(default_factory=dict)
 
     def rank_model(self) -> RankModel:
         targets = {

@@ -1,0 +1,136 @@
+"""Modules as they were built, before anything was loaded into them and their quantization method repacked it.
+
+A quantization method may transpose, shuffle, pack or quantize a module's parameters after loading
+(`process_weights_after_loading`). Loaders do not know them then. `remember` keeps what a module was before: its
+attributes, and its parameters without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_reshard.trace.live import storage_key
+
+HELPERS = ("quant_method", "scheme")  # attributes of a module whose objects keep state of its post-processing
+_REGISTERS = ("_parameters", "_buffers", "_modules")
+_BUILT = "_reshard_built"  # the attribute of a module that has its BuiltModule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BuiltModule:
+    """A module as it was built, before anything was loaded into it.
+
+    attributes  without the registers of parameters, buffers and children
+    parameters  on the meta device, with the attributes by which loaders know them
+    buffers     as they are
+    helpers     class and attributes of the objects in `HELPERS`, by name
+    process     the post-processing
+    reorders    returns whether it has moved elements of a live module although its parameters look as they were
+    """
+
+    attributes: dict[str, Any]
+    parameters: dict[str, torch.nn.Parameter | None]
+    buffers: dict[str, torch.Tensor | None]
+    helpers: dict[str, tuple[type, dict[str, Any]]]
+    process: Callable[[torch.nn.Module], None]
+    reorders: Callable[[torch.nn.Module], bool]
+
+    def differs(self, module: torch.nn.Module) -> bool:
+        """Returns whether the live module no longer has the layout that loaders know."""
+        live = module._parameters
+        if live.keys() != self.parameters.keys():
+            return True
+        for built, now in zip(self.parameters.values(), (live[name] for name in self.parameters), strict=True):
+            if (built is None) != (now is None):
+                return True
+            if built is not None and now is not None and (_layout(built) != _layout(now) or _lacks(now, built)):
+                return True
+        return self.reorders(module)
+
+    def kind(self, module: torch.nn.Module) -> object:
+        """Returns what is equal for modules whose post-processing makes tensors of the same shapes and dtypes."""
+        parameters = tuple((name, p is not None and _layout(p)) for name, p in self.parameters.items())
+        return type(module), parameters, tuple((name, kind) for name, (kind, _) in self.helpers.items())
+
+    def copy(self, module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+        """Returns a module as `module` was built, with the parameters `tensors`.
+
+        It has quantization methods of its own, and shares all else. So `module` can generate meanwhile.
+        """
+        made: torch.nn.Module = object.__new__(type(module))
+        own = vars(made)
+        own.update(self.attributes)
+        for name, (kind, attributes) in self.helpers.items():
+            own[name] = object.__new__(kind)
+            vars(own[name]).update(attributes)
+        own["_modules"], own["_buffers"] = dict(module._modules), dict(self.buffers)
+        own["_parameters"] = {
+            name: None if built is None else _parameter_like(built, tensors[name])
+            for name, built in self.parameters.items()
+        }
+        return made
+
+
+def remember(
+    module: torch.nn.Module,
+    process: Callable[[torch.nn.Module], None],
+    reorders: Callable[[torch.nn.Module], bool],
+) -> None:
+    """Must be called when `module` has been built, before it is loaded. See `BuiltModule` for the arguments."""
+    if any(p is not None and torch.nn.parameter.is_lazy(p) for p in module._parameters.values()):
+        return
+    attributes = {k: v for k, v in vars(module).items() if k not in _REGISTERS}
+    twins = {name: None if p is None else _without_memory(p) for name, p in module._parameters.items()}
+    helpers = {name: attributes[name] for name in HELPERS if hasattr(attributes.get(name), "__dict__")}
+    states = {name: (type(helper), dict(vars(helper))) for name, helper in helpers.items()}
+    built = BuiltModule(attributes, twins, dict(module._buffers), states, process, reorders)
+    vars(module)[_BUILT] = built  # not in a dictionary by module, which what is kept of it would keep alive
+
+
+def built_module(module: torch.nn.Module) -> BuiltModule | None:
+    """Returns what `remember` has kept; None if it was not called."""
+    return vars(module).get(_BUILT)
+
+
+@contextmanager
+def modules_as_built(modules: Sequence[tuple[torch.nn.Module, BuiltModule]]) -> Iterator[frozenset[int]]:
+    """In its block the modules are as they were built. Yields the storages of their parameters, by `storage_key`."""
+    live = [(vars(module), dict(vars(module))) for module, _ in modules]
+    try:
+        for module, built in modules:
+            attributes, children = vars(module), module._modules
+            attributes.clear()
+            attributes.update(
+                built.attributes, _parameters=dict(built.parameters), _buffers=dict(built.buffers), _modules=children
+            )
+        yield frozenset(storage_key(p) for _, built in modules for p in built.parameters.values() if p is not None)
+    finally:
+        for attributes, saved in live:
+            attributes.clear()
+            attributes.update(saved)
+
+
+def _without_memory(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+    return _parameter_like(parameter, data)
+
+
+def _parameter_like(like: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Parameter:
+    """Returns a parameter of the same class and attributes, which loaders and post-processing go by."""
+    made: torch.nn.Parameter = torch.Tensor._make_subclass(type(like), data, False)
+    vars(made).update(vars(like))
+    return made
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _lacks(parameter: torch.nn.Parameter, built: torch.nn.Parameter) -> bool:
+    """Returns whether a parameter was replaced by one that does not have what loaders look for."""
+    return not vars(built).keys() <= vars(parameter).keys()

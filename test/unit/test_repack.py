@@ -1,0 +1,153 @@
+"""Modules that were repacked after loading: their own post-processing runs again on what arrives."""
+
+import pytest
+import torch
+
+from oracle.replay import replay
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.trace.block_fp8 import quantize_blocks
+from sglang_reshard.trace.live_signature import live_signature
+from sglang_reshard.trace.tracer import trace
+from sglang_reshard.transports.arrivals import ArrivalMemory
+from toy_loader import Toy, specs_of
+from toy_repacking import COLUMNS, BlockLinear, Linear, Method, Repacking, live_tensors, process, started, weights
+
+LAYERS, ROWS, CPU = 3, 12, torch.device("cpu")
+
+
+def differing(model, other):
+    one, two = live_tensors(model), live_tensors(other)
+    assert one.keys() == two.keys()
+    return [name for name, tensor in one.items() if not torch.equal(tensor, two[name])]
+
+
+def test_an_update_leaves_what_a_start_leaves_and_keeps_addresses():
+    model = started(Repacking(LAYERS, ROWS), weights(1, LAYERS, ROWS))
+    before, signature = dict(live_tensors(model)), live_signature(model)
+    for version in (2, 3):
+        given = weights(version, LAYERS, ROWS)
+        replay(trace(model, specs_of(given)), given)
+        assert differing(model, started(Repacking(LAYERS, ROWS), given)) == []
+    assert live_signature(model) == signature
+    assert all(live_tensors(model)[name] is t for name, t in before.items() if not name.endswith("largest"))
+
+
+def test_the_live_module_is_not_touched_before_its_results_are_there():
+    """A staged update repacks while the engine generates."""
+    model = started(Repacking(1, ROWS), weights(1, 1, ROWS))
+    (layer,) = model.layers
+    attributes, method = dict(vars(layer)), dict(vars(layer.quant_method))
+    given = weights(2, 1, ROWS)
+    program = trace(model, specs_of(given))
+    seen = []
+    layer.quant_method.processed = seen
+    arrivals = ArrivalMemory(program, CPU, 0)
+    arrivals.place([program.arrivals], ())
+    arrivals.finish(0)
+    assert vars(layer) == attributes
+    assert vars(layer.quant_method).keys() == method.keys()
+    assert seen == [], "by the live method"
+
+
+def test_modules_arrive_one_after_the_other():
+    model = started(Repacking(20, ROWS), weights(1, 20, ROWS))
+    given = weights(2, 20, ROWS)
+    program = trace(model, specs_of(given))
+    arrivals = ArrivalMemory(program, CPU, 1)
+    arrivals.place([], program.targets)
+    one = sum(arrival.nbytes for target, arrival in program.arrivals.items() if target.startswith("layers.0."))
+    assert (arrivals.turns, arrivals.nbytes) == (20, one)
+    for turn in range(arrivals.turns):
+        for copy in program.copies:
+            if arrivals.turn_of(copy.target) in ((turn,) if turn else (None, turn)):
+                part = given[copy.source][copy.region.slices()]
+                copy.destination(arrivals.program.targets[copy.target]).copy_(part)
+        arrivals.finish(turn)
+    program.run_steps()
+    assert differing(model, started(Repacking(20, ROWS), given)) == []
+
+
+def test_parts_in_different_messages_keep_the_module_until_the_last():
+    model = started(Repacking(2, ROWS), weights(1, 2, ROWS))
+    program = trace(model, specs_of(weights(2, 2, ROWS)))
+    arrivals = ArrivalMemory(program, CPU, 1)
+    arrivals.place([{"layers.0.weight"}, {"layers.1.weight"}, {"layers.0.weight"}], {"layers.0.bound"})
+    turns = {target: arrivals.turn_of(target) for target in program.arrivals if arrivals.turn_of(target) is not None}
+    assert turns == {"layers.0.weight": 2, "layers.0.bound": 2, "layers.1.weight": 1, "layers.1.bound": 1}
+
+
+def test_a_parameter_that_nothing_brings_must_not_matter():
+    """`steps` is made anew after loading, and missing in every checkpoint; `bound` is a scale that was forgotten."""
+    model = started(Repacking(1, ROWS), weights(1, 1, ROWS))
+    given = {name: tensor for name, tensor in weights(2, 1, ROWS).items() if "bound" not in name}
+    with pytest.raises(Unsupported, match=r"layers\.0\.bound is not written by the loader at all.* needs its scale"):
+        trace(model, specs_of(given))
+
+
+def test_what_was_changed_since_is_refused():
+    model = started(Repacking(1, ROWS), weights(1, 1, ROWS))
+    model.layers[0].scale = torch.nn.Parameter(torch.zeros(ROWS, 2), requires_grad=False)
+    with pytest.raises(Unsupported, match=r"layers\.0\.scale is \(12, 2\) .*, and repacking makes \(12, 1\)"):
+        trace(model, specs_of(weights(2, 1, ROWS)))
+    model.layers[0].cached = torch.zeros(5)
+    del model.layers[0].scale
+    with pytest.raises(Unsupported, match=r"layers\.0\.cached is .* and repacking makes nothing"):
+        trace(model, specs_of(weights(2, 1, ROWS)))
+
+
+class OnceMethod(Method):
+    def process_weights_after_loading(self, layer):
+        super().process_weights_after_loading(layer)
+        if OnceMethod.done:
+            raise RuntimeError("no kernel")
+
+
+def test_what_cannot_run_again_is_refused_before_anything_is_written():
+    OnceMethod.done = False
+    model = started(Repacking(1, ROWS, method=OnceMethod), weights(1, 1, ROWS))
+    OnceMethod.done = True
+    with pytest.raises(Unsupported, match=r"layers\.0 is repacked after loading by OnceMethod, .*: no kernel"):
+        trace(model, specs_of(weights(2, 1, ROWS)))
+    assert differing(model, model) == []
+
+
+def test_a_loader_that_fails_leaves_the_modules_as_they_were():
+    model = started(Repacking(1, ROWS), weights(1, 1, ROWS))
+    before = dict(vars(model.layers[0]))
+    given = weights(2, 1, ROWS) | {"layers.0.weight": torch.zeros(5, 5)}
+    with pytest.raises(Exception, match="rejected"):
+        trace(model, specs_of(given))
+    assert vars(model.layers[0]) == before
+
+
+def test_a_module_that_is_as_it_was_built_is_written_in_place():
+    model = Repacking(1, ROWS)
+    given = weights(1, 1, ROWS) | {"layers.0.steps": torch.ones(3)}
+    del given["layers.0.left.bound"]
+    program = trace(model, specs_of(given))
+    assert not program.arrivals
+    assert isinstance(model.layers[0], Linear)
+    assert model.layers[0].weight.shape == (ROWS, COLUMNS)
+
+
+def test_blocks_that_are_quantized_on_arrival_are_repacked_next():
+    """As on Blackwell, whose scales are requantized for DeepGEMM."""
+    sizes = [(8, 6), (5, 9), (8, 6)]
+
+    def load(toy, weights):
+        named = dict(toy.named_parameters())
+        for name, tensor in weights:
+            named[name].data.copy_(tensor)
+
+    toy = Toy(load)
+    toy.layers = torch.nn.ModuleList(BlockLinear(*size) for size in sizes)
+    for layer in toy.layers:
+        process(layer)
+    generator = torch.Generator().manual_seed(1)
+    given = {f"layers.{n}.weight": torch.randn(s, generator=generator).bfloat16() for n, s in enumerate(sizes)}
+    program = trace(toy, specs_of(given))
+    replay(program, given)
+    for layer, weight in zip(toy.layers, given.values(), strict=True):
+        quantized, scales = quantize_blocks(weight[None], (4, 4))
+        assert torch.equal(layer.weight.view(torch.uint8), quantized[0].t().contiguous().view(torch.uint8))
+        assert torch.equal(layer.weight_scale_inv, scales[0].t())
