@@ -99,15 +99,15 @@ test-gpu-rules: setup
 test-hosts: setup
 	$(BIN)/python -m pytest test/hosts test/verl/test_two_nodes.py $(PYTEST_ARGS)
 
-# The part about engines as production serves them: block-fp8, data parallel ranks, pipeline stages, draft models, every
-# option of SGLang.
+# The part about engines as production serves them: quantized and repacked weights, data parallel ranks, pipeline stages,
+# draft models, every option of SGLang.
 test-serving: setup
 	$(BIN)/python -m pytest test/engine/live/test_many_ranks_server.py test/engine/live/test_reshard_models.py \
-	  test/engine/live/test_draft_models.py test/engine/live/test_odd_engines.py test/engine/live/test_images.py \
-  test/engine/test_pipeline.py \
-	  test/engine/test_hooks.py test/engine/architectures/test_draft_layers.py \
+	  test/engine/live/test_draft_models.py test/engine/live/test_repacking_engines.py test/engine/live/test_images.py \
+	  test/engine/test_pipeline.py test/engine/test_hooks.py test/engine/architectures/test_draft_layers.py \
 	  test/engine/architectures/test_multimodal.py test/engine/architectures/test_quantization.py \
-  test/unit/test_block_fp8.py test/unit/test_block_fp8_updates.py \
+	  test/unit/test_block_fp8.py test/unit/test_block_fp8_updates.py test/unit/test_repack.py \
+	  test/unit/test_repack_updates.py \
 	  test/unit/test_supported_engine.py test/unit/test_server_args_page.py $(PYTEST_ARGS)
 
 # Every trainer by every way and transport, swept; it writes benchmark/results/trainers.json and
