@@ -14,6 +14,7 @@ A request of an update passes:
     tp_worker.py                forwards to the model runner
     model_runner.py             the live parameters: `sglang_reshard.engine.receiver.WeightReceiver`
     repacking.py                whose modules are remembered as SGLang built them, before it repacked them
+    expert_location.py          which expert is where, which EPLB changes
     draft_models.py             with the draft models of speculative decoding
     lora_adapters.py            or a LoRA adapter, which lora_names.py registers: also by a `WeightReceiver`
 

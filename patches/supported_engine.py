@@ -18,7 +18,6 @@ _OUTLASTS = "what was computed with the old weights is kept where a flush of the
 # Options of which one value is like leaving them out, and what any other value means. Not all versions have all.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "use_ray": (False, "SGLang loads no plugins in schedulers that are Ray actors; start the engine without it"),
-    "enable_eplb": (False, "experts move between ranks while serving, which is not supported; turn it off"),
     "elastic_ep_backend": (None, "ranks join and leave while serving; start the engine without it"),
     "enable_elastic_expert_backup": (False, "the backup would be of old experts; turn it off"),
     "weight_cache_mode": ("off", "the weights in memory are shared with other engines; turn it off"),

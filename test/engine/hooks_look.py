@@ -17,7 +17,6 @@ MODES: dict[str, dict[str, Any]] = {
     "pp": {"pp_size": 2, "disaggregation_mode": "decode"},
     "tokenizers": {"tokenizer_worker_num": 2},
     "ray": {"use_ray": True},
-    "eplb": {"enable_eplb": True},
     "elastic": {"elastic_ep_backend": "nixl"},
     "cache": {"weight_cache_mode": "daemon"},
     "offload": {"cpu_offload_gb": 4},

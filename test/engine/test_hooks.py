@@ -60,7 +60,6 @@ MODES = {
     "pp": "pp_size=2 with disaggregation_mode=decode",
     "tokenizers": "tokenizer_worker_num=2",
     "ray": "use_ray",
-    "eplb": "enable_eplb",
     "elastic": "elastic_ep_backend=nixl",
     "cache": "weight_cache_mode=daemon",
     "offload": "cpu_offload_gb=4: weights are kept elsewhere",

@@ -141,7 +141,7 @@ def fail_staged(rank: int, size: int, requests: Any, *_: Any) -> list[str]:
             raise Mismatch("spoiled")
 
     receiver = WeightReceiver(ToyRank(rank, size), rank, size, CPU)
-    receiver._executor = Spoiled(ToyRank(rank, size), rank, size, CPU)
+    receiver._executor = Spoiled(ToyRank(rank, size), rank, size, CPU, bytes)
     receiver._executor.transfers = NotingCache(rank, CPU)
     for request in requests:
         assert receiver.stage(request).success

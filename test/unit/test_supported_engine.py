@@ -18,7 +18,6 @@ def arguments(**options: Any) -> SimpleNamespace:
         "enable_dp_attention": False,
         "pp_size": 1,
         "disaggregation_mode": "null",
-        "enable_eplb": False,
         "tokenizer_worker_num": 1,
     }
     return SimpleNamespace(**plain | options)
@@ -43,7 +42,6 @@ def test_an_engine_that_can_be_updated(options: dict[str, Any]) -> None:
         ({"pp_size": 4, "disaggregation_mode": "prefill"}, "pp_size=4 with disaggregation_mode=prefill"),
         ({"tokenizer_worker_num": 3}, "tokenizer_worker_num=3"),
         ({"use_ray": True}, "use_ray"),
-        ({"enable_eplb": True}, "enable_eplb"),
         ({"elastic_ep_backend": "mooncake"}, "elastic_ep_backend=mooncake"),
         ({"weight_cache_mode": "client"}, "weight_cache_mode=client"),
         ({"kt_weight_path": "/experts"}, "kt_weight_path=/experts"),

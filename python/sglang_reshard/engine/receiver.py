@@ -7,7 +7,7 @@ or staged in parts.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import torch
@@ -41,10 +41,17 @@ class WeightReceiver:
     No method raises for an update that fails: the output says why, and whether the weights are torn.
     """
 
-    def __init__(self, model: torch.nn.Module, rank: int, size: int, device: torch.device) -> None:
-        """`rank` is the engine rank among `size`."""
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        rank: int,
+        size: int,
+        device: torch.device,
+        placement: Callable[[], bytes] = lambda: b"",
+    ) -> None:
+        """`rank` is the engine rank among `size`. `placement` returns what the loader goes by beside the model."""
         self._rank, self._size, self._device = rank, size, device
-        self._executor = UpdateExecutor(model, rank, size, device)
+        self._executor = UpdateExecutor(model, rank, size, device, placement)
         self._session: Session | None = None
         self._engine = 0  # this one's number in the session
         self._lock = threading.Lock()  # held during an update, and while a session that has ended is dropped

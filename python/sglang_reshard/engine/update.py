@@ -17,7 +17,7 @@ which nothing has changed goes from `prepare` straight to `move`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -51,10 +51,13 @@ class UpdateExecutor:
     A phase that fails raises PhaseFailed or Aborted if all ranks know of it, and any other error if they do not.
     """
 
-    def __init__(self, model: torch.nn.Module, rank: int, size: int, device: torch.device) -> None:
-        """`rank` is the engine rank among `size`."""
+    def __init__(
+        self, model: torch.nn.Module, rank: int, size: int, device: torch.device, placement: Callable[[], bytes]
+    ) -> None:
+        """See `WeightReceiver`."""
         self._model, self._rank, self._size, self._device = model, rank, size, device
-        self._signature = LiveSignature(model)
+        self._live_signature, self._placement = LiveSignature(model), placement
+        self._placed = b""  # when the update under way was prepared
         self._target: TargetPlan | None = None
         self._live: TargetPlan | None = None  # by which the live weights, and scratch memory, were written
         self.transfers = TransferCache(rank, device, live=not isinstance(model, ReceivedTensors))
@@ -96,6 +99,8 @@ class UpdateExecutor:
 
     def prepare_commit(self, context: UpdateContext, refusal: str) -> None:
         """Votes once more before the shadow weights become live, as time has passed since `prepare`."""
+        if not refusal and self._placement() != self._placed:
+            refusal = f"engine rank {self._rank}: experts were rebalanced since the update was staged; repeat it"
         with self._torn_if_vote_is_lost(context, may_write=not refusal):
             context.all_gather_votes(Phase.READY, Vote(refusal))
 
@@ -129,16 +134,17 @@ class UpdateExecutor:
                 f"engine rank {self._rank}: the live weights were not brought by an update of this package, so that "
                 "nothing tells which checkpoint tensors they hold; update this engine first"
             )
-        if live.signature != self._signature.current():
+        if live.signature != self._signature():
             raise Unsupported(
-                f"engine rank {self._rank}: live parameters were replaced since the last update; update it again"
+                f"engine rank {self._rank}: live parameters were replaced, or experts moved, since the last update; "
+                "update it again"
             )
         return live.program, {tensor.name: tensor.shape for tensor in live.tensor_index.layout.tensors}
 
     def accept_new_addresses(self) -> None:
         """See `WeightReceiver.accept_new_addresses`. The next update plans again."""
         if self._live is not None:
-            self._live = replace(self._live, signature=self._signature.current())
+            self._live = replace(self._live, signature=self._signature())
 
     def unmap(self) -> None:
         """Unmaps the trainer ranks' memory, and returns what is not used without it to the GPU, as the trainer does."""
@@ -188,7 +194,7 @@ class UpdateExecutor:
             check_transport(request.transport)
         if isinstance(self._model, ReceivedTensors) and (self._target is None or self._target.layout != request.layout):
             self._model.allocate([t.spec for t in get_layout(request, context.session).tensors])
-        signature = self._signature.current()
+        signature, self._placed = self._signature(), self._placement()
         target, tried_handles = self._target, self.transfers.trainer_memory.tried_handles
         if target is None or not target.is_current(request, signature) or tried_handles != request.handles:
             with context.enter(Phase.TRACE):
@@ -281,6 +287,10 @@ class UpdateExecutor:
                 )
             if self._rank == 0 and request.verify == "full":
                 context.digest = digest
+
+    def _signature(self) -> int:
+        """Returns a number that changes when the loader must be traced again."""
+        return hash((self._live_signature.current(), self._placement()))
 
     def _synchronize(self) -> None:
         runtime().synchronize([self._device])
