@@ -1,4 +1,6 @@
-"""Traces targets together with the draft layer of their checkpoints, and answers with a line of JSON for each rank.
+"""Traces targets together with drafts, and answers with a line of JSON for each rank.
+
+A draft is a layer of the target's checkpoint, or EAGLE's, with a checkpoint of its own.
 
 Run as a script by test_draft_layers.py: SGLang chooses its code paths at import.
 
@@ -23,6 +25,9 @@ from support.scripts import answer
 
 # Their draft layer follows the last one, under its number, and has these tensors beside a layer's.
 ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
+EAGLE, EAGLE3 = EAGLES = ("LlamaForCausalLMEagle", "LlamaForCausalLMEagle3")
+EAGLE_TARGET = "LlamaForCausalLM"
+HOT_TOKENS = 64  # of EAGLE-3's head
 TP, DEADLINE_S = 2, 400
 
 
@@ -54,8 +59,57 @@ def draft_of(target: Any, folder: str) -> torch.nn.Module:
     load = LoadConfig(load_format="dummy")
     draft: Any = get_model(model_config=config, load_config=load, device_config=DeviceConfig("cpu", 0))
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None  # for a GPU, of which the next line frees memory
-    draft.set_embed_and_head(*target.get_embed_and_head())
+    embedding, head = target.get_embed_and_head()
+    if isinstance(getattr(draft, "hot_token_id", 0), int) or draft.load_lm_head_from_target:
+        draft.set_embed_and_head(embedding, head)
+    else:
+        draft.set_embed(embedding)
     return draft
+
+
+def eagle_checkpoint(name: str, config: dict[str, Any], layer: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A draft's tensors, without its embedding, which SGLang replaces by the target's. layer: one of the target's"""
+    generator = torch.Generator().manual_seed(5)
+    hidden = config["hidden_size"]
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    found = {name: random(*tensor.shape) for name, tensor in layer.items()}
+    if name == EAGLE:
+        found.pop("input_layernorm.weight")  # its only layer has none
+        own = {"fc.weight": random(hidden, 2 * hidden), "fc.bias": random(hidden)}
+        return {f"layers.0.{name}": t for name, t in found.items()} | own
+    for projection in ("q", "k", "v"):  # of embedding and hidden state
+        rows, columns = found[f"self_attn.{projection}_proj.weight"].shape
+        found[f"self_attn.{projection}_proj.weight"] = random(rows, 2 * columns)
+    found["hidden_norm.weight"] = random(hidden)
+    differences = torch.arange(HOT_TOKENS) * 2  # of numbers of the target's tokens to those of the draft's
+    own = {"fc.weight": random(hidden, 3 * hidden), "norm.weight": random(hidden), "d2t": differences}
+    own["lm_head.weight"] = random(HOT_TOKENS, hidden)
+    return {f"midlayer.{name}": t for name, t in found.items()} | own
+
+
+def examined_eagle(root: Path, name: str, rank: int) -> Finding:
+    from sglang_reshard.patches.draft_models import OWN, TargetAndDrafts
+
+    folder, draft_folder = root / EAGLE_TARGET, root / name
+    try:
+        target = built(str(folder), False, {"tp_size": TP, "tp_rank": rank})
+        config = json.loads((folder / "config.json").read_text())
+        weights = read_weights(folder)
+        model = TargetAndDrafts(target, [draft_of(target, str(draft_folder))])
+        first = "model.layers.0."
+        layer = {n.removeprefix(first): t for n, t in weights.items() if n.startswith(first)}
+        own = eagle_checkpoint(name, config, layer)
+        sent = weights | {OWN + n: t for n, t in own.items()}
+        model.load_weights(sent.items())  # as the engine has started
+    except (Exception, SystemExit) as error:
+        return Finding("cannot", said(error, str(root)))
+    try:
+        return _examined(model, sent, config, str(folder))
+    except Exception as error:
+        return Finding("failed", said(error, str(root)))
 
 
 def examined(folder: str, rank: int, without: str = "") -> Finding:
@@ -87,11 +141,22 @@ def main() -> None:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
 
     # In forks, like the rest: torch's threads, once started here, would be missing there.
-    assert len(list(run_in_forks(write, ARCHITECTURES, processes=2, deadline_seconds=DEADLINE_S))) == len(ARCHITECTURES)
-    jobs = [(name, rank, "") for name in ARCHITECTURES for rank in range(TP)] + [(ARCHITECTURES[0], 0, "eh_proj")]
+    targets = (*ARCHITECTURES, EAGLE_TARGET)
+    assert len(list(run_in_forks(write, targets, processes=2, deadline_seconds=DEADLINE_S))) == len(targets)
+    target = json.loads((root / EAGLE_TARGET / "config.json").read_text())
+    for name in EAGLES:
+        (root / name).mkdir()
+        own = {"architectures": [name], "num_hidden_layers": 1}
+        if name == EAGLE3:
+            own["draft_vocab_size"] = HOT_TOKENS
+        (root / name / "config.json").write_text(json.dumps(target | own))
+    jobs = [(name, rank, "") for name in (*ARCHITECTURES, *EAGLES) for rank in range(TP)]
+    jobs.append((ARCHITECTURES[0], 0, "eh_proj"))
 
     def work(job: tuple[str, int, str]) -> Finding:
         name, rank, without = job
+        if name in EAGLES:
+            return examined_eagle(root, name, rank)
         return examined(str(root / name), rank, without)
 
     for job, finding in run_in_forks(work, jobs, processes=2, deadline_seconds=DEADLINE_S):
