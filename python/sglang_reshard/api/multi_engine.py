@@ -24,7 +24,8 @@ from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, LoraAdapter
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.sources import NamedTensors
+from sglang_reshard.sources import NamedTensors, TrainerState
+from sglang_reshard.trainer.background import BackgroundUpdates, UpdateHandle
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateOptions
 from sglang_reshard.trainer.relay_requests import RelayRequests
 from sglang_reshard.trainer.update_sender import UpdateSender
@@ -68,6 +69,7 @@ class MultiEngineSender:
         self._excluded: dict[str, str] = {}
         self._numbers = itertools.count()
         self._sender: UpdateSender | None = None
+        self._background = BackgroundUpdates[dict[str, UpdateReport]]()
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -126,24 +128,58 @@ class MultiEngineSender:
         Raises what the update of an engine raises, with the names of all engines that failed; TornWeights if any of
         them is torn. The other engines have the new weights then. With on_failure="exclude", only if all have failed.
         """
+        return self._update_engines(named_tensors, self._options(on_failure, options), on_failure)
+
+    def update_async(
+        self,
+        named_tensors: NamedTensors | torch.nn.Module,
+        *,
+        on_failure: Literal["raise", "exclude"] = "raise",
+        latest_only: bool = False,
+        shadow_device: torch.device | None = None,
+        **options: Any,
+    ) -> UpdateHandle[dict[str, UpdateReport]]:
+        """Updates all engines from a copy of the shards, while the trainer goes on; see `WeightSender.update_async`.
+
+        Engines must not be set while it runs.
+        """
+        chosen = self._options(on_failure, options)
+        assert self._sender is not None, "there are engines"
+
+        def run(weights: TrainerState | NamedTensors) -> dict[str, UpdateReport]:
+            return self._update_engines(weights, chosen, on_failure)
+
+        return self._background.start(
+            self._sender, run, named_tensors, chosen, latest_only=latest_only, shadow_device=shadow_device
+        )
+
+    def _options(self, on_failure: str, options: dict[str, Any]) -> UpdateOptions:
         if on_failure not in ("raise", "exclude"):
             raise Unsupported(f"on_failure={on_failure!r} is not supported; use 'raise' or 'exclude'")
         if self._sender is None or not self._engines:
             raise Mismatch(f"trainer rank {self._rank}: there is no engine to update; call set_engines first")
         if self._relays is not None and options.get("staged"):
             raise Unsupported("staged=True is not supported with relay=True: engines pass on live weights")
+        return UpdateOptions(**{**options, "ignore": tuple(options.get("ignore", ()))})
+
+    def _update_engines(
+        self,
+        weights: NamedTensors | torch.nn.Module | TrainerState,
+        options: UpdateOptions,
+        on_failure: Literal["raise", "exclude"],
+    ) -> dict[str, UpdateReport]:
+        assert self._sender is not None, "there are engines"
         if self._relays is not None and self._rank == 0:
             self._relays.begin(self.engines)
-        ignore = tuple(options.pop("ignore", ()))
-        found = self._sender.update_engines(named_tensors, UpdateOptions(**options, ignore=ignore))
+        found = self._sender.update_engines(weights, options)
         outcomes = {name: found[number] for name, (number, _) in self._engines.items()}
         failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, ReshardError)}
         reports = {name: report for name, report in outcomes.items() if isinstance(report, UpdateReport)}
         if on_failure == "exclude" and reports:
             reasons = {name: f"{type(error).__name__}: {error}" for name, error in failed.items()}
             self._exclude(reasons)
-            version = options.get("weight_version")
-            return reports | {name: UpdateReport.failed(why, version) for name, why in reasons.items()}
+            left_out = {name: UpdateReport.failed(why, options.weight_version) for name, why in reasons.items()}
+            return reports | left_out
         if failed and len(outcomes) == 1:
             raise next(iter(failed.values()))
         if failed:
@@ -157,12 +193,14 @@ class MultiEngineSender:
         self._use({name: engine for name, engine in self._engines.items() if name not in reasons})
 
     def release(self) -> None:
-        """Drops views of the shards, see `WeightSender.release`."""
+        """Drops views of the shards, and the copy of `update_async`, see `WeightSender.release`."""
+        self._background.release()
         if self._sender is not None:
             self._sender.release()
 
     def close(self) -> None:
         """Ends the session. Collective."""
+        self._background.close()
         if self._sender is not None:
             self._sender.close()
         if self._relays is not None and self._rank == 0:

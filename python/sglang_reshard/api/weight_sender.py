@@ -25,7 +25,8 @@ from sglang_reshard.layout.decoders import convert
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, LoraAdapter, Verify
 from sglang_reshard.protocol.session import LOOPBACK, Session
-from sglang_reshard.sources import NamedTensors
+from sglang_reshard.sources import NamedTensors, TrainerState
+from sglang_reshard.trainer.background import BackgroundUpdates, UpdateHandle
 from sglang_reshard.trainer.collectives import on_first_rank
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender
@@ -153,19 +154,64 @@ class WeightSender(UpdateSender):
         except after TornWeights: only a successful update restores the engine. Raises Aborted or ConnectionLost if a
         rank has died before the engine answered; if its weights are torn, it refuses to generate.
         """
-        options = UpdateOptions(
-            weight_version,
-            flush_cache,
-            abort_all_requests,
-            tuple(ignore),
-            check_finite,
-            verify,
-            staged,
-            unmap_after,
-            partial,
-            draft,
+        return self._update_engine(
+            named_tensors,
+            UpdateOptions(
+                weight_version,
+                flush_cache,
+                abort_all_requests,
+                tuple(ignore),
+                check_finite,
+                verify,
+                staged,
+                unmap_after,
+                partial,
+                draft,
+            ),
         )
-        outcome = self.update_engines(named_tensors, options)[_ENGINE]
+
+    def update_async(
+        self,
+        named_tensors: NamedTensors | torch.nn.Module,
+        *,
+        latest_only: bool = False,
+        shadow_device: torch.device | None = None,
+        **options: Any,
+    ) -> UpdateHandle[UpdateReport]:
+        """Copies this rank's shards, and updates the engine from the copy while the trainer goes on. Collective.
+
+            handle = sender.update_async(model, weight_version="7", staged=True)
+            train_one_step()                # may change the weights
+            report = handle.wait()
+
+        latest_only    if an update still runs, as trainer rank 0 sees it, skip this version instead of waiting for its
+                       end: the handle says so, and the next one names it
+        shadow_device  where the copy is; by default on the device of each shard. It takes as much memory as the shards
+                       of this rank, and is kept for the next call until `release` or `close`
+        options        of `update`
+
+        Without `latest_only` it waits for the update before. Raises what that has failed with, unless its handle has
+        raised it already; nothing is copied then, and ranks have to treat their handles alike. Only one thread may
+        call methods of a sender; of those only handles' may be called while the update runs.
+        """
+        chosen = UpdateOptions(**{**options, "ignore": tuple(options.pop("ignore", ()))})
+
+        def run(weights: TrainerState | NamedTensors) -> UpdateReport:
+            return self._update_engine(weights, chosen)
+
+        return self._background.start(
+            self, run, named_tensors, chosen, latest_only=latest_only, shadow_device=shadow_device
+        )
+
+    def release(self) -> None:
+        """Drops views of the shards, see `UpdateSender.release`, and the copy of `update_async`, once it has ended."""
+        self._background.release()
+        super().release()
+
+    def _update_engine(
+        self, weights: NamedTensors | torch.nn.Module | TrainerState, options: UpdateOptions
+    ) -> UpdateReport:
+        outcome = self.update_engines(weights, options)[_ENGINE]
         if isinstance(outcome, ReshardError):
             raise outcome
         return outcome
@@ -197,10 +243,12 @@ class WeightSender(UpdateSender):
         super().__init__(*arguments)
         self._send = send
         self._adapters: dict[str, WeightSender] = {}
+        self._background = BackgroundUpdates[UpdateReport]()
         self.set_engines({_ENGINE: send})
 
     def close(self) -> None:
         """Ends the session, and those of its LoRA adapters. Collective. Engine ranks unmap the shards' memory."""
+        self._background.close()
         for adapter in self._adapters.values():
             adapter.close()
         super().close()

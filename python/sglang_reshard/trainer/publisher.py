@@ -71,6 +71,7 @@ class ShardPublisher:
         self._memory = shared_memory or MemoryExporter(trainer_rank)
         self._owns_memory = shared_memory is None
         self._changes: ChangeDetector | None = None
+        self._read: TrainerState | None = None  # what was published last, if it was given as such
         self._published: PublishedShards | None = None
         self._handles: Handles | None = None
         self._stages: Stages | None = None
@@ -78,13 +79,14 @@ class ShardPublisher:
 
     def publish(
         self,
-        named_tensors: NamedTensors | torch.nn.Module,
+        named_tensors: NamedTensors | torch.nn.Module | TrainerState,
         *,
         check_finite: bool,
         exchange: Callable[[str], Sequence[str]] | None = None,
     ) -> PublishedShards:
         """Publishes what has changed, and makes the shards' memory readable by other processes.
 
+        named_tensors  a `TrainerState` counts as unchanged while it is the same object
         exchange  for trainer ranks that list different tensors: given the content hash of this rank's layout, returns
                   those of all ranks. Collective; it is called once
 
@@ -99,7 +101,7 @@ class ShardPublisher:
             changed = self._changed(named_tensors, always=check_finite or (exchange is None) != (self._stages is None))
         state, self._partial = None, exchange is not None
         if changed is not None:
-            self._changes = None
+            self._changes = self._read = None
             state = self._described(changed)
             if check_finite:
                 _check_finite(state, self._rank)
@@ -109,36 +111,49 @@ class ShardPublisher:
             layout = None if state is None else state.layout
             self._stages, same = Stages.of(self._session, layout, self._stages, exchange)
             if not same and state is None:  # others list something else than before
-                changed = as_list(named_tensors, self._rank)
-                self._changes, state = None, self._described(changed)
+                changed = self._listed(named_tensors)
+                self._changes, self._read, state = None, None, self._described(changed)
         if state is not None:
             assert changed is not None
             self._published = self._publish(state if self._stages is None else state.within(self._stages.layout))
-            self._changes = ChangeDetector.of(changed, state.inputs)
+            if isinstance(changed, TrainerState):
+                self._read = changed
+            else:
+                self._changes = ChangeDetector.of(changed, state.inputs)
             return self._published
         assert self._published is not None  # the first call publishes
         runtime().synchronize(self._published.devices)
         self._memory.refresh()
         return self._published
 
-    def shards(self, named_tensors: NamedTensors | torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    def shards(self, named_tensors: NamedTensors | torch.nn.Module | TrainerState) -> tuple[torch.Tensor, ...]:
         """Returns the shards of what was published last, in the layout's order."""
         state = self._described(named_tensors)
         return (state if self._stages is None else state.within(self._stages.layout)).shards
 
-    def _described(self, named_tensors: NamedTensors | torch.nn.Module) -> TrainerState:
+    def _described(self, named_tensors: NamedTensors | torch.nn.Module | TrainerState) -> TrainerState:
+        if isinstance(named_tensors, TrainerState):
+            return named_tensors
         return describe(named_tensors, trainer_rank=self._rank, global_ranks=self._global_ranks, partial=self._partial)
 
     def close(self) -> None:
         if self._owns_memory:
             self._memory.close()
-        self._changes = None
+        self._changes = self._read = None
 
-    def _changed(self, named_tensors: NamedTensors | torch.nn.Module, always: bool) -> NamedTensorList | None:
+    def _listed(self, named_tensors: NamedTensors | torch.nn.Module | TrainerState) -> NamedTensorList | TrainerState:
+        return named_tensors if isinstance(named_tensors, TrainerState) else as_list(named_tensors, self._rank)
+
+    def _changed(
+        self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, always: bool
+    ) -> NamedTensorList | TrainerState | None:
         """Returns the tensors as a list; None if they are what was published last, unless `always` is set."""
-        tensors = as_list(named_tensors, self._rank)
-        unchanged = self._changes is not None and self._changes.unchanged(tensors) and self._memory.is_current()
-        return tensors if always or not unchanged else None
+        tensors = self._listed(named_tensors)
+        if isinstance(tensors, TrainerState):
+            unchanged = tensors is self._read
+        else:
+            unchanged = self._changes is not None and self._changes.unchanged(tensors)
+        return None if unchanged and not always and self._memory.is_current() else tensors
 
     def _publish(self, state: TrainerState) -> PublishedShards:
         known, self._published = self._published, None

@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.errors import Aborted, Mismatch, ReshardError
+from sglang_reshard.control import WaitTimedOut
+from sglang_reshard.errors import Aborted, DeadlineExceeded, Mismatch, ReshardError
 from sglang_reshard.observability import spans
 from sglang_reshard.observability.logs import configure, get_logger, log_context
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import Failure, ListedTensors, TrainerStatus, UpdateResult
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import TrainerChannel
-from sglang_reshard.sources import NamedTensors
+from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateCoordinator, UpdateOptions
 from sglang_reshard.trainer.engine_transfers import Shards
 from sglang_reshard.trainer.publisher import PublishedShards, ShardPublisher
@@ -67,6 +68,7 @@ class UpdateSender:
         self._update = 0
         self._updating = threading.Lock()
         self._channel: TrainerChannel | None = None  # of the update under way
+        self._cancelled = ""  # why the update under way must end
         self._lost_peer = ""  # which trainer rank has died, so that no update can succeed any more
         session.watch_peers(f"trainer rank {rank}", self._on_lost_peer)
 
@@ -88,7 +90,7 @@ class UpdateSender:
         self._engines = tuple(engines)
 
     def update_engines(
-        self, named_tensors: NamedTensors | torch.nn.Module, options: UpdateOptions
+        self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, options: UpdateOptions
     ) -> dict[int, UpdateReport | ReshardError]:
         """Updates all engines at the same time. Collective; for tensors, options and errors see `WeightSender.update`.
 
@@ -102,10 +104,36 @@ class UpdateSender:
         try:
             return self._run_update(named_tensors, options)
         finally:
+            self._cancelled = ""
             self._updating.release()
 
+    @property
+    def ranks(self) -> tuple[int, tuple[int, ...]]:
+        """The trainer rank, and the global rank of each trainer rank."""
+        return self._rank, self._global_ranks
+
+    def agree(self, own: bytes) -> bytes:
+        """Returns what trainer rank 0 passes. Collective.
+
+        Raises DeadlineExceeded, naming the ranks that do not call it.
+        """
+        size = len(self._global_ranks)
+        try:
+            return self._session.client.all_gather("agreed", self._rank, size, own, self._timeout_s)[0]
+        except WaitTimedOut as error:
+            raise DeadlineExceeded(
+                f"trainer ranks {list(error.missing)} did not call update_async within {self._timeout_s:.0f} s; every "
+                "trainer rank must call it, look at their logs"
+            ) from None
+
+    def cancel_update(self) -> None:
+        """Aborts the update that runs in another thread, on all ranks. Engines that are being written are torn."""
+        self._cancelled = f"trainer rank {self._rank} has cancelled the update"
+        if (channel := self._channel) is not None:
+            channel.abort(self._cancelled)
+
     def _run_update(
-        self, named_tensors: NamedTensors | torch.nn.Module, options: UpdateOptions
+        self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, options: UpdateOptions
     ) -> dict[int, UpdateReport | ReshardError]:
         started = time.perf_counter()
         self._update += 1
@@ -172,8 +200,8 @@ class UpdateSender:
         """Aborts the update if a trainer rank has died: it would be waited for until the deadline."""
         self._channel = channel
         try:
-            if self._lost_peer:
-                raise Aborted(self._lost_peer)
+            if self._lost_peer or self._cancelled:
+                raise Aborted(self._lost_peer or self._cancelled)
             yield
         finally:
             self._channel = None
@@ -184,7 +212,10 @@ class UpdateSender:
             channel.abort(self._lost_peer)
 
     def _publish(
-        self, channel: TrainerChannel, named_tensors: NamedTensors | torch.nn.Module, options: UpdateOptions
+        self,
+        channel: TrainerChannel,
+        named_tensors: NamedTensors | torch.nn.Module | TrainerState,
+        options: UpdateOptions,
     ) -> tuple[PublishedShards | None, Shards]:
         """Publishes what has changed about this rank's shards, and its status for rank 0.
 
@@ -223,9 +254,12 @@ class UpdateSender:
         return published, functools.partial(self._publisher.shards, named_tensors)
 
 
-def _repeatable(named_tensors: NamedTensors | torch.nn.Module) -> NamedTensors | torch.nn.Module:
+def _repeatable(
+    named_tensors: NamedTensors | torch.nn.Module | TrainerState,
+) -> NamedTensors | torch.nn.Module | TrainerState:
     """Returns tensors that can be iterated over twice: to publish them, and to send them."""
-    return named_tensors if isinstance(named_tensors, (torch.nn.Module, Collection)) else list(named_tensors)
+    repeatable = isinstance(named_tensors, (torch.nn.Module, Collection, TrainerState))
+    return named_tensors if repeatable else list(named_tensors)  # type: ignore[arg-type]
 
 
 def _outcome(result: UpdateResult) -> UpdateReport | ReshardError:

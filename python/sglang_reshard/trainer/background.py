@@ -1,0 +1,177 @@
+"""Runs updates behind the trainer's next step, from a copy of the weights.
+
+A thread of this process executes them, one at a time; only the copy, and waiting for the update before, hold the
+trainer. What fails is raised by the handle, or else by the next call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotInTime
+from contextlib import nullcontext
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from sglang_reshard.errors import DeadlineExceeded, ReshardError
+from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.sources import NamedTensors, TrainerState
+from sglang_reshard.trainer.coordinator import UpdateOptions
+from sglang_reshard.trainer.shadow_shards import ShadowShards
+from sglang_reshard.trainer.update_sender import UpdateSender
+
+T = TypeVar("T")
+_GO, _SKIP = b"go", b"skip"
+
+
+class UpdateHandle(Generic[T]):
+    """An update that runs in the background, or was skipped.
+
+    weight_version   that it brings
+    skipped          True if another one was still running: nothing was copied, and nothing will be sent
+    skipped_before   versions that were skipped since the update before this one
+    waited_s         seconds that the call waited for the update before
+    copied_s         seconds that the copy took
+    """
+
+    def __init__(self, weight_version: str | None, future: Future[T] | None, cancel: Callable[[], None]) -> None:
+        self.weight_version, self.skipped = weight_version, future is None
+        self.skipped_before: tuple[str | None, ...] = ()
+        self.waited_s = self.copied_s = 0.0
+        self._future, self._cancel = future, cancel
+        self._seen = False  # whether its failure was raised
+
+    def done(self) -> bool:
+        """Returns whether it has ended, with success or without."""
+        return self._future is None or self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> T | None:
+        """Returns the report, once the update has ended; None if it was skipped.
+
+        Raises what the update raises, and DeadlineExceeded if it has not ended within `timeout_s`; it goes on then.
+        """
+        if self._future is None:
+            return None
+        try:
+            report = self._future.result(timeout_s)
+        except NotInTime:
+            raise DeadlineExceeded(
+                f"update to version {self.weight_version!r} has not ended within {timeout_s:g} s; it goes on"
+            ) from None
+        except BaseException:
+            self._seen = True
+            raise
+        return report
+
+    def cancel(self) -> None:
+        """Aborts the update on all ranks, if it still runs. Engines that are being written are torn then.
+
+        `wait` raises Aborted, or TornWeights.
+        """
+        if not self.done():
+            self._cancel()
+
+    def raise_unseen(self) -> None:
+        """Waits for the end, and raises a failure that nobody has seen yet."""
+        if self._future is not None and (error := self._future.exception()) is not None and not self._seen:
+            self._seen = True
+            raise error
+
+
+class BackgroundUpdates(Generic[T]):
+    """One sender's updates in the background. Starts its thread when it is first used."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "sglang-reshard background update")
+        self._shadow: ShadowShards | None = None
+        self._last: UpdateHandle[T] | None = None
+        self._skipped: list[str | None] = []
+
+    def start(
+        self,
+        sender: UpdateSender,
+        run: Callable[[TrainerState | NamedTensors], T],
+        named_tensors: NamedTensors | torch.nn.Module,
+        options: UpdateOptions,
+        *,
+        latest_only: bool,
+        shadow_device: torch.device | None,
+    ) -> UpdateHandle[T]:
+        """See `WeightSender.update_async`.
+
+        run  executes the update, by `sender`, with the copy of the shards: an iterable that raises, if there is none
+        """
+        began = time.perf_counter()
+        if latest_only and not self._may_go(sender):
+            self._skipped.append(options.weight_version)
+            return UpdateHandle(options.weight_version, None, _nothing)
+        if self._last is not None:
+            self._last.raise_unseen()
+        waited_s = time.perf_counter() - began
+        weights: TrainerState | NamedTensors
+        try:
+            weights = self._shadow_on(sender, shadow_device).take(named_tensors, partial=options.partial)
+        except Exception as error:
+            weights = _raising(error)  # so that the other ranks hear of it
+        copied_s = time.perf_counter() - began - waited_s
+        gpu = runtime().current_device() if runtime().uses_gpu() else None
+        future = self._thread.submit(_on_gpu, gpu, run, weights)
+        self._last = handle = UpdateHandle(options.weight_version, future, sender.cancel_update)
+        handle.waited_s, handle.copied_s = waited_s, copied_s
+        handle.skipped_before, self._skipped = tuple(self._skipped), []
+        return handle
+
+    @property
+    def shadow_bytes(self) -> int:
+        """Bytes that the copy takes, which is kept for the next update."""
+        return 0 if self._shadow is None else self._shadow.nbytes
+
+    def wait(self) -> None:
+        """Returns once no update runs in the background. Raises nothing."""
+        if self._last is not None and self._last._future is not None:
+            self._last._future.exception()
+
+    def release(self) -> None:
+        """Drops the copy, once no update runs."""
+        self.wait()
+        if self._shadow is not None:
+            self._shadow.release()
+
+    def close(self) -> None:
+        self.release()
+        self._thread.shutdown()
+
+    def _may_go(self, sender: UpdateSender) -> bool:
+        """Returns whether no update runs any more, as trainer rank 0 sees it: the ranks have to agree."""
+        idle = self._last is None or self._last.done()
+        return sender.agree(_GO if idle else _SKIP) == _GO
+
+    def _shadow_on(self, sender: UpdateSender, device: torch.device | None) -> ShadowShards:
+        if self._shadow is None or self._shadow.device != device:
+            if self._shadow is not None:
+                self._shadow.release()
+            self._shadow = ShadowShards(*sender.ranks, device)
+        return self._shadow
+
+
+def _on_gpu(
+    gpu: torch.device | None,
+    run: Callable[[TrainerState | NamedTensors], T],
+    weights: TrainerState | NamedTensors,
+) -> T:
+    with nullcontext() if gpu is None else runtime().using(gpu):  # a new thread starts at GPU 0
+        return run(weights)
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    """An iterable of named tensors whose reading fails."""
+    if not isinstance(error, ReshardError):
+        error = ReshardError(f"{type(error).__name__}: {error}")
+    raise error
+    yield
+
+
+def _nothing() -> None:
+    pass

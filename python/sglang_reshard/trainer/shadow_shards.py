@@ -1,0 +1,106 @@
+"""Copies a trainer rank's shards, so that an update can run while the trainer changes the weights.
+
+The copy takes one shard's worth of memory, in one allocation for each device. While tensors and layout stay as they
+are, taking a copy is one list of copies into the same memory, and the update that follows plans nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.sources import NamedTensors, TrainerState, as_list, describe
+from sglang_reshard.sources.change_detector import ChangeDetector
+from sglang_reshard.transports.copies import CopyList
+
+_ALIGN_BYTES = 256
+
+
+class ShadowShards:
+    """One trainer rank's. Keeps the shards' memory alive, of which it holds views, until `release`."""
+
+    def __init__(self, trainer_rank: int, global_ranks: tuple[int, ...], device: torch.device | None = None) -> None:
+        """`device`: of the copy; by default that of each shard."""
+        self._rank, self._global_ranks, self.device = trainer_rank, global_ranks, device
+        self._changes: ChangeDetector | None = None
+        self._partial = False
+        self._state: TrainerState | None = None
+        self._copies = CopyList()
+        self.nbytes = 0
+
+    def take(self, named_tensors: NamedTensors | torch.nn.Module, *, partial: bool) -> TrainerState:
+        """Copies the shards, see `sources.describe`, and returns the copy: the same object until the layout changes.
+
+        Raises what `describe` raises, and Unsupported, with the bytes, if there is no memory for it.
+        """
+        listed = as_list(named_tensors, self._rank)
+        if self._changes is None or partial != self._partial or not self._changes.unchanged(listed):
+            self._changes, self._partial = None, partial
+            given = describe(listed, trainer_rank=self._rank, global_ranks=self._global_ranks, partial=partial)
+            self._prepare(given)
+            self._changes = ChangeDetector.of(listed, given.inputs)
+        assert self._state is not None
+        with torch.no_grad():
+            self._copies.run()
+        return self._state
+
+    def release(self) -> None:
+        """Drops the copy, and the views of the shards."""
+        self._changes, self._state, self._copies, self.nbytes = None, None, CopyList(), 0
+
+    def _prepare(self, given: TrainerState) -> None:
+        """Makes the list of copies, and allocates memory unless that of the last copy will do."""
+        if self._state is None or not _alike(self._state, given):
+            self._state = None  # its memory is free before more is allocated
+            self._state = self._allocated(given)
+        self._copies = CopyList()
+        seen: set[int] = set()
+        for shard, source in zip(self._state.shards, given.shards, strict=True):
+            if shard.numel() and shard.data_ptr() not in seen:
+                seen.add(shard.data_ptr())
+                self._copies.add(shard, source.detach())
+        self._copies.build()
+
+    def _allocated(self, given: TrainerState) -> TrainerState:
+        """Returns a state like the given one, in memory of its own; shards that are one view are one there, too."""
+        sizes: dict[torch.device, int] = {}
+        places: dict[tuple[object, ...], tuple[torch.device, int]] = {}
+        for shard in given.shards:
+            device = self.device or shard.device
+            if _view(shard) not in places:
+                begin = sizes.get(device, 0)
+                places[_view(shard)] = device, begin
+                nbytes = shard.numel() * shard.element_size()
+                sizes[device] = begin + -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        self.nbytes = sum(sizes.values())
+        try:
+            memory = {device: torch.empty(n, dtype=torch.uint8, device=device) for device, n in sizes.items()}
+        except RuntimeError as error:
+            raise Unsupported(
+                f"trainer rank {self._rank}: there is no memory for a copy of its shards, {self.nbytes:,} bytes: "
+                f"{error}. Call update instead of update_async, or choose another shadow_device"
+            ) from error
+
+        def copy_of(shard: torch.Tensor) -> torch.Tensor:
+            device, begin = places[_view(shard)]
+            nbytes = shard.numel() * shard.element_size()
+            return memory[device][begin : begin + nbytes].view(shard.dtype).view(shard.shape)
+
+        shards = tuple(map(copy_of, given.shards))
+        return TrainerState(given.layout, shards, shards)
+
+
+def _view(shard: torch.Tensor) -> tuple[object, ...]:
+    return shard.device, shard.data_ptr(), shard.shape, shard.stride(), shard.dtype
+
+
+def _alike(one: TrainerState, other: TrainerState) -> bool:
+    """Returns whether two states differ in where their shards are only."""
+    if one.layout != other.layout:
+        return False
+
+    def kinds(state: TrainerState) -> list[tuple[object, ...]]:
+        first: dict[tuple[object, ...], int] = {}
+        return [(s.shape, s.dtype, first.setdefault(_view(s)[1:2], n)) for n, s in enumerate(state.shards)]
+
+    return kinds(one) == kinds(other)
