@@ -111,13 +111,17 @@ test-serving: setup
 	  test/unit/test_repack_updates.py \
 	  test/unit/test_supported_engine.py test/unit/test_server_args_page.py $(PYTEST_ARGS)
 
+# The part about updates behind the trainer's next step.
+test-async: setup
+	$(BIN)/python -m pytest test/unit/test_update_async.py $(PYTEST_ARGS)
+
 # Every trainer by every way and transport, swept; it writes benchmark/results/trainers.json and
 # docs/results/trainers.md; with PYTEST_ARGS="FILES" their rows only. Half an hour on 2 cores; `make test` has a case of
 # each.
 TRAINERS := test/trainers \
   $(addprefix test/verl/test_,fsdp.py megatron.py megatron_bridge.py colocated.py disaggregated.py)
 
-.PHONY: test-hosts test-serving test-trainers
+.PHONY: test-hosts test-serving test-async test-trainers
 test-trainers: setup setup-bridge
 	$(if $(PYTEST_ARGS),,rm -f benchmark/results/trainers.json)
 	SGLANG_RESHARD_SWEEP=1 SGLANG_RESHARD_TRAINERS=benchmark/results/trainers.json \
@@ -161,6 +165,12 @@ bench-quick: setup
 bench-hosts: setup
 	$(BIN)/python -m benchmark.hosts
 	$(BIN)/python -m benchmark.pages hosts
+
+# How long an update in the background holds the trainer, beside a copy and an update: three minutes. It writes
+# benchmark/results/async-updates.json and docs/results/async-updates.md.
+.PHONY: bench-async
+bench-async: setup
+	$(BIN)/python -m benchmark.async_updates
 
 # Control messages of an update of up to 1,024 trainer ranks and 256 engine ranks, without what they move: a minute. It
 # writes benchmark/results/control.json and docs/results/control.md.

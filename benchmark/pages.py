@@ -88,6 +88,23 @@ def _shortened(why: str) -> str:
     return wrong.replace("|", "\\|")
 
 
+def async_updates(path: Path) -> str:
+    head, rows = results.load(path)
+    lines = [
+        f"{_measured_by(head, path)}; from FSDP over 4 trainer ranks to 4 engine ranks.",
+        "",
+        "| model | tensors | MB | transport | copy, ms | `update_async`, ms | ratio | `update`, ms "
+        "| a trainer rank's copy, MB | bit-exact |",
+        "|---|---:|---:|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for r in rows:
+        cells = [r["model"], f"{r['tensors']:,}", f"{r['bytes'] / 1e6:,.0f}", f"`{r['transport']}`"]
+        cells += [f"{r['copy_seconds'] * 1e3:.1f}", f"{r['stall_seconds'] * 1e3:.1f}"]
+        cells += [f"{r['stall_seconds'] / r['copy_seconds']:.2f}", f"{r['update_seconds'] * 1e3:.1f}"]
+        lines.append("| " + " | ".join([*cells, f"{r['shadow_bytes'] / 1e6:.1f}", _yes(r["bit_exact"])]) + " |")
+    return "\n".join(lines)
+
+
 def block_fp8(path: Path) -> str:
     head, rows = results.load(path)
     verl = next(r["seconds_median"] for r in rows if r["way"] == "verl")
@@ -344,6 +361,7 @@ TABLES: dict[str, Table] = {
     "planning": Table("docs/results/planning.md", results.PLANNING, planning),
     "digest": Table("docs/results/digest.md", results.FOLDER / "digest.json", digest),
     "mesh-to-mesh": Table("docs/results/mesh-to-mesh.md", results.FOLDER / "mesh_to_mesh.json", mesh_to_mesh),
+    "async-updates": Table("docs/results/async-updates.md", results.FOLDER / "async-updates.json", async_updates),
     "block-fp8": Table("docs/results/block-fp8.md", results.FOLDER / "block-fp8.json", block_fp8),
     "quantization": Table("docs/results/quantization.md", results.FOLDER / "quantization.json", quantization),
     "control": Table("docs/results/control.md", results.FOLDER / "control.json", control),

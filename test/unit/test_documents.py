@@ -200,6 +200,7 @@ RUN_BY = {
     r"python examples/two_collectors\.py": "test/trainers/test_module_receiver.py",
     r"make test-hosts": "test/hosts/test_networks.py",
     r"make test-serving": "test/engine/live/test_many_ranks_server.py",
+    r"make (test|bench)-async": "test/unit/test_update_async.py",
     r".*pytest test/engine/architectures/test_multimodal\.py": "test/engine/architectures/test_multimodal.py",
     r"make test-gpu-rules": "test/gpu_rules/test_the_harness.py",
     r"make test-all": "test/engine/architectures/test_architectures.py",

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from benchmark import async_updates
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import Aborted, DeadlineExceeded, EngineRefused, Mismatch, ReshardError, Unsupported
@@ -218,3 +219,10 @@ def test_a_cancelled_update_ends_on_all_ranks_and_the_next_one_succeeds() -> Non
     told, seen = run_world(TRAINERS, ENGINES, cancelled, serve)
     assert all("trainer rank 0 has cancelled the update" in message for message in told)
     assert [versions[-1] for versions in seen] == [2] * ENGINES
+
+
+@pytest.mark.sweep
+def test_the_benchmark_runs() -> None:
+    row = async_updates.run(async_updates.Size("small", 20, 64, 32, updates=2), "ipc")
+    assert row.bit_exact
+    assert row.shadow_bytes * async_updates.TRAINERS == row.bytes

@@ -1,0 +1,186 @@
+"""How long an update holds the trainer, in the background and not: `python -m benchmark.async_updates`.
+
+Trainer ranks hold FSDP2's shards, processes stand in for engine ranks. Every shard changes before every update, outside
+of the timed part; each figure is the slowest trainer rank's, and the first two are not counted.
+
+copy    a copy of the rank's shards into other memory, in one call
+stall   the call of `WeightSender.update_async`, in turns with the copy; the update before has ended
+update  `WeightSender.update`, by another sender
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from benchmark import pages, results
+
+TRAINERS, ENGINES = 4, 4
+WARMUPS, DEADLINE_S = 2, 400.0
+RESULT = results.FOLDER / "async-updates.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A model of matrices of one size, in bfloat16."""
+
+    name: str
+    tensors: int
+    rows: int
+    columns: int
+    updates: int = 15
+
+    @property
+    def last(self) -> int:
+        """The number of the last update of each way, whose weights are compared."""
+        return WARMUPS + self.updates - 1
+
+
+SIZES = (Size("dense", 310, 1024, 512), Size("MoE", 4800, 64, 128))
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One model and transport. seconds: medians; shadow_bytes: a trainer rank's"""
+
+    model: str
+    transport: str
+    tensors: int
+    bytes: int
+    copy_seconds: float
+    stall_seconds: float
+    update_seconds: float
+    shadow_bytes: int
+    bit_exact: bool
+
+
+class _Rank(torch.nn.Module):
+    """One engine rank's rows of each matrix."""
+
+    def __init__(self, rank: int, size: Size) -> None:
+        super().__init__()
+        self._rank = rank
+        shape = size.rows // ENGINES, size.columns
+        self.weights = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False)
+            for _ in range(size.tensors)
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.weights[int(name)].data.copy_(tensor.chunk(ENGINES)[self._rank])
+
+    def digest(self) -> str:
+        return _digest(self.weights)
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def train(trainer: Any, size: Size, transport: str) -> dict[str, Any]:
+    from sglang_reshard.api.weight_sender import WeightSender
+
+    mesh = init_device_mesh("cpu", (TRAINERS,))
+    shape = size.rows // TRAINERS, size.columns
+    locals_ = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(size.tensors)]
+    state = [(str(n), DTensor.from_local(local, mesh, [Shard(0)], run_check=False)) for n, local in enumerate(locals_)]
+    others = list(torch.empty(size.tensors, *shape, dtype=torch.bfloat16))
+    seconds: dict[str, list[float]] = {"copy": [], "stall": [], "update": []}
+    digests: list[str] = []
+    sender = WeightSender.over(trainer.group, trainer.send, transport=transport, timeout_s=100)
+    for update in range(WARMUPS + size.updates):
+        _step(locals_, update, trainer.rank)
+        seconds["copy"].append(_slowest(lambda: torch._foreach_copy_(others, locals_))[1])
+        handle, stalled = _slowest(lambda: sender.update_async(state))
+        seconds["stall"].append(stalled)
+        digests.append(_digest(locals_) if update == size.last else "")
+        _step(locals_, update + 500, trainer.rank)  # while it runs
+        handle.wait(100)
+    shadow_bytes = sender._background.shadow_bytes
+    sender.close()
+    sender = WeightSender.over(trainer.group, trainer.send, transport=transport, timeout_s=100)
+    for update in range(WARMUPS + size.updates):
+        _step(locals_, update, trainer.rank)
+        seconds["update"].append(_slowest(lambda: sender.update(state))[1])
+        digests.append(_digest(locals_) if update == size.last else "")
+    sender.close()
+    return {"seconds": seconds, "digests": digests, "shadow_bytes": shadow_bytes}
+
+
+def _step(tensors: Sequence[torch.Tensor], update: int, trainer_rank: int) -> None:
+    generator = torch.Generator().manual_seed(1000 * update + trainer_rank)
+    for tensor in tensors:
+        tensor.normal_(generator=generator)
+
+
+def _slowest(call: Callable[[], Any]) -> tuple[Any, float]:
+    """Returns what a call returns, and the seconds that it takes on the slowest trainer rank."""
+    dist.barrier()
+    started = time.perf_counter()
+    returned = call()
+    mine = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return returned, float(mine)
+
+
+def serve(rank: int, ranks: int, requests: Any, size: Size, _transport: str) -> list[str]:
+    """The digests after the last update of each way: trainer and engine ranks have the same rows."""
+    from sglang_reshard.engine.receiver import WeightReceiver
+
+    model = _Rank(rank, size)
+    receiver = WeightReceiver(model, rank, ranks, torch.device("cpu"))
+    digests = []
+    for number, request in enumerate(requests):
+        requests.answer(receiver.update(request))
+        digests.append(model.digest() if number % (size.last + 1) == size.last else "")
+    return digests
+
+
+def run(size: Size, transport: str) -> Row:
+    sys.path.insert(0, str(results.REPOSITORY / "test"))  # processes that stand in for engine ranks are the tests'
+    from benchmark import async_updates
+    from support.world import run_world
+
+    trainers, engines = run_world(
+        TRAINERS, ENGINES, async_updates.train, async_updates.serve, size, transport, deadline_s=DEADLINE_S
+    )
+    median = {name: statistics.median(took[WARMUPS:]) for name, took in trainers[0]["seconds"].items()}
+    return Row(
+        model=size.name,
+        transport=transport,
+        tensors=size.tensors,
+        bytes=2 * size.tensors * size.rows * size.columns,
+        copy_seconds=median["copy"],
+        stall_seconds=median["stall"],
+        update_seconds=median["update"],
+        shadow_bytes=trainers[0]["shadow_bytes"],
+        bit_exact=[trainer["digests"] for trainer in trainers] == engines,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(prog="python -m benchmark.async_updates", description=__doc__).parse_args(arguments)
+    rows = [run(size, transport) for size in SIZES for transport in ("ipc", "p2p")]
+    results.save(RESULT, results.header("make bench-async", []), rows)
+    pages.write("async-updates")
+    print(pages.TABLES["async-updates"].text())
+    return 0 if all(row.bit_exact for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
