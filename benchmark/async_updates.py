@@ -14,18 +14,17 @@ import argparse
 import hashlib
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmark import pages, results
+from benchmark.slowest import slowest
 
 TRAINERS, ENGINES = 4, 4
 WARMUPS, DEADLINE_S = 2, 400.0
@@ -105,8 +104,8 @@ def train(trainer: Any, size: Size, transport: str) -> dict[str, Any]:
     sender = WeightSender.over(trainer.group, trainer.send, transport=transport, timeout_s=100)
     for update in range(WARMUPS + size.updates):
         _step(locals_, update, trainer.rank)
-        seconds["copy"].append(_slowest(lambda: torch._foreach_copy_(others, locals_))[1])
-        handle, stalled = _slowest(lambda: sender.update_async(state))
+        seconds["copy"].append(slowest(lambda: torch._foreach_copy_(others, locals_))[1])
+        handle, stalled = slowest(lambda: sender.update_async(state))
         seconds["stall"].append(stalled)
         digests.append(_digest(locals_) if update == size.last else "")
         _step(locals_, update + 500, trainer.rank)  # while it runs
@@ -116,7 +115,7 @@ def train(trainer: Any, size: Size, transport: str) -> dict[str, Any]:
     sender = WeightSender.over(trainer.group, trainer.send, transport=transport, timeout_s=100)
     for update in range(WARMUPS + size.updates):
         _step(locals_, update, trainer.rank)
-        seconds["update"].append(_slowest(lambda: sender.update(state))[1])
+        seconds["update"].append(slowest(lambda: sender.update(state))[1])
         digests.append(_digest(locals_) if update == size.last else "")
     sender.close()
     return {"seconds": seconds, "digests": digests, "shadow_bytes": shadow_bytes}
@@ -126,16 +125,6 @@ def _step(tensors: Sequence[torch.Tensor], update: int, trainer_rank: int) -> No
     generator = torch.Generator().manual_seed(1000 * update + trainer_rank)
     for tensor in tensors:
         tensor.normal_(generator=generator)
-
-
-def _slowest(call: Callable[[], Any]) -> tuple[Any, float]:
-    """Returns what a call returns, and the seconds that it takes on the slowest trainer rank."""
-    dist.barrier()
-    started = time.perf_counter()
-    returned = call()
-    mine = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-    dist.all_reduce(mine, dist.ReduceOp.MAX)
-    return returned, float(mine)
 
 
 def serve(rank: int, ranks: int, requests: Any, size: Size, _transport: str) -> list[str]:

@@ -16,8 +16,7 @@ import argparse
 import hashlib
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -30,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmark import pages, results
+from benchmark.slowest import slowest
 
 BLOCK = (128, 128)
 TRAINERS, ENGINES = 4, 2
@@ -119,14 +119,14 @@ def train(trainer: Any, size: Size) -> dict[str, Any]:
         sender = WeightSender.over(trainer.group, trainer.send, transport=way, timeout_s=100)
         for update in range(WARMUPS + size.updates):
             _step(state, update, trainer.rank)
-            report, took = _slowest(partial(sender.update, state.items()))
+            report, took = slowest(partial(sender.update, state.items()))
             seconds.setdefault(way, []).append(took)
         peaks[way] = max(engine_rank.peak_extra_bytes for engine_rank in report.engine_ranks)
         sender.close()
     by_verl = _VerlsWay(trainer.rank, size)
     for update in range(size.updates - size.verl_updates, WARMUPS + size.updates):  # and so to the same weights
         _step(state, update, trainer.rank)
-        seconds.setdefault("verl", []).append(_slowest(lambda: by_verl.update(state))[1])
+        seconds.setdefault("verl", []).append(slowest(lambda: by_verl.update(state))[1])
     return {"seconds": seconds, "peaks": peaks, "digest": by_verl.digest()}
 
 
@@ -134,16 +134,6 @@ def _step(state: dict[str, DTensor], update: int, trainer_rank: int) -> None:
     for number, tensor in enumerate(state.values()):
         generator = torch.Generator().manual_seed(10_000 * update + 100 * number + trainer_rank)
         tensor.to_local().normal_(generator=generator)
-
-
-def _slowest(update: Callable[[], Any]) -> tuple[Any, float]:
-    """Returns what an update returns, and the seconds that it takes on the slowest trainer rank."""
-    dist.barrier()
-    started = time.perf_counter()
-    returned = update()
-    mine = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-    dist.all_reduce(mine, dist.ReduceOp.MAX)
-    return returned, float(mine)
 
 
 class _VerlsWay:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmark.scaling import Point
+from benchmark.slowest import slowest
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import ReshardError
@@ -65,12 +64,8 @@ def _updates(trainer: Any, transport: str, state: dict[str, DTensor], updates: i
         for update in range(updates):
             for i, tensor in enumerate(state.values()):
                 tensor.to_local().fill_(value(update, i, trainer.rank))
-            dist.barrier()
-            started = time.perf_counter()
-            report = sender.update(state.items())
-            mine = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-            dist.all_reduce(mine, dist.ReduceOp.MAX)
-            seen.seconds.append(float(mine))
+            report, seconds = slowest(lambda: sender.update(state.items()))
+            seen.seconds.append(seconds)
             seen.phases.append(report.seconds)
     except ReshardError as error:
         return Transported(transport, [], [], str(error))

@@ -21,7 +21,7 @@ from sglang_reshard.protocol.messages import (
 
 @ipc_message
 class UpdateWeightsDistributedReqInput(BaseReq):
-    """Of an update; with the step "share", of another engine's."""
+    """Carries the request of an update through SGLang; with the step "share", that of another engine."""
 
     payload: bytes = b""
     step: Step = "update"

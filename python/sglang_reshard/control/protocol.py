@@ -68,7 +68,7 @@ Reply = Result | TimedOut | Cancelled | Refused
 
 
 class Client(Protocol):
-    """Who sent a request; one object for each connection."""
+    """The sender of a request; one object for each connection."""
 
     def send(self, message: Reply | Event) -> None: ...
 

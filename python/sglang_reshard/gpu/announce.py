@@ -1,4 +1,4 @@
-"""What a rank announces of its GPU and of its process's settings, see `RankDevice`."""
+"""Announces a rank's GPU and its process's settings, see `RankDevice`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ EXPLICIT = -1  # in place of a mesh: the tensor has an explicit shard map
 
 
 class Placement(msgspec.Struct, frozen=True, array_like=True):
-    """What one mesh dimension does to a tensor.
+    """The placement of a tensor on one mesh dimension.
 
     dim           tensor dimension that it shards; -1 for Replicate
     split_factor  1 for Shard. For _StridedShard, the number of chunks into which the dimension is cut first; each

@@ -42,7 +42,7 @@ class BufferSlice(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one rank sends one peer in one round."""
+    """The message of one rank to one peer in one round."""
 
     slices: tuple[BufferSlice, ...]
     nbytes: int

@@ -65,7 +65,7 @@ class ClusterTopology:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether engine ranks run on GPUs. Messages then go through NCCL, else through gloo."""
+        """True if engine ranks run on GPUs. Messages then go through NCCL, else through gloo."""
         return any(device.uuid for device in self.engine_devices)
 
     def relation(self, trainer_rank: int, engine_rank: int) -> Relation:

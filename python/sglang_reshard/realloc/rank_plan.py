@@ -39,7 +39,7 @@ class Described(msgspec.Struct, frozen=True):
 
 
 class Listing:
-    """What this rank lists on both sides.
+    """The tensors that this rank lists on both sides.
 
     source, target  None if it lists nothing
     packed          its layout of the source
@@ -85,7 +85,7 @@ class PreparedMove(NamedTuple):
 
 
 class RankPlan:
-    """What this rank reads, from its plan to its views and buffers."""
+    """This rank's reads, from their plan to views and buffers."""
 
     def __init__(
         self, layout: SourceLayout, listing: Listing, rank: int, hosts: Sequence[str], *, strict: bool

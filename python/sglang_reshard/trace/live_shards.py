@@ -22,7 +22,7 @@ from sglang_reshard.trace.shard_view import shard_view
 
 @dataclass(frozen=True, slots=True)
 class LiveShard:
-    """What one engine rank holds of a checkpoint tensor.
+    """One engine rank's part of a checkpoint tensor.
 
     tensor    a view of its memory, of the dtype that the engine has
     sharding  lists this rank's boxes only

@@ -55,7 +55,7 @@ class Step:
 
 
 class Arrival(Protocol):
-    """What arrives for one target in another form than it is kept in, and is converted once it is complete."""
+    """Tensors that arrive for one target in another form than they are kept in, and are converted once complete."""
 
     @property
     def nbytes(self) -> int:

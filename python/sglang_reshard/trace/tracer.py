@@ -89,7 +89,7 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
 
 
 class _Traced(NamedTuple):
-    """What a loader would have done with checkpoint tensors, and the calls of post_load_weights that it made."""
+    """A loader's writes of checkpoint tensors, and the calls of post_load_weights that it made."""
 
     recorder: Recorder
     records: list[Record]

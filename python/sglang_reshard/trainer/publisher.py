@@ -30,7 +30,7 @@ from sglang_reshard.transports.memory import Handles, MemoryExporter
 
 @dataclass(frozen=True, slots=True)
 class PublishedShards:
-    """What the session holds of this rank's shards.
+    """This rank's shards as they are published in the session.
 
     layout, handles  content hashes under which they are published
     shard_bytes      bytes that each trainer rank holds

@@ -14,7 +14,7 @@ _FETCH_S = 60.0  # a layout that was published before its hash was exchanged
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What all trainer ranks list together.
+    """The tensors that all trainer ranks list together.
 
     own     content hash of this rank's layout
     listed  content hash of each trainer rank's layout

@@ -65,7 +65,7 @@ class Stream:
         gate: RelayGate | None = None,
         needed: Sequence[int] = (),
     ) -> None:
-        """Whether the next message may be read depends on the other ranks, too, if it fills memory of `arrivals`.
+        """The next message also waits for the other ranks, if it fills memory of `arrivals`.
 
         gate  opens for each message once the peer has that many tensors, `needed`; None if it has all of them
         """

@@ -57,7 +57,7 @@ class Progress:
             self._view[0] = self._base | count
 
     def stop(self, update: int) -> None:
-        """What is in memory is not what `update` brings. Those who still read take no more of it."""
+        """Marks memory as not holding what `update` brings. Those who still read take no more of it."""
         self.update = max(self.update, update)
         self._view[0] = -(self.update << (COUNT_BITS + CHECK_BITS)) - 1
 
@@ -142,7 +142,7 @@ class RelayGate:
 
 @dataclass(frozen=True, slots=True)
 class RelayRoute:
-    """What an engine rank reads from another engine.
+    """Reads of an engine rank from another engine.
 
     engine, number  its name, and its number among those that are updated together
     layout          of its live weights, with the tensors that it owns, in the order in which it reads them
@@ -162,7 +162,7 @@ class RelayRoute:
 
 @dataclass(slots=True)
 class RelayOutcome:
-    """What came of it in the last update.
+    """Outcome of the last update.
 
     read_bytes  of other engines' memory
     lost        why an engine's memory was not read; what was missing has been read from the trainer then
