@@ -43,6 +43,23 @@ def test_a_trainer_rank_killed_in_a_phase(scene, case, rank, phase, transport):
         go_on_with_a_new_trainer(scene, row, transport)
 
 
+@pytest.mark.parametrize("transport", ["ipc", "p2p"])
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_trainer_rank_killed_while_it_updates_in_the_background(scene, case, rank, transport):
+    with case(f"trainer rank {rank} killed", "move, in the background", transport) as row:
+        held, victim = whom_to_hold(scene, rank, "move", transport), scene.trainers[rank]
+        new = scene.hold(held, "move", transport, background=True)
+        killed_at = scene.kill(victim)
+        scene.let_go(held)
+        row.detect_s = scene.noticed_after(killed_at)
+        row.outcome = scene.judge(new)
+        assert row.outcome in ANY
+        assert row.detect_s < DETECT_S
+        for ended in scene.failures().values():
+            assert message_names(ended.message, victim) if ended.kind else row.outcome == "new weights", ended
+        go_on_with_a_new_trainer(scene, row, transport)
+
+
 @pytest.mark.parametrize("rank", [1, 0])
 def test_a_trainer_rank_killed_between_updates(scene, case, rank):
     with case(f"trainer rank {rank} killed", "between updates", "ipc") as row:

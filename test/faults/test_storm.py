@@ -50,6 +50,7 @@ class Weather:
     transport: str
     staged: bool
     verify: str
+    background: bool
 
     @classmethod
     def roll(cls, dice: random.Random) -> Weather:
@@ -70,6 +71,7 @@ class Weather:
             transport,
             dice.random() < 0.3,
             verify,
+            dice.random() < 0.3,
         )
 
     @property
@@ -80,7 +82,7 @@ class Weather:
     def where(self) -> str:
         (side, rank), arm = self.at or (("", 0), Arm(""))
         phase = f"{arm.station} of {side} {rank}" if self.at else f"after {self.after_s * 1000:.0f} ms"
-        return phase + (", staged" if self.staged else "")
+        return phase + (", staged" if self.staged else "") + (", in the background" if self.background else "")
 
 
 @pytest.mark.timeout(120 + 20 * UPDATES)
@@ -140,7 +142,8 @@ def _begin(scene: Scene, weather: Weather) -> int:
             scene.arm(scene.engines[rank], arm)
         else:
             arms[rank] = arm
-    return scene.begin(weather.transport, arms, staged=weather.staged, verify=weather.verify)
+    options = {"staged": weather.staged, "verify": weather.verify, "background": weather.background}
+    return scene.begin(weather.transport, arms, **options)
 
 
 def _repair(scene: Scene, weather: Weather) -> None:
@@ -169,7 +172,7 @@ def _descriptors(player: Player) -> int:
 def test_the_dice_fall_everywhere() -> None:
     """A storm that never kills a rank in `move`, say, would prove little."""
     dice = random.Random(1)
-    rolled = [Weather.roll(dice) for _ in range(4000)]
+    rolled = [Weather.roll(dice) for _ in range(8000)]
     held = {(w.fault, *w.victim, w.at[0][0], w.at[1].station) for w in rolled if w.at is not None}
     for fault in ("kill", "stop"):
         for victim in (("trainer", 0), ("trainer", 1), ("engine", 0), ("engine", 1)):

@@ -181,8 +181,13 @@ def _updated(me: TrainerRank, order: Update) -> Ended:
         me.become(order.version)
     if (coordinator := me.sender._coordinator) is not None:  # one sender, so that what it keeps outlives each transport
         coordinator._config = replace(coordinator._config, transport=order.transport, bucket_bytes=order.bucket_bytes)
+    options = dict(order.options)
+    background = options.pop("background", False)
     try:
-        me.sender.update(me.state, **order.options)
+        if background:
+            me.sender.update_async(me.state, **options).wait()
+        else:
+            me.sender.update(me.state, **options)
         return Ended("", "", time.monotonic())
     except Exception as error:
         return Ended(type(error).__name__, str(error) or traceback.format_exc(), time.monotonic())
