@@ -111,9 +111,9 @@ test-serving: setup
 	  test/unit/test_repack_updates.py \
 	  test/unit/test_supported_engine.py test/unit/test_server_args_page.py $(PYTEST_ARGS)
 
-# The part about updates behind the trainer's next step.
+# The part about updates behind the trainer's next step, and snapshots.
 test-async: setup
-	$(BIN)/python -m pytest test/unit/test_update_async.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest test/unit/test_update_async.py test/unit/test_snapshot.py $(PYTEST_ARGS)
 
 # Every trainer by every way and transport, swept; it writes benchmark/results/trainers.json and
 # docs/results/trainers.md; with PYTEST_ARGS="FILES" their rows only. Half an hour on 2 cores; `make test` has a case of

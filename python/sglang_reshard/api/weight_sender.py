@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -30,6 +31,9 @@ from sglang_reshard.trainer.background import BackgroundUpdates, UpdateHandle
 from sglang_reshard.trainer.collectives import on_first_rank
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender
+
+if TYPE_CHECKING:
+    from sglang_reshard.trainer.snapshot import SnapshotReport
 
 _ENGINE = 0  # its number in the session
 
@@ -202,6 +206,30 @@ class WeightSender(UpdateSender):
         return self._background.start(
             self, run, named_tensors, chosen, latest_only=latest_only, shadow_device=shadow_device
         )
+
+    def snapshot(
+        self, named_tensors: NamedTensors | torch.nn.Module, folder: str | Path, *, name: str, **options: Any
+    ) -> SnapshotReport:
+        """Writes the weights to `folder`/`name`, a Hugging Face checkpoint that any engine starts from. Collective.
+
+        Every trainer rank writes what it holds; nothing is gathered. All ranks have to see the same file system. The
+        folder gets its name, and `folder`/latest leads to it, once everything is on disk.
+
+        dtype       of tensors with a floating-point dtype, "bfloat16" for example; by default each one's own
+        partial     see `update`
+        keep        how many snapshots stay in `folder`, the newest; by default all
+        copy_from   the model's folder, whose config and tokenizer files the snapshot gets
+        file_bytes  of a file of weights, at most, unless one tensor has more
+
+        Raises, on every rank: what `update` raises for weights that cannot be sent, Mismatch for a name that exists,
+        ReshardError for a disk without room or rights. Earlier snapshots stay then.
+        """
+        from sglang_reshard.trainer.snapshot import SnapshotOptions, SnapshotWriter  # which load a part of the tracer
+
+        if (source := options.get("copy_from")) is not None:
+            options["copy_from"] = Path(source)
+        writer = SnapshotWriter(self._session, self._rank, self._global_ranks, self._timeout_s)
+        return writer.write(named_tensors, Path(folder), SnapshotOptions(name, **options))
 
     def release(self) -> None:
         """Drops views of the shards, see `UpdateSender.release`, and the copy of `update_async`, once it has ended."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +45,13 @@ def updates(job: dict[str, Any]) -> dict[str, Any]:
                 parameter.mul_(1.5)
         reports.append(sender.update(trainer.model, weight_version=str(number), **options))
         live.append(read_live_digests(engine, folder / f"live-{number}"))
-        trainer.save_checkpoint(folder / f"checkpoint-{number}")
+        sender.snapshot(trainer.model, folder, name=f"checkpoint-{number}", copy_from=model)
     sender.close()
     end(engine)
 
     cold = []
     for number in job["cold"]:
         checkpoint = folder / f"checkpoint-{number}"
-        for file in model.glob("*.json"):
-            if not (checkpoint / file.name).exists():
-                shutil.copy(file, checkpoint / file.name)
         engine = started(checkpoint, "auto")
         cold.append(read_live_digests(engine, folder / f"cold-{number}"))
         end(engine)

@@ -1,4 +1,7 @@
-"""A live engine that quantizes what it has loaded: updated, it has what an engine has that starts on the weights."""
+"""A live engine that quantizes what it has loaded: updated, it has what an engine has that starts on the weights.
+
+It starts on a snapshot of them.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,208 @@
+"""The files of a snapshot: safetensors of whole tensors, of which each trainer rank writes the boxes that it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.layout.source_layout import SourceLayout
+from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
+from sglang_reshard.sources import TrainerState
+from sglang_reshard.trace.program import Copy, Program
+from sglang_reshard.transports.copies import CopyList
+from sglang_reshard.transports.p2p import destination_view
+
+_SAFETENSORS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+_INDEX, _LATEST = "model.safetensors.index.json", "latest"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # of a model folder, not copied
+_WRITER = "sglang-reshard"  # in the index of those that `keep` may delete
+DEFAULT_FILE_BYTES = 5 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """One file of a checkpoint. offsets: of each tensor, in bytes from the start of the file"""
+
+    name: str
+    header: bytes
+    offsets: dict[str, int]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotFiles:
+    """The files of a checkpoint, the same on every rank that has the layout."""
+
+    files: tuple[_File, ...]
+    dtypes: dict[str, str]
+    nbytes: int
+
+    @classmethod
+    def of(cls, layout: SourceLayout, dtype: str | None, file_bytes: int) -> SnapshotFiles:
+        """`dtype`: of tensors with a floating-point dtype; None keeps each one's own."""
+        dtypes = {t.name: _written_dtype(t.name, t.dtype, dtype) for t in layout.tensors}
+        sizes = {t.name: math.prod(t.shape) * _item_bytes(dtypes[t.name]) for t in layout.tensors}
+        groups: list[list[str]] = [[]]
+        filled = 0
+        for tensor in layout.tensors:
+            if groups[-1] and filled + sizes[tensor.name] > file_bytes:
+                groups.append([])
+                filled = 0
+            groups[-1].append(tensor.name)
+            filled += sizes[tensor.name]
+        shapes = {t.name: t.shape for t in layout.tensors}
+        files = []
+        for number, names in enumerate(groups, start=1):
+            names.sort(key=lambda name: -_item_bytes(dtypes[name]))  # so that each one is aligned
+            described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+            offsets, begin = {}, 0
+            for name in names:
+                end = begin + sizes[name]
+                described[name] = {
+                    "dtype": _SAFETENSORS[dtypes[name]], "shape": list(shapes[name]), "data_offsets": [begin, end]
+                }  # fmt: skip
+                offsets[name], begin = begin, end
+            text = json.dumps(described).encode()
+            text += b" " * (-len(text) % 8)
+            header = len(text).to_bytes(8, "little") + text
+            files.append(
+                _File(
+                    f"model-{number:05}-of-{len(groups):05}.safetensors",
+                    header,
+                    {name: len(header) + at for name, at in offsets.items()},
+                    len(header) + begin,
+                )
+            )
+        return cls(tuple(files), dtypes, sum(sizes.values()))
+
+    def reserve(self, folder: Path) -> None:
+        """Creates the files with their headers, and takes their space on the disk: a full one fails here."""
+        for file in self.files:
+            with open(folder / file.name, "xb") as opened:
+                os.posix_fallocate(opened.fileno(), 0, file.nbytes)
+                opened.write(file.header)
+
+    def write_index(self, folder: Path) -> None:
+        of_tensor = {name: file.name for file in self.files for name in file.offsets}
+        index = {"metadata": {"total_size": self.nbytes, "written_by": _WRITER}, "weight_map": of_tensor}
+        (folder / _INDEX).write_text(json.dumps(index))
+
+    def program(self, layout: SourceLayout, folder: Path) -> Program:
+        """Returns copies of whole tensors into the files, which are mapped."""
+        shapes = {t.name: t.shape for t in layout.tensors}
+        targets: dict[str, torch.Tensor] = {}
+        for file in self.files:
+            mapped = torch.from_file(str(folder / file.name), shared=True, size=file.nbytes, dtype=torch.uint8)
+            for name, at in file.offsets.items():
+                dtype = getattr(torch, self.dtypes[name])
+                targets[name] = mapped[at : at + math.prod(shapes[name]) * dtype.itemsize].view(dtype)
+        copies = []
+        for tensor in layout.tensors:
+            strides = tuple(math.prod(tensor.shape[d + 1 :]) for d in range(len(tensor.shape)))
+            region = Region.of(Box.whole(tensor.shape))
+            if region.numel:
+                copies.append(Copy(tensor.name, region, tensor.name, 0, strides))
+        return Program(tuple(copies), targets)
+
+
+def write_boxes(state: TrainerState, files: SnapshotFiles, folder: Path, trainer_rank: int) -> int:
+    """Writes this rank's part of the boxes to the files, and to the disk.
+
+    Returns its bytes, in the trainer's dtypes.
+    """
+    index, program = TensorIndex.of(state.layout), files.program(state.layout, folder)
+    ranks = state.layout.trainer_ranks
+    # As one reader of everything, to whom all trainer ranks are equally near: they share what several hold.
+    plan = plan_reads(index, program.copies, RankLocation(0, 1, "", ("",) * ranks))
+    copies, written = CopyList(), set()
+    for read in plan.reads_from(trainer_rank):
+        copy, item, tensor = plan.read(read)
+        copies.add(destination_view(program, plan, read), item.local_region.view(state.shards[tensor]).detach())
+        written.add(copy.target)
+    copies.build()
+    copies.run()
+    for file in files.files:
+        if not written.isdisjoint(file.offsets):
+            _to_disk(folder / file.name)
+    return plan.traffic().get(trainer_rank, (0, 0))[0]
+
+
+class SnapshotFolder:
+    """Trainer rank 0's part: what becomes visible, and what goes."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        """Raises Mismatch if there is a snapshot of that name already, or if it is no name of a folder."""
+        if not name or name in (".", "..", _LATEST) or "/" in name or name.startswith("."):
+            raise Mismatch(f"{name!r} cannot be the name of a snapshot")
+        self.final = folder / name
+        self.partial = folder / f".{name}.partial"
+        if self.final.exists():
+            raise Mismatch(f"{self.final} exists already; give each snapshot a name of its own")
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.partial, ignore_errors=True)  # of a trainer that died
+        self.partial.mkdir()
+
+    def publish(self, copy_from: Path | None, keep: int | None) -> None:
+        """Gives the folder its name, once everything is on disk, and deletes all but the newest `keep`."""
+        for source in sorted(copy_from.iterdir()) if copy_from is not None else ():
+            if source.is_file() and source.suffix not in _WEIGHTS and source.name != _INDEX:
+                shutil.copyfile(source, self.partial / source.name)
+        for path in self.partial.iterdir():
+            _to_disk(path)
+        _to_disk(self.partial)
+        os.rename(self.partial, self.final)
+        link = self.final.parent / f".{_LATEST}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(self.final.name)
+        os.replace(link, self.final.parent / _LATEST)
+        _to_disk(self.final.parent)
+        if keep is not None:
+            for old in sorted(_snapshots(self.final.parent), key=lambda path: path.stat().st_mtime)[:-keep]:
+                shutil.rmtree(old)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def _snapshots(folder: Path) -> Iterator[Path]:
+    """Yields the folders of finished snapshots; other models may be in the same folder."""
+    for path in folder.iterdir():
+        if path.is_symlink() or path.name.startswith(".") or not (path / _INDEX).exists():
+            continue
+        with contextlib.suppress(ValueError):
+            if json.loads((path / _INDEX).read_text()).get("metadata", {}).get("written_by") == _WRITER:
+                yield path
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _written_dtype(name: str, own: str, wanted: str | None) -> str:
+    kept = own if wanted is None or not getattr(torch, own).is_floating_point else wanted
+    if kept not in _SAFETENSORS:
+        raise Unsupported(f"{name} is {kept}, which safetensors files do not have; pass dtype=")
+    return kept
+
+
+def _item_bytes(dtype: str) -> int:
+    item: torch.dtype = getattr(torch, dtype)
+    return item.itemsize
