@@ -136,7 +136,7 @@ class UpdateExecutor:
             )
         if live.signature != self._signature():
             raise Unsupported(
-                f"engine rank {self._rank}: live parameters were replaced, or experts moved, since the last update; "
+                f"engine rank {self._rank}: live parameters were replaced since the last update, or experts moved; "
                 "update it again"
             )
         return live.program, {tensor.name: tensor.shape for tensor in live.tensor_index.layout.tensors}
