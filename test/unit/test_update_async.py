@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmark import async_updates
 from sglang_reshard.api.weight_sender import WeightSender
@@ -68,8 +69,13 @@ def step_meanwhile(trainer: Any, transport: str, options: dict[str, Any]) -> tup
         assert handle.done()
     shards = sum(w.to_local().numel() * 4 for w in weights.values())
     held = sender._background.shadow_bytes
+    memory = StorageWeakRef(sender._background._shadow._state.shards[0].untyped_storage())
+    assert not memory.expired()
     sender.release()
     assert sender._background.shadow_bytes == 0
+    assert memory.expired(), "something keeps the copy"
+    become(weights, 3)
+    sender.update_async(weights.items(), weight_version="4", **options).wait(30)
     sender.close()
     return reports, shards, held
 
@@ -78,7 +84,7 @@ def step_meanwhile(trainer: Any, transport: str, options: dict[str, Any]) -> tup
 @pytest.mark.parametrize("transport", ["ipc", "p2p", sweep("broadcast")])
 def test_the_weights_are_those_of_the_call(transport: str, options: dict[str, Any]) -> None:
     told, seen = run_world(TRAINERS, ENGINES, step_meanwhile, serve, transport, options)
-    assert seen == [[1, 2, 3]] * ENGINES
+    assert seen == [[1, 2, 3, 3]] * ENGINES
     for reports, shards, held in told:
         assert {report.transport for report in reports} == {transport}
         assert shards <= held <= shards + 256 * 8, "one shard's worth"

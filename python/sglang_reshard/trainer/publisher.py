@@ -57,7 +57,11 @@ class PublishedShards:
 
 
 class ShardPublisher:
-    """Publishes one trainer rank's shards. Holds no tensor: a trainer that offloads its weights frees their memory."""
+    """Publishes one trainer rank's shards.
+
+    Holds no tensor of the trainer's, so that one that offloads its weights frees their memory; a `TrainerState` that it
+    was given it holds until `release`.
+    """
 
     def __init__(
         self,
@@ -135,6 +139,10 @@ class ShardPublisher:
         if isinstance(named_tensors, TrainerState):
             return named_tensors
         return describe(named_tensors, trainer_rank=self._rank, global_ranks=self._global_ranks, partial=self._partial)
+
+    def release(self) -> None:
+        """Drops the `TrainerState` that was published last, if it was given as one. The next call publishes again."""
+        self._read = None
 
     def close(self) -> None:
         if self._owns_memory:

@@ -180,6 +180,7 @@ class UpdateSender:
             raise Mismatch(f"trainer rank {self._rank}: update {self._update} is running; call release after it")
         try:
             self._worker.release()
+            self._publisher.release()
         finally:
             self._updating.release()
 
