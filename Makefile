@@ -166,7 +166,7 @@ bench-hosts: setup
 	$(BIN)/python -m benchmark.hosts
 	$(BIN)/python -m benchmark.pages hosts
 
-# How long an update in the background holds the trainer, beside a copy and an update: three minutes. It writes
+# How long an update in the background holds the trainer, beside a copy and an update: five minutes. It writes
 # benchmark/results/async-updates.json and docs/results/async-updates.md.
 .PHONY: bench-async
 bench-async: setup
