@@ -160,7 +160,7 @@ class MultiEngineSender:
             raise Mismatch(f"trainer rank {self._rank}: there is no engine to update; call set_engines first")
         if self._relays is not None and options.get("staged"):
             raise Unsupported("staged=True is not supported with relay=True: engines pass on live weights")
-        return UpdateOptions(**{**options, "ignore": tuple(options.get("ignore", ()))})
+        return UpdateOptions.of(options)
 
     def _update_engines(
         self,

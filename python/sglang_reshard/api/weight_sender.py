@@ -198,7 +198,7 @@ class WeightSender(UpdateSender):
         raised it already; nothing is copied then, and ranks have to treat their handles alike. Only one thread may
         call methods of a sender; of those only handles' may be called while the update runs.
         """
-        chosen = UpdateOptions(**{**options, "ignore": tuple(options.pop("ignore", ()))})
+        chosen = UpdateOptions.of(options)
 
         def run(weights: TrainerState | NamedTensors) -> UpdateReport:
             return self._update_engine(weights, chosen)

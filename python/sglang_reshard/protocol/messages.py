@@ -190,6 +190,11 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     phase: str = ""
 
 
+def name_rank(trainer_rank: int, message: str) -> str:
+    """Returns a message that begins with a trainer rank."""
+    return message if message.startswith("trainer rank") else f"trainer rank {trainer_rank}: {message}"
+
+
 class Failure(msgspec.Struct, frozen=True):
     """An exception that is sent to another process; `kind` is the name of its class in `errors`."""
 
@@ -201,6 +206,12 @@ class Failure(msgspec.Struct, frozen=True):
         if isinstance(error, ReshardError):
             return cls(type(error).__name__, str(error))
         return cls("ReshardError", f"{type(error).__name__}: {error}")
+
+    @classmethod
+    def on(cls, trainer_rank: int, error: BaseException) -> Failure:
+        """Returns a failure whose message names a trainer rank: the given one, unless it names one already."""
+        described = cls.of(error)
+        return cls(described.kind, name_rank(trainer_rank, described.message))
 
     def error(self) -> ReshardError:
         kind = getattr(errors, self.kind, ReshardError)

@@ -202,7 +202,7 @@ class RepackedParameter:
             if parameter is not None:
                 if name not in flat:  # no tensor of the checkpoint reaches it
                     nbytes = parameter.untyped_storage().nbytes()
-                    flat[name] = torch.zeros(nbytes, dtype=torch.uint8, device=memory.device)
+                    flat[name] = torch.empty(nbytes, dtype=torch.uint8, device=memory.device)
                     flat[name].view(parameter.dtype).fill_(1)
                 tensors[name] = flat[name].view(parameter.dtype).as_strided(
                     parameter.shape, parameter.stride(), flat[name].storage_offset() // parameter.dtype.itemsize

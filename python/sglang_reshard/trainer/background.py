@@ -36,7 +36,8 @@ class UpdateHandle(Generic[T]):
     copied_s         seconds that the copy took
     """
 
-    def __init__(self, weight_version: str | None, future: Future[T] | None, cancel: Callable[[], None]) -> None:
+    def __init__(self, weight_version: str | None, future: Future[T] | None, cancel: Callable[[bool], None]) -> None:
+        """`cancel(True)` cancels the update under way, `cancel(False)` takes that back, for the next one."""
         self.weight_version, self.skipped = weight_version, future is None
         self.skipped_before: tuple[str | None, ...] = ()
         self.waited_s = self.copied_s = 0.0
@@ -70,8 +71,10 @@ class UpdateHandle(Generic[T]):
 
         `wait` raises Aborted, or TornWeights.
         """
-        if not self.done():
-            self._cancel()
+        if self._future is None or self._future.done():
+            return
+        self._cancel(True)
+        self._future.add_done_callback(lambda _: self._cancel(False))  # at once, if it has ended meanwhile
 
     def raise_unseen(self) -> None:
         """Waits for the end, and raises a failure that nobody has seen yet."""
@@ -106,7 +109,7 @@ class BackgroundUpdates(Generic[T]):
         began = time.perf_counter()
         if latest_only and not self._may_go(sender):
             self._skipped.append(options.weight_version)
-            return UpdateHandle(options.weight_version, None, _nothing)
+            return UpdateHandle(options.weight_version, None, sender.cancel_update)
         if self._last is not None:
             self._last.raise_unseen()
         waited_s = time.perf_counter() - began
@@ -171,7 +174,3 @@ def _raising(error: Exception) -> Iterator[Any]:
         error = ReshardError(f"{type(error).__name__}: {error}")
     raise error
     yield
-
-
-def _nothing() -> None:
-    pass

@@ -54,6 +54,11 @@ class UpdateOptions:
     partial: bool = False
     draft: bool = True
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> UpdateOptions:
+        """Returns the options that a user has given by name; `ignore` is any iterable."""
+        return cls(**{**options, "ignore": tuple(options.get("ignore", ()))})
+
 
 @dataclass(frozen=True, slots=True)
 class SenderConfig:

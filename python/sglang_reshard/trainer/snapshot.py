@@ -105,10 +105,7 @@ class SnapshotWriter:
         try:
             yield phase
         except Exception as error:
-            described = Failure.of(error)
-            named = described.message.startswith("trainer rank")
-            message = described.message if named else f"trainer rank {self._rank}: {described.message}"
-            failure = Failure(described.kind, message)
+            failure = Failure.on(self._rank, error)
         own, size = encode(ListedTensors(phase.layout, failure)), len(self._global_ranks)
         try:
             found = self._session.client.all_gather(f"snapshot/{name}", self._rank, size, own, self._timeout_s)

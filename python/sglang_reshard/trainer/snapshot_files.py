@@ -18,6 +18,7 @@ from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from sglang_reshard.sources import TrainerState
+from sglang_reshard.trace.geometry import contiguous_strides
 from sglang_reshard.trace.program import Copy, Program
 from sglang_reshard.transports.copies import CopyList
 from sglang_reshard.transports.p2p import destination_view
@@ -112,10 +113,9 @@ class SnapshotFiles:
                 targets[name] = mapped[at : at + math.prod(shapes[name]) * dtype.itemsize].view(dtype)
         copies = []
         for tensor in layout.tensors:
-            strides = tuple(math.prod(tensor.shape[d + 1 :]) for d in range(len(tensor.shape)))
             region = Region.of(Box.whole(tensor.shape))
             if region.numel:
-                copies.append(Copy(tensor.name, region, tensor.name, 0, strides))
+                copies.append(Copy(tensor.name, region, tensor.name, 0, contiguous_strides(tensor.shape)))
         return Program(tuple(copies), targets)
 
 

@@ -126,10 +126,13 @@ class UpdateSender:
                 "trainer rank must call it, look at their logs"
             ) from None
 
-    def cancel_update(self) -> None:
-        """Aborts the update that runs in another thread, on all ranks. Engines that are being written are torn."""
-        self._cancelled = f"trainer rank {self._rank} has cancelled the update"
-        if (channel := self._channel) is not None:
+    def cancel_update(self, cancelled: bool) -> None:
+        """Aborts the update that runs in another thread, on all ranks. Engines that are being written are torn.
+
+        cancelled  False once it has ended: the next one is not cancelled
+        """
+        self._cancelled = f"trainer rank {self._rank} has cancelled the update" if cancelled else ""
+        if cancelled and (channel := self._channel) is not None:
             channel.abort(self._cancelled)
 
     def _run_update(

@@ -16,7 +16,14 @@ from sglang_reshard.digest.source import SourceChecksums
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.protocol.messages import ChecksumPart, EngineCommand, Failure, RequestChecksums, UpdateResults
+from sglang_reshard.protocol.messages import (
+    ChecksumPart,
+    EngineCommand,
+    Failure,
+    RequestChecksums,
+    UpdateResults,
+    name_rank,
+)
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import EngineScope, TrainerChannel, checksum_part, request_key
 from sglang_reshard.trainer.engine_transfers import EngineTransfers, Shards
@@ -104,10 +111,7 @@ class TrainerWorker:
         except Exception as error:
             if not isinstance(error, ReshardError):
                 logger.exception("trainer rank %d computed no checksums in update %d", self._rank, channel.update)
-            described = Failure.of(error)
-            part = ChecksumPart(
-                len(command.regions), failure=Failure(described.kind, _describe(self._rank, described.message))
-            )
+            part = ChecksumPart(len(command.regions), failure=Failure.on(self._rank, error))
         with contextlib.suppress(Aborted):  # the results report it
             if self._rank == 0:
                 channel.sum_checksums(request_key(command), part, self._size, self._timeout_s)
@@ -197,15 +201,10 @@ class _EngineCommands:
             if not isinstance(error, ReshardError):
                 logger.exception("trainer rank %d failed in update %d", self._rank, scope.update)
             description = str(error) if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
-            scope.abort_because(error, _describe(self._rank, description))
+            scope.abort_because(error, name_rank(self._rank, description))
 
 
 def _published(published: PublishedShards | None, trainer_rank: int) -> PublishedShards:
     if published is None:
         raise Mismatch(f"trainer rank {trainer_rank} has published nothing that it could send")
     return published
-
-
-def _describe(trainer_rank: int, description: str) -> str:
-    named = description.startswith("trainer rank")
-    return description if named else f"trainer rank {trainer_rank}: {description}"
