@@ -23,6 +23,7 @@ LAYERS = (
     ("replicas",),
     ("trainer", "engine"),
     ("protocol",),
+    ("delta",),
     ("transports", "digest"),
     ("plan",),
     ("sources", "trace"),
@@ -38,6 +39,7 @@ ONLY = {
     "observability": {"version", "gpu"},
     "engine": {
         "protocol",
+        "delta",
         "transports",
         "digest",
         "plan",

@@ -22,7 +22,7 @@ from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, ReshardError, TornWeights, Unsupported
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.observability.report import UpdateReport
-from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, LoraAdapter
+from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Delta, LoraAdapter
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.trainer.background import BackgroundUpdates, UpdateHandle
@@ -43,7 +43,7 @@ class MultiEngineSender:
                   is read about once, however many engines there are. With transport="nixl" only
     lora          the adapter that is updated; by default the model's own weights
 
-    For transport, bucket_bytes and timeout_s see `WeightSender`.
+    For transport, bucket_bytes, timeout_s, delta and delta_device see `WeightSender`.
 
     Raises Unsupported for relay=True with another transport.
     """
@@ -59,11 +59,13 @@ class MultiEngineSender:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         lora: LoraAdapter | None = None,
+        delta: Delta = "off",
+        delta_device: torch.device | None = None,
     ) -> None:
         if relay and transport != "nixl":
             raise Unsupported(f"relay=True needs transport='nixl', not {transport!r}")
         self._address, self._rank, self._global_ranks = address, trainer_rank, global_ranks
-        self._config = SenderConfig(transport, bucket_bytes, timeout_s, lora)
+        self._config = SenderConfig(transport, bucket_bytes, timeout_s, lora, delta, delta_device)
         self._relays = RelayRequests(address, timeout_s) if relay else None
         self._engines: dict[str, tuple[int, Send | None]] = {}  # with their numbers in the session
         self._excluded: dict[str, str] = {}

@@ -24,7 +24,7 @@ from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.layout.decoders import convert
 from sglang_reshard.observability.report import UpdateReport
-from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, LoraAdapter, Verify
+from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Delta, LoraAdapter, Verify
 from sglang_reshard.protocol.session import LOOPBACK, Session
 from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.trainer.background import BackgroundUpdates, UpdateHandle
@@ -52,6 +52,8 @@ class WeightSender(UpdateSender):
         transport: str = "auto",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        delta: Delta = "off",
+        delta_device: torch.device | None = None,
     ) -> None:
         """Opens a session with a server. Collective over `group`.
 
@@ -62,15 +64,20 @@ class WeightSender(UpdateSender):
         transport     "auto", "ipc", "p2p", "broadcast" or "nixl", see `plan.strategy`
         bucket_bytes  size of a bucket; a rank holds at most two
         timeout_s     seconds that any one wait may last
+        delta         "auto" sends only what has changed since the update before, bit for bit, where weights are sent
+                      and that is at most a quarter of their bytes. Trainer ranks keep what they have sent, in the
+                      engine's dtypes; engines need no memory for it but buckets
+        delta_device  where trainer ranks keep it; by default where messages are packed
 
         Raises, on every rank: EngineRefused for a server that does not answer, Unauthorized for a wrong key,
-        Unsupported for a server without this package, Mismatch for one with another version of it.
+        Unsupported for a server without this package, or delta="auto" with a transport by which nothing is sent,
+        Mismatch for a server with another version of the package.
         """
         group = group or dist.group.WORLD
         assert group is not None, "init_process_group has not been called"
         remote, reached = connect_server(group, url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=timeout_s)
         send = remote.update_weights_distributed if remote is not None else None
-        config = SenderConfig(transport, bucket_bytes, timeout_s)
+        config = SenderConfig(transport, bucket_bytes, timeout_s, None, delta, delta_device)
         self._begin(send, *_open_session(group, interface or reached, timeout_s), config)
 
     @classmethod
@@ -83,6 +90,8 @@ class WeightSender(UpdateSender):
         transport: str = "auto",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        delta: Delta = "off",
+        delta_device: torch.device | None = None,
     ) -> WeightSender:
         """Opens a session with an engine to which `send` sends requests. Collective over `group`.
 
@@ -90,7 +99,7 @@ class WeightSender(UpdateSender):
         send   sends a request to the engine and returns its answer; on rank 0 of the group, None on the others
         """
         sender = cls.__new__(cls)
-        config = SenderConfig(transport, bucket_bytes, timeout_s)
+        config = SenderConfig(transport, bucket_bytes, timeout_s, None, delta, delta_device)
         sender._begin(send, *_open_session(group, interface, timeout_s), config)
         return sender
 
@@ -106,6 +115,8 @@ class WeightSender(UpdateSender):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         lora: LoraAdapter | None = None,
+        delta: Delta = "off",
+        delta_device: torch.device | None = None,
     ) -> WeightSender:
         """Uses a session that is open already.
 
@@ -114,7 +125,8 @@ class WeightSender(UpdateSender):
         lora          the adapter that is updated, see `lora_adapter`; by default the model's own weights
         """
         sender = cls.__new__(cls)
-        sender._begin(send, session, trainer_rank, global_ranks, SenderConfig(transport, bucket_bytes, timeout_s, lora))
+        config = SenderConfig(transport, bucket_bytes, timeout_s, lora, delta, delta_device)
+        sender._begin(send, session, trainer_rank, global_ranks, config)
         return sender
 
     @renamed_keywords(let_go="unmap_after")
@@ -262,7 +274,7 @@ class WeightSender(UpdateSender):
             raise Mismatch(f"lora_adapter was called for {name} before; use the sender that it returned")
         session = Session.join(self._session.address.named(f"lora/{name}"), self._timeout_s)
         self._adapters[name] = adapter = WeightSender.__new__(WeightSender)
-        options = dataclasses.replace(self._config, lora=LoraAdapter(name, config))
+        options = dataclasses.replace(self._config, lora=LoraAdapter(name, config), delta="off")
         adapter._begin(self._send, session, self._rank, self._global_ranks, options)
         return adapter
 

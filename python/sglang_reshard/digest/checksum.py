@@ -110,8 +110,13 @@ def _checksums(views: Sequence[torch.Tensor], spec: RegionSpec) -> tuple[int, to
     rows = row_coefficients(spec.shape, region)
     columns = column_coefficients(region.start[-1], region.count[-1], region.step[-1], spec.dtype.itemsize)
     bits = units(views, spec.dtype, spec.cast, columns.packed)
+    return total(rows) * columns.total % MODULUS, sum_words(bits, rows, columns.values)
+
+
+def sum_words(bits: torch.Tensor, rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:
+    """Returns the sums of integers [views, rows, columns], times their coefficients, modulo 2^64: int64 [views]."""
     summed = _sum_on_cpu if bits.device.type == "cpu" else _sum_on_device
-    return total(rows) * columns.total % MODULUS, summed(bits, rows, columns.values)
+    return summed(bits, rows, columns)
 
 
 def _sum_on_cpu(bits: torch.Tensor, rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:

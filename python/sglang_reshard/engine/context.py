@@ -28,6 +28,7 @@ class Phase(str, Enum):
     """The phases of an update, in order. Error messages, metrics and spans name them."""
 
     PREPARE = "prepare"
+    COMPARE = "compare"
     TRACE = "trace"
     PLAN = "plan"
     CALL = "call"
@@ -55,6 +56,7 @@ class Vote(msgspec.Struct, frozen=True):
 
     error              why it failed; empty if it succeeded
     reusable           prepare: the transfer of an earlier update can be used again
+    is_base            prepare: the live weights are what the offered deltas change
     has_communicators  prepare: this rank has this session's broadcast communicators
     plan               plan: digest of the strategy, which must be the same on all ranks
     regions            plan: content hash of the regions that this rank wants checksums of
@@ -65,6 +67,7 @@ class Vote(msgspec.Struct, frozen=True):
 
     error: str = ""
     reusable: bool = False
+    is_base: bool = False
     has_communicators: bool = False
     plan: str = ""
     regions: str = ""
@@ -79,6 +82,7 @@ class UpdateContext:
     """The state of one update on engine rank `rank` of `size`.
 
     kept_bytes  bytes of buffers that an earlier update left
+    delta       only what has changed is sent
     seconds     phase -> seconds
     phase       the phase that was entered last
     digest      of all weights, on engine rank 0, once they have been verified in full
@@ -91,6 +95,7 @@ class UpdateContext:
     size: int
     memory: PeakMemory
     kept_bytes: int = 0
+    delta: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     phase: Phase = Phase.PREPARE
     digest: str = ""

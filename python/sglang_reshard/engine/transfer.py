@@ -14,6 +14,8 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from sglang_reshard.delta.section import Sections
+from sglang_reshard.delta.target import DeltaTarget
 from sglang_reshard.digest.target import TargetChecksums
 from sglang_reshard.engine.relay import RelayMember
 from sglang_reshard.engine.shadow_weights import ShadowWeights, check_room, shadow_bytes
@@ -45,6 +47,7 @@ from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCo
 from sglang_reshard.transports.factory import create_transport
 from sglang_reshard.transports.memory import PeerMemory, host_identity
 from sglang_reshard.transports.nixl_reader import NixlReader
+from sglang_reshard.transports.p2p import kept_dtypes
 from sglang_reshard.transports.relay import Relays
 
 _SHOWN_NAMES = 5
@@ -137,7 +140,7 @@ class TransferPlan:
     remark: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PreparedTransfer:
     """A transport that is ready to move, for one target plan, one set of handles and one set of options.
 
@@ -145,6 +148,7 @@ class PreparedTransfer:
     regions   content hashes of all engine ranks' regions
     arrivals  its memory for what is quantized on arrival
     relays    what is read from other engines, if anything is
+    deltas    receives deltas instead, if the trainer may send any; made for the first of them
     """
 
     target: TargetPlan
@@ -155,6 +159,8 @@ class PreparedTransfer:
     transport: Transport
     arrivals: ArrivalMemory
     relays: Relays | None
+    context: TransportContext
+    deltas: DeltaTarget | None = None
 
     def is_current(self, request: DistributedUpdateWeightsReq, target: TargetPlan) -> bool:
         """Returns True if nothing has changed for `request`, and the trainer ranks that send are still prepared."""
@@ -169,8 +175,30 @@ class PreparedTransfer:
         known = self.request
         return (known.package_version, known.transport) == (request.package_version, request.transport)
 
+    def is_base_of(self, request: DistributedUpdateWeightsReq) -> bool:
+        """Returns whether the live weights are what the offered deltas change."""
+        if not request.sections:
+            return False
+        if self.target.program.arrivals:  # they are kept in another form than they arrive in
+            return False
+        if self.deltas is None:
+            self.deltas = DeltaTarget(self.context, self.target.program)
+        return self.deltas.is_base_of(self._sections(request))
+
+    def move_deltas(self, request: DistributedUpdateWeightsReq) -> None:
+        """Receives what has changed; other engines may take all from here then."""
+        assert self.deltas is not None
+        self.deltas.move(self._sections(request))
+        if self.relays is not None:
+            self.relays.outcome.read_bytes = 0
+            self.relays.progress.advance(self.relays.owned)
+
+    def _sections(self, request: DistributedUpdateWeightsReq) -> Sections:
+        rank = self.context.engine_rank
+        return {t: of_ranks[rank] for t, of_ranks in enumerate(request.sections) if rank in of_ranks}
+
     def begin(self, request: DistributedUpdateWeightsReq) -> None:
-        """Must be called before `transport.move`."""
+        """Must be called before `transport.move` and `move_deltas`."""
         if self.relays is not None:
             assert request.relay is not None
             self.relays.progress.begin(request.relay.update, self.relays.check)
@@ -179,7 +207,8 @@ class PreparedTransfer:
     def held_bytes(self) -> int:
         """Bytes of buffers that are kept between updates."""
         scratch_bytes = self.target.program.scratch_bytes + self.arrivals.nbytes
-        return self.transport.extra_bytes + scratch_bytes + self.shadow_bytes
+        delta_bytes = self.deltas.extra_bytes if self.deltas is not None else 0
+        return self.transport.extra_bytes + delta_bytes + scratch_bytes + self.shadow_bytes
 
     @property
     def shadow_bytes(self) -> int:
@@ -254,7 +283,8 @@ class TransferCache:
         unread = unread_tensors(target.tensor_index, demands)
         check_unread(unread, request.ignore)
         topology = ClusterTopology.of(demands, request.trainer_hosts, request.trainer_devices)
-        strategy = choose_strategy(request.transport, target.tensor_index, demands, topology, request.bucket_bytes)
+        index, bucket_bytes = target.tensor_index, request.bucket_bytes
+        strategy = choose_strategy(request.transport, index, demands, topology, bucket_bytes, delta=request.delta)
         trainer_ranks = _trainer_ranks_read(strategy, target, self._rank)
         memory = self.trainer_memory.map(trainer_ranks, request, session, target.tensor_index.layout)
         prepare_send = None
@@ -267,9 +297,14 @@ class TransferCache:
                 backend="nixl" if one_sided else backend_of(self._device),
                 timeout_s=request.timeout_s,
                 groups=strategy.groups,
+                delta=request.delta,
             )
-            for trainer_rank in strategy.senders(self._rank) if not one_sided else ():
+            for trainer_rank in strategy.senders(self._rank) if not one_sided or request.delta else ():
                 asked = send_request(target.read_plan, trainer_rank)
+                if request.delta:
+                    layout, program = target.tensor_index.layout, target.program
+                    dtypes = kept_dtypes(layout, target.read_plan, program, trainer_rank)
+                    asked = send_request(target.read_plan, trainer_rank, dtypes, delta=not program.arrivals)
                 session.put_send_request(Link(request.engine, self._rank, trainer_rank), target.demand.digest, asked)
         self._allocate_shadow(request, demands, target)
         checksums, regions = None, ""
@@ -298,7 +333,7 @@ class TransferCache:
         round_bytes = plan.strategy.senders(self._rank)
         if plan.strategy.name == "nixl":
             self._nixl = NixlReader(self._rank)
-            remote = {t: session.get_remote_shards(t, request.timeout_s) for t in round_bytes}
+            remote = {t: session.get_remote_shards(request.engine, t, request.timeout_s) for t in round_bytes}
             self._nixl.connect({f"trainer rank {t}": shards for t, shards in remote.items()})
         elif plan.prepare_send is not None and round_bytes:
             peer_id = len(request.trainer_hosts) + self._rank
@@ -320,9 +355,11 @@ class TransferCache:
             relays=relays,
             bucket_bytes=request.bucket_bytes,
             timeout_s=request.timeout_s,
+            delta=request.delta,
         )
         transport = create_transport(plan.strategy, context)
-        self.transfer = PreparedTransfer(target, request, plan, self._shadow, regions, transport, arrivals, relays)
+        shadow = self._shadow
+        self.transfer = PreparedTransfer(target, request, plan, shadow, regions, transport, arrivals, relays, context)
 
     def _allocate_shadow(
         self, request: DistributedUpdateWeightsReq, demands: Sequence[RankDemand], target: TargetPlan
@@ -359,7 +396,8 @@ def _trainers(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:
 def _options(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:
     """Returns what must be equal for a prepared transfer to be used again."""
     relay = request.relay and (request.relay.address, request.relay.engines, request.relay.own)
-    return request.handles, request.bucket_bytes, request.transport, request.staged, request.verify != "off", relay
+    chosen = request.bucket_bytes, request.transport, request.staged, request.verify != "off", request.delta
+    return request.handles, chosen, relay
 
 
 def _trainer_ranks_read(strategy: Strategy, target: TargetPlan, engine_rank: int) -> tuple[int, ...]:

@@ -74,6 +74,7 @@ class UpdateExecutor:
         with self._torn_if_vote_is_lost(context, may_write=vote.reusable and not context.request.staged):
             votes = context.all_gather_votes(Phase.PREPARE, vote)
         if all(v.reusable for v in votes):
+            context.delta = all(v.is_base for v in votes)
             context.kept_bytes = self.transfer.held_bytes
             return
         if not all(v.has_communicators for v in votes):
@@ -156,9 +157,10 @@ class UpdateExecutor:
         transfer = self.transfer
         # Buffers of an earlier update count too, and so do those that found room in freed memory.
         peak_extra_bytes = max(context.memory.extra_bytes() + context.kept_bytes, transfer.held_bytes)
+        moved = transfer.deltas if context.delta and transfer.deltas is not None else transfer.transport
         report = RankReport(
             rank=self._rank,
-            received_bytes=transfer.transport.received_bytes,
+            received_bytes=moved.received_bytes,
             least_bytes=transfer.target.demand.least_bytes,
             peak_extra_bytes=peak_extra_bytes,
             seconds=context.seconds,
@@ -169,7 +171,7 @@ class UpdateExecutor:
         vote = Vote(
             error,
             report=report,
-            read_bytes=transfer.transport.read_bytes,
+            read_bytes=moved.read_bytes,
             digest=context.digest,
             relay_lost=transfer.relays.outcome.lost if transfer.relays is not None else self.transfers.relay.lost,
         )
@@ -182,6 +184,7 @@ class UpdateExecutor:
             predicted_seconds=strategy.predicted_seconds,
             tensors=len(tensor_index.layout.tensors),
             source_bytes=tensor_index.nbytes,
+            delta=context.delta,
         )
         return output, vote
 
@@ -210,10 +213,13 @@ class UpdateExecutor:
                     known=target,
                 )
         transfer = self.transfers.transfer
-        return Vote(
-            reusable=transfer is not None and transfer.is_current(request, target),
-            has_communicators=self.transfers.has_communicators,
-        )
+        reusable = transfer is not None and transfer.is_current(request, target)
+        is_base = False
+        if reusable and request.sections:
+            assert transfer is not None
+            with context.enter(Phase.COMPARE):
+                is_base = transfer.is_base_of(request)
+        return Vote(reusable=reusable, is_base=is_base, has_communicators=self.transfers.has_communicators)
 
     def _plan(self, context: UpdateContext) -> tuple[TransferPlan, tuple[str, ...]]:
         """Returns the plan, and the content hashes of all engine ranks' regions."""
@@ -261,13 +267,16 @@ class UpdateExecutor:
             if self._rank == 0:
                 prepared = transfer.plan.prepare_send
                 if prepared is not None and prepared.backend != "nixl":  # by which trainer ranks only are read from
-                    context.channel.send_command(StartTransfer(prepared.transfer))
+                    context.channel.send_command(StartTransfer(prepared.transfer, context.delta))
                 if request.verify != "off":
                     context.channel.request_checksums(_checksums_requested(request, transfer))
             if transfer.plan.checksums is not None:
                 transfer.plan.checksums.begin(_selection(request))
             transfer.begin(request)
-            transfer.transport.move()
+            if context.delta:
+                transfer.move_deltas(request)
+            else:
+                transfer.transport.move()
             self._synchronize()  # a GPU has only been given the copies
 
     def _verify(self, context: UpdateContext) -> None:

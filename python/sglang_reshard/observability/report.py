@@ -89,6 +89,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     The same on every trainer rank, but that `trainer_ranks` is empty on others than trainer rank 0.
 
     verified           how the received weights were compared with the trainer's: "off", "sample" or "full"
+    delta              only what had changed was sent
     digest             of all weights, the same for any layout and size of either side (`digest.whole_model`); empty
                        unless verified == "full"
     message            a note to the trainer, such as names that the engine does not use
@@ -108,6 +109,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     trainer_ranks: tuple[TrainerRankReport, ...]
     verified: str = "off"
     digest: str = ""
+    delta: bool = False
 
     @classmethod
     def failed(cls, message: str, weight_version: str | None) -> UpdateReport:
@@ -182,7 +184,11 @@ def _overview(report: UpdateReport) -> Table:
         ("version", report.weight_version if report.weight_version is not None else "(unchanged)"),
         ("transport", f"{report.transport}: {report.transport_reason}"),
         ("verified", f"{report.verified}, digest {report.digest}" if report.digest else report.verified),
-        ("received", f"{format_bytes(report.received_bytes)} by {len(report.engine_ranks)} engine ranks together"),
+        (
+            "received",
+            f"{format_bytes(report.received_bytes)} by {len(report.engine_ranks)} engine ranks together"
+            + (", as what had changed" if report.delta else ""),
+        ),
         ("rate", f"{format_bytes(report.bytes_per_second)}/s during the slowest rank's move"),
         ("bucket", format_bytes(report.bucket_bytes)),
     ]

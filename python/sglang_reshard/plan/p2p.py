@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from sglang_reshard.layout.regions import Box, LocalRegion, split
+from sglang_reshard.layout.regions import ITEM_BYTES, Box, LocalRegion, split
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan.broadcast import ALIGN_BYTES
 from sglang_reshard.plan.read_plan import ReadPlan
@@ -53,31 +53,47 @@ class SendRequest(msgspec.Struct, frozen=True):
 
     regions                 of local tensors
     tensor_ids, region_ids  a number per item, int32 little-endian: the layout's tensor, and the region
+    dtypes, dtype_ids       in which items are sent, and a number per item, uint8; by default the tensors' own
+    delta                   this engine rank can apply deltas of them
     """
 
     regions: tuple[LocalRegion, ...]
     tensor_ids: bytes
     region_ids: bytes
+    dtypes: tuple[str, ...] = ()
+    dtype_ids: bytes = b""
+    delta: bool = False
 
     def entries(self) -> Iterable[tuple[int, LocalRegion]]:
         """Yields (tensor number, region of the local tensor) per item."""
         tensors, regions = (np.frombuffer(column, "<i4").tolist() for column in (self.tensor_ids, self.region_ids))
         return ((tensor, self.regions[number]) for tensor, number in zip(tensors, regions, strict=True))
 
+    def item_dtypes(self, layout: SourceLayout) -> list[str]:
+        """Returns the name of the dtype in which each item is sent."""
+        if self.dtypes:
+            return [self.dtypes[number] for number in self.dtype_ids]
+        return [layout.tensors[tensor].dtype for tensor in np.frombuffer(self.tensor_ids, "<i4").tolist()]
+
     def items(self, layout: SourceLayout) -> list[SendItem]:
-        used = np.unique(np.frombuffer(self.tensor_ids, "<i4")).tolist()
-        item_bytes = {tensor: layout.tensors[tensor].spec.item_bytes for tensor in used}
-        return [SendItem(region.count, item_bytes[tensor]) for tensor, region in self.entries()]
+        dtypes = self.item_dtypes(layout)
+        return [SendItem(e.count, ITEM_BYTES[dtype]) for (_, e), dtype in zip(self.entries(), dtypes, strict=True)]
 
 
-def send_request(plan: ReadPlan, trainer_rank: int) -> SendRequest:
-    """Returns an engine rank's request to a trainer rank. Its items are the plan's `sent_reads`."""
+def send_request(plan: ReadPlan, trainer_rank: int, dtypes: Iterable[str] = (), *, delta: bool = False) -> SendRequest:
+    """Returns an engine rank's request to a trainer rank. Its items are the plan's `sent_reads`.
+
+    dtypes  in which they are sent; by default the tensors' own
+    """
     reads = sent_reads(plan, trainer_rank)
+    names: dict[str, int] = {}
+    dtype_ids = bytes(names.setdefault(dtype, len(names)) for dtype in dtypes)
     used, of_read = np.unique(plan.item_ids[reads], return_inverse=True)
     numbers: dict[LocalRegion, int] = {}
     of_item = np.array([numbers.setdefault(plan.items[i].local_region, len(numbers)) for i in used.tolist()], "<i4")
     tensor_ids = plan.tensor_ids[plan.copy_ids[reads]].astype("<i4")
-    return SendRequest(tuple(numbers), tensor_ids.tobytes(), of_item[of_read].astype("<i4").tobytes())
+    region_ids = of_item[of_read].astype("<i4").tobytes()
+    return SendRequest(tuple(numbers), tensor_ids.tobytes(), region_ids, tuple(names), dtype_ids, delta)
 
 
 def sent_reads(plan: ReadPlan, trainer_rank: int) -> np.ndarray:

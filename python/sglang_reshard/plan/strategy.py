@@ -70,10 +70,13 @@ def choose_strategy(
     topology: ClusterTopology,
     bucket_bytes: int,
     costs: Costs | None = None,
+    *,
+    delta: bool = False,
 ) -> Strategy:
     """Chooses the strategy for engine ranks with these demands; every rank that calls it gets the same.
 
     costs  of the cost model; by default those of the engine's devices
+    delta  "auto" takes no broadcast, of which no delta can be sent, if there is another way
 
     Raises Unsupported, naming ranks and hosts, for an infeasible transport.
     """
@@ -119,6 +122,8 @@ def choose_strategy(
     refused = {name: found for name, found in attempts.items() if isinstance(found, Unsupported)}
     if not candidates:
         raise _none_is_feasible(refused, unread, topology)
+    exact_ways = [found for found in candidates if found.broadcast is None]
+    candidates = exact_ways if delta and exact_ways else candidates
     best = min(candidates, key=lambda strategy: strategy.predicted_seconds)
     return replace(best, reason=_reason(best, candidates, refused, unread, topology))
 

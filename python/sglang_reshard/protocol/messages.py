@@ -8,6 +8,7 @@ import msgspec
 
 from sglang_reshard import errors
 from sglang_reshard.control import Address
+from sglang_reshard.delta.section import DeltaSection
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.gpu.device import RankDevice
@@ -20,6 +21,7 @@ DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 300.0
 WAITS = 8  # an update waits at most this many times, each time for up to `timeout_s`
 Verify = Literal["off", "sample", "full"]
+Delta = Literal["off", "auto"]
 PauseMode = Literal["abort", "retract", "in_place"]  # of SGLang's pause_generation
 # What an engine rank executes: a whole update, a part of one, or the other side of another engine's.
 Step = Literal["update", "stage", "staged", "commit", "share"]
@@ -75,6 +77,8 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     draft            update the draft models of speculative decoding, too
     lora             the adapter that is updated; None for the model's own weights
     relay            the other engines of the update, if they pass on weights to each other
+    delta            weights are sent in the engine's dtypes, and trainer ranks keep what they have sent
+    sections         trainer rank -> engine rank -> what has changed; empty if it is not less than everything
     package_version  of the sender; the engine's must be the same
     traceparent      W3C context of the sender's span; empty without one
     """
@@ -100,6 +104,8 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     draft: bool = True
     lora: LoraAdapter | None = None
     relay: Relay | None = None
+    delta: bool = False
+    sections: tuple[dict[int, DeltaSection], ...] = ()
     package_version: str = ""
     traceparent: str = ""
 
@@ -170,6 +176,7 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     tensors            number of tensors in the source layout
     source_bytes       bytes of these
     read_bytes         trainer rank -> bytes that engine ranks read from its memory, or are sent
+    delta              only what had changed was sent
     relay_lost         why weights that other engines were to pass on came from the trainer; empty if none did
     phase              in which the update failed, see `engine.context.Phase`; empty if it did not, or before the first
     """
@@ -186,6 +193,7 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     source_bytes: int = 0
     read_bytes: dict[int, int] = {}
     ranks: tuple[RankReport, ...] = ()
+    delta: bool = False
     relay_lost: str = ""
     phase: str = ""
 
@@ -224,6 +232,7 @@ class TrainerStatus(msgspec.Struct, frozen=True):
     failure   why it cannot participate
     prepared  engine -> `PrepareSend.transfer` of the transfer that it is still prepared to send, if there is one
     device    its GPU
+    sections  engine -> engine rank -> what has changed, for engines to which it could send that only
     """
 
     host: str
@@ -232,6 +241,7 @@ class TrainerStatus(msgspec.Struct, frozen=True):
     failure: Failure | None = None
     prepared: dict[int, str] = {}
     device: RankDevice = RankDevice()
+    sections: dict[int, dict[int, DeltaSection]] = {}
 
 
 class ListedTensors(msgspec.Struct, frozen=True):
@@ -255,6 +265,7 @@ class PrepareSend(msgspec.Struct, frozen=True, tag="prepare_send"):
     timeout_s    seconds that any one wait may last
     groups       peer ids of the members of each communicator, ascending, see `plan.p2p_groups`; every link's two ends
                  are in exactly one of them
+    delta        keep what has been sent, so that deltas of it can be
     """
 
     transfer: str
@@ -263,6 +274,7 @@ class PrepareSend(msgspec.Struct, frozen=True, tag="prepare_send"):
     backend: str
     timeout_s: float
     groups: tuple[tuple[int, ...], ...]
+    delta: bool = False
 
 
 class ConnectPeers(msgspec.Struct, frozen=True, tag="connect_peers"):
@@ -270,9 +282,10 @@ class ConnectPeers(msgspec.Struct, frozen=True, tag="connect_peers"):
 
 
 class StartTransfer(msgspec.Struct, frozen=True, tag="start_transfer"):
-    """Command of engine rank 0: send what was prepared as `transfer`."""
+    """Command of engine rank 0: send what was prepared as `transfer`; with `delta`, only what has changed."""
 
     transfer: str
+    delta: bool = False
 
 
 class RequestChecksums(msgspec.Struct, frozen=True, tag="request_checksums"):

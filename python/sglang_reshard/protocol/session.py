@@ -161,13 +161,13 @@ class Session:
 
     # -- published by trainer ranks whose memory is read by NIXL, before each is ready
 
-    def put_remote_shards(self, trainer_rank: int, shards: RemoteShards) -> None:
-        """Publishes where a trainer rank has registered its shards; replaces what it has published before."""
-        self.client.set({f"remote_shards/{trainer_rank}": pack_blob(shards)[1]})
+    def put_remote_shards(self, engine: int, trainer_rank: int, shards: RemoteShards) -> None:
+        """Publishes where a trainer rank has registered its shards; replaces what it has published for this engine."""
+        self.client.set({f"{_engine_prefix(engine)}remote_shards/{trainer_rank}": pack_blob(shards)[1]})
 
-    def get_remote_shards(self, trainer_rank: int, timeout_s: float) -> RemoteShards:
+    def get_remote_shards(self, engine: int, trainer_rank: int, timeout_s: float) -> RemoteShards:
         name = f"the registered memory of trainer rank {trainer_rank}"
-        return self._get(f"remote_shards/{trainer_rank}", "", name, RemoteShards, timeout_s)
+        return self._get(f"{_engine_prefix(engine)}remote_shards/{trainer_rank}", "", name, RemoteShards, timeout_s)
 
     # -- engines that join and leave, while the session goes on
 

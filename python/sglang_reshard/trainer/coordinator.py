@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import torch
 
+from sglang_reshard.delta.section import DeltaSection
 from sglang_reshard.errors import Aborted, DeadlineExceeded, EngineRefused, Mismatch, ReshardError, TornWeights
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.layout.source_layout import SourceLayout, first_difference
 from sglang_reshard.observability import spans
 from sglang_reshard.observability.report import TrainerRankReport, UpdateReport, slowest_seconds
 from sglang_reshard.protocol.messages import (
+    Delta,
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
     Failure,
@@ -64,13 +67,17 @@ class UpdateOptions:
 class SenderConfig:
     """Options of all updates of a session; see `WeightSender`.
 
-    lora  the adapter that is updated; None for the model's own weights
+    lora          the adapter that is updated; None for the model's own weights
+    delta         "auto" sends what has changed, where that is less; "off"
+    delta_device  where what was sent is kept for that
     """
 
     transport: str
     bucket_bytes: int
     timeout_s: float
     lora: LoraAdapter | None = None
+    delta: Delta = "off"
+    delta_device: torch.device | None = None
 
 
 class UpdateCoordinator:
@@ -215,6 +222,8 @@ class UpdateCoordinator:
                     unmap_after=options.unmap_after,
                     draft=options.draft,
                     lora=self._config.lora,
+                    delta=self._config.delta == "auto",
+                    sections=_sections(statuses, engine),
                     package_version=__version__,
                     traceparent=spans.traceparent(),
                 )
@@ -244,6 +253,12 @@ def _start_thread(name: str, run: Callable[..., None], *arguments: Any) -> threa
     return thread
 
 
+def _sections(statuses: Sequence[TrainerStatus], engine: int) -> tuple[dict[int, DeltaSection], ...]:
+    """Returns what has changed, by trainer rank; nothing unless all trainer ranks could send that."""
+    found = [status.sections[engine] for status in statuses if engine in status.sections]
+    return tuple(found) if len(found) == len(statuses) else ()
+
+
 def _devices(statuses: Sequence[TrainerStatus]) -> tuple[RankDevice, ...]:
     """Returns each trainer rank's GPU, without what its process sees: nothing depends on that."""
     devices = tuple(msgspec.structs.replace(status.device, visible=()) for status in statuses)
@@ -270,6 +285,7 @@ def _report(
         transport_reason=output.transport_reason,
         predicted_seconds=output.predicted_seconds,
         digest=output.digest,
+        delta=output.delta,
         bucket_bytes=config.bucket_bytes,
         seconds=seconds | slowest_seconds(output.ranks),
         engine_ranks=output.ranks,

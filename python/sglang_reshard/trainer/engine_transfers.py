@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 
+from sglang_reshard.delta.section import DeltaSection
+from sglang_reshard.delta.source import DeltaSource, send_sections
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.gpu.announce import trainer_device
 from sglang_reshard.plan.p2p import SendRequest
@@ -25,7 +28,7 @@ from sglang_reshard.protocol.validation import check_prepare_send, check_send_re
 from sglang_reshard.trainer.publisher import PublishedShards
 from sglang_reshard.transports.communicator import P2pCommunicators
 from sglang_reshard.transports.nixl_source import NixlSource
-from sglang_reshard.transports.p2p import P2pSender
+from sglang_reshard.transports.p2p import P2pSender, sent_link
 
 Shards = Callable[[], Sequence[torch.Tensor]]  # returns this rank's, in the layout's order
 
@@ -36,6 +39,7 @@ class _Prepared:
 
     shards      `PublishedShards.identity`
     registered  its shards, if engine ranks read them by NIXL: then there is neither sender nor communicators
+    deltas      by engine rank, what it could send of each link instead; none unless all of them can be sent so
     """
 
     command: PrepareSend
@@ -43,14 +47,16 @@ class _Prepared:
     sender: P2pSender | None = None
     communicators: P2pCommunicators | None = None
     registered: NixlSource | None = None
+    deltas: dict[int, DeltaSource] | None = None
     connected: bool = False
 
 
 class EngineTransfers:
     """One trainer rank's side of the transfers to one engine. Commands of one engine are executed one at a time."""
 
-    def __init__(self, session: Session, engine: int, trainer_rank: int) -> None:
-        self._session, self._engine, self._rank = session, engine, trainer_rank
+    def __init__(self, session: Session, engine: int, trainer_rank: int, deltas: DeltaSources) -> None:
+        """`deltas` are those of all engines of the session."""
+        self._session, self._engine, self._rank, self._deltas = session, engine, trainer_rank, deltas
         self._send_requests: dict[int, tuple[str, SendRequest]] = {}  # by engine rank, with its read plan's digest
         self._prepared: _Prepared | None = None
 
@@ -64,6 +70,21 @@ class EngineTransfers:
         if prepared is None or not prepared.connected:
             return ""
         return prepared.command.transfer if prepared.shards == published.identity else ""
+
+    def encode(self, published: PublishedShards, update: int) -> dict[int, DeltaSection] | None:
+        """Encodes what has changed, if that is all that the engine needs; returns a section for each engine rank."""
+        prepared = self._prepared
+        if not self.prepared_transfer(published) or prepared is None or prepared.deltas is None:
+            return None
+        if not all(delta.encode(update) for delta in prepared.deltas.values()):
+            return None
+        return {e: DeltaSection(d.checksum, d.nbytes, *d.memory) for e, d in prepared.deltas.items()}
+
+    def commit(self, update: int) -> None:
+        """The engine has the weights of `update`."""
+        if self._prepared is not None and self._prepared.deltas is not None:
+            for delta in self._prepared.deltas.values():
+                delta.commit(update)
 
     def execute(self, scope: EngineScope, command: Command, published: PublishedShards, shards: Shards) -> None:
         if isinstance(command, PrepareSend):
@@ -84,7 +105,13 @@ class EngineTransfers:
                     f"trainer rank {self._rank} was asked to start transfer {command.transfer!r}, but has prepared "
                     f"{prepared.command.transfer!r}; this is a bug, please report it"
                 )
-            if prepared.sender is not None and prepared.communicators is not None:
+            if prepared.communicators is None:
+                return
+            if command.delta and prepared.deltas is not None:
+                trainer_ranks = len(prepared.command.round_bytes)
+                sections = {trainer_ranks + e: delta for e, delta in prepared.deltas.items()}
+                send_sections(sections, prepared.communicators)
+            elif prepared.sender is not None:
                 prepared.sender.send(prepared.communicators)
 
     def release(self) -> None:
@@ -103,13 +130,37 @@ class EngineTransfers:
 
     def _prepare(self, command: PrepareSend, published: PublishedShards, shards: Sequence[torch.Tensor]) -> _Prepared:
         round_bytes = command.round_bytes[self._rank]
-        if command.backend == "nixl":
+        one_sided = command.backend == "nixl"
+        requests = self._requests(command, published) if command.delta or not one_sided else {}
+        device = _message_device(command.backend if any(round_bytes) else "gloo", shards)
+        deltas = None
+        if command.delta and all(request.delta for request in requests.values()):
+            deltas = {
+                e: self._deltas.get(published, shards, request, round_bytes[e], device)
+                for e, request in requests.items()
+            }
+        if one_sided:
             registered = None
             if any(round_bytes):
-                registered = NixlSource(f"trainer rank {self._rank}", shards)
-                self._session.put_remote_shards(self._rank, registered.remote)
-            return _Prepared(command, published.identity, registered=registered)
+                sections = [delta.section for delta in (deltas or {}).values()]
+                registered = NixlSource(f"trainer rank {self._rank}", shards, sections)
+                self._session.put_remote_shards(self._engine, self._rank, registered.remote)
+            return _Prepared(command, published.identity, registered=registered, deltas=deltas)
+        trainer_ranks = len(command.round_bytes)
+        sender = P2pSender(
+            published.source,
+            shards,
+            {trainer_ranks + e: request for e, request in requests.items()},
+            {trainer_ranks + e: round_bytes[e] for e in requests},
+            device,
+        )
+        communicators = self._session.p2p_communicators(command, self._rank, device)
+        return _Prepared(command, published.identity, sender, communicators, deltas=deltas)
+
+    def _requests(self, command: PrepareSend, published: PublishedShards) -> dict[int, SendRequest]:
+        """Returns what each engine rank requests of this rank."""
         requests = {}
+        round_bytes = command.round_bytes[self._rank]
         for engine_rank in (e for e, nbytes in enumerate(round_bytes) if nbytes):
             digest = command.read_plans[engine_rank]
             link = Link(self._engine, engine_rank, self._rank)
@@ -121,24 +172,38 @@ class EngineTransfers:
             self._session.delete_send_request(link, digest)  # no other rank reads it
             requests[engine_rank] = known
         self._send_requests = requests
-        trainer_ranks = len(command.round_bytes)
-        device = _message_device(command.backend if requests else "gloo", shards)
-        sender = P2pSender(
-            published.source,
-            shards,
-            {trainer_ranks + e: request for e, (_, request) in requests.items()},
-            {trainer_ranks + e: round_bytes[e] for e in requests},
-            device,
-        )
-        communicators = self._session.p2p_communicators(command, self._rank, device)
-        return _Prepared(command, published.identity, sender, communicators)
+        return {engine_rank: request for engine_rank, (_, request) in requests.items()}
+
+
+class DeltaSources:
+    """One trainer rank's, of all engines of a session: engines that are sent the same share one."""
+
+    def __init__(self, base_device: torch.device | None = None) -> None:
+        """`base_device`: where what was sent is kept; by default where messages are packed."""
+        self._base_device = base_device
+        self._known: WeakValueDictionary[tuple[object, ...], DeltaSource] = WeakValueDictionary()
+
+    def get(
+        self,
+        published: PublishedShards,
+        shards: Sequence[torch.Tensor],
+        request: SendRequest,
+        round_bytes: int,
+        device: torch.device,
+    ) -> DeltaSource:
+        key = published.identity, request, round_bytes, device
+        known = self._known.get(key)
+        if known is None:
+            link = sent_link(published.source, shards, request, round_bytes)
+            known = self._known[key] = DeltaSource(link, round_bytes, device, self._base_device)
+        return known
 
 
 def _message_device(backend: str, shards: Sequence[torch.Tensor]) -> torch.device:
-    """Returns where messages are packed: NCCL sends from a GPU's memory only, gloo from the host's."""
-    if backend != "nccl":
-        return torch.device("cpu")
+    """Returns where messages are packed: NCCL sends from a GPU's memory only, gloo from the host's, NIXL from both."""
     device = trainer_device(shards)
+    if backend == "gloo" or (backend == "nixl" and device is None):
+        return torch.device("cpu")
     if device is None:
         raise Unsupported("this process uses no GPU, and NCCL sends between GPUs only; use transport='ipc'")
     return device

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from sglang_reshard.control import WaitTimedOut
-from sglang_reshard.errors import Aborted, DeadlineExceeded, Mismatch, ReshardError
+from sglang_reshard.delta.section import DeltaSection
+from sglang_reshard.errors import Aborted, DeadlineExceeded, Mismatch, ReshardError, Unsupported
 from sglang_reshard.observability import spans
 from sglang_reshard.observability.logs import configure, get_logger, log_context
 from sglang_reshard.observability.report import UpdateReport
@@ -55,6 +56,13 @@ class UpdateSender:
         """
         if config.bucket_bytes < 1 or config.timeout_s <= 0:
             raise ValueError(f"bucket_bytes={config.bucket_bytes} and timeout_s={config.timeout_s} must be positive")
+        if config.delta not in ("off", "auto"):
+            raise Unsupported(f"delta={config.delta!r} is not supported; use 'off' or 'auto'")
+        if config.delta == "auto" and config.transport in ("ipc", "broadcast"):
+            raise Unsupported(
+                f"delta='auto' is of no use with transport={config.transport!r}, by which engine ranks read mapped "
+                "memory; use 'auto', 'p2p' or 'nixl'"
+            )
         configure()
         self._config = config
         self._closed = False
@@ -62,7 +70,7 @@ class UpdateSender:
         self._host = host_identity()
         self._coordinator = UpdateCoordinator(session, global_ranks, config) if rank == 0 else None
         self._publisher = ShardPublisher(session, rank, global_ranks, shared_memory)
-        self._worker = TrainerWorker(session, rank, len(global_ranks), config.timeout_s)
+        self._worker = TrainerWorker(session, rank, len(global_ranks), config.timeout_s, config.delta_device)
         self._timeout_s = config.timeout_s
         self._engines: tuple[int, ...] = ()
         self._update = 0
@@ -226,6 +234,7 @@ class UpdateSender:
         Returns what is published, and a function that returns the shards, which is called only if they are sent.
         """
         published, failure = None, None
+        sections: dict[int, dict[int, DeltaSection]] = {}
         exchanged = not options.partial
 
         def exchange(layout: str, failure: Failure | None = None) -> list[str]:
@@ -242,6 +251,9 @@ class UpdateSender:
                     check_finite=options.check_finite,
                     exchange=exchange if options.partial else None,
                 )
+            if self._config.delta == "auto":
+                with self._span("reshard.encode"):
+                    sections = self._worker.encode(published, self._update)
         except Exception as error:
             failure = Failure.of(error)
             if not exchanged:  # the others wait for it
@@ -249,11 +261,13 @@ class UpdateSender:
                     exchange("", failure)
             if not isinstance(error, ReshardError):
                 logger.exception("trainer rank %d cannot participate in update %d", self._rank, self._update)
-        if published is None:
+        if published is None or failure is not None:
             status = TrainerStatus(self._host, "", "", failure)
         else:
             prepared = self._worker.prepared_transfers(published)
-            status = TrainerStatus(self._host, published.layout, published.handles, None, prepared, published.device)
+            status = TrainerStatus(
+                self._host, published.layout, published.handles, None, prepared, published.device, sections
+            )
         channel.publish_status(self._rank, status)
         return published, functools.partial(self._publisher.shards, named_tensors)
 

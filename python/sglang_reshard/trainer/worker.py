@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 
+import torch
+
+from sglang_reshard.delta.section import DeltaSection
 from sglang_reshard.digest.regions import RegionSet
 from sglang_reshard.digest.source import SourceChecksums
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
@@ -26,7 +29,7 @@ from sglang_reshard.protocol.messages import (
 )
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import EngineScope, TrainerChannel, checksum_part, request_key
-from sglang_reshard.trainer.engine_transfers import EngineTransfers, Shards
+from sglang_reshard.trainer.engine_transfers import DeltaSources, EngineTransfers, Shards
 from sglang_reshard.trainer.publisher import PublishedShards
 
 logger = get_logger(__name__)
@@ -37,8 +40,17 @@ _ChecksumKey = tuple[tuple[str, ...], tuple[object, ...]]
 class TrainerWorker:
     """Executes commands on one trainer rank, of `size`."""
 
-    def __init__(self, session: Session, trainer_rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        session: Session,
+        trainer_rank: int,
+        size: int,
+        timeout_s: float,
+        base_device: torch.device | None = None,
+    ) -> None:
+        """`base_device`: see `WeightSender`."""
         self._session, self._rank, self._size, self._timeout_s = session, trainer_rank, size, timeout_s
+        self._deltas = DeltaSources(base_device)
         self._engines: tuple[int, ...] = ()
         self._transfers: dict[int, EngineTransfers] = {}  # of engines that have sent commands
         self._regions: dict[str, RegionSet] = {}
@@ -54,6 +66,11 @@ class TrainerWorker:
         """Returns engine -> the transfer that is prepared for these shards."""
         found = {engine: transfers.prepared_transfer(published) for engine, transfers in self._transfers.items()}
         return {engine: transfer for engine, transfer in found.items() if transfer}
+
+    def encode(self, published: PublishedShards, update: int) -> dict[int, dict[int, DeltaSection]]:
+        """Encodes what has changed; returns engine -> engine rank -> section, for engines to which that may be sent."""
+        found = {engine: transfers.encode(published, update) for engine, transfers in self._transfers.items()}
+        return {engine: sections for engine, sections in found.items() if sections is not None}
 
     def run(self, channel: TrainerChannel, published: PublishedShards | None, shards: Shards) -> UpdateResults:
         """Executes commands until the update ends for all engines.
@@ -77,9 +94,12 @@ class TrainerWorker:
             self.release()
             raise
         assert results is not None, "the last message"
-        for engine in commands.called:
-            if (result := results.of.get(engine)) is None or result.failure is not None:
-                self._transfers[engine].release()
+        for engine, transfers in self._transfers.items():
+            result = results.of.get(engine)
+            if result is not None and result.failure is None:
+                transfers.commit(channel.update)
+            elif engine in commands.called:
+                transfers.release()
         self._checksums = self._checksums or known
         used = {digest for regions, _ in self._checksums for digest in regions}
         self._regions = {digest: self._regions[digest] for digest in self._regions.keys() & used}
@@ -87,7 +107,7 @@ class TrainerWorker:
 
     def _of(self, engine: int) -> EngineTransfers:
         if engine not in self._transfers:
-            self._transfers[engine] = EngineTransfers(self._session, engine, self._rank)
+            self._transfers[engine] = EngineTransfers(self._session, engine, self._rank, self._deltas)
         return self._transfers[engine]
 
     def release(self) -> None:

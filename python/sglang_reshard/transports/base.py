@@ -32,6 +32,7 @@ class TransportContext:
     relays            what is read from other engines instead
     bucket_bytes      size of a bucket
     timeout_s         seconds that any one wait may last
+    delta             messages are in the dtypes in which weights are kept, so that deltas of them can be sent
     """
 
     engine_rank: int
@@ -48,6 +49,7 @@ class TransportContext:
     relays: Relays | None = None
     bucket_bytes: int = 0
     timeout_s: float = 0.0
+    delta: bool = False
 
     @property
     def program(self) -> Program:

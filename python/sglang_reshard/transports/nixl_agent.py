@@ -114,6 +114,11 @@ class NixlAgent:
             raise PeerDisconnected(f"{self._owner} could not finish reading from {name}: NIXL reports an error")
         return bool(state == "DONE")
 
+    def release(self, read: Any) -> None:
+        """Frees a read that has ended."""
+        with self._errors("free a read"):
+            read.release()
+
     def close(self, reads: Iterable[Any] = ()) -> None:
         """Ends the agent. No read of it writes to memory any more, even one that had not ended."""
         for read in reads:

@@ -47,6 +47,12 @@ class NixlReader:
         self._reads.append(read)
         return read
 
+    def release(self, reads: Sequence[Any]) -> None:
+        """Frees reads that have ended, and will not be started again."""
+        for read in reads:
+            self._reads.remove(read)
+            self._agent.release(read)
+
     def start(self, peer: str, reads: Sequence[Any]) -> None:
         for read in reads:
             self._agent.start(read, peer)

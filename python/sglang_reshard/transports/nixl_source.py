@@ -43,10 +43,14 @@ def _registrations(owner: str) -> _Registrations:
 class NixlSource:
     """A rank's shards, registered until `close`; it keeps their memory alive as long."""
 
-    def __init__(self, owner: str, shards: Sequence[torch.Tensor]) -> None:
-        """`owner` names the rank in errors; `shards` in the layout's order. Raises Unsupported without NIXL."""
+    def __init__(self, owner: str, shards: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> None:
+        """Registers `shards`, in the layout's order, and `others`, which are not described.
+
+        `owner` names the rank in errors. Raises Unsupported without NIXL.
+        """
         self._registrations = _registrations(owner)
-        self._storages = {shard.untyped_storage().data_ptr(): shard.untyped_storage() for shard in shards}
+        storages = [tensor.untyped_storage() for tensor in (*shards, *others)]
+        self._storages = {storage.data_ptr(): storage for storage in storages}
         self._memory: list[tuple[str, int, int, int]] = []
         try:
             for memory in (storage_range(storage) for storage in self._storages.values() if storage.nbytes()):

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_reshard.layout.regions import ITEM_BYTES
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import ReadPlan
 from sglang_reshard.plan.broadcast import ALIGN_BYTES
@@ -62,10 +63,7 @@ class P2pSender:
         shards  this rank's, in the layout's order
         device  of the buckets: that which the communicator's backend sends from
         """
-        links = {}
-        for peer, nbytes in round_bytes.items():
-            views = [(region.view(shards[tensor]),) for tensor, region in requests[peer].entries()]
-            links[peer] = P2pLink.cut(layout, requests[peer], nbytes, views)
+        links = {peer: sent_link(layout, shards, requests[peer], nbytes) for peer, nbytes in round_bytes.items()}
         self._rounds, self.extra_bytes = build_rounds(links, device, pack=True)
         self.sent_bytes = sum(link.payload_bytes for link in links.values())
 
@@ -90,11 +88,11 @@ class P2pTransport:
     def __init__(self, context: TransportContext) -> None:
         plan, self._arrivals = context.read_plan, context.arrivals
         layout, direct = context.tensor_index.layout, mapped_reads(context)
-        if context.program.arrivals:
-            links = engine_links(layout, plan, context.program, context.round_bytes)  # to see what each round brings
+        if context.program.arrivals:  # what does each round bring?
+            links = engine_links(layout, plan, context.program, context.round_bytes, as_kept=context.delta)
             targets = read_targets(plan, direct)
             self._arrivals.place(targets_by_round(links, plan), targets, ahead=BUCKETS - 1)
-        links = engine_links(layout, plan, context.program, context.round_bytes)
+        links = engine_links(layout, plan, context.program, context.round_bytes, as_kept=context.delta)
         self._rounds, self.extra_bytes = build_rounds(links, context.device, pack=False)
         self._direct = DirectReads(context, direct)
         self.extra_bytes += self._direct.extra_bytes
@@ -130,13 +128,23 @@ class P2pTransport:
         return self._communicators.receive(buffers)
 
 
+def sent_link(layout: SourceLayout, shards: Sequence[torch.Tensor], request: SendRequest, round_bytes: int) -> P2pLink:
+    """Returns a trainer rank's link to an engine rank. `shards` are this rank's, in the layout's order."""
+    views = [(region.view(shards[tensor]).detach(),) for tensor, region in request.entries()]
+    return P2pLink.cut(layout, request, round_bytes, views)
+
+
 def engine_links(
-    layout: SourceLayout, plan: ReadPlan, program: Program, round_bytes: Mapping[int, int]
+    layout: SourceLayout, plan: ReadPlan, program: Program, round_bytes: Mapping[int, int], *, as_kept: bool = False
 ) -> dict[int, P2pLink]:
-    """Returns an engine rank's links to the trainer ranks that send `round_bytes` to it per round."""
+    """Returns an engine rank's links to the trainer ranks that send `round_bytes` to it per round.
+
+    as_kept  items are sent in the dtypes in which they are kept, see `kept_dtypes`
+    """
     links = {}
     for trainer_rank, nbytes in round_bytes.items():
-        request = send_request(plan, trainer_rank)
+        dtypes = kept_dtypes(layout, plan, program, trainer_rank) if as_kept else ()
+        request = send_request(plan, trainer_rank, dtypes)
         reads_of_items = destination_reads(plan, trainer_rank)
         views = [tuple(destination_view(program, plan, read) for read in reads) for reads in reads_of_items]
         links[trainer_rank] = P2pLink.cut(layout, request, nbytes, views)
@@ -159,6 +167,19 @@ def destination_reads(plan: ReadPlan, trainer_rank: int) -> list[tuple[int, ...]
     for read, first in plan.duplicates.items():
         duplicates.setdefault(first, []).append(read)
     return [(read, *duplicates.get(read, ())) for read in sent_reads(plan, trainer_rank).tolist()]
+
+
+def kept_dtypes(layout: SourceLayout, plan: ReadPlan, program: Program, trainer_rank: int) -> list[str]:
+    """Returns the dtype of each item that a trainer rank sends, as it is in live memory; the tensor's own, if that is
+    smaller, or if the item is kept in several.
+    """
+    names = {name: str(target.dtype).removeprefix("torch.") for name, target in program.targets.items()}
+    found = []
+    for reads in destination_reads(plan, trainer_rank):
+        own = layout.tensors[int(plan.tensor_ids[plan.copy_ids[reads[0]]])].dtype
+        kept, *others = {names[plan.copies[int(plan.copy_ids[read])].target] for read in reads}
+        found.append(own if others or ITEM_BYTES[kept] > ITEM_BYTES[own] else kept)
+    return found
 
 
 def destination_view(program: Program, plan: ReadPlan, read: int) -> torch.Tensor:
@@ -188,7 +209,7 @@ class P2pLink:
     ) -> P2pLink:
         """Cuts the link's stream into messages of at most `round_bytes`."""
         items = request.items(layout)
-        dtypes = [getattr(torch, layout.tensors[tensor].dtype) for tensor, _ in request.entries()]
+        dtypes = [getattr(torch, dtype) for dtype in request.item_dtypes(layout)]
         return cls(cut_messages(items, round_bytes), dtypes, views, sum(item.nbytes for item in items))
 
     def own_views(self, part: BufferSlice) -> list[torch.Tensor]:
@@ -205,6 +226,15 @@ class P2pLink:
         if others or not alike or not own.is_contiguous():
             return None
         return own.as_strided((own.numel(),), (1,)).view(torch.uint8)
+
+    def add_copies(self, copies: CopyList, message: Message, buffer: torch.Tensor, *, pack: bool) -> None:
+        """Adds the copies of a message's slices into its buffer, if `pack`, or out of it to where each belongs."""
+        for part in message.slices:
+            dtype = self.dtypes[part.item]
+            for view in self.own_views(part)[: 1 if pack else None]:
+                stop = part.offset + view.numel() * dtype.itemsize
+                packed = buffer[part.offset : stop].view(dtype).view(view.shape)
+                copies.add(*((packed, view) if pack else (view, packed)))
 
     def bucket_bytes(self, in_place: Sequence[torch.Tensor | None]) -> int:
         """Returns this link's part of a bucket, which carries the messages that are not sent or received in place."""
@@ -229,15 +259,11 @@ def build_rounds(links: Mapping[int, P2pLink], device: torch.device, *, pack: bo
         for peer, link in sorted(links.items(), key=lambda item: item[0]):
             if number >= len(link.messages):
                 continue
-            message, own = link.messages[number], in_place[peer][number]
-            buffer = bucket[begin[peer] : begin[peer] + message.nbytes] if own is None else own
+            message, buffer = link.messages[number], in_place[peer][number]
+            if buffer is None:
+                buffer = bucket[begin[peer] : begin[peer] + message.nbytes]
+                link.add_copies(copies, message, buffer, pack=pack)
             buffers.append((peer, buffer))
-            for part in message.slices if own is None else ():
-                for view in link.own_views(part):
-                    dtype = link.dtypes[part.item]
-                    stop = part.offset + view.numel() * dtype.itemsize
-                    packed = buffer[part.offset : stop].view(dtype).view(view.shape)
-                    copies.add(*((packed, view) if pack else (view, packed)))
         copies.build()
         rounds.append((buffers, copies))
     return rounds, sum(bucket.numel() for bucket in buckets) + sum(copies.table_bytes for _, copies in rounds)

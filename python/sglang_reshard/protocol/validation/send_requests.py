@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout.regions import LocalRegion
+from sglang_reshard.layout.regions import ITEM_BYTES, LocalRegion
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan.p2p import SendRequest
 
@@ -25,6 +25,10 @@ def check_send_request(request: SendRequest, layout: SourceLayout, trainer_rank:
         raise _invalid(who, f"its columns have {len(request.tensor_ids)} and {len(request.region_ids)} bytes")
     tensors = np.frombuffer(request.tensor_ids, "<i4").astype(np.int64)
     elements = np.frombuffer(request.region_ids, "<i4").astype(np.int64)
+    if request.dtypes or request.dtype_ids:
+        numbered = len(request.dtype_ids) == len(tensors) and max(request.dtype_ids, default=-1) < len(request.dtypes)
+        if not numbered or not ITEM_BYTES.keys() >= set(request.dtypes):
+            raise _invalid(who, f"its dtypes are {request.dtypes[:4]} of {len(request.dtype_ids)} items")
     if not len(tensors):
         return
     for column, size, of in ((tensors, len(layout.tensors), "tensors"), (elements, len(request.regions), "regions")):

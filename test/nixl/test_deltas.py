@@ -1,0 +1,91 @@
+"""What has changed, read by NIXL: bit-exact, also beside engines that need everything and pass it on to each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from test_relay import place, relaying_sender, sends_of
+
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.engine.receiver import WeightReceiver
+from support.nixl_env import needs_nixl, use_nixl
+from support.toy import ToyRank
+from support.toy_changes import HIDDEN, become, same, sharded
+from support.world import run_world
+
+pytestmark = needs_nixl
+BF16 = torch.bfloat16
+SIZES = (1, 2)
+
+
+def train(trainer: Any) -> list[Any]:
+    use_nixl()
+    sender = WeightSender.over(
+        trainer.group, trainer.send, timeout_s=30, transport="nixl", delta="auto", bucket_bytes=8192
+    )
+    weights = sharded(1, torch.float32)
+    reports = []
+    for version in range(1, 5):
+        become(weights, version, torch.float32)
+        reports.append(sender.update(weights.items(), verify="full"))
+    sender.close()
+    return reports
+
+
+def serve(rank: int, size: int, requests: Any) -> list[bool]:
+    use_nixl()
+    model = ToyRank(rank, size, BF16, HIDDEN)
+    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    seen = []
+    for request in requests:
+        requests.answer(receiver.update(request))
+        seen.append(same(model, request.update, torch.float32, BF16))
+    return seen
+
+
+def test_engine_ranks_read_what_has_changed() -> None:
+    told, seen = run_world(2, 2, train, serve)
+    assert seen == [[True] * 4] * 2
+    for reports in told:
+        assert [report.delta for report in reports] == [False, True, True, True]
+        assert all(report.received_bytes < reports[0].received_bytes / 16 for report in reports[1:])
+
+
+def train_several(trainer: Any) -> list[Any]:
+    use_nixl()
+    sender, _host = relaying_sender(trainer, relay=True, delta="auto")
+    sender.set_engines(sends_of(trainer, SIZES))
+    weights = sharded(1, torch.float32)
+    reports = []
+    for version in range(1, 5):
+        become(weights, version, torch.float32)
+        reports.append(sender.update(weights.items(), verify="full"))
+    sender.close()
+    return reports
+
+
+def serve_several(rank: int, _size: int, requests: Any) -> list[bool]:
+    """In the third update, the second engine has other weights than it was sent."""
+    use_nixl()
+    engine, rank = place(rank, SIZES)
+    model = ToyRank(rank, SIZES[engine], BF16, HIDDEN)
+    receiver = WeightReceiver(model, rank, SIZES[engine], torch.device("cpu"))
+    seen = []
+    for version, request in enumerate(requests, start=1):
+        if (version, engine, rank) == (3, 1, 1):
+            model.norm.data[0] += 1
+        requests.answer(receiver.update(request))
+        seen.append(same(model, version, torch.float32, BF16))
+    return seen
+
+
+def test_an_engine_that_reads_deltas_passes_on_all_weights() -> None:
+    told, seen = run_world(2, sum(SIZES), train_several, serve_several)
+    assert seen == [[True] * 4] * sum(SIZES)
+    for reports in told:
+        assert [report["replica 0"].delta for report in reports] == [False, True, True, True]
+        assert [report["replica 1"].delta for report in reports] == [False, True, False, True]
+        relayed = [[report[name].relayed_bytes > 0 for report in reports] for name in ("replica 0", "replica 1")]
+        assert relayed == [[True, False, False, False], [True, False, True, False]]
+        assert all(of_engine.message == "" for report in reports for of_engine in report.values())

@@ -1,0 +1,41 @@
+"""Toy weights of which a version changes one element in a hundred of the version before."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from support.toy import ToyRank, checkpoint
+
+HIDDEN = 64
+
+
+def weights_of(version: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Whole tensors of a version, from 1."""
+    weights = {name: t.to(dtype) for name, t in checkpoint(1, hidden=HIDDEN).items()}
+    for number in range(2, version + 1):
+        generator = torch.Generator().manual_seed(number)
+        for tensor in weights.values():
+            flat = tensor.view(-1)
+            where = torch.randperm(len(flat), generator=generator)[: max(1, len(flat) // 100)]
+            flat[where] = torch.randn(len(where), generator=generator).to(dtype)
+    return weights
+
+
+def sharded(version: int, dtype: torch.dtype) -> dict[str, DTensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in weights_of(version, dtype).items()}
+
+
+def become(weights: dict[str, DTensor], version: int, dtype: torch.dtype) -> None:
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            tensor.to_local().copy_(sharded(version, dtype)[name].to_local())
+
+
+def same(model: ToyRank, version: int, given: torch.dtype, live: torch.dtype) -> bool:
+    expected = ToyRank(model.rank, model.size, live, HIDDEN)
+    expected.load_weights(weights_of(version, given).items())
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))

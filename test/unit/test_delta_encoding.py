@@ -1,0 +1,120 @@
+"""Deltas of one message: lossless, in the fewest bytes, and named by a checksum that both sides compute apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_reshard.delta.checksum import ROW_WORDS, change_of_checksum, message_checksum
+from sglang_reshard.delta.encoding import BLOCK, UNITS, Kind, apply, cut_pieces, encode
+from sglang_reshard.digest.coefficients import MODULUS
+
+SIZES = [1, 2, 3, 7, 8, 9, 64, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5]
+
+
+def messages(units: int, unit_bytes: int, changed: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two messages of so many units, in bytes, that differ in `changed` of them."""
+    generator = np.random.default_rng(seed)
+    base = generator.integers(0, 256, units * unit_bytes, np.uint8)
+    new = base.copy()
+    where = generator.choice(units, changed, replace=False)
+    new.reshape(units, unit_bytes)[where, generator.integers(0, unit_bytes)] ^= generator.integers(1, 256, 1, np.uint8)
+    return torch.from_numpy(new), torch.from_numpy(base)
+
+
+@given(
+    units=st.sampled_from(SIZES),
+    unit_bytes=st.sampled_from(list(UNITS)),
+    part=st.floats(0, 1) | st.floats(0, 0.05),
+    seed=st.integers(0, 1 << 32),
+    offset=st.sampled_from([0, 4]),
+)
+def test_a_delta_is_lossless_and_takes_the_fewest_bytes(
+    units: int, unit_bytes: int, part: float, seed: int, offset: int
+) -> None:
+    changed = min(units, round(part * units))
+    new, base = messages(units, unit_bytes, changed, seed)
+    base = torch.cat([torch.zeros(offset, dtype=torch.uint8), base])[offset:]  # at another address
+    out = torch.full((units * unit_bytes + 64,), 0xAB, dtype=torch.uint8)
+    found = encode(new, base, unit_bytes, out)
+    assert found is not None
+    encoded, positions = found
+    nbytes = encoded.payload_bytes(units, unit_bytes)
+    assert encoded.changed == changed
+    assert nbytes <= units * unit_bytes + 7
+    assert (out[nbytes:] == 0xAB).all(), "nothing is written beyond the payload"
+    if positions is not None and changed:
+        differ = (new.view(units, unit_bytes) != base.view(units, unit_bytes)).any(1).nonzero().flatten()
+        assert torch.equal(positions, differ)
+        kinds = [encoded._replace(kind=kind).payload_bytes(units, unit_bytes) for kind in Kind if kind is not Kind.SAME]
+        assert nbytes == min(kinds)
+    there = base.clone()
+    apply(encoded, out[:nbytes].clone(), unit_bytes, there)
+    assert torch.equal(there, new)
+    room = torch.empty(max(0, nbytes - 8), dtype=torch.uint8)
+    assert nbytes == 0 or encode(new, base, unit_bytes, room) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [(0, Kind.SAME), (100, Kind.POSITIONS), (BLOCK // 8, Kind.MASK), (BLOCK, Kind.WHOLE)],
+)
+def test_the_kind_follows_what_has_changed(changed: int, kind: Kind) -> None:
+    new, base = messages(BLOCK, 2, changed, 7)
+    found = encode(new, base, 2, torch.empty(4 * BLOCK, dtype=torch.uint8))
+    assert found is not None
+    assert found[0].kind is kind
+
+
+def test_values_are_bits() -> None:
+    """A NaN is equal to itself, and -0.0 differs from 0.0."""
+    base = torch.tensor([float("nan"), 0.0, 1.0, 2.0])
+    new = torch.tensor([float("nan"), -0.0, 1.0, 2.0])
+    found = encode(new.view(torch.uint8), base.view(torch.uint8), 4, torch.empty(64, dtype=torch.uint8))
+    assert found is not None
+    assert found[1] is not None
+    assert found[1].tolist() == [1]
+
+
+@given(
+    units=st.sampled_from([*SIZES, ROW_WORDS * 4 + 3]),
+    unit_bytes=st.sampled_from(list(UNITS)),
+    part=st.floats(0.001, 0.1),
+    seed=st.integers(0, 1 << 32),
+    row=st.integers(0, 1000),
+)
+def test_a_checksum_changes_by_what_has_changed(units: int, unit_bytes: int, part: float, seed: int, row: int) -> None:
+    new, base = messages(units, unit_bytes, max(1, int(part * units)), seed)
+    before, after = message_checksum(base, row), message_checksum(new, row)
+    assert before != after
+    dtype = UNITS[unit_bytes]
+    positions = (new.view(dtype) != base.view(dtype)).nonzero().flatten()
+    change = change_of_checksum(positions, base.view(dtype)[positions], new.view(dtype)[positions], row)
+    assert (before + change) % MODULUS == after
+    moved = torch.cat([torch.zeros(1, dtype=torch.uint8), new])[1:]
+    assert message_checksum(moved, row) == after, "wherever it is"
+
+
+def test_a_checksum_depends_on_where_a_value_is() -> None:
+    message = torch.arange(ROW_WORDS * 4 * 2, dtype=torch.int64).to(torch.uint8)
+    swapped = message.clone()
+    swapped[:4], swapped[4:8] = message[4:8], message[:4]
+    rows = message.view(2, -1).flip(0).contiguous().view(-1)
+    found = {message_checksum(m, row) for m in (message, swapped) for row in (0, 1)}
+    assert len(found) == 4
+    assert message_checksum(message, 0) == message_checksum(rows, 0) or not torch.equal(message, rows)
+
+
+@given(st.lists(st.integers(0, 50)), st.integers(1, 100))
+def test_pieces_are_all_messages_in_order(sizes: list[int], most: int) -> None:
+    pieces = cut_pieces(sizes, most)
+    covered = [number for piece in pieces for number in piece]
+    assert covered == list(range(covered[0], covered[-1] + 1)) if covered else not any(sizes)
+    assert sum(sizes) == sum(sizes[number] for number in covered)
+    for piece in pieces:
+        nbytes = sum(sizes[number] for number in piece)
+        assert nbytes > 0
+        assert nbytes <= most or sum(sizes[number] > 0 for number in piece) == 1
