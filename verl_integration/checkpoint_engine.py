@@ -91,7 +91,9 @@ class ReshardCheckpointEngine(CheckpointEngine):
         address = None
         if self._is_trainer:
             settings = self._settings
-            self._sender = self._sender or ReplicaSender(settings, settings.on_failure, settings.relay)
+            self._sender = self._sender or ReplicaSender(
+                settings, settings.on_failure, relay=settings.relay, asynchronous=settings.asynchronous
+            )
             address = self._sender.host()
             self._sync += 1
         return msgspec.to_builtins(WorkerInfo(address, self._sync, self._replica, self._left_out.replicas))
@@ -146,7 +148,8 @@ class ReshardCheckpointEngine(CheckpointEngine):
             raise
         finally:
             if sender.rank == 0:
-                channel.put_outcome(topology.sync, topology.replicas + topology.left_out, failure)
+                replicas = topology.replicas + topology.left_out
+                channel.put_outcome(topology.sync, replicas, failure, sender.global_steps)
         if sender.rank != 0:
             return {}
         if self._settings.on_failure == "exclude":

@@ -22,6 +22,8 @@ def sync_metrics(reports: Mapping[str, UpdateReport], seconds: float) -> dict[st
     reshard/seconds/PHASE       on the slowest rank
     reshard/predicted_seconds   the cost model's prediction of `move`
     reshard/transport/NAME      number of engines updated by this transport
+    reshard/delta               number of engines that were sent what had changed only
+    reshard/changed_share       of elements, on the engine of which the most had
     """
     ranks = [rank for report in reports.values() for rank in report.engine_ranks]
     received = max((rank.received_bytes for rank in ranks), default=0)
@@ -41,6 +43,9 @@ def sync_metrics(reports: Mapping[str, UpdateReport], seconds: float) -> dict[st
             found[key] = max(spent, found.get(key, 0.0))
         key = f"reshard/transport/{report.transport}"
         found[key] = found.get(key, 0.0) + 1.0
+        if report.changed_share is not None:
+            found["reshard/delta"] = found.get("reshard/delta", 0.0) + 1.0
+            found["reshard/changed_share"] = max(report.changed_share, found.get("reshard/changed_share", 0.0))
     return found
 
 

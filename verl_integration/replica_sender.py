@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ray
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from sglang_reshard.control import Address
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.protocol.session import Session
+from sglang_reshard.trainer.background import UpdateHandle
 from sglang_reshard.trainer.collectives import gather_messages
 from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.verl.engine_shards import EngineShards, lora_adapter
@@ -33,14 +34,27 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
+class _Background(NamedTuple):
+    """A sync whose update runs in the background."""
+
+    handle: UpdateHandle[dict[str, UpdateReport]]
+    global_steps: int | None
+
+
 class ReplicaSender:
     """One trainer rank's sessions with all replicas. Trainer ranks are the ranks of torch.distributed's world."""
 
     def __init__(
-        self, settings: Settings, on_failure: Literal["raise", "exclude"] = "raise", relay: bool = False
+        self,
+        settings: Settings,
+        on_failure: Literal["raise", "exclude"] = "raise",
+        *,
+        relay: bool = False,
+        asynchronous: bool = False,
     ) -> None:
-        """`on_failure`, `relay`: see `MultiEngineSender`."""
+        """`on_failure`, `relay`: see `MultiEngineSender`; `asynchronous`: see `Settings`."""
         self._settings, self._on_failure, self._relay = settings, on_failure, relay
+        self._asynchronous = asynchronous
         self.failed: dict[str, str] = {}  # in the last sync: replica -> why
         self.rank = dist.get_rank()
         self._host: Session | None = None
@@ -50,6 +64,8 @@ class ReplicaSender:
         self._replicas: Mapping[str, Send | None] = {}
         self._shards = EngineShards(lambda message, kind: gather_messages(message, kind, world()))
         self._version: int | None = None
+        self.global_steps: int | None = None  # whose weights the replicas have; None before their first
+        self._background: _Background | None = None
         self._logged = ""
 
     def host(self) -> Address | None:
@@ -62,7 +78,8 @@ class ReplicaSender:
     def set_replicas(self, address: Address, replicas: Mapping[str, Send | None]) -> None:
         """Sets the current replicas. A restarted replica has another name. Collective."""
         if self._sender is None:
-            self._sender = self._multi_sender(address, relay=self._relay)
+            self._sender = self._multi_sender(address, relay=self._relay, delta=self._settings.delta)
+        self._sender.wait_for_background()
         self._sender.set_engines(replicas)
         self._address, self._replicas = address, replicas
 
@@ -107,25 +124,54 @@ class ReplicaSender:
         started: float,
     ) -> dict[str, float]:
         """`temporary`: the shards' memory is freed afterwards."""
-        self.failed = {}
-        reports = sender.update(
-            named_tensors,
-            on_failure=self._on_failure,
+        options = {
+            "on_failure": self._on_failure,
             # verl may sync a step again, after validation for example; an engine accepts a version once.
-            weight_version=None if global_steps is None or global_steps == self._version else str(global_steps),
-            ignore=self._settings.ignore,
-            check_finite=self._settings.check_finite,
-            verify=self._settings.verify,
-            staged=self._settings.staged,
-            unmap_after=temporary,
-            draft=self._settings.draft,
-        )
+            "weight_version": None if global_steps is None or global_steps == self._version else str(global_steps),
+            "ignore": self._settings.ignore,
+            "check_finite": self._settings.check_finite,
+            "verify": self._settings.verify,
+            "staged": self._settings.staged,
+            "unmap_after": temporary,
+            "draft": self._settings.draft,
+        }
+        self.failed, self._version = {}, global_steps
+        if self._asynchronous:
+            options["unmap_after"] = temporary or engine.is_param_offload_enabled
+            return self._sync_in_background(sender, named_tensors, options, global_steps)
+        reports = sender.update(named_tensors, **options)
         if temporary or engine.is_param_offload_enabled:  # views would keep what verl moves to the GPU next
             sender.release()
-        self._version = global_steps
+        self.global_steps = global_steps
+        return self._metrics_of(reports, time.perf_counter() - started)
+
+    def _sync_in_background(
+        self,
+        sender: MultiEngineSender,
+        named_tensors: NamedShards,
+        options: dict[str, Any],
+        global_steps: int | None,
+    ) -> dict[str, float]:
+        """Copies the shards, and starts the update. The metrics are those of the sync before, which has ended.
+
+        The first sync waits: until then replicas may have no weights at all.
+        """
+        handle = sender.update_async(named_tensors, **options)
+        current = _Background(handle, global_steps)
+        ended, self._background = self._background or current, current
+        reports = ended.handle.wait()
+        assert reports is not None, "it was not skipped"
+        self.global_steps = ended.global_steps
+        metrics = self._metrics_of(reports, max(report.seconds.get("total", 0.0) for report in reports.values()))
+        metrics["reshard/stall_seconds"] = handle.waited_s + handle.copied_s
+        if global_steps is not None and self.global_steps is not None:
+            metrics["reshard/staleness"] = float(global_steps - self.global_steps)
+        return metrics
+
+    def _metrics_of(self, reports: dict[str, UpdateReport], seconds: float) -> dict[str, float]:
         self.failed = {name: report.message for name, report in reports.items() if not report.success}
         reports = {name: report for name, report in reports.items() if report.success}
-        metrics = sync_metrics(reports, time.perf_counter() - started)
+        metrics = sync_metrics(reports, seconds)
         self._record(reports, metrics)
         return metrics
 

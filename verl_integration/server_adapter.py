@@ -52,7 +52,7 @@ async def _update_weights(
     **kwargs: Any,
 ) -> Any:
     if isinstance(weights, PendingSync):
-        return await _wait_for_sync(adapter, weights, global_steps)
+        return await _wait_for_sync(adapter, weights)
     # A checkpoint engine's worker passes the wire format of its weights; a hybrid worker has the engine, and does not.
     if "wire_format" not in kwargs and adapter.config.checkpoint_engine.backend == BACKEND:
         engine = engine_of(weights)
@@ -65,12 +65,12 @@ async def _update_weights(
     return await stock(adapter, weights, global_steps=global_steps, **kwargs)
 
 
-async def _wait_for_sync(adapter: Any, pending: PendingSync, global_steps: int | None) -> None:
+async def _wait_for_sync(adapter: Any, pending: PendingSync) -> None:
     await adapter._init_server_adapter()
     if not pending.is_first:
         return
     pending.channel.put_server_url(pending.replica, adapter._engine.server_args.url())
-    await asyncio.to_thread(pending.channel.wait_for_outcome, pending.sync, pending.replica)
+    global_steps = await asyncio.to_thread(pending.channel.wait_for_outcome, pending.sync, pending.replica)
     await _set_global_steps(adapter, global_steps)
 
 
@@ -83,7 +83,7 @@ async def _reshard(adapter: Any, engine: Any, global_steps: int | None, only_ada
         setattr(adapter, _SENDER, sender)
     metrics = sender.update_adapter(engine, global_steps) if only_adapter else sender.update(engine, global_steps)
     if adapter._engine is not None and adapter._is_server_tp_leader():
-        await _set_global_steps(adapter, global_steps)
+        await _set_global_steps(adapter, sender.global_steps)
     return metrics
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.plan import check_transport
-from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Verify
+from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Delta, Verify
 
 BACKEND = "reshard"
 
@@ -27,6 +27,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ignore        fnmatch patterns of names that the engine need not use
     draft         update the draft models of speculative decoding, too
     relay         standalone replicas read from each other what one of them has read already; with transport="nixl" only
+    delta         "auto" sends what has changed where that is less, see `WeightSender`
+    asynchronous  syncs return when the shards are copied; replicas have the weights later
     on_failure    "raise", or "exclude": standalone replicas that fail are left out until they have pulled the weights
     interface     address of trainer rank 0's host that rollout hosts can reach; Ray's address of that node if empty
     """
@@ -40,6 +42,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ignore: tuple[str, ...] = ()
     draft: bool = True
     relay: bool = False
+    delta: Delta = "off"
+    asynchronous: bool = False
     on_failure: Literal["raise", "exclude"] = "raise"
     interface: str = ""
 

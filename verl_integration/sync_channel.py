@@ -16,7 +16,10 @@ from sglang_reshard.protocol.messages import WAITS, Failure, decode, encode
 
 
 class _Outcome(msgspec.Struct, frozen=True):
+    """`global_steps`: the step whose weights the replica has now; None if it has no sync's yet."""
+
     failure: Failure | None
+    global_steps: int | None = None
 
 
 class SyncChannel:
@@ -33,19 +36,25 @@ class SyncChannel:
         """Returns the URL of a replica's server. Raises DeadlineExceeded if its workers do not publish it."""
         return self._get(f"url/{replica}", "its server's address", replica, self._timeout_s).decode()
 
-    def put_outcome(self, sync: int, replicas: Sequence[str], failure: Failure | None) -> None:
+    def put_outcome(
+        self, sync: int, replicas: Sequence[str], failure: Failure | None, global_steps: int | None
+    ) -> None:
         """Publishes the outcome of a sync for each replica, and deletes that of the previous sync."""
         for replica in replicas:
-            self._client.set({f"outcome/{replica}/{sync}": encode(_Outcome(failure))})
+            self._client.set({f"outcome/{replica}/{sync}": encode(_Outcome(failure, global_steps))})
             self._client.delete_keys([f"outcome/{replica}/{sync - 1}"])
 
-    def wait_for_outcome(self, sync: int, replica: str) -> None:
-        """Returns when a sync has succeeded. Raises its failure, or DeadlineExceeded if it does not end."""
+    def wait_for_outcome(self, sync: int, replica: str) -> int | None:
+        """Returns when a sync has succeeded: the step whose weights the replica has then, if any.
+
+        Raises the sync's failure, or DeadlineExceeded if it does not end.
+        """
         what = f"the end of sync {sync}"
         data = self._get(f"outcome/{replica}/{sync}", what, replica, WAITS * self._timeout_s)
-        failure = decode(data, _Outcome).failure
-        if failure is not None:
-            raise failure.error()
+        outcome = decode(data, _Outcome)
+        if outcome.failure is not None:
+            raise outcome.failure.error()
+        return outcome.global_steps
 
     def _get(self, key: str, what: str, replica: str, timeout_s: float) -> bytes:
         try:

@@ -83,6 +83,27 @@ def one_replica_fails(order: dict[str, Any]) -> dict[str, Any]:
         return {"updates": seen}
 
 
+def in_the_background(order: dict[str, Any]) -> dict[str, Any]:
+    """Four syncs that do not wait for their updates; the last three change few tensors each.
+
+    served  the version of the replica's weights, once the sync's update has ended
+    """
+    with a_job(order) as job:
+        (replica,) = job.replicas
+        server = RemoteEngine(f"http://{replica.replica.server_address}")
+        seen = []
+        for version in (1, 2, 3, 4):
+            job.trainer.perturb(version, "layernorm" if version > 1 else "")
+            update = job.update(version)
+            job.trainer.save(job.folder / f"checkpoint-{version}")
+            deadline = time.monotonic() + 60
+            while server.weights_info().version != str(version) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            served, digests = server.weights_info().version, replica.live_digests(job.folder / "digests")
+            seen.append({**update, "served": served, "digests": digests})
+        return {"updates": seen}
+
+
 def ppo(order: dict[str, Any]) -> None:
     """examples/tiny_on_cpu.py. order: `overrides`, of its settings
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from seen import FSDP1, GLOO_RANK0, RESHARD, assert_arrived, assert_nothing_gathered, assert_says_the_same, cold_loads
+from support.live_memory import differing
 from support.trainer_rows import shown
 from support.verl_host import run_job, verl_folder
 
@@ -45,6 +46,25 @@ def test_a_replica_that_fails_is_left_out_healed_by_the_other_and_back() -> None
         assert update["tokens"] == [update["expected"]] * len(update["tokens"])
     assert [update["left_out"] for update in seen] == [1, 1, 0]
     assert [update["versions"] for update in seen] == [["2", "1"], ["3", "3"], ["4", "4"]]
+
+
+def test_syncs_in_the_background_send_what_has_changed() -> None:
+    """`asynchronous` and `delta`. The first sync waits, as the replica has no weights before it."""
+    settings = [f"{OURS}.{setting}" for setting in ("transport=p2p", "asynchronous=True", "delta=auto", "staged=True")]
+    order = {"colocated": False, "dtype": "bfloat16", "ranks": 2, "replicas": 1, "tp_size": 1}
+    with verl_folder() as folder:
+        seen = run_job("jobs:in_the_background", folder, **order, overrides=[*RESHARD, *settings])["updates"]
+        cold = cold_loads(folder, 4, order["tp_size"], order["dtype"])
+    for update, (loaded,) in zip(seen, cold, strict=True):
+        assert differing(update["digests"][0], loaded) == []
+    assert [update["served"] for update in seen] == ["1", "2", "3", "4"]
+    metrics = [update["metrics"] for update in seen]
+    assert [m["reshard/staleness"] for m in metrics] == [0, 1, 1, 1]
+    # Metrics are those of the sync before.
+    assert ["reshard/delta" in m for m in metrics] == [False, False, True, True]
+    whole, delta = metrics[0]["reshard/bytes_per_rank"], metrics[3]["reshard/bytes_per_rank"]
+    assert delta < whole / 8
+    assert 0 < metrics[3]["reshard/changed_share"] < 0.1
 
 
 @pytest.mark.sweep

@@ -10,6 +10,7 @@ trainer rank has to say, and what it is told, does not grow with the number of e
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import warnings
 from collections.abc import Mapping
@@ -143,17 +144,22 @@ class MultiEngineSender:
     ) -> UpdateHandle[dict[str, UpdateReport]]:
         """Updates all engines from a copy of the shards, while the trainer goes on; see `WeightSender.update_async`.
 
-        Engines must not be set while it runs.
+        Engines must not be set while it runs: `wait_for_background` first.
         """
         chosen = self._options(on_failure, options)
+        of_copy = dataclasses.replace(chosen, unmap_after=False)
         assert self._sender is not None, "there are engines"
 
         def run(weights: TrainerState | NamedTensors) -> dict[str, UpdateReport]:
-            return self._update_engines(weights, chosen, on_failure)
+            return self._update_engines(weights, of_copy, on_failure)
 
         return self._background.start(
             self._sender, run, named_tensors, chosen, latest_only=latest_only, shadow_device=shadow_device
         )
+
+    def wait_for_background(self) -> None:
+        """Returns once no update runs in the background. What one has failed with is raised by its handle."""
+        self._background.wait()
 
     def _options(self, on_failure: str, options: dict[str, Any]) -> UpdateOptions:
         if on_failure not in ("raise", "exclude"):

@@ -204,16 +204,18 @@ class WeightSender(UpdateSender):
                        end: the handle says so, and the next one names it
         shadow_device  where the copy is; by default on the device of each shard. It takes as much memory as the shards
                        of this rank, and is kept for the next call until `release` or `close`
-        options        of `update`
+        options        of `update`; with `unmap_after`, views of the shards are dropped once they are copied, for a
+                       trainer that offloads or frees them now, and engine ranks keep the copy mapped
 
         Without `latest_only` it waits for the update before. Raises what that has failed with, unless its handle has
         raised it already; nothing is copied then, and ranks have to treat their handles alike. Only one thread may
         call methods of a sender; of those only handles' may be called while the update runs.
         """
         chosen = UpdateOptions.of(options)
+        of_copy = dataclasses.replace(chosen, unmap_after=False)
 
         def run(weights: TrainerState | NamedTensors) -> UpdateReport:
-            return self._update_engine(weights, chosen)
+            return self._update_engine(weights, of_copy)
 
         return self._background.start(
             self, run, named_tensors, chosen, latest_only=latest_only, shadow_device=shadow_device

@@ -38,6 +38,7 @@ class DeltaTarget:
     """Applies deltas on one engine rank. What it reads from mapped memory, it reads whole.
 
     received_bytes, read_bytes   of the last update, as `Transport` has them
+    compared, changed            units of all messages, and those that it changed
     extra_bytes                  of its buffers
     """
 
@@ -70,6 +71,8 @@ class DeltaTarget:
             self._incoming = _P2pReceives(context)
         self.extra_bytes = len(bucket) + sum(map(len, self._rooms)) + self._direct.extra_bytes
         self.received_bytes, self.read_bytes = 0, dict[int, int]()
+        self.compared = sum(m.units(n) for m in self._written.values() for n in range(len(m)))
+        self.changed = 0
 
     def is_base_of(self, sections: Sections) -> bool:
         """Returns whether the live weights are what these sections change: their checksums are equal."""
@@ -120,6 +123,7 @@ class DeltaTarget:
             pending += [self._incoming.start(following) for following in rounds[number + BUCKETS :][:1]]
         self.read_bytes = self._direct.read_bytes | {t: sections[t].nbytes for t in self._written}
         self.received_bytes = sum(self.read_bytes.values())
+        self.changed = sum(message.changed for of_link in encoded.values() for message in of_link)
 
     def _pieces(self, trainer_rank: int, encoded: Sequence[Encoded]) -> list[tuple[range, int, int]]:
         """Returns the pieces of a section: their messages, offset and bytes."""

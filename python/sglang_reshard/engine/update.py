@@ -157,7 +157,8 @@ class UpdateExecutor:
         transfer = self.transfer
         # Buffers of an earlier update count too, and so do those that found room in freed memory.
         peak_extra_bytes = max(context.memory.extra_bytes() + context.kept_bytes, transfer.held_bytes)
-        moved = transfer.deltas if context.delta and transfer.deltas is not None else transfer.transport
+        deltas = transfer.deltas if context.delta else None
+        moved = deltas or transfer.transport
         report = RankReport(
             rank=self._rank,
             received_bytes=moved.received_bytes,
@@ -165,6 +166,8 @@ class UpdateExecutor:
             peak_extra_bytes=peak_extra_bytes,
             seconds=context.seconds,
             staged_bytes=transfer.shadow_bytes,
+            compared=deltas.compared if deltas is not None else 0,
+            changed=deltas.changed if deltas is not None else 0,
             foreign_bytes=context.memory.foreign_bytes(),
             relayed_bytes=transfer.relays.outcome.read_bytes if transfer.relays is not None else 0,
         )

@@ -28,6 +28,8 @@ class RankReport(msgspec.Struct, frozen=True):
     seconds           phase -> seconds
     staged_bytes      bytes of the extra memory that hold new weights beside the old ones
     relayed_bytes     of those received, bytes read from the memory of other engines
+    compared          elements that the trainer has compared with what it had sent before; 0 if everything was sent
+    changed           of these, elements that had changed
     foreign_bytes     growth of the GPU's memory outside of torch's allocator (contexts, NCCL), from before the update
                       until its end: an upper bound, as other processes on the GPU count too; 0 on CPU
     """
@@ -40,6 +42,8 @@ class RankReport(msgspec.Struct, frozen=True):
     staged_bytes: int = 0
     foreign_bytes: int = 0
     relayed_bytes: int = 0
+    compared: int = 0
+    changed: int = 0
 
 
 def received_bytes(ranks: Iterable[RankReport]) -> int:
@@ -125,6 +129,12 @@ class UpdateReport(msgspec.Struct, frozen=True):
         return sum(rank.relayed_bytes for rank in self.engine_ranks)
 
     @property
+    def changed_share(self) -> float | None:
+        """The share of elements that had changed; None if everything was sent."""
+        compared = sum(rank.compared for rank in self.engine_ranks)
+        return sum(rank.changed for rank in self.engine_ranks) / compared if self.delta and compared else None
+
+    @property
     def bytes_per_second(self) -> float:
         return bytes_per_second(self.engine_ranks, self.seconds)
 
@@ -187,7 +197,7 @@ def _overview(report: UpdateReport) -> Table:
         (
             "received",
             f"{format_bytes(report.received_bytes)} by {len(report.engine_ranks)} engine ranks together"
-            + (", as what had changed" if report.delta else ""),
+            + ("" if report.changed_share is None else f": {report.changed_share:.2%} of elements had changed"),
         ),
         ("rate", f"{format_bytes(report.bytes_per_second)}/s during the slowest rank's move"),
         ("bucket", format_bytes(report.bucket_bytes)),

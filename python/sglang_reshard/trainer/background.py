@@ -115,7 +115,11 @@ class BackgroundUpdates(Generic[T]):
         waited_s = time.perf_counter() - began
         weights: TrainerState | NamedTensors
         try:
-            weights = self._shadow_on(sender, shadow_device).take(named_tensors, partial=options.partial)
+            shadow = self._shadow_on(sender, shadow_device)
+            weights = shadow.take(named_tensors, partial=options.partial)
+            if options.unmap_after:
+                runtime().synchronize(runtime().used_devices())  # the copies may still be under way
+                shadow.drop_sources()
         except Exception as error:
             weights = _raising(error)  # so that the other ranks hear of it
         copied_s = time.perf_counter() - began - waited_s

@@ -44,6 +44,10 @@ class ShadowShards:
             self._copies.run()
         return self._state
 
+    def drop_sources(self) -> None:
+        """Drops the views of the shards, whose memory can be freed then. The copy stays, for the next one."""
+        self._changes, self._copies = None, CopyList()
+
     def release(self) -> None:
         """Drops the copy, and the views of the shards."""
         self._changes, self._state, self._copies, self.nbytes = None, None, CopyList(), 0

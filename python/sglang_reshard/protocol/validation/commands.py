@@ -35,7 +35,9 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
         raise _invalid_request(f"timeout_s={request.timeout_s} is not above 0 and at most {MAX_TIMEOUT_S:.0f}")
     sections = [section for of_ranks in request.sections for section in of_ranks.values()]
     if len(request.sections) not in (0, ranks) or not all(0 <= s.nbytes <= MAX_BUCKET_BYTES for s in sections):
-        raise _invalid_request(f"it offers deltas of {len(request.sections)} of {ranks} trainer ranks, or too large ones")
+        raise _invalid_request(
+            f"it offers deltas of {len(request.sections)} of {ranks} trainer ranks, or too large ones"
+        )
     if request.relay is not None:
         _check_relay(request, request.relay)
     version = request.weight_version or ""
