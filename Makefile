@@ -172,6 +172,12 @@ bench-hosts: setup
 bench-async: setup
 	$(BIN)/python -m benchmark.async_updates
 
+# What changes from step to step in training, and what sending only that saves on shaped links between hosts, which need
+# root: fifteen minutes. It writes benchmark/results/deltas.json and docs/results/deltas.md.
+.PHONY: bench-deltas
+bench-deltas: setup
+	$(BIN)/python -m benchmark.deltas
+
 # Control messages of an update of up to 1,024 trainer ranks and 256 engine ranks, without what they move: a minute. It
 # writes benchmark/results/control.json and docs/results/control.md.
 .PHONY: bench-control

@@ -105,6 +105,51 @@ def async_updates(path: Path) -> str:
     return "\n".join(lines)
 
 
+def deltas(path: Path) -> str:
+    head, rows = results.load(path)
+    lines = [
+        f"{_measured_by(head, path)}.",
+        "",
+        "| run | learning rate | steps | elements of bfloat16 that change in a step, median | most |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        if "run" in r:
+            shares = f"{r['changed_median']:.2%} | {r['changed_max']:.2%}"
+            lines.append(f"| {r['run']} | {r['learning_rate']:g} | {r['steps']} | {shares} |")
+    lines += [
+        "",
+        "| link | receivers | transport | learning rate | changed | received by one, MB | update, s "
+        "| times as fast as a full one | publish, s | compare, s | move, s | bit-exact |",
+        "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    links = [r for r in rows if "receivers" in r]
+    for r in links:
+        full = next(
+            o["seconds"]
+            for o in links
+            if o["delta"] == "off" and all(o[key] == r[key] for key in ("rate", "receivers", "transport"))
+        )
+        changed = "all sent" if r["changed"] is None else f"{r['changed']:.2%}"
+        name = f"`{r['transport']}`" + (", `relay`" if r["relay"] else "")
+        cells = [r["rate"], str(r["receivers"]), name, f"{r['learning_rate']:g}", changed]
+        cells += [f"{r['received_bytes'] / 1e6:.1f}", f"{r['seconds']:.2f}", f"{full / r['seconds']:.1f}"]
+        cells += [f"{r[f'{phase}_seconds']:.2f}" for phase in ("publish", "compare", "move")]
+        lines.append("| " + " | ".join([*cells, _yes(r["bit_exact"])]) + " |")
+    lines += [
+        "",
+        "| link | transport | `delta` | a training step, s | the same beside an update, s | slower by | steps |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        if "meanwhile_seconds" in r:
+            slower = r["meanwhile_seconds"] / r["step_seconds"] - 1
+            cells = [r["rate"], f"`{r['transport']}`", f"`{r['delta']}`", f"{r['step_seconds']:.2f}"]
+            cells += [f"{r['meanwhile_seconds']:.2f}", f"{slower:.1%}", str(r["steps_meanwhile"])]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def block_fp8(path: Path) -> str:
     head, rows = results.load(path)
     verl = next(r["seconds_median"] for r in rows if r["way"] == "verl")
@@ -362,6 +407,7 @@ TABLES: dict[str, Table] = {
     "digest": Table("docs/results/digest.md", results.FOLDER / "digest.json", digest),
     "mesh-to-mesh": Table("docs/results/mesh-to-mesh.md", results.FOLDER / "mesh_to_mesh.json", mesh_to_mesh),
     "async-updates": Table("docs/results/async-updates.md", results.FOLDER / "async-updates.json", async_updates),
+    "deltas": Table("docs/results/deltas.md", results.FOLDER / "deltas.json", deltas),
     "block-fp8": Table("docs/results/block-fp8.md", results.FOLDER / "block-fp8.json", block_fp8),
     "quantization": Table("docs/results/quantization.md", results.FOLDER / "quantization.json", quantization),
     "control": Table("docs/results/control.md", results.FOLDER / "control.json", control),

@@ -62,7 +62,7 @@ def train(job: Job) -> None:
     state = {f"w{i}": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for i in range(job.tensors)}
     sender = ModuleSender(interface=job.address, transport=job.transport, relay=job.relay, timeout_s=_WAIT_S)
     if job.rank == 0:
-        _write(job, "metadata", sender.metadata)
+        write(job.folder, "metadata", sender.metadata)
     sender.wait_for_receivers(job.receivers, _WAIT_S)
     seconds, sent, received, transports = [], 0, [0], set()
     for version in range(job.updates + 1):
@@ -81,8 +81,8 @@ def train(job: Job) -> None:
             transports = {report.transport for report in updated}
     if job.rank == 0:
         found = {"seconds": seconds, "received": received, "transports": sorted(transports)}
-        _write(job, "timed", json.dumps(found))
-    _write(job, f"sent-{job.rank}", str(sent // max(1, job.updates)))
+        write(job.folder, "timed", json.dumps(found))
+    write(job.folder, f"sent-{job.rank}", str(sent // max(1, job.updates)))
     sender.close()
     dist.destroy_process_group()
 
@@ -93,26 +93,26 @@ def receive(job: Job) -> None:
         parameter = nn.Parameter(torch.empty(job.side, job.side, dtype=torch.bfloat16), requires_grad=False)
         model.register_parameter(f"w{number}", parameter)
     receiver = ModuleReceiver(model)
-    receiver.init(_read(job, "metadata"), timeout_s=_WAIT_S)
+    receiver.init(read(job.folder, "metadata"), timeout_s=_WAIT_S)
     for version in range(job.updates + 1):
         assert receiver.receive(_WAIT_S) == str(version)
     exact = all((p == values(n, job.updates)).all() for n, (_, p) in enumerate(model.named_parameters()))
-    _write(job, f"exact-{job.rank}", str(exact))
+    write(job.folder, f"exact-{job.rank}", str(exact))
     receiver.close()
 
 
 def sink(job: Job) -> None:
     with socket.create_server((job.address, _PORT)) as server:
-        _write(job, "listening", "")
+        write(job.folder, "listening", "")
         connection, _ = server.accept()
         began, arrived = time.perf_counter(), 0
         while arrived < job.nbytes:
             arrived += len(connection.recv(_CHUNK))
-        _write(job, "link", str(arrived / (time.perf_counter() - began)))
+        write(job.folder, "link", str(arrived / (time.perf_counter() - began)))
 
 
 def source(job: Job) -> None:
-    _read(job, "listening")
+    read(job.folder, "listening")
     with socket.create_connection((job.address, _PORT)) as connection:
         chunk, left = bytes(_CHUNK), job.nbytes
         while left > 0:
@@ -133,16 +133,16 @@ def _host_sent() -> int:
     return sent_by_link(Path("/proc/net/dev").read_text())
 
 
-def _write(job: Job, name: str, text: str) -> None:
+def write(folder: str, name: str, text: str) -> None:
     """Renames it into place, so that a reader never sees half of it."""
-    path = Path(job.folder, name)
+    path = Path(folder, name)
     partial = path.with_suffix(".partial")
     partial.write_text(text)
     partial.rename(path)
 
 
-def _read(job: Job, name: str) -> str:
-    path, end = Path(job.folder, name), time.monotonic() + _WAIT_S
+def read(folder: str, name: str) -> str:
+    path, end = Path(folder, name), time.monotonic() + _WAIT_S
     while not path.exists():
         assert time.monotonic() < end, f"{name} was not written"
         time.sleep(0.05)

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_reshard.delta.checksum import ROW_WORDS, change_of_checksum, message_checksum
+from sglang_reshard.delta.checksum import ROW_WORDS, message_checksum
 from sglang_reshard.delta.encoding import BLOCK, UNITS, Kind, apply, cut_pieces, encode
-from sglang_reshard.digest.coefficients import MODULUS
 
 SIZES = [1, 2, 3, 7, 8, 9, 64, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5]
 
@@ -41,14 +40,12 @@ def test_a_delta_is_lossless_and_takes_the_fewest_bytes(
     out = torch.full((units * unit_bytes + 64,), 0xAB, dtype=torch.uint8)
     found = encode(new, base, unit_bytes, out)
     assert found is not None
-    encoded, positions = found
+    encoded = found
     nbytes = encoded.payload_bytes(units, unit_bytes)
     assert encoded.changed == changed
     assert nbytes <= units * unit_bytes + 7
     assert (out[nbytes:] == 0xAB).all(), "nothing is written beyond the payload"
-    if positions is not None and changed:
-        differ = (new.view(units, unit_bytes) != base.view(units, unit_bytes)).any(1).nonzero().flatten()
-        assert torch.equal(positions, differ)
+    if changed:
         kinds = [encoded._replace(kind=kind).payload_bytes(units, unit_bytes) for kind in Kind if kind is not Kind.SAME]
         assert nbytes == min(kinds)
     there = base.clone()
@@ -66,7 +63,7 @@ def test_the_kind_follows_what_has_changed(changed: int, kind: Kind) -> None:
     new, base = messages(BLOCK, 2, changed, 7)
     found = encode(new, base, 2, torch.empty(4 * BLOCK, dtype=torch.uint8))
     assert found is not None
-    assert found[0].kind is kind
+    assert found.kind is kind
 
 
 def test_values_are_bits() -> None:
@@ -75,27 +72,20 @@ def test_values_are_bits() -> None:
     new = torch.tensor([float("nan"), -0.0, 1.0, 2.0])
     found = encode(new.view(torch.uint8), base.view(torch.uint8), 4, torch.empty(64, dtype=torch.uint8))
     assert found is not None
-    assert found[1] is not None
-    assert found[1].tolist() == [1]
+    assert found.changed == 1
 
 
 @given(
     units=st.sampled_from([*SIZES, ROW_WORDS * 4 + 3]),
     unit_bytes=st.sampled_from(list(UNITS)),
-    part=st.floats(0.001, 0.1),
     seed=st.integers(0, 1 << 32),
     row=st.integers(0, 1000),
 )
-def test_a_checksum_changes_by_what_has_changed(units: int, unit_bytes: int, part: float, seed: int, row: int) -> None:
-    new, base = messages(units, unit_bytes, max(1, int(part * units)), seed)
-    before, after = message_checksum(base, row), message_checksum(new, row)
-    assert before != after
-    dtype = UNITS[unit_bytes]
-    positions = (new.view(dtype) != base.view(dtype)).nonzero().flatten()
-    change = change_of_checksum(positions, base.view(dtype)[positions], new.view(dtype)[positions], row)
-    assert (before + change) % MODULUS == after
+def test_a_checksum_is_of_values_wherever_they_are(units: int, unit_bytes: int, seed: int, row: int) -> None:
+    new, base = messages(units, unit_bytes, 1, seed)
+    assert message_checksum(base, row) != message_checksum(new, row)
     moved = torch.cat([torch.zeros(1, dtype=torch.uint8), new])[1:]
-    assert message_checksum(moved, row) == after, "wherever it is"
+    assert message_checksum(moved, row) == message_checksum(new, row)
 
 
 def test_a_checksum_depends_on_where_a_value_is() -> None:

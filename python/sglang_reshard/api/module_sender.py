@@ -24,6 +24,7 @@ from sglang_reshard.protocol.messages import DEFAULT_TIMEOUT_S
 from sglang_reshard.protocol.request_mail import MailRoom, to_metadata
 from sglang_reshard.protocol.session import LOOPBACK
 from sglang_reshard.sources import NamedTensors
+from sglang_reshard.trainer.background import UpdateHandle
 from sglang_reshard.trainer.collectives import on_first_rank
 
 
@@ -38,7 +39,7 @@ class ModuleSender:
 
         group      process group of the trainer ranks, with a CPU backend; by default all ranks
         interface  address of rank 0's host at which receivers connect to it
-        options    transport, bucket_bytes and timeout_s, see `WeightSender`
+        options    transport, bucket_bytes, timeout_s, delta and delta_device, see `WeightSender`
         """
         group = group or dist.group.WORLD
         assert group is not None, "init_process_group has not been called"
@@ -60,9 +61,25 @@ class ModuleSender:
         Takes and raises what `WeightSender.update` does. A receiver that has left, or whose process has ended, is no
         longer waited for; one that joins meanwhile takes part in the next update.
         """
+        return self._sender.update(named_tensors, **options) if self._meet_receivers() else {}
+
+    def update_async(
+        self, named_tensors: NamedTensors | torch.nn.Module, **options: Any
+    ) -> UpdateHandle[dict[str, UpdateReport]]:
+        """Copies this rank's shards, and gives them to all receivers while the trainer goes on. Collective.
+
+        Takes and raises what `WeightSender.update_async` does, and Mismatch if there is no receiver. Waits for the
+        update before: those who take part in this one are the receivers that there are then.
+        """
+        self._sender.wait_for_background()
+        self._meet_receivers()
+        return self._sender.update_async(named_tensors, **options)
+
+    def _meet_receivers(self) -> list[str]:
+        """Returns the names of the receivers that there are; the next update is theirs."""
         names: list[str] = on_first_rank(lambda: self._mail.receivers() if self._mail else [], self._group)
         self._sender.set_engines({name: self._send_to(name) for name in names})
-        return self._sender.update(named_tensors, **options) if names else {}
+        return names
 
     def close(self) -> None:
         """Ends all sessions. Collective."""

@@ -65,7 +65,7 @@ class WeightSender(UpdateSender):
         bucket_bytes  size of a bucket; a rank holds at most two
         timeout_s     seconds that any one wait may last
         delta         "auto" sends only what has changed since the update before, bit for bit, where weights are sent
-                      and that is at most a quarter of their bytes. Trainer ranks keep what they have sent, in the
+                      and that is at most half of their bytes. Trainer ranks keep what they have sent, in the
                       engine's dtypes; engines need no memory for it but buckets
         delta_device  where trainer ranks keep it; by default where messages are packed
 

@@ -23,8 +23,6 @@ import torch
 UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
 BLOCK = 1 << 16  # units
 ALIGN_BYTES = 8  # of each part of an encoded message
-_CHUNK_WORDS = 1 << 15  # 64-bit words that a CPU compares at once, in its cache
-_DEVICE_CHUNK = 1 << 26  # units that another device compares at once
 
 
 class Kind(IntEnum):
@@ -45,37 +43,36 @@ class Encoded(NamedTuple):
         return sum(_parts(self.kind, self.changed, units, unit_bytes))
 
 
-def encode(
-    new: torch.Tensor, base: torch.Tensor, unit_bytes: int, out: torch.Tensor
-) -> tuple[Encoded, torch.Tensor | None] | None:
+def encode(new: torch.Tensor, base: torch.Tensor, unit_bytes: int, out: torch.Tensor) -> Encoded | None:
     """Encodes `new` against `base`, and writes the payload to the beginning of `out`; None if it has no room for it.
 
-    Returns how it is encoded, and the positions (int64) of what has changed, but for WHOLE. All are bytes on one
-    device, 1-D and contiguous, at addresses that are multiples of `unit_bytes`; `out` at one of ALIGN_BYTES.
+    All are bytes on one device, 1-D and contiguous, at addresses that are multiples of `unit_bytes`; `out` at one of
+    ALIGN_BYTES.
     """
     dtype = UNITS[unit_bytes]
-    values, known = new.view(dtype), base.view(dtype)
-    positions = _changed(values, known)
-    units, changed = len(values), len(positions)
+    values = new.view(dtype)
+    differs = _differs(values, base.view(dtype))
+    units, changed = len(values), int(np.count_nonzero(differs) if isinstance(differs, np.ndarray) else differs.sum())
     if not changed:
-        return Encoded(Kind.SAME, 0), positions
+        return Encoded(Kind.SAME, 0)
     kind = min((Kind.POSITIONS, Kind.MASK, Kind.WHOLE), key=lambda k: sum(_parts(k, changed, units, unit_bytes)))
     encoded = Encoded(kind, changed)
     if encoded.payload_bytes(units, unit_bytes) > len(out):
         return None
-    first, second, third = _split(encoded, units, unit_bytes, out)
+    where, second, third = _split(encoded, units, unit_bytes, out)
     if kind is Kind.WHOLE:
         third.copy_(values)
-        return encoded, None
+        return encoded
+    positions = _positions(differs)
     torch.index_select(values, 0, positions, out=third)
     if kind is Kind.POSITIONS:
-        edges = torch.arange(0, len(first) + 1, device=new.device) * BLOCK
+        edges = torch.arange(0, len(where) + 1, device=new.device) * BLOCK
         upto = torch.searchsorted(positions, edges)
-        first.copy_(upto[1:] - upto[:-1])
+        where.copy_(upto[1:] - upto[:-1])
         second.copy_(((positions & (BLOCK - 1)) ^ _HALF) - _HALF)  # as a signed 16-bit number
     else:
-        _pack_bits(positions, first)
-    return encoded, positions
+        where.copy_(_packed(differs))
+    return encoded
 
 
 def decode(encoded: Encoded, units: int, unit_bytes: int, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +83,7 @@ def decode(encoded: Encoded, units: int, unit_bytes: int, payload: torch.Tensor)
         begin = torch.arange(len(counts), device=payload.device) * BLOCK
         begin = begin.repeat_interleave(counts, output_size=encoded.changed)
         return begin + (second.to(torch.int64) & (BLOCK - 1)), third
-    return _unpack_bits(first, units), third
+    return _positions(_unpacked(first, units)), third
 
 
 def apply(encoded: Encoded, payload: torch.Tensor, unit_bytes: int, message: torch.Tensor) -> None:
@@ -131,53 +128,34 @@ def _split(
     return where, positions, values.view(UNITS[unit_bytes])[:count]
 
 
-def _changed(values: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Returns the positions of units that differ, ascending, int64."""
+def _differs(values: torch.Tensor, known: torch.Tensor) -> np.ndarray | torch.Tensor:
+    """Returns which units differ: bool, of numpy on a CPU."""
     if values.device.type == "cpu":
-        return torch.from_numpy(_changed_on_cpu(values.numpy(), known.numpy()))
-    found = []
-    for first in range(0, len(values), _DEVICE_CHUNK):
-        there = values[first : first + _DEVICE_CHUNK] != known[first : first + _DEVICE_CHUNK]
-        found.append(there.nonzero().flatten() + first)
-    return torch.cat(found) if len(found) != 1 else found[0]
+        return np.asarray(values.numpy() != known.numpy())
+    return values != known
 
 
-def _changed_on_cpu(values: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Compares 64-bit words first: nearly all of them are equal."""
-    in_word = 8 // values.itemsize
-    whole = len(values) // in_word * in_word
-    aligned = all(v.ctypes.data % 8 == 0 for v in (values, known))
-    found: list[np.ndarray] = []
-    if aligned:
-        words, known_words = values[:whole].view(np.int64), known[:whole].view(np.int64)
-        for first in range(0, len(words), _CHUNK_WORDS):
-            part, other = words[first : first + _CHUNK_WORDS], known_words[first : first + _CHUNK_WORDS]
-            differ = np.flatnonzero(part != other)
-            if len(differ):
-                within = np.flatnonzero(part[differ].view(values.dtype) != other[differ].view(values.dtype))
-                found.append((differ[within // in_word] + first) * in_word + within % in_word)
-    rest = whole if aligned else 0
-    found.append(np.flatnonzero(values[rest:] != known[rest:]) + rest)
-    return np.concatenate(found)
+def _positions(differs: np.ndarray | torch.Tensor) -> torch.Tensor:
+    """Returns the positions that are set, ascending, int64."""
+    if isinstance(differs, np.ndarray):
+        return torch.from_numpy(np.flatnonzero(differs))
+    return differs.nonzero().flatten()
 
 
-def _pack_bits(positions: torch.Tensor, out: torch.Tensor) -> None:
-    """Sets the bits of `positions` in `out`, bytes; the lowest bit first."""
-    if out.device.type == "cpu":
-        bits = np.zeros(8 * len(out), bool)
-        bits[positions.numpy()] = True
-        out.copy_(torch.from_numpy(np.packbits(bits, bitorder="little")))
-        return
-    flags = torch.zeros(len(out), 8, dtype=torch.uint8, device=out.device)
-    flags.view(-1)[positions] = 1
-    out.copy_((flags << torch.arange(8, dtype=torch.uint8, device=out.device)).sum(1))
+def _packed(differs: np.ndarray | torch.Tensor) -> torch.Tensor:
+    """Returns bits as bytes, the lowest bit first."""
+    if isinstance(differs, np.ndarray):
+        return torch.from_numpy(np.packbits(differs, bitorder="little"))
+    flags = differs.new_zeros(-(-len(differs) // 8) * 8, dtype=torch.uint8)
+    flags[: len(differs)] = differs
+    return (flags.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=flags.device)).sum(1, dtype=torch.uint8)
 
 
-def _unpack_bits(bits: torch.Tensor, units: int) -> torch.Tensor:
+def _unpacked(bits: torch.Tensor, units: int) -> np.ndarray | torch.Tensor:
     if bits.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(np.unpackbits(bits.numpy(), count=units, bitorder="little")))
+        return np.unpackbits(bits.numpy(), count=units, bitorder="little").view(bool)
     flags = bits[:, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
-    return flags.view(-1)[:units].nonzero().flatten()
+    return flags.view(-1)[:units].bool()
 
 
 def _aligned(nbytes: int) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from sglang_reshard.delta.checksum import change_of_checksum
-from sglang_reshard.delta.encoding import UNITS, Encoded, Kind, apply, cut_pieces, encode
+from sglang_reshard.delta.checksum import message_checksum
+from sglang_reshard.delta.encoding import Encoded, Kind, apply, cut_pieces, encode
 from sglang_reshard.delta.messages import LinkMessages, bucket_bytes, payload_sizes, table, table_bytes
 from sglang_reshard.digest.coefficients import MODULUS
 from sglang_reshard.transports.communicator import P2pCommunicators, PendingRound
@@ -15,7 +15,7 @@ from sglang_reshard.transports.nixl_agent import memory_kind
 from sglang_reshard.transports.p2p import BUCKETS, P2pLink
 
 _ALIGN_BYTES = 64
-_PART = 4  # a section may have this part of the bytes of its messages: else everything is sent
+_PART = 2  # a section may have this part of the bytes of its messages: else everything is sent
 
 
 class DeltaSource:
@@ -107,18 +107,13 @@ class DeltaSource:
         with torch.inference_mode():
             for number in range(len(messages)):
                 new, base = messages.read(number), self._kept(number).to(self._device)
-                made = encode(new, base, unit_bytes, self.section[end:])
-                if made is None:
+                encoded = encode(new, base, unit_bytes, self.section[end:])
+                if encoded is None:
                     return []
-                encoded, positions = made
                 found.append(encoded)
                 end += encoded.payload_bytes(messages.units(number), unit_bytes)
-                if positions is None:
-                    self._next[number] = messages.checksum(number)
-                elif encoded.kind is not Kind.SAME:
-                    old, now = (t.view(UNITS[unit_bytes])[positions] for t in (base, new))
-                    change = change_of_checksum(positions, old, now, messages.first_row(number))
-                    self._next[number] = (self._next[number] + change) % MODULUS
+                if encoded.kind is not Kind.SAME:
+                    self._next[number] = message_checksum(new, messages.first_row(number))
             self.section[: table_bytes(len(messages))].copy_(table(found, self._device))
         self.nbytes = end
         return found

@@ -1,0 +1,1 @@
+"""Deltas: what changes in training, and what that saves on links between hosts."""
