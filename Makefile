@@ -111,9 +111,12 @@ test-serving: setup
 	  test/unit/test_repack_updates.py \
 	  test/unit/test_supported_engine.py test/unit/test_server_args_page.py $(PYTEST_ARGS)
 
-# The part about updates behind the trainer's next step, and snapshots.
+# The part about updates behind the trainer's next step, deltas, and snapshots.
+FOLLOWED := test/engine/live/test_server.py::test_a_server_follows_what_was_written_as_no_engine_could_be_reached
 test-async: setup
-	$(BIN)/python -m pytest test/unit/test_update_async.py test/unit/test_snapshot.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest test/unit/test_update_async.py test/unit/test_snapshot.py \
+	  test/unit/test_delta_encoding.py test/unit/test_delta_updates.py test/nixl/test_deltas.py \
+	  test/unit/test_snapshot_follower.py $(FOLLOWED) test/verl/test_disaggregated.py $(PYTEST_ARGS)
 
 # Every trainer by every way and transport, swept; it writes benchmark/results/trainers.json and
 # docs/results/trainers.md; with PYTEST_ARGS="FILES" their rows only. Half an hour on 2 cores; `make test` has a case of

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
     from sglang_reshard.protocol.weights_info import WeightsInfo
     from sglang_reshard.realloc import ReshardPlan, reshard
+    from sglang_reshard.snapshots.follower import SnapshotFollower
 
 _DEFINED_IN = {
     "DistributedUpdateWeightsOutput": "protocol.messages",
@@ -32,6 +33,7 @@ _DEFINED_IN = {
     "MultiEngineSender": "api.multi_engine",
     "RemoteEngine": "api.remote_engine",
     "ReshardPlan": "realloc",
+    "SnapshotFollower": "snapshots.follower",
     "UpdateReport": "observability.report",
     "VerlEngine": "api.verl_engine",
     "WeightSender": "api.weight_sender",
@@ -47,6 +49,7 @@ __all__ = [
     "MultiEngineSender",
     "RemoteEngine",
     "ReshardPlan",
+    "SnapshotFollower",
     "UpdateReport",
     "VerlEngine",
     "WeightSender",

@@ -25,6 +25,10 @@ class EngineRefused(ReshardError):
     """The engine reported a failure; the message is the engine's. The old weights keep serving."""
 
 
+class EngineUnreachable(EngineRefused):
+    """The engine's server did not answer, or its connection broke. It serves old weights, or none if they are torn."""
+
+
 class Aborted(ReshardError):
     """Another rank failed or disconnected, which aborted the update on all ranks."""
 

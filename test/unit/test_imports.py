@@ -23,6 +23,7 @@ LAYERS = (
     ("replicas",),
     ("trainer", "engine"),
     ("protocol",),
+    ("snapshots",),
     ("delta",),
     ("transports", "digest"),
     ("plan",),

@@ -78,7 +78,8 @@ def test_each_rank_writes_its_part(tmp_path: Path, mesh: str) -> None:
     options = {"file_bytes": 4000, "copy_from": str(model), "keep": 2}
     told, _ = run_world(TRAINERS, 0, snapshots, nobody, mesh, str(tmp_path / "snapshots"), options)
     folder = tmp_path / "snapshots"
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "somebody-elses", "step-2", "step-3"]
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"latest", "snapshots.json", "somebody-elses", "step-2", "step-3"}
     assert (folder / "latest").resolve() == folder / "step-3"
     for version in (2, 3):
         found, expected = read(folder / f"step-{version}"), checkpoint(version)
@@ -150,7 +151,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
         assert "cannot be the name of a snapshot" in name
         assert "trainer rank 0: OSError: [Errno 28] No space left on device" in full
         assert "trainer rank 2: OSError: [Errno 5] Input/output error" in broken
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "later", "latest"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "later", "latest", "snapshots.json"]
     assert read(tmp_path / "later").keys() == checkpoint(1).keys()
 
 

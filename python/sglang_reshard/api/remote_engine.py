@@ -31,6 +31,11 @@ class RemoteEngine(ServerClient):
         given = {name: value for name, value in body.items() if value is not None}
         return msgspec.json.decode(self._ask("POST", "/generate", given, self._serving).content)
 
+    def update_weights_from_disk(self, model_path: str, weight_version: str | None = None, **arguments: Any) -> None:
+        """Calls SGLang's `Engine.update_weights_from_disk`: it loads a checkpoint that its host sees."""
+        body = {"model_path": model_path, "weight_version": weight_version, **arguments}
+        self._ask("POST", "/update_weights_from_disk", {k: value for k, value in body.items() if value is not None})
+
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:
         """Frees the memory of "weights", of "kv_cache", or of all; requests must have ended."""
         self._ask("POST", "/release_memory_occupation", {"tags": tags})

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from sglang_reshard._deprecated import renamed_keywords
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.control import Address
-from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
+from sglang_reshard.errors import EngineUnreachable, Mismatch, ReshardError, Unsupported
 from sglang_reshard.layout.decoders import convert
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Delta, LoraAdapter, Verify
@@ -30,12 +30,13 @@ from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.trainer.background import BackgroundUpdates, UpdateHandle
 from sglang_reshard.trainer.collectives import on_first_rank
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateOptions
-from sglang_reshard.trainer.update_sender import UpdateSender
+from sglang_reshard.trainer.update_sender import UpdateSender, repeatable
 
 if TYPE_CHECKING:
     from sglang_reshard.trainer.snapshot import SnapshotReport
 
 _ENGINE = 0  # its number in the session
+_FALLBACKS = 3  # snapshots that stay in the folder of `fallback`
 
 
 class WeightSender(UpdateSender):
@@ -144,6 +145,8 @@ class WeightSender(UpdateSender):
         unmap_after: bool = False,
         partial: bool = False,
         draft: bool = True,
+        fallback: Literal["raise", "disk"] = "raise",
+        fallback_folder: str | Path | None = None,
     ) -> UpdateReport:
         """Updates the engine to these weights. Collective: all trainer ranks pass the same names in the same order.
 
@@ -164,27 +167,40 @@ class WeightSender(UpdateSender):
                         shardings are agreed on by metadata only; in an unchanged update, by a hash of each rank
         draft           update the draft models of speculative decoding too, from these tensors, or from those named
                         "draft.<name>" if there are any. False leaves them as they are
+        fallback        "disk": if the engine's server does not answer, write a snapshot named `weight_version` to
+                        `fallback_folder` instead of raising, see `snapshot`; the report has success=False then, and
+                        transport="disk". Whoever follows the folder gives it to the engine, see `snapshots.follower`
 
         Raises, on every trainer rank: Unsupported or Mismatch for weights that cannot be sent, DeadlineExceeded for a
         rank that does not participate, EngineRefused for what the engine refuses. The old weights keep serving then,
         except after TornWeights: only a successful update restores the engine. Raises Aborted or ConnectionLost if a
         rank has died before the engine answered; if its weights are torn, it refuses to generate.
         """
-        return self._update_engine(
-            named_tensors,
-            UpdateOptions(
-                weight_version,
-                flush_cache,
-                abort_all_requests,
-                tuple(ignore),
-                check_finite,
-                verify,
-                staged,
-                unmap_after,
-                partial,
-                draft,
-            ),
+        options = UpdateOptions(
+            weight_version,
+            flush_cache,
+            abort_all_requests,
+            tuple(ignore),
+            check_finite,
+            verify,
+            staged,
+            unmap_after,
+            partial,
+            draft,
         )
+        if fallback == "raise":
+            return self._update_engine(named_tensors, options)
+        if fallback != "disk" or fallback_folder is None or weight_version is None:
+            raise Unsupported("fallback must be 'raise', or 'disk' with a fallback_folder and a weight_version")
+        again = repeatable(named_tensors)
+        try:
+            return self._update_engine(again, options)
+        except EngineUnreachable as error:
+            written = self.snapshot(
+                again, fallback_folder, name=weight_version, partial=partial, keep=_FALLBACKS, delta=True
+            )
+            message = f"{error} The weights are in {written.path}"
+            return msgspec.structs.replace(UpdateReport.failed(message, weight_version), transport="disk")
 
     def update_async(
         self,
@@ -229,6 +245,8 @@ class WeightSender(UpdateSender):
         Every trainer rank writes what it holds; nothing is gathered. All ranks have to see the same file system. The
         folder gets its name, and `folder`/latest leads to it, once everything is on disk.
 
+        delta       also write what has changed since the snapshot before, for those who have it: `SnapshotFollower`
+        upload      URL below which the snapshot is copied by fsspec, as an object store's
         dtype       of tensors with a floating-point dtype, "bfloat16" for example; by default each one's own
         partial     see `update`
         keep        how many snapshots stay in `folder`, the newest; by default all
@@ -238,12 +256,41 @@ class WeightSender(UpdateSender):
         Raises, on every rank: what `update` raises for weights that cannot be sent, Mismatch for a name that exists,
         ReshardError for a disk without room or rights. Earlier snapshots stay then.
         """
+        return self._write_snapshot(named_tensors, Path(folder), name, options)
+
+    def snapshot_async(
+        self,
+        named_tensors: NamedTensors | torch.nn.Module,
+        folder: str | Path,
+        *,
+        name: str,
+        shadow_device: torch.device | None = None,
+        **options: Any,
+    ) -> UpdateHandle[SnapshotReport]:
+        """Copies this rank's shards, and writes them from the copy while the trainer goes on. Collective.
+
+        For the rest see `snapshot` and `update_async`, of which only one of either runs at a time.
+        """
+        copied = UpdateOptions(name, partial=bool(options.get("partial")))
+
+        def run(weights: TrainerState | NamedTensors) -> SnapshotReport:
+            return self._write_snapshot(weights, Path(folder), name, options)
+
+        return self._background.start(self, run, named_tensors, copied, latest_only=False, shadow_device=shadow_device)
+
+    def _write_snapshot(
+        self,
+        weights: NamedTensors | torch.nn.Module | TrainerState,
+        folder: Path,
+        name: str,
+        options: dict[str, Any],
+    ) -> SnapshotReport:
         from sglang_reshard.trainer.snapshot import SnapshotOptions, SnapshotWriter  # which load a part of the tracer
 
         if (source := options.get("copy_from")) is not None:
-            options["copy_from"] = Path(source)
+            options = {**options, "copy_from": Path(source)}
         writer = SnapshotWriter(self._session, self._rank, self._global_ranks, self._timeout_s)
-        return writer.write(named_tensors, Path(folder), SnapshotOptions(name, **options))
+        return writer.write(weights, folder, SnapshotOptions(name, **options))
 
     def release(self) -> None:
         """Drops views of the shards, see `UpdateSender.release`, and the copy of `update_async`, once it has ended."""
@@ -285,7 +332,7 @@ class WeightSender(UpdateSender):
         super().__init__(*arguments)
         self._send = send
         self._adapters: dict[str, WeightSender] = {}
-        self._background = BackgroundUpdates[UpdateReport]()
+        self._background = BackgroundUpdates[Any]()  # of updates and snapshots
         self.set_engines({_ENGINE: send})
 
     def close(self) -> None:

@@ -122,6 +122,31 @@ def pull(
         raise typer.Exit(1) from None
 
 
+@app.command()
+def follow(
+    folder: Annotated[str, typer.Argument(help="Where snapshots are written: a folder, or a URL that fsspec knows.")],
+    target: Annotated[str, typer.Option("--to", help="Server that loads them, http://host:port.")],
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder of this host for a copy, of which only what has changed is read.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="SGLANG_RESHARD_API_KEY", help="The server's --api-key.")
+    ] = None,
+    admin_api_key: Annotated[
+        str | None, typer.Option(envvar="SGLANG_RESHARD_ADMIN_API_KEY", help="The server's --admin-api-key.")
+    ] = None,
+    interval_s: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks.")] = 5.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+) -> None:
+    """Let a server load each new snapshot of a folder. Trainer and server need no connection.
+
+    Goes on after what fails, and says what; with --once it exits with 1 then.
+    """
+    from sglang_reshard.cli.follow import run
+
+    raise typer.Exit(run(folder, target, cache, (api_key, admin_api_key), interval_s, once=once))
+
+
 class EngineDevice(str, Enum):
     cuda = "cuda"
     cpu = "cpu"

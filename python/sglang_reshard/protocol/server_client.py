@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from sglang_reshard.errors import EngineRefused, Mismatch, TornWeights, Unauthorized, Unsupported
+from sglang_reshard.errors import EngineRefused, EngineUnreachable, Mismatch, TornWeights, Unauthorized, Unsupported
 from sglang_reshard.layout.decoders import json_decoder
 from sglang_reshard.protocol.messages import (
     DEFAULT_TIMEOUT_S,
@@ -43,7 +43,8 @@ class ServerClient:
                    all calls but `RemoteEngine.generate`
     timeout_s      seconds of a wait of an update; any call may last `WAITS` times as long
 
-    Every call raises EngineRefused for a server that cannot be reached, does not answer in time or refuses,
+    Every call raises EngineUnreachable for a server that cannot be reached or does not answer in time, EngineRefused,
+    its base class, for one that refuses,
     Unauthorized for a wrong key, and Unsupported for a server without this package.
     """
 
@@ -111,7 +112,7 @@ class ServerClient:
                 probe.connect(target)  # sends nothing
                 return str(probe.getsockname()[0])
         except OSError as error:
-            raise EngineRefused(
+            raise EngineUnreachable(
                 f"{self.url} cannot be reached from this host: {error}; is the host's name right?"
             ) from error
 
@@ -151,7 +152,7 @@ class ServerClient:
         try:
             return self._client.request(method, self.url + path, content=content, headers=sent)
         except httpx.HTTPError as error:
-            raise EngineRefused(
+            raise EngineUnreachable(
                 f"{self.url} did not answer: {type(error).__name__}: {error}. Is the server up, and is this its URL?"
             ) from error
 

@@ -1,28 +1,35 @@
 """Writes the weights to a folder that any SGLang engine starts from: a Hugging Face checkpoint, without a gather.
 
     folder/
-      step-7/                      model-00001-of-00002.safetensors, ..., model.safetensors.index.json, config.json
+      step-7/                      model-00001-of-00002.safetensors, ..., model.safetensors.index.json, config.json,
+                                   snapshot.json with the hash of each file
+      snapshots.json               the names of all of them
       latest -> step-7
 
 Trainer rank 0 lays the files out and reserves their space. Every trainer rank maps them and writes the boxes that it
-holds where they belong; of several that hold the same, one does. The folder gets its name when everything is on disk,
-so that whoever finds it finds all of it, whenever a rank dies. All ranks have to see the same file system.
+holds where they belong; of several that hold the same, one does. Then the ranks divide the files among them: each is
+read back for its hash, and compared with that of the snapshot before for its delta. The folder gets its name when
+everything is on disk, so that whoever finds it finds all of it, whenever a rank dies. All ranks have to see the same
+file system.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from sglang_reshard.control import WaitTimedOut
 from sglang_reshard.errors import DeadlineExceeded, Mismatch
 from sglang_reshard.protocol.messages import Failure, ListedTensors, decode, encode
 from sglang_reshard.protocol.session import Session
+from sglang_reshard.snapshots.manifest import DELTA, SnapshotFile
+from sglang_reshard.snapshots.upload import SnapshotStore
 from sglang_reshard.sources import NamedTensors, TrainerState, describe
 from sglang_reshard.trainer.snapshot_files import DEFAULT_FILE_BYTES, SnapshotFiles, SnapshotFolder, write_boxes
 from sglang_reshard.trainer.stages import Stages
@@ -30,13 +37,21 @@ from sglang_reshard.trainer.stages import Stages
 
 @dataclass(frozen=True, slots=True)
 class SnapshotReport:
-    """path: the folder. tensors, nbytes: all of them. own_bytes: that this rank has written. seconds: of this rank"""
+    """One snapshot.
+
+    path             the folder
+    tensors, nbytes  all of them
+    own_bytes        that this rank has written
+    seconds          of this rank
+    delta_bytes      that lead from the snapshot before to this one; None if there are no deltas of all files
+    """
 
     path: str
     tensors: int
     nbytes: int
     own_bytes: int
     seconds: float
+    delta_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +64,8 @@ class SnapshotOptions:
     keep: int | None = None
     copy_from: Path | None = None
     file_bytes: int = DEFAULT_FILE_BYTES
+    delta: bool = False
+    upload: str | None = None
 
 
 class SnapshotWriter:
@@ -59,7 +76,7 @@ class SnapshotWriter:
         self._timeout_s = timeout_s
 
     def write(
-        self, named_tensors: NamedTensors | torch.nn.Module, folder: Path, options: SnapshotOptions
+        self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, folder: Path, options: SnapshotOptions
     ) -> SnapshotReport:
         """Collective. Raises, on every rank, what one of them fails with; there is nothing of the snapshot then."""
         began = time.perf_counter()
@@ -68,33 +85,70 @@ class SnapshotWriter:
         state = self._described(named_tensors, options.partial)
         files = SnapshotFiles.of(state.layout, options.dtype, options.file_bytes)
         target: SnapshotFolder | None = None
+        partial = folder / f".{options.name}.partial"
         try:
-            with self._phase("reserve"):
+            with self._phase("reserve") as reserved:
                 if self._rank == 0:
                     target = SnapshotFolder(folder, options.name)
                     files.reserve(target.partial)
+                    reserved.said = target.newest if options.delta else ""
             with self._phase("write"):
-                written = write_boxes(state, files, folder / f".{options.name}.partial", self._rank)
+                written = write_boxes(state, files, partial, self._rank)
+            with self._phase("read back") as read_back:
+                base = reserved.heard[0]
+                mine = files.files[self._rank :: len(self._global_ranks)]
+                described = {
+                    file.name: files.described(file, partial, folder / base if base else None) for file in mine
+                }
+                read_back.said = msgspec.json.encode(described).decode()
+            weights: dict[str, SnapshotFile] = {}
+            for said in read_back.heard:
+                weights |= msgspec.json.decode(said, type=dict[str, SnapshotFile])
             with self._phase("publish"):
                 if target is not None:
                     files.write_index(target.partial)
-                    target.publish(options.copy_from, options.keep)
+                    target.publish(weights, base, options.copy_from, options.keep)
         except BaseException:
             if target is not None:
                 target.remove()
             raise
-        seconds = time.perf_counter() - began
-        return SnapshotReport(str(folder / options.name), len(state.layout.tensors), files.nbytes, written, seconds)
+        if options.upload is not None:
+            self._upload(options.upload, folder / options.name, weights, options.keep)
+        deltas = [file.delta_bytes for file in weights.values()]
+        return SnapshotReport(
+            str(folder / options.name),
+            len(state.layout.tensors),
+            files.nbytes,
+            written,
+            time.perf_counter() - began,
+            None if None in deltas else sum(n for n in deltas if n is not None),
+        )
 
-    def _described(self, named_tensors: NamedTensors | torch.nn.Module, partial: bool) -> TrainerState:
+    def _upload(self, url: str, folder: Path, weights: Mapping[str, SnapshotFile], keep: int | None) -> None:
+        """Copies a snapshot to `url`; each rank copies its part of the files."""
+        with self._phase("upload"):
+            store = SnapshotStore(url)
+            mine = sorted(weights)[self._rank :: len(self._global_ranks)]
+            deltas = [name + DELTA for name in mine if weights[name].delta_bytes is not None]
+            others = [p.name for p in folder.iterdir() if p.name.removesuffix(DELTA) not in weights]
+            store.put(folder, folder.name, [*mine, *deltas, *(others if self._rank == 0 else ())])
+        with self._phase("announce"):
+            if self._rank == 0:
+                store.publish(folder.name, keep)
+
+    def _described(self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, partial: bool) -> TrainerState:
         """Returns this rank's shards in the layout of all ranks."""
         with self._phase("describe") as phase:
-            state = describe(named_tensors, trainer_rank=self._rank, global_ranks=self._global_ranks, partial=partial)
-            phase.layout = self._session.put_layout(state.layout)
+            if isinstance(named_tensors, TrainerState):
+                state = named_tensors
+            else:
+                rank, ranks = self._rank, self._global_ranks
+                state = describe(named_tensors, trainer_rank=rank, global_ranks=ranks, partial=partial)
+            phase.said = self._session.put_layout(state.layout)
         if partial:
-            stages, _ = Stages.of(self._session, state.layout, None, lambda _: phase.listed)
+            stages, _ = Stages.of(self._session, state.layout, None, lambda _: phase.heard)
             return state.within(stages.layout)
-        if differing := [rank for rank, layout in enumerate(phase.listed) if layout != phase.layout]:
+        if differing := [rank for rank, layout in enumerate(phase.heard) if layout != phase.said]:
             raise Mismatch(f"trainer rank {self._rank}: trainer ranks {differing} pass other tensors or shardings")
         return state
 
@@ -106,7 +160,7 @@ class SnapshotWriter:
             yield phase
         except Exception as error:
             failure = Failure.on(self._rank, error)
-        own, size = encode(ListedTensors(phase.layout, failure)), len(self._global_ranks)
+        own, size = encode(ListedTensors(phase.said, failure)), len(self._global_ranks)
         try:
             found = self._session.client.all_gather(f"snapshot/{name}", self._rank, size, own, self._timeout_s)
         except WaitTimedOut as error:
@@ -118,12 +172,12 @@ class SnapshotWriter:
         for other in listed:
             if other.failure is not None:
                 raise other.failure.error()
-        phase.listed = tuple(other.layout for other in listed)
+        phase.heard = tuple(other.layout for other in listed)
 
 
 @dataclass(slots=True)
 class _Phase:
-    """layout: content hash of what this rank lists. listed: of all ranks, after the phase"""
+    """said: what this rank has to tell the others. heard: what all ranks had, after the phase"""
 
-    layout: str = ""
-    listed: tuple[str, ...] = ()
+    said: str = ""
+    heard: tuple[str, ...] = ()

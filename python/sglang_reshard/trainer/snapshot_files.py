@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,19 @@ from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
+from sglang_reshard.snapshots.delta_file import write_delta
+from sglang_reshard.snapshots.manifest import (
+    DELTA,
+    LIST,
+    MANIFEST,
+    Snapshot,
+    SnapshotFile,
+    SnapshotList,
+    decode,
+    encode,
+    sha256_of,
+    write_atomically,
+)
 from sglang_reshard.sources import TrainerState
 from sglang_reshard.trace.geometry import contiguous_strides
 from sglang_reshard.trace.program import Copy, Program
@@ -102,6 +115,17 @@ class SnapshotFiles:
         index = {"metadata": {"total_size": self.nbytes, "written_by": _WRITER}, "weight_map": of_tensor}
         (folder / _INDEX).write_text(json.dumps(index))
 
+    def described(self, file: _File, folder: Path, base: Path | None) -> SnapshotFile:
+        """Reads a file of `folder` back, and writes beside it what has changed since `base`'s, if that is less."""
+        path, delta_bytes = folder / file.name, None
+        if base is not None:
+            units = min([4, *(_item_bytes(self.dtypes[name]) for name in file.offsets)])
+            out = folder / (file.name + DELTA)
+            delta_bytes = write_delta(base / file.name, path, out, units, file.nbytes // 2)
+            if delta_bytes is not None:
+                _to_disk(out)
+        return SnapshotFile(file.nbytes, sha256_of(path), delta_bytes)
+
     def program(self, layout: SourceLayout, folder: Path) -> Program:
         """Returns copies of whole tensors into the files, which are mapped."""
         shapes = {t.name: t.shape for t in layout.tensors}
@@ -156,11 +180,23 @@ class SnapshotFolder:
         shutil.rmtree(self.partial, ignore_errors=True)  # of a trainer that died
         self.partial.mkdir()
 
-    def publish(self, copy_from: Path | None, keep: int | None) -> None:
-        """Gives the folder its name, once everything is on disk, and deletes all but the newest `keep`."""
+    @property
+    def newest(self) -> str:
+        """The name of the newest snapshot in the folder; empty if there is none."""
+        names = self._names()
+        return names[-1] if names and (self.final.parent / names[-1]).is_dir() else ""
+
+    def publish(self, weights: Mapping[str, SnapshotFile], base: str, copy_from: Path | None, keep: int | None) -> None:
+        """Gives the folder its name, once everything is on disk, and deletes all but the newest `keep`.
+
+        weights, base  of the manifest
+        """
         for source in sorted(copy_from.iterdir()) if copy_from is not None else ():
             if source.is_file() and source.suffix not in _WEIGHTS and source.name != _INDEX:
                 shutil.copyfile(source, self.partial / source.name)
+        others = [p for p in self.partial.iterdir() if p.name.removesuffix(DELTA) not in weights]
+        described = {p.name: SnapshotFile(p.stat().st_size, sha256_of(p)) for p in others}
+        (self.partial / MANIFEST).write_bytes(encode(Snapshot(self.final.name, {**weights, **described}, base)))
         for path in self.partial.iterdir():
             _to_disk(path)
         _to_disk(self.partial)
@@ -169,10 +205,16 @@ class SnapshotFolder:
         link.unlink(missing_ok=True)
         link.symlink_to(self.final.name)
         os.replace(link, self.final.parent / _LATEST)
+        present = sorted(_snapshots(self.final.parent), key=lambda path: path.stat().st_mtime)
+        kept = present if keep is None else present[-keep:]
+        write_atomically(self.final.parent / LIST, encode(SnapshotList(tuple(path.name for path in kept))))
         _to_disk(self.final.parent)
-        if keep is not None:
-            for old in sorted(_snapshots(self.final.parent), key=lambda path: path.stat().st_mtime)[:-keep]:
-                shutil.rmtree(old)
+        for old in present[: -len(kept)]:
+            shutil.rmtree(old)
+
+    def _names(self) -> tuple[str, ...]:
+        path = self.final.parent / LIST
+        return decode(path.read_bytes(), SnapshotList, str(path)).names if path.exists() else ()
 
     def remove(self) -> None:
         shutil.rmtree(self.partial, ignore_errors=True)

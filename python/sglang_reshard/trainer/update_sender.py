@@ -11,7 +11,7 @@ import functools
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -31,6 +31,7 @@ from sglang_reshard.trainer.publisher import PublishedShards, ShardPublisher
 from sglang_reshard.trainer.worker import TrainerWorker
 from sglang_reshard.transports.memory import MemoryExporter, host_identity
 
+T = TypeVar("T", bound=NamedTensors | torch.nn.Module | TrainerState)
 logger = get_logger(__name__)
 
 
@@ -244,7 +245,7 @@ class UpdateSender:
             return channel.exchange_layouts(self._rank, size, own, self._timeout_s)
 
         try:
-            named_tensors = _repeatable(named_tensors)
+            named_tensors = repeatable(named_tensors)
             with self._span("reshard.publish"):
                 published = self._publisher.publish(
                     named_tensors,
@@ -272,12 +273,11 @@ class UpdateSender:
         return published, functools.partial(self._publisher.shards, named_tensors)
 
 
-def _repeatable(
-    named_tensors: NamedTensors | torch.nn.Module | TrainerState,
-) -> NamedTensors | torch.nn.Module | TrainerState:
+def repeatable(named_tensors: T) -> T:
     """Returns tensors that can be iterated over twice: to publish them, and to send them."""
-    repeatable = isinstance(named_tensors, (torch.nn.Module, Collection, TrainerState))
-    return named_tensors if repeatable else list(named_tensors)  # type: ignore[arg-type]
+    given: Any = named_tensors
+    found: Any = given if isinstance(given, (torch.nn.Module, Collection, TrainerState)) else list(given)
+    return cast(T, found)
 
 
 def _outcome(result: UpdateResult) -> UpdateReport | ReshardError:

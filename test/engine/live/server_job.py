@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from demo import text, tiny_model
 from demo.reference import greedy_tokens
@@ -208,4 +211,40 @@ def calls(engine: VerlEngine, trainer: Trainer) -> dict[str, Any]:
     engine.continue_generation()
     seen["tokens again"] = tokens()
     engine.shutdown()
+    return seen
+
+
+def write_for_a_follower(job: dict[str, Any]) -> dict[str, Any]:
+    """Four versions that reach no engine; a server follows them after the first, and after the last."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), mesh)
+    nobody = RemoteEngine("http://127.0.0.1:1", timeout_s=60)
+    send = nobody.update_weights_distributed if rank == 0 else None
+    sender = WeightSender.over(mesh.get_group(), send, timeout_s=60, transport="p2p")
+    server = RemoteEngine(job["url"], admin_api_key=job["key"])
+    folder = Path(job["folder"], "run")
+    follow = [sys.executable, "-m", "sglang_reshard.cli.main", "follow", str(folder), "--to", job["url"], "--once"]
+    follow += ["--admin-api-key", job["key"], "--cache", str(folder.with_name("cache"))]
+    seen: dict[str, Any] = {"said": [], "fallen back": []}
+    for version in range(1, 5):
+        with torch.no_grad():
+            for name, parameter in trainer.model.named_parameters():
+                if version == 1 or "norm" in name:
+                    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                    local.mul_(1 + 0.3 * version)
+        report = sender.update(trainer.model, weight_version=str(version), fallback="disk", fallback_folder=folder)
+        seen["fallen back"].append((report.success, report.transport))
+        if rank == 0 and version in (1, 4):
+            ended = subprocess.run(follow, capture_output=True, text=True, timeout=120, check=False)
+            seen["said"].append(ended.stdout + ended.stderr)
+            sampling = {"temperature": 0, "max_new_tokens": text.NEW_TOKENS, "ignore_eos": True}
+            answers = server.generate(input_ids=PROMPTS, sampling_params=sampling)
+            seen["tokens"] = [answer["output_ids"] for answer in answers]
+            seen["version"] = answers[0]["meta_info"]["weight_version"]
+        dist.barrier()
+    trainer.save_checkpoint(Path(job["folder"], "checkpoint"))
+    dist.barrier()
+    seen["expected"], _ = greedy_tokens(Path(job["folder"], "checkpoint"), PROMPTS, text.NEW_TOKENS, "float32")
+    sender.close()
     return seen

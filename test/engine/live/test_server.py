@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,17 @@ def test_a_trainer_updates_a_server_by_url(server: str, tmp_path: Path) -> None:
     info = httpx.get(f"{server}/server_info", headers={"Authorization": f"Bearer {KEY}"}).json()
     assert info["weight_version"] == "while paused"
     assert {state["reshard_version"] for state in info["internal_states"]} == {__version__}
+
+
+def test_a_server_follows_what_was_written_as_no_engine_could_be_reached(server: str, tmp_path: Path) -> None:
+    seen, _ = run_trainers(2, "server_job:write_for_a_follower", tmp_path, url=server, key=KEY, target_tp=TP)
+    assert seen["fallen back"] == [[False, "disk"]] * 4
+    read = [re.search(r": (?:1|4), ([\d,]+) bytes read", said) for said in seen["said"]]
+    assert all(read), seen["said"]
+    whole, deltas = (int(found[1].replace(",", "")) for found in read if found is not None)
+    assert 0 < deltas < whole / 8, "three versions behind"
+    assert seen["version"] == "4"
+    assert seen["tokens"] == seen["expected"]
 
 
 def test_a_script_does_the_same_with_a_server_and_with_an_engine_of_its_own(

@@ -1,0 +1,177 @@
+"""Who follows a folder of snapshots: reads what has changed, notices what is damaged, catches up."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from sglang_reshard.api.remote_engine import RemoteEngine
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.snapshots.delta_file import CHUNK_BYTES, apply_delta, write_delta
+from sglang_reshard.snapshots.follower import SnapshotFollower
+from sglang_reshard.snapshots.manifest import DELTA, MANIFEST, Snapshot, decode, encode
+from support.toy_changes import become, sharded, weights_of
+from support.world import run_world
+
+BF16 = torch.bfloat16
+
+
+class Loads:
+    """What a follower needs of a server, which it tells what to load."""
+
+    def __init__(self) -> None:
+        self.url, self.version, self.loaded = "a server", "", []
+
+    def weights_info(self) -> Any:
+        return self
+
+    def update_weights_from_disk(self, path: str, weight_version: str, load_format: str) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        for file in sorted(Path(path).glob("*.safetensors")):
+            tensors |= load_file(file)
+        self.version = weight_version
+        self.loaded.append(tensors)
+
+
+def write(trainer: Any, folder: str, versions: range, options: dict[str, Any]) -> list[Any]:
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    weights, reports = sharded(versions[0], BF16), []
+    for version in versions:
+        become(weights, version, BF16)
+        handle = sender.snapshot_async(weights.items(), folder, name=f"step-{version}", delta=True, **options)
+        become(weights, 99, BF16)  # while it is written
+        reports.append(handle.wait(60))
+    sender.close()
+    return reports
+
+
+def nobody(*_: Any) -> None:
+    """An engine rank that no update comes to."""
+
+
+def assert_loaded(loads: Loads, version: int) -> None:
+    expected = weights_of(version, BF16)
+    assert loads.version == f"step-{version}"
+    assert loads.loaded[-1].keys() == expected.keys()
+    assert all(torch.equal(loads.loaded[-1][name], tensor) for name, tensor in expected.items())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with four snapshots of five that were written, with deltas, and the same by fsspec."""
+    folder = tmp_path_factory.mktemp("run")
+    options = {"file_bytes": 40_000, "keep": 4, "upload": f"file://{folder}/store"}
+    (told, _), _ = run_world(2, 0, write, nobody, str(folder), range(1, 6), options)
+    assert told[0].delta_bytes is None
+    whole = told[0].nbytes
+    assert all(0 < report.delta_bytes < whole / 8 for report in told[1:])
+    return folder
+
+
+def test_the_newest_is_loaded_and_only_once(run: Path) -> None:
+    loads = Loads()
+    follower = SnapshotFollower(run, loads)
+    assert follower.poll() == "step-5"
+    assert_loaded(loads, 5)
+    assert follower.poll() is None
+    assert len(loads.loaded) == 1
+
+
+@pytest.mark.parametrize("where", ["", "store"])
+def test_one_that_is_behind_by_three_reads_what_has_changed(run: Path, tmp_path: Path, where: str) -> None:
+    url, loads = f"file://{run}/{where}", Loads()
+    follower = SnapshotFollower(url, loads, tmp_path / "cache")
+    assert follower.poll() == "step-5"
+    whole = follower.read_bytes
+    behind = decode((run / "step-2" / MANIFEST).read_bytes(), Snapshot, "")
+    for name in behind.files:
+        (tmp_path / "cache" / name).write_bytes((run / "step-2" / name).read_bytes())
+    (tmp_path / "cache" / MANIFEST).write_bytes(encode(behind))
+    loads.version = "step-2"
+    assert follower.poll() == "step-5"
+    assert_loaded(loads, 5)
+    assert 0 < follower.read_bytes < whole / 4
+
+    # Of another base than its manifest says: everything is read.
+    weights = next((tmp_path / "cache").glob("*.safetensors"))
+    (tmp_path / "cache" / MANIFEST).write_bytes(encode(behind))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    loads.version = ""
+    assert follower.poll() == "step-5"
+    assert_loaded(loads, 5)
+    assert follower.read_bytes >= whole
+
+
+def test_a_damaged_snapshot_is_not_loaded(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    for path in run.rglob("*"):
+        if path.is_file() and "latest" not in path.parts and "store" not in path.parts:
+            (copy / path.relative_to(run)).parent.mkdir(parents=True, exist_ok=True)
+            (copy / path.relative_to(run)).write_bytes(path.read_bytes())
+    weights = next((copy / "step-5").glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for cache in (None, tmp_path / "cache"):
+        loads = Loads()
+        with pytest.raises(Mismatch, match=rf"{weights.name} is not the file of snapshot step-5"):
+            SnapshotFollower(copy, loads, cache).poll()
+        assert loads.loaded == []
+
+
+def test_a_store_needs_a_cache() -> None:
+    with pytest.raises(Unsupported, match="pass a cache"):
+        SnapshotFollower("memory://run", RemoteEngine("http://127.0.0.1:1"))
+
+
+def test_an_empty_folder_is_no_error(tmp_path: Path) -> None:
+    assert SnapshotFollower(tmp_path, Loads()).poll() is None
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    nbytes=st.sampled_from([1, 7, 8, 1000, CHUNK_BYTES - 2, CHUNK_BYTES + 6]),
+    share=st.sampled_from([0.0, 0.001, 0.3, 1.0]),
+    seed=st.integers(0, 1000),
+    unit_bytes=st.sampled_from([1, 2, 4]),
+)
+def test_a_delta_of_a_file_is_lossless(
+    tmp_path_factory: pytest.TempPathFactory, nbytes: int, share: float, seed: int, unit_bytes: int
+) -> None:
+    folder = tmp_path_factory.mktemp("delta")
+    draw = random.Random(seed)
+    base = bytearray(draw.randbytes(nbytes))
+    new = bytearray(base)
+    for _ in range(round(min(share * nbytes, 20_000))):
+        new[draw.randrange(nbytes)] ^= draw.randrange(1, 256)
+    one, other, delta = folder / "base", folder / "new", folder / f"new{DELTA}"
+    one.write_bytes(base)
+    other.write_bytes(new)
+    written = write_delta(one, other, delta, unit_bytes, 10 * nbytes + 1000)
+    assert written == delta.stat().st_size
+    with open(delta, "rb") as opened:
+        apply_delta(opened, one)
+    assert one.read_bytes() == new
+    assert write_delta(one, other, delta, unit_bytes, 10) is None
+    assert not delta.exists()
+
+
+@pytest.mark.parametrize("spoil", [lambda d: d[:-4], lambda d: b"", lambda d: b"\xff" * 64, lambda d: d[:40]])
+def test_a_damaged_delta_is_refused(tmp_path: Path, spoil: Any) -> None:
+    base, new, delta = tmp_path / "base", tmp_path / "new", tmp_path / "delta"
+    base.write_bytes(bytes(10_000))
+    new.write_bytes(bytes(5_000) + bytes(range(200)) + bytes(4_800))
+    assert write_delta(base, new, delta, 2, 10_000) is not None
+    delta.write_bytes(spoil(delta.read_bytes()))
+    with open(delta, "rb") as opened, pytest.raises(Mismatch, match="damaged, or of another file"):
+        apply_delta(opened, base)
