@@ -8,8 +8,10 @@ anything refers to them.
 
 from __future__ import annotations
 
+import gc
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import compress
 from typing import Any
 
@@ -84,7 +86,9 @@ def _tensor_guards(tensors: Sequence[torch.Tensor]) -> Any:
 class ChangeDetector:
     """Names, shardings and memory of the tensors of one update. Keeps no memory alive."""
 
-    def __init__(self, named_tensors: NamedTensorList) -> None:
+    def __init__(self, named_tensors: NamedTensorList, *, kept_alive: bool = False) -> None:
+        """`kept_alive`: somebody keeps this memory, so that no other has its addresses; storages are not compared."""
+        self._kept_alive = kept_alive
         tensors = list(map(_tensor, named_tensors))
         self._names = list(map(_name, named_tensors))
         self._lengths = list(map(len, named_tensors))
@@ -95,13 +99,15 @@ class ChangeDetector:
         self._shardings = self._shardings_of(named_tensors, tensors)
         local_tensors = self._local_tensors_of(tensors)
         self._fingerprint = TensorFingerprint(local_tensors)
-        storages = list(map(_storage, local_tensors))
+        storages = [] if kept_alive else list(map(_storage, local_tensors))
         self._storage_ids = list(map(_id, storages))
         self._storage_sizes = list(map(_nbytes, storages))
         self._storages = {_id(storage): StorageWeakRef(storage) for storage in storages}
 
     @classmethod
-    def of(cls, named_tensors: NamedTensorList, read: Sequence[torch.Tensor]) -> ChangeDetector | None:
+    def of(
+        cls, named_tensors: NamedTensorList, read: Sequence[torch.Tensor], *, kept_alive: bool = False
+    ) -> ChangeDetector | None:
         """Returns a detector; None if the memory `read` for them (`TrainerState.inputs`) is not these tensors' own.
 
         It is not if FSDP2's unsharded copies stand for sharded parameters, for example.
@@ -110,7 +116,7 @@ class ChangeDetector:
         own = _PLAIN_TYPES.issuperset(map(type, local_tensors)) and all(
             local.data_ptr() == found.data_ptr() for local, found in zip(local_tensors, read, strict=True)
         )
-        return cls(named_tensors) if own else None
+        return cls(named_tensors, kept_alive=kept_alive) if own else None
 
     def unchanged(self, named_tensors: NamedTensorList) -> bool:
         """Returns whether `describe` would return the same for these tensors, with the same memory."""
@@ -125,14 +131,19 @@ class ChangeDetector:
             return False
 
     def _same_memory(self, local_tensors: Sequence[Any]) -> bool:
+        return (
+            (self._kept_alive or self._same_storages(local_tensors))
+            and _PLAIN_TYPES.issuperset(map(type, local_tensors))
+            and self._fingerprint.matches(local_tensors)
+        )
+
+    def _same_storages(self, local_tensors: Sequence[Any]) -> bool:
+        """Addresses and storage ids are reused once a storage is freed or resized."""
         storages = list(map(_storage, local_tensors))
         return (
-            # Addresses and storage ids are reused once a storage is freed or resized.
             list(map(_id, storages)) == self._storage_ids
             and list(map(_nbytes, storages)) == self._storage_sizes
             and not any(map(_expired, self._storages))
-            and _PLAIN_TYPES.issuperset(map(type, local_tensors))
-            and self._fingerprint.matches(local_tensors)
         )
 
     def _local_tensors_of(self, tensors: Sequence[Any]) -> list[Any]:
@@ -157,3 +168,19 @@ def _own_memory(tensor: Any) -> Any:
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     return tensor.ds_tensor if is_partitioned(tensor) else tensor
+
+
+@contextmanager
+def garbage_collector_paused() -> Iterator[None]:
+    """Pauses the garbage collector while a (name, tensor) pair is made for every tensor, and dropped again.
+
+    So many new objects, update after update, would trigger a full collection of the trainer's heap: half a second in
+    which every rank waits, though none of the objects is garbage.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

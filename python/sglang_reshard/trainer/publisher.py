@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +21,7 @@ from sglang_reshard.sources import (
     first_not_finite,
     tied_names,
 )
-from sglang_reshard.sources.change_detector import ChangeDetector, NamedTensorList
+from sglang_reshard.sources.change_detector import ChangeDetector, NamedTensorList, garbage_collector_paused
 from sglang_reshard.trainer.stages import Stages
 from sglang_reshard.transports.memory import Handles, MemoryExporter
 
@@ -101,7 +99,7 @@ class ShardPublisher:
         """
         if self._owns_memory:
             self._memory.begin_update()
-        with _garbage_collector_paused():
+        with garbage_collector_paused():
             changed = self._changed(named_tensors, always=check_finite or (exchange is None) != (self._stages is None))
         state, self._partial = None, exchange is not None
         if changed is not None:
@@ -184,22 +182,6 @@ class ShardPublisher:
             self._session.delete_handles(self._rank, known.handles)
         self._handles = handles
         return published
-
-
-@contextmanager
-def _garbage_collector_paused() -> Iterator[None]:
-    """Pauses the garbage collector while a (name, tensor) pair is made for every tensor, and dropped again.
-
-    So many new objects, update after update, would trigger a full collection of the trainer's heap: half a second in
-    which every rank waits, though none of the objects is garbage.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _devices(shards: Sequence[torch.Tensor]) -> tuple[torch.device, ...]:

@@ -10,7 +10,7 @@ import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import NamedTensors, TrainerState, as_list, describe
-from sglang_reshard.sources.change_detector import ChangeDetector
+from sglang_reshard.sources.change_detector import ChangeDetector, garbage_collector_paused
 from sglang_reshard.transports.copies import CopyList
 
 _ALIGN_BYTES = 256
@@ -34,11 +34,14 @@ class ShadowShards:
         Raises what `describe` raises, and Unsupported, with the bytes, if there is no memory for it.
         """
         listed = as_list(named_tensors, self._rank)
-        if self._changes is None or partial != self._partial or not self._changes.unchanged(listed):
+        with garbage_collector_paused():
+            changes = self._changes if partial == self._partial else None
+            unchanged = changes is not None and changes.unchanged(listed)
+        if not unchanged:
             self._changes, self._partial = None, partial
             given = describe(listed, trainer_rank=self._rank, global_ranks=self._global_ranks, partial=partial)
             self._prepare(given)
-            self._changes = ChangeDetector.of(listed, given.inputs)
+            self._changes = ChangeDetector.of(listed, given.inputs, kept_alive=True)  # by views, for the copies
         assert self._state is not None
         with torch.no_grad():
             self._copies.run()
