@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sglang_reshard.delta.checksum import message_checksum, rows_of
-from sglang_reshard.delta.encoding import UNITS, Encoded, Kind
+from sglang_reshard.delta.encoding import UNITS, Encoded, Kind, cut_pieces
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.transports.copies import CopyList
 from sglang_reshard.transports.p2p import P2pLink
@@ -110,6 +110,28 @@ def read_table(data: torch.Tensor, messages: LinkMessages, nbytes: int, sender: 
     fits = fits and all(0 <= encoded.changed <= messages.units(n) for n, encoded in enumerate(found))
     if not fits or table_bytes(len(found)) + sum(payload_sizes(found, messages)) != nbytes:
         raise Mismatch(f"{sender} sent deltas that do not fit its messages; this is a bug, please report it")
+    return found
+
+
+class Piece(NamedTuple):
+    """Messages whose payloads are sent together: `nbytes` from `offset` of the section."""
+
+    messages: range
+    offset: int
+    nbytes: int
+
+
+def cut_section(encoded: Sequence[Encoded], messages: LinkMessages, round_bytes: int) -> list[Piece]:
+    """Returns the pieces of a section after its table. None has more than `round_bytes`, of which one message has less.
+
+    Both sides cut it alike.
+    """
+    sizes = payload_sizes(encoded, messages)
+    end, found = table_bytes(len(messages)), []
+    for run in cut_pieces(sizes, round_bytes):
+        nbytes = sum(sizes[run.start : run.stop])
+        found.append(Piece(run, end, nbytes))
+        end += nbytes
     return found
 
 

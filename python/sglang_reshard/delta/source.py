@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sglang_reshard.delta.checksum import message_checksum
-from sglang_reshard.delta.encoding import Encoded, Kind, apply, cut_pieces, encode
-from sglang_reshard.delta.messages import LinkMessages, bucket_bytes, payload_sizes, table, table_bytes
+from sglang_reshard.delta.encoding import Encoded, Kind, apply, encode
+from sglang_reshard.delta.messages import LinkMessages, bucket_bytes, cut_section, payload_sizes, table, table_bytes
 from sglang_reshard.digest.coefficients import MODULUS
+from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.transports.communicator import P2pCommunicators, PendingRound
 from sglang_reshard.transports.nixl_agent import memory_kind
 from sglang_reshard.transports.p2p import BUCKETS, P2pLink
@@ -66,9 +67,8 @@ class DeltaSource:
         self._committed_in = update
         if self._encoded_in == update and self._encoded:
             for number, payload in enumerate(self._payloads()):
-                apply(
-                    self._encoded[number], payload.to(self._base_device), self._messages.unit_bytes, self._kept(number)
-                )
+                encoded, base = self._encoded[number], self._kept(number)
+                apply(encoded, payload.to(self._base_device), self._messages.unit_bytes, base)
             self._checksums = self._next
         else:
             self._capture()
@@ -81,14 +81,9 @@ class DeltaSource:
     @property
     def parts(self) -> list[torch.Tensor]:
         """The section, as it is sent: its table, and pieces that fit a round."""
-        sizes = payload_sizes(self._encoded, self._messages)
-        end = table_bytes(len(self._messages))
-        found = [self.section[:end]]
-        for piece in cut_pieces(sizes, self._round_bytes):
-            nbytes = sum(sizes[piece.start : piece.stop])
-            found.append(self.section[end : end + nbytes])
-            end += nbytes
-        return found
+        pieces = cut_section(self._encoded, self._messages, self._round_bytes)
+        found = [self.section[: table_bytes(len(self._messages))]]
+        return found + [self.section[piece.offset : piece.offset + piece.nbytes] for piece in pieces]
 
     def _capture(self) -> None:
         if self._base is None:
@@ -116,6 +111,7 @@ class DeltaSource:
                     self._next[number] = message_checksum(new, messages.first_row(number))
             self.section[: table_bytes(len(messages))].copy_(table(found, self._device))
         self.nbytes = end
+        runtime().synchronize([self._device])  # it may be read in no stream's order
         return found
 
     def _kept(self, number: int) -> torch.Tensor:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from sglang_reshard.delta.encoding import Encoded, Kind, apply, cut_pieces
-from sglang_reshard.delta.messages import LinkMessages, bucket_bytes, payload_sizes, read_table, table_bytes
+from sglang_reshard.delta.encoding import Encoded, Kind, apply
+from sglang_reshard.delta.messages import LinkMessages, bucket_bytes, cut_section, read_table, table_bytes
 from sglang_reshard.delta.section import Sections
 from sglang_reshard.digest.coefficients import MODULUS
 from sglang_reshard.errors import DeadlineExceeded
+from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.transports.base import TransportContext
 from sglang_reshard.transports.ipc import DirectReads, mapped_reads
 from sglang_reshard.transports.nixl_agent import memory_kind
@@ -108,35 +109,25 @@ class DeltaTarget:
             )
             for part in tables
         }
-        pieces = {t: self._pieces(t, of_link) for t, of_link in encoded.items()}
+        sizes = self._context.round_bytes
+        pieces = {t: cut_section(of_link, self._written[t], sizes[t]) for t, of_link in encoded.items()}
         self._direct.run()
         rounds = []
         for number in range(max(map(len, pieces.values()), default=0)):
-            ranges = {t: own[number][1:] for t, own in pieces.items() if number < len(own)}
+            ranges = {t: (own[number].offset, own[number].nbytes) for t, own in pieces.items() if number < len(own)}
             rounds.append(self._parts(ranges, self._rooms[number % BUCKETS]))
         pending = [self._incoming.start(parts) for parts in rounds[:BUCKETS]]
         for number, parts in enumerate(rounds):
             pending.pop(0).wait()
             for part in parts:
-                messages, (run, *_) = self._written[part.trainer_rank], pieces[part.trainer_rank][number]
-                _apply(messages, encoded[part.trainer_rank], run, part.buffer)
+                rank, run = part.trainer_rank, pieces[part.trainer_rank][number].messages
+                _apply(self._written[rank], encoded[rank], run, part.buffer)
             pending += [self._incoming.start(following) for following in rounds[number + BUCKETS :][:1]]
         self.read_bytes = self._direct.read_bytes | {t: sections[t].nbytes for t in self._written}
         self.received_bytes = sum(self.read_bytes.values())
         self.changed = sum(message.changed for of_link in encoded.values() for message in of_link)
 
-    def _pieces(self, trainer_rank: int, encoded: Sequence[Encoded]) -> list[tuple[range, int, int]]:
-        """Returns the pieces of a section: their messages, offset and bytes."""
-        messages = self._written[trainer_rank]
-        sizes = payload_sizes(encoded, messages)
-        end, found = table_bytes(len(messages)), []
-        for piece in cut_pieces(sizes, self._context.round_bytes[trainer_rank]):
-            nbytes = sum(sizes[piece.start : piece.stop])
-            found.append((piece, end, nbytes))
-            end += nbytes
-        return found
-
-    def _parts(self, ranges: Mapping[int, Sequence[int]], room: torch.Tensor) -> list[_Part]:
+    def _parts(self, ranges: Mapping[int, tuple[int, int]], room: torch.Tensor) -> list[_Part]:
         """Returns where these bytes arrive: trainer rank -> (offset, bytes)."""
         found, begin = [], 0
         for trainer_rank, (offset, nbytes) in sorted(ranges.items()):
@@ -200,7 +191,8 @@ class _NixlReads:
     """This rank reads them out of the trainer ranks' memory."""
 
     def __init__(self, reader: NixlReader, context: TransportContext) -> None:
-        self._reader, self._rank, self._timeout_s = reader, context.engine_rank, context.timeout_s
+        self._reader, self._device = reader, context.device
+        self._rank, self._timeout_s = context.engine_rank, context.timeout_s
         self._sections: Sections = {}
 
     def begin(self, sections: Sections) -> None:
@@ -208,6 +200,7 @@ class _NixlReads:
 
     def start(self, parts: Sequence[_Part]) -> _Pending:
         reads: list[tuple[str, list[Any]]] = []
+        runtime().synchronize([self._device])  # what was there before may still be read; no stream orders these reads
         for part in parts:
             section, peer = self._sections[part.trainer_rank], f"trainer rank {part.trainer_rank}"
             kind, gpu = memory_kind(part.buffer.device)

@@ -23,6 +23,7 @@ from sglang_reshard.engine.trainer_memory import TrainerMemory
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.announce import rank_device
 from sglang_reshard.layout.source_layout import SourceLayout
+from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.plan import (
     ClusterTopology,
     RankDemand,
@@ -50,6 +51,7 @@ from sglang_reshard.transports.nixl_reader import NixlReader
 from sglang_reshard.transports.p2p import kept_dtypes
 from sglang_reshard.transports.relay import Relays
 
+logger = get_logger(__name__)
 _SHOWN_NAMES = 5
 
 
@@ -181,9 +183,14 @@ class PreparedTransfer:
             return False
         if self.target.program.arrivals:  # they are kept in another form than they arrive in
             return False
-        if self.deltas is None:
-            self.deltas = DeltaTarget(self.context, self.target.program)
-        return self.deltas.is_base_of(self._sections(request))
+        try:
+            if self.deltas is None:
+                self.deltas = DeltaTarget(self.context, self.target.program)
+            return self.deltas.is_base_of(self._sections(request))
+        except torch.OutOfMemoryError as error:  # a full update needs less
+            logger.warning("engine rank %d has no memory for deltas: %s", self.context.engine_rank, error)
+            self.deltas = None
+            return False
 
     def move_deltas(self, request: DistributedUpdateWeightsReq) -> None:
         """Receives what has changed; other engines may take all from here then."""

@@ -20,6 +20,7 @@ from sglang_reshard.delta.section import DeltaSection
 from sglang_reshard.delta.source import DeltaSource, send_sections
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.gpu.announce import trainer_device
+from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.plan.p2p import SendRequest
 from sglang_reshard.protocol.messages import Command, ConnectPeers, PrepareSend, StartTransfer
 from sglang_reshard.protocol.session import Link, Session
@@ -30,6 +31,7 @@ from sglang_reshard.transports.communicator import P2pCommunicators
 from sglang_reshard.transports.nixl_source import NixlSource
 from sglang_reshard.transports.p2p import P2pSender, sent_link
 
+logger = get_logger(__name__)
 Shards = Callable[[], Sequence[torch.Tensor]]  # returns this rank's, in the layout's order
 
 
@@ -81,10 +83,16 @@ class EngineTransfers:
         return {e: DeltaSection(d.checksum, d.nbytes, *d.memory) for e, d in prepared.deltas.items()}
 
     def commit(self, update: int) -> None:
-        """The engine has the weights of `update`."""
-        if self._prepared is not None and self._prepared.deltas is not None:
-            for delta in self._prepared.deltas.values():
+        """The engine has the weights of `update`. What fails here fails no update: the next one sends everything."""
+        prepared = self._prepared
+        if prepared is None or prepared.deltas is None:
+            return
+        try:
+            for delta in prepared.deltas.values():
                 delta.commit(update)
+        except Exception:
+            logger.exception("trainer rank %d cannot keep what it has sent, and sends no deltas", self._rank)
+            prepared.deltas = None
 
     def execute(self, scope: EngineScope, command: Command, published: PublishedShards, shards: Shards) -> None:
         if isinstance(command, PrepareSend):
