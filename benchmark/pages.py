@@ -105,6 +105,21 @@ def async_updates(path: Path) -> str:
     return "\n".join(lines)
 
 
+def parameter_stream(path: Path) -> str:
+    head, rows = results.load(path)
+    lines = [
+        f"{_measured_by(head, path)}; gloo, and two engine ranks.",
+        "",
+        "| model | tensors | MB | way | broadcasts | until all have arrived, s | the update then, s | bit-exact |",
+        "|---|---:|---:|---|---:|---:|---:|---|",
+    ]
+    for r in rows:
+        cells = [r["model"], f"{r['tensors']:,}", f"{r['bytes'] / 1e6:,.0f}", r["way"], f"{r['broadcasts']:,}"]
+        cells += [f"{r['stream_seconds']:.3f}", f"{r['commit_seconds']:.3f}", _yes(r["bit_exact"])]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def deltas(path: Path) -> str:
     head, rows = results.load(path)
     lines = [
@@ -408,6 +423,9 @@ TABLES: dict[str, Table] = {
     "mesh-to-mesh": Table("docs/results/mesh-to-mesh.md", results.FOLDER / "mesh_to_mesh.json", mesh_to_mesh),
     "async-updates": Table("docs/results/async-updates.md", results.FOLDER / "async-updates.json", async_updates),
     "deltas": Table("docs/results/deltas.md", results.FOLDER / "deltas.json", deltas),
+    "parameter-stream": Table(
+        "docs/results/parameter-stream.md", results.FOLDER / "parameter-stream.json", parameter_stream
+    ),
     "block-fp8": Table("docs/results/block-fp8.md", results.FOLDER / "block-fp8.json", block_fp8),
     "quantization": Table("docs/results/quantization.md", results.FOLDER / "quantization.json", quantization),
     "control": Table("docs/results/control.md", results.FOLDER / "control.json", control),

@@ -180,9 +180,13 @@ def _updated(me: TrainerRank, order: Update) -> Ended:
     if order.version is not None:
         me.become(order.version)
     if (coordinator := me.sender._coordinator) is not None:  # one sender, so that what it keeps outlives each transport
-        coordinator._config = replace(coordinator._config, transport=order.transport, bucket_bytes=order.bucket_bytes)
+        delta = order.options.get("delta", "off")
+        coordinator._config = replace(
+            coordinator._config, transport=order.transport, bucket_bytes=order.bucket_bytes, delta=delta
+        )
     options = dict(order.options)
     background = options.pop("background", False)
+    me.sender._config = replace(me.sender._config, delta=options.pop("delta", "off"))
     try:
         if background:
             me.sender.update_async(me.state, **options).wait()

@@ -11,7 +11,7 @@ from support.left_behind import Watch, mapped_from, settled
 from support.orchestra import Orchestra
 from support.player import Hang, Player
 from support.stations import Act, Arm
-from support.toy import HIDDEN
+from support.toy import DRIFTING, HIDDEN
 
 DETECT_S = 10.0  # within which a killed rank must be noticed, at any deadline
 _PATIENCE_S = 40.0  # after which we call it a hang
@@ -45,17 +45,26 @@ class Scene(Orchestra):
         super().start_trainers(timeout_s or self.timeout_s)
         self.watch.look(p.pid for p in self.trainers)
 
-    def begin(self, transport: str, arms: dict[int, Arm] | None = None, alike: bool = False, **options: Any) -> int:
+    def begin(
+        self,
+        transport: str,
+        arms: dict[int, Arm] | None = None,
+        alike: bool = False,
+        drift: bool = False,
+        **options: Any,
+    ) -> int:
         """An update to a version that was never tried, which has to be planned anew. The version.
 
         alike  it is like the one before, and has not to be planned
+        drift  it differs little from others that have drifted
         """
         self._tried += 1
         if not alike:
             # Not only another than last time: what was refused at the first look leaves standing what was before it.
             self._bucket_bytes = self._least_bucket_bytes + 8 * (self._tried % 32)
-        self.update(self._tried, transport, arms, self._bucket_bytes, **options)
-        return self._tried
+        version = self._tried + DRIFTING if drift else self._tried
+        self.update(version, transport, arms, self._bucket_bytes, **options)
+        return version
 
     def hold(self, player: Player, phase: str, transport: str, skip: int = 0, act: Act = "wait", **options: Any) -> int:
         """Begin an update, until a rank has come to a phase of it. The version."""

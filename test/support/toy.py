@@ -13,6 +13,7 @@ import torch
 
 VOCAB, HEADS, KV_HEADS, HEAD_DIM = 21, 16, 2, 3
 HIDDEN = 16
+DRIFTING = 1_000_000  # versions from here on differ from each other in one element of a hundred or two
 
 
 def shapes(hidden: int = HIDDEN) -> dict[str, tuple[int, ...]]:
@@ -31,8 +32,18 @@ def shapes(hidden: int = HIDDEN) -> dict[str, tuple[int, ...]]:
 
 def checkpoint(version: int, dtype: torch.dtype = torch.float32, hidden: int = HIDDEN) -> dict[str, torch.Tensor]:
     """Whole tensors of a version of the weights."""
+    if version > DRIFTING:
+        return _drifted(checkpoint(DRIFTING, dtype, hidden), version)
     generator = torch.Generator().manual_seed(version)
     return {name: torch.randn(s, generator=generator).to(dtype) for name, s in shapes(hidden).items()}
+
+
+def _drifted(weights: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    for tensor in weights.values():
+        where = torch.randperm(tensor.numel(), generator=generator)[: max(1, tensor.numel() // 100)]
+        tensor.view(-1)[where] = torch.randn(len(where), generator=generator).to(tensor.dtype)
+    return weights
 
 
 class ToyRank(torch.nn.Module):

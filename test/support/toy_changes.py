@@ -1,4 +1,4 @@
-"""Toy weights of which a version changes one element in a hundred of the version before."""
+"""Toy weights of which each version differs from the others in one element of a hundred or two, in DTensors."""
 
 from __future__ import annotations
 
@@ -7,21 +7,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from support.toy import ToyRank, checkpoint
+from support.toy import DRIFTING, ToyRank, checkpoint
 
 HIDDEN = 64
 
 
 def weights_of(version: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Whole tensors of a version, from 1."""
-    weights = {name: t.to(dtype) for name, t in checkpoint(1, hidden=HIDDEN).items()}
-    for number in range(2, version + 1):
-        generator = torch.Generator().manual_seed(number)
-        for tensor in weights.values():
-            flat = tensor.view(-1)
-            where = torch.randperm(len(flat), generator=generator)[: max(1, len(flat) // 100)]
-            flat[where] = torch.randn(len(where), generator=generator).to(dtype)
-    return weights
+    return checkpoint(DRIFTING + version, dtype, HIDDEN)
 
 
 def sharded(version: int, dtype: torch.dtype) -> dict[str, DTensor]:

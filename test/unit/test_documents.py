@@ -211,6 +211,7 @@ RUN_BY = {
     r"make soak|python -m benchmark\.soak .*": "test/engine/live/test_soak_short.py",
     r"make (test-gpu|gpu-bundle)( .*)?|python -m benchmark\.gpu(\.record)?( .*)?": "test/unit/test_gpu_battery.py",
     r"python -m benchmark\.mesh_to_mesh": "test/trainers/test_mesh_to_mesh.py",
+    r"python -m benchmark\.parameter_stream": "test/unit/test_parameter_stream.py",
     r"python -m benchmark\.block_fp8": "test/unit/test_block_fp8_updates.py",
     r"make bench.*|python -m benchmark(\.\w+)?( .*)?": "test/unit/test_benchmark.py",
     r"make lock|pip (install|uninstall) .*|make (wheel|fork|test-fork)( .*)?": "test/engine/release/test_fork.py",

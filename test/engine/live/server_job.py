@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import httpx
 import msgspec
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -211,6 +213,47 @@ def calls(engine: VerlEngine, trainer: Trainer) -> dict[str, Any]:
     engine.continue_generation()
     seen["tokens again"] = tokens()
     engine.shutdown()
+    return seen
+
+
+def stream_parameters(job: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0 broadcasts two versions, one by one and by modules; rank 1 receives them beside the server."""
+    from sglang.srt.utils.common import init_custom_process_group
+
+    from sglang_reshard.patches.parameter_stream import ParameterStream, buckets, packed
+
+    rank, ranks, folder = dist.get_rank(), dist.get_world_size(), Path(job["folder"], "checkpoint")
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    Trainer(tiny_model.config(ranks, job["target_tp"]), mesh).save_checkpoint(folder)
+    dist.barrier()
+    last = load_file(folder / "model.safetensors")
+    server = RemoteEngine(job["url"], admin_api_key=job["key"])
+    at: dict[str, Any] = {"world_size": ranks, "group_name": "weights", "backend": "gloo"}
+    if rank == 0:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # torchrun's store is another one
+        group = init_custom_process_group(init_method=f"tcp://127.0.0.1:{job['port']}", rank=0, **at)
+    else:
+        stream = ParameterStream(server.update_weights_distributed, timeout_s=60)
+        stream.init_broadcast_group("127.0.0.1", job["port"], rank_offset=1, **at)
+    seen: dict[str, Any] = {"reports": []}
+    for version, factor, together in (("first", 0.5, 0), ("second", 1.0, 1 << 20)):
+        weights = [(name, tensor * factor) for name, tensor in last.items()]
+        for bucket in buckets(weights, together, by_module=bool(together)):
+            if rank == 0:
+                dist.broadcast(packed(bucket), 0, group)
+            else:
+                names, tensors = zip(*bucket, strict=True)
+                stream.update_broadcast_bucket(version, names, [t.dtype for t in tensors], [t.shape for t in tensors])
+        if rank == 1:
+            seen["reports"].append(stream.commit(version, verify="full").as_dict())
+    if rank == 1:
+        sampling = {"temperature": 0, "max_new_tokens": text.NEW_TOKENS, "ignore_eos": True}
+        answers = server.generate(input_ids=PROMPTS, sampling_params=sampling)
+        seen["tokens"] = [answer["output_ids"] for answer in answers]
+        seen["version"] = answers[0]["meta_info"]["weight_version"]
+        seen["expected"], _ = greedy_tokens(folder, PROMPTS, text.NEW_TOKENS, "float32")
+        stream.close()
+    dist.barrier()
     return seen
 
 

@@ -12,7 +12,7 @@ import pytest
 from demo import tiny_model
 from sglang_reshard import __version__
 from sglang_reshard.testing import cpu_host
-from support.servers import launch, serving
+from support.servers import free_port, launch, serving
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -54,6 +54,15 @@ def test_a_server_follows_what_was_written_as_no_engine_could_be_reached(server:
     whole, deltas = (int(found[1].replace(",", "")) for found in read if found is not None)
     assert 0 < deltas < whole / 8, "three versions behind"
     assert seen["version"] == "4"
+    assert seen["tokens"] == seen["expected"]
+
+
+def test_parameters_that_a_trainer_broadcasts_are_taken_version_by_version(server: str, tmp_path: Path) -> None:
+    job = "server_job:stream_parameters"
+    _, seen = run_trainers(2, job, tmp_path, url=server, key=KEY, target_tp=TP, port=free_port())
+    assert [report["weight_version"] for report in seen["reports"]] == ["first", "second"]
+    assert ["plan" in report["seconds"] for report in seen["reports"]] == [True, False]
+    assert seen["version"] == "second"
     assert seen["tokens"] == seen["expected"]
 
 

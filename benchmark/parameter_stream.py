@@ -1,0 +1,171 @@
+"""Parameters broadcast one by one, by modules and in buckets: `python -m benchmark.parameter_stream`.
+
+A trainer broadcasts a whole model over gloo to one process beside an engine, which takes it by `ParameterStream`; two
+processes stand in for engine ranks. Seconds are medians of the versions after the first, which plans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from benchmark import pages, results
+from benchmark.async_updates import Size
+
+RESULT = results.FOLDER / "parameter-stream.json"
+SIZES = (Size("dense", 310, 1024, 512), Size("MoE", 4800, 64, 128))
+WAYS: tuple[tuple[str, int, bool], ...] = (
+    ("one by one", 0, False),
+    ("by modules", 64 << 20, True),
+    ("buckets of 1 MiB", 1 << 20, False),
+    ("buckets of 64 MiB", 64 << 20, False),
+)
+VERSIONS, ENGINES, IN_MODULE, DEADLINE_S = 6, 2, 10, 500.0
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One model and way of broadcasting. stream_seconds: until all have arrived; commit_seconds: the update after it"""
+
+    model: str
+    tensors: int
+    bytes: int
+    way: str
+    broadcasts: int
+    stream_seconds: float
+    commit_seconds: float
+    bit_exact: bool
+
+
+class _Rank(torch.nn.Module):
+    """One engine rank's rows of each matrix."""
+
+    def __init__(self, rank: int, size: Size) -> None:
+        super().__init__()
+        self._rank = rank
+        shape = size.rows // ENGINES, size.columns
+        self.weights = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False)
+            for _ in range(size.tensors)
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.weights[_number(name)].data.copy_(tensor.chunk(ENGINES)[self._rank])
+
+
+def _name(number: int) -> str:
+    return f"model.layers.{number // IN_MODULE}.mlp.p{number}.weight"
+
+
+def _number(name: str) -> int:
+    return int(name.split(".")[-2][1:])
+
+
+def _value(number: int, version: int) -> float:
+    """Returns the value of all elements of a matrix, which bfloat16 can represent."""
+    return float((number + 7 * version) % 128)
+
+
+def train(trainer: Any, size: Size, port: int) -> list[dict[str, Any]]:
+    """Trainer rank 1 broadcasts; trainer rank 0, which reaches the engine ranks, is beside them."""
+    from sglang.srt.utils.common import init_custom_process_group
+
+    from sglang_reshard.patches.parameter_stream import ParameterStream, buckets, packed
+
+    at: dict[str, Any] = {"world_size": 2, "group_name": "weights", "backend": "gloo"}
+    beside = trainer.rank == 0
+    if beside:
+        stream = ParameterStream(trainer.send, timeout_s=100)
+        stream.init_broadcast_group("127.0.0.1", port, rank_offset=1, **at)
+    else:
+        group = init_custom_process_group(init_method=f"tcp://127.0.0.1:{port}", rank=0, **at)
+    weights = [(_name(n), torch.empty(size.rows, size.columns, dtype=torch.bfloat16)) for n in range(size.tensors)]
+    found = []
+    version = 0
+    for way, bucket_bytes, by_module in WAYS:
+        streamed, committed = [], []
+        cut = list(buckets(weights, bucket_bytes, by_module=by_module))
+        for _ in range(VERSIONS):
+            version += 1
+            for number, (_, tensor) in enumerate(weights):
+                tensor.fill_(_value(number, version))
+            dist.barrier()
+            began = time.perf_counter()
+            for bucket in cut:
+                if beside:
+                    names, tensors = zip(*bucket, strict=True)
+                    dtypes, shapes = [t.dtype for t in tensors], [t.shape for t in tensors]
+                    stream.update_broadcast_bucket(version, names, dtypes, shapes)
+                else:
+                    dist.broadcast(packed(bucket), 0, group)
+            streamed.append(time.perf_counter() - began)
+            if beside:
+                began = time.perf_counter()
+                stream.commit(version)
+                committed.append(time.perf_counter() - began)
+        if beside:
+            seconds = [statistics.median(took[1:]) for took in (streamed, committed)]
+            found.append({"way": way, "broadcasts": len(cut), "seconds": seconds})
+    if beside:
+        stream.close()
+    return found
+
+
+def serve(rank: int, ranks: int, requests: Any, size: Size, _port: int) -> list[bool]:
+    from sglang_reshard.engine.receiver import WeightReceiver
+
+    model = _Rank(rank, size)
+    receiver = WeightReceiver(model, rank, ranks, torch.device("cpu"))
+    exact = []
+    for request in requests:
+        requests.answer(receiver.update(request))
+        version = int(request.weight_version)
+        exact.append(all((p == _value(n, version)).all() for n, p in enumerate(model.weights)))
+    return exact
+
+
+def run(size: Size) -> list[Row]:
+    if str(results.REPOSITORY / "test") not in sys.path:  # processes that stand in for engine ranks are the tests'
+        sys.path.insert(0, str(results.REPOSITORY / "test"))
+    from benchmark import parameter_stream
+    from support.servers import free_port
+    from support.world import run_world
+
+    (told, _), exact = run_world(
+        2, ENGINES, parameter_stream.train, parameter_stream.serve, size, free_port(), deadline_s=DEADLINE_S
+    )
+    nbytes = 2 * size.tensors * size.rows * size.columns
+    return [
+        Row(
+            model=size.name,
+            tensors=size.tensors,
+            bytes=nbytes,
+            way=way["way"],
+            broadcasts=way["broadcasts"],
+            stream_seconds=way["seconds"][0],
+            commit_seconds=way["seconds"][1],
+            bit_exact=all(map(all, exact)),
+        )
+        for way in told
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(prog="python -m benchmark.parameter_stream", description=__doc__).parse_args(arguments)
+    rows = [row for size in SIZES for row in run(size)]
+    results.save(RESULT, results.header("python -m benchmark.parameter_stream", []), rows)
+    pages.write("parameter-stream")
+    print(pages.TABLES["parameter-stream"].text())
+    return 0 if all(row.bit_exact for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""Takes parameters that a trainer broadcasts one by one, and gives an engine whole versions of them.
+
+    stream = ParameterStream(engine.update_weights_distributed)         # beside the engine, in one process of its host
+    stream.init_broadcast_group("10.0.0.1", 29500, rank_offset=1, world_size=2, group_name="weights", backend="nccl")
+    for name, dtype, shape in ...:                                      # as the trainer broadcasts them from its rank 0
+        stream.update_broadcast(1, name, dtype, shape)
+    stream.commit(1)
+
+The engine has one member in the group, whatever its size, which keeps every parameter whole. Its memory is then that of
+a trainer of one rank: engine ranks read their parts of it by this package's plan, and have all of a version or none.
+Stock SGLang's `update_weights_from_distributed`, in which every engine rank is a member, stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.observability.report import UpdateReport
+from sglang_reshard.protocol.messages import DEFAULT_TIMEOUT_S
+from sglang_reshard.protocol.session import LOOPBACK, Session
+from sglang_reshard.trainer.coordinator import Send
+
+Shape = Sequence[int]
+_TRAINER = 0  # the rank that broadcasts
+_SHOWN_NAMES = 5
+
+
+class ParameterStream:
+    """One engine's end. Not for use from several threads at once.
+
+    nbytes  of the parameters that it keeps
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        *,
+        device: torch.device | None = None,
+        interface: str = LOOPBACK,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        **options: Any,
+    ) -> None:
+        """`send` sends a request to the engine and returns its answer: `Engine.update_weights_distributed`, or
+        `RemoteEngine`'s.
+
+        device     of the parameters that it keeps; by default the host's memory. NCCL needs a GPU
+        interface  address of this host at which engine ranks reach it
+        timeout_s  seconds that any one wait may last
+        options    of `WeightSender`: transport, bucket_bytes, delta, delta_device
+        """
+        self._device, self._timeout_s = device or torch.device("cpu"), timeout_s
+        session = Session.host(interface, timeout_s)
+        self._sender = WeightSender.within(
+            session, trainer_rank=0, global_ranks=(0,), send=send, timeout_s=timeout_s, **options
+        )
+        self._group: dist.ProcessGroup | None = None
+        self._known: dict[str, torch.Tensor] = {}
+        self._version: str | None = None  # that is being received
+        self._received: set[str] = set()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._known.values())
+
+    def init_broadcast_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weights",
+        backend: str = "nccl",
+    ) -> None:
+        """Joins the trainer's group, as `init_custom_process_group` of SGLang makes it. Collective over the group.
+
+        rank_offset  this engine's rank in the group: 1 for the first engine, as the trainer has 0
+        world_size   members of the group: the trainer, and one for each engine
+        """
+        from sglang.srt.utils.common import init_custom_process_group
+
+        self._group = init_custom_process_group(
+            backend=backend,
+            init_method=f"tcp://{master_address}:{master_port}",
+            timeout=timedelta(seconds=self._timeout_s),
+            world_size=world_size,
+            rank=rank_offset,
+            group_name=group_name,
+        )
+
+    def update_broadcast(self, version: object, name: str, dtype: torch.dtype | str, shape: Shape) -> None:
+        """Receives one parameter, which the trainer broadcasts now. The engine does not have it before `commit`."""
+        self.update_broadcast_bucket(version, [name], [dtype], [shape])
+
+    def update_broadcast_bucket(
+        self, version: object, names: Sequence[str], dtypes: Sequence[torch.dtype | str], shapes: Sequence[Shape]
+    ) -> None:
+        """Receives several parameters, which the trainer broadcasts as one tensor of bytes, see `buckets`.
+
+        The first parameters of another version begin that one, and give up what was not committed. Raises RuntimeError
+        if the broadcast fails: then these parameters have to be sent once more.
+        """
+        if self._group is None:
+            raise Mismatch("call init_broadcast_group first")
+        if self._version != str(version):
+            self._version, self._received = str(version), set()
+        tensors = [
+            self._parameter(name, _dtype(dtype), tuple(shape))
+            for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+        ]
+        self._received -= set(names)
+        if len(tensors) == 1:
+            dist.broadcast(tensors[0], _TRAINER, self._group)
+        else:
+            flat = torch.empty(sum(map(_nbytes, tensors)), dtype=torch.uint8, device=self._device)
+            dist.broadcast(flat, _TRAINER, self._group)
+            parts = flat.split([_nbytes(tensor) for tensor in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.view(-1).view(torch.uint8).copy_(part)
+        self._received |= set(names)
+
+    def commit(self, version: object, **options: Any) -> UpdateReport:
+        """Updates the engine to a version of which all parameters have arrived; its weight_version is `version`.
+
+        options  of `WeightSender.update`
+
+        Raises Mismatch, naming them, if parameters of the version before have not arrived, and what the update raises.
+        The engine keeps the weights that it had then, unless they are torn.
+        """
+        missing = [name for name in self._known if name not in self._received]
+        if self._version != str(version) or missing:
+            shown = ", ".join(missing[:_SHOWN_NAMES]) or "no parameter at all"
+            raise Mismatch(f"version {version} has not arrived: {len(missing)} parameters are missing, {shown}")
+        report = self._sender.update(list(self._known.items()), weight_version=str(version), **options)
+        self._version, self._received = None, set()
+        return report
+
+    def close(self) -> None:
+        """Leaves the group, and ends the session with the engine."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+        self._sender.close()
+
+    def _parameter(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        known = self._known.get(name)
+        if known is None or known.dtype != dtype or known.shape != shape:
+            known = self._known[name] = torch.empty(shape, dtype=dtype, device=self._device)
+        return known
+
+
+def buckets(
+    named_tensors: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int, *, by_module: bool = False
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yields parameters that a trainer may broadcast as one: together of at most `bucket_bytes`, or one with more.
+
+    by_module  parameters of one module ("model.layers.3.mlp") stay together, and no bucket has those of two
+    """
+    bucket: list[tuple[str, torch.Tensor]] = []
+    filled, module = 0, ""
+    for name, tensor in named_tensors:
+        of = ".".join(name.split(".")[:-2]) if by_module else ""
+        if bucket and (filled + tensor.nbytes > bucket_bytes or of != module):
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append((name, tensor))
+        filled, module = filled + tensor.nbytes, of
+    if bucket:
+        yield bucket
+
+
+def packed(bucket: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    """Returns what a trainer broadcasts for a bucket: the tensor, or the bytes of several."""
+    if len(bucket) == 1:
+        return bucket[0][1].detach().contiguous()
+    return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in bucket])
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.element_size()
+
+
+def _dtype(given: torch.dtype | str) -> torch.dtype:
+    found = given if isinstance(given, torch.dtype) else getattr(torch, given.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise Mismatch(f"{given!r} is no dtype of torch")
+    return found
