@@ -16,10 +16,13 @@ from typing import Any, Literal
 
 import torch
 
+from sglang_reshard.delta import target as delta_target
+from sglang_reshard.delta.source import DeltaSource
 from sglang_reshard.engine.transfer import TransferCache
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel
 from sglang_reshard.trace.program import Program
+from sglang_reshard.trainer import engine_transfers
 from sglang_reshard.trainer.engine_transfers import EngineTransfers
 from sglang_reshard.trainer.publisher import ShardPublisher
 from sglang_reshard.trainer.worker import TrainerWorker
@@ -73,6 +76,7 @@ class Stations:
             self._before(TransferCache, "plan", "plan")
             self._before(TransferCache, "connect", "connect")
             self._before(NixlReader, "start", "read")
+            self._before(delta_target, "_apply", "apply")
             self._before(UpdateExecutor, "_verify", "verify", flip=_flip_a_bit)
             self._before(Program, "run_steps", "commit")
             self._after_the_last_gather()
@@ -82,6 +86,8 @@ class Stations:
             self._before(EngineTransfers, "_prepare", "plan")
             self._before(P2pCommunicators, "connect", "connect")
             self._before(P2pSender, "send", "send")
+            self._before(DeltaSource, "encode", "encode")
+            self._before(engine_transfers, "send_sections", "send deltas")
             self._before(TrainerWorker, "_source_checksums", "verify")
         return self
 
