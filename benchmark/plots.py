@@ -62,6 +62,23 @@ def plot_scaling(rows: results.Rows, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def plot_deltas(rows: results.Rows, path: Path) -> None:
+    """A panel for each link: seconds of a full update by p2p to one receiver, and of deltas, as bars."""
+    links = [row for row in rows if row.get("receivers") == 1 and row.get("transport") == "p2p"]
+    rates = list(dict.fromkeys(row["rate"] for row in links))
+    figure, axes = _panels(len(rates))
+    for ax, rate in zip(axes, rates, strict=True):
+        of_rate = [row for row in links if row["rate"] == rate]
+        names = ["full" if row["changed"] is None else f"{row['changed']:.0%} changed" for row in of_rate]
+        bars = ax.bar(names, [row["seconds"] for row in of_rate], color=["tab:gray", "tab:green", "tab:blue"])
+        labels = [f"{row['seconds']:.2g} s\n{row['received_bytes'] / 1e6:.0f} MB" for row in of_rate]
+        ax.bar_label(bars, labels, fontsize=7)
+        ax.set_ylim(0, 1.25 * max(row["seconds"] for row in of_rate))
+        ax.set_title(f"{of_rate[0]['model_bytes'] / 1e6:.0f} MB over {rate}", fontsize=8)
+    axes[0].set_ylabel("seconds per update, median", fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
 def _short(value: int) -> str:
     for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
         if value >= 0.95 * unit:

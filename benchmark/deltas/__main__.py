@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmark import pages, results
+from benchmark import pages, plots, results
 from benchmark.deltas.job import Job, Way
 from benchmark.deltas.training import SMALL, Trainer, changed_share
 
@@ -181,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows.append(row)
     rows += [*supervised(), grpo()]
     results.save(RESULT, results.header("make bench-deltas", []), rows)
+    plots.plot_deltas(results.load(RESULT)[1], RESULT.with_suffix(".png"))
     pages.write("deltas")
     print(pages.TABLES["deltas"].text())
     return 0 if all(row.bit_exact for row in rows if isinstance(row, Link)) else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from support.gpu_jobs import Job, Served, Trained, serve, train
 from support.sweep import sweep
@@ -120,6 +121,20 @@ def test_memory_without_handles_is_sent_where_no_gpu_would_be_twice_in_a_communi
 
 
 # -- disaggregated
+
+
+@pytest.mark.parametrize("base", [{}, sweep({"delta_device": torch.device("cpu")})], ids=str)
+def test_what_has_changed_is_sent_between_gpus(base: dict[str, Any]) -> None:
+    with virtual_gpus(hosts=("trainer", "engine"), gpus=2) as gpus:
+        trainers = [Place("trainer", (n,)) for n in range(2)]
+        engines = [Place("engine", (0, 1), n) for n in range(2)]
+        options = {"transport": "p2p", "delta": "auto", **base}
+        job = Job((2,), 2, updates=3, drift=True, options=options, update_options={"verify": "full"})
+        trained, served = run_with_gpus(gpus, trainers, engines, train, serve, job)
+    assert all(not s.differing and len(s.versions) == 3 for s in served)
+    reports = [report for of_update in trained[0].reports for report in of_update.values()]
+    assert [report.delta for report in reports] == [False, True, True]
+    assert reports[2].received_bytes < reports[0].received_bytes / 4
 
 
 def test_gpus_of_their_own_on_one_host():

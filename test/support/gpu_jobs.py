@@ -22,7 +22,7 @@ from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.collectives import broadcast_message
-from support.toy import ToyRank, checkpoint
+from support.toy import DRIFTING, ToyRank, checkpoint
 from support.virtual_gpus.process import VirtualProcess
 from support.world import Requests, Send, Trainer
 
@@ -36,6 +36,7 @@ class Job:
     mesh         of the trainer ranks: (8,) is FSDP, (2, 4) HSDP
     tp           ranks of each engine
     updates      how many
+    drift        a version differs little from the one before
     offloaded    shards are in host memory of trainers that use a GPU
     moves        shards' memory is freed right after each update, and other memory is allocated
     live_moves   engine ranks free and allocate their live weights between updates
@@ -47,6 +48,7 @@ class Job:
     mesh: tuple[int, ...] = (8,)
     tp: int = 1
     updates: int = 2
+    drift: bool = False
     offloaded: bool = False
     moves: bool = False
     live_moves: bool = False
@@ -153,7 +155,7 @@ def train(trainer: Trainer, process: VirtualProcess, job: Job) -> Trained:
     shards = Shards(process, job)
     trained = Trained()
     for version in range(1, job.updates + 1):
-        shards.become(version)
+        shards.become(version + job.drift * DRIFTING)
         with process.update():
             reports = sender.update(shards.named.items(), weight_version=str(version), **job.update_options)
         if not job.held:  # a thousand reports would be what grows
@@ -190,7 +192,7 @@ def serve(rank: int, _size: int, requests: Requests, process: VirtualProcess, jo
             output = receiver.update(request)
         requests.answer(output)
         if output.success:
-            check_weights(model, request.weight_version or "", served)
+            check_weights(model, request.weight_version or "", served, job.drift)
         if job.held or len(served.versions) == job.updates:
             served.held.append(Held.of(process))
         if job.live_moves:  # as memory is released and resumed without a memory saver
@@ -204,10 +206,10 @@ def serve(rank: int, _size: int, requests: Requests, process: VirtualProcess, jo
     return served
 
 
-def check_weights(model: ToyRank, version: str, served: Served) -> None:
+def check_weights(model: ToyRank, version: str, served: Served, drift: bool = False) -> None:
     """Compares a model with what stock loading of that version makes of it."""
     stock = ToyRank(model.rank, model.size, DTYPE)
-    stock.load_weights(checkpoint(int(version), DTYPE).items())
+    stock.load_weights(checkpoint(int(version) + drift * DRIFTING, DTYPE).items())
     served.versions.append(version)
     for name, parameter in stock.named_parameters():
         if not torch.equal(getattr(model, name), parameter):

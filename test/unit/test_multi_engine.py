@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address
@@ -20,7 +21,7 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.collectives import broadcast_message, gather_messages
 from sglang_reshard.trainer.worker import _EngineCommands
 from support.gpu_runtime import replaced_runtime
-from support.toy import ToyRank, checkpoint
+from support.toy import DRIFTING, ToyRank, checkpoint
 from support.world import run_world
 
 
@@ -64,6 +65,37 @@ def test_engines_come_and_go(transport):
     told, seen = run_world(2, 2, train, serve, transport)
     assert told == [[["a"], ["a", "b"], ["b"]]] * 2
     assert seen == [["1", "2"], ["2", "3"]]
+
+
+def train_in_the_background(trainer, folder):
+    """Deltas to two engines that are sent the same, and a snapshot between."""
+    sender, _host = sender_to_many(trainer, transport="p2p", delta="auto")
+    with pytest.raises(Mismatch, match="call set_engines first"):
+        sender.snapshot({}, folder, name="early")
+    sender.set_engines(dict(zip("ab", trainer.send_one, strict=True)))
+    weights = {name: tensor.clone() for name, tensor in checkpoint(DRIFTING + 1).items()}
+    told = []
+    for version in (DRIFTING + 1, DRIFTING + 2, DRIFTING + 3):
+        for name, tensor in checkpoint(version).items():
+            weights[name].copy_(tensor)
+        handle = sender.update_async(weights.items(), weight_version=str(version))
+        written = sender.snapshot_async(weights.items(), folder, name=str(version))
+        told.append({name: report.delta for name, report in handle.wait(30).items()})
+        written.wait(30)
+    shared = len(sender._sender._worker._deltas._known)
+    sender.close()
+    return told, shared
+
+
+def test_updates_in_the_background_of_several_engines_share_what_has_changed(tmp_path):
+    told, seen = run_world(2, 2, train_in_the_background, serve, str(tmp_path))
+    assert seen == [[str(DRIFTING + version) for version in (1, 2, 3)]] * 2
+    for deltas, shared in told:
+        assert deltas == [{"a": False, "b": False}, {"a": True, "b": True}, {"a": True, "b": True}]
+        assert shared == 1, "both engines are sent the same"
+    for version in (DRIFTING + 1, DRIFTING + 2, DRIFTING + 3):
+        found = load_file(tmp_path / str(version) / "model-00001-of-00001.safetensors")
+        assert all(torch.equal(found[name], tensor) for name, tensor in checkpoint(version).items())
 
 
 def refuse(_request):

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from sglang_reshard._deprecated import renamed_keywords
+from sglang_reshard.api.snapshot_methods import SnapshotMethods
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, ReshardError, TornWeights, Unsupported
 from sglang_reshard.observability.logs import get_logger
@@ -35,7 +36,7 @@ logger = get_logger(__name__)
 _SESSION = "engines"
 
 
-class MultiEngineSender:
+class MultiEngineSender(SnapshotMethods):
     """One trainer rank's end of the session with all engines.
 
     address       of the control server that trainer rank 0 hosts
@@ -72,7 +73,7 @@ class MultiEngineSender:
         self._excluded: dict[str, str] = {}
         self._numbers = itertools.count()
         self._sender: UpdateSender | None = None
-        self._background = BackgroundUpdates[dict[str, UpdateReport]]()
+        self._background = BackgroundUpdates[Any]()  # of updates and snapshots
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -160,6 +161,11 @@ class MultiEngineSender:
     def wait_for_background(self) -> None:
         """Returns once no update runs in the background. What one has failed with is raised by its handle."""
         self._background.wait()
+
+    def _snapshots_of(self) -> UpdateSender:
+        if self._sender is None:
+            raise Mismatch(f"trainer rank {self._rank}: there is no session yet; call set_engines first")
+        return self._sender
 
     def _options(self, on_failure: str, options: dict[str, Any]) -> UpdateOptions:
         if on_failure not in ("raise", "exclude"):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from sglang_reshard._deprecated import renamed_keywords
 from sglang_reshard.api.remote_engine import RemoteEngine
+from sglang_reshard.api.snapshot_methods import SnapshotMethods
 from sglang_reshard.control import Address
 from sglang_reshard.errors import EngineUnreachable, Mismatch, ReshardError, Unsupported
 from sglang_reshard.layout.decoders import convert
@@ -32,14 +33,11 @@ from sglang_reshard.trainer.collectives import on_first_rank
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender, repeatable
 
-if TYPE_CHECKING:
-    from sglang_reshard.trainer.snapshot import SnapshotReport
-
 _ENGINE = 0  # its number in the session
 _FALLBACKS = 3  # snapshots that stay in the folder of `fallback`
 
 
-class WeightSender(UpdateSender):
+class WeightSender(SnapshotMethods, UpdateSender):
     """One trainer rank's end of a session with one engine. Not for use from several threads at once."""
 
     def __init__(
@@ -237,65 +235,13 @@ class WeightSender(UpdateSender):
             self, run, named_tensors, chosen, latest_only=latest_only, shadow_device=shadow_device
         )
 
-    def snapshot(
-        self, named_tensors: NamedTensors | torch.nn.Module, folder: str | Path, *, name: str, **options: Any
-    ) -> SnapshotReport:
-        """Writes the weights to `folder`/`name`, a Hugging Face checkpoint that any engine starts from. Collective.
-
-        Every trainer rank writes what it holds; nothing is gathered. All ranks have to see the same file system. The
-        folder gets its name, and `folder`/latest leads to it, once everything is on disk.
-
-        delta       also write what has changed since the snapshot before, for those who have it: `SnapshotFollower`
-        upload      URL below which the snapshot is copied by fsspec, as an object store's
-        dtype       of tensors with a floating-point dtype, "bfloat16" for example; by default each one's own
-        partial     see `update`
-        keep        how many snapshots stay in `folder`, the newest; by default all
-        copy_from   the model's folder, whose config and tokenizer files the snapshot gets
-        file_bytes  of a file of weights, at most, unless one tensor has more
-
-        Raises, on every rank: what `update` raises for weights that cannot be sent, Mismatch for a name that exists,
-        ReshardError for a disk without room or rights. Earlier snapshots stay then.
-        """
-        return self._write_snapshot(named_tensors, Path(folder), name, options)
-
-    def snapshot_async(
-        self,
-        named_tensors: NamedTensors | torch.nn.Module,
-        folder: str | Path,
-        *,
-        name: str,
-        shadow_device: torch.device | None = None,
-        **options: Any,
-    ) -> UpdateHandle[SnapshotReport]:
-        """Copies this rank's shards, and writes them from the copy while the trainer goes on. Collective.
-
-        For the rest see `snapshot` and `update_async`, of which only one of either runs at a time.
-        """
-        copied = UpdateOptions(name, partial=bool(options.get("partial")))
-
-        def run(weights: TrainerState | NamedTensors) -> SnapshotReport:
-            return self._write_snapshot(weights, Path(folder), name, options)
-
-        return self._background.start(self, run, named_tensors, copied, latest_only=False, shadow_device=shadow_device)
-
-    def _write_snapshot(
-        self,
-        weights: NamedTensors | torch.nn.Module | TrainerState,
-        folder: Path,
-        name: str,
-        options: dict[str, Any],
-    ) -> SnapshotReport:
-        from sglang_reshard.trainer.snapshot import SnapshotOptions, SnapshotWriter  # which load a part of the tracer
-
-        if (source := options.get("copy_from")) is not None:
-            options = {**options, "copy_from": Path(source)}
-        writer = SnapshotWriter(self._session, self._rank, self._global_ranks, self._timeout_s)
-        return writer.write(weights, folder, SnapshotOptions(name, **options))
-
     def release(self) -> None:
         """Drops views of the shards, see `UpdateSender.release`, and the copy of `update_async`, once it has ended."""
         self._background.release()
         super().release()
+
+    def _snapshots_of(self) -> UpdateSender:
+        return self
 
     def _update_engine(
         self, weights: NamedTensors | torch.nn.Module | TrainerState, options: UpdateOptions

@@ -23,6 +23,7 @@ import torch
 UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
 BLOCK = 1 << 16  # units
 ALIGN_BYTES = 8  # of each part of an encoded message
+_NUMPY = "cpu"  # the device on which numpy works; tests let torch do it there, as it does on a GPU
 
 
 class Kind(IntEnum):
@@ -130,7 +131,7 @@ def _split(
 
 def _differs(values: torch.Tensor, known: torch.Tensor) -> np.ndarray | torch.Tensor:
     """Returns which units differ: bool, of numpy on a CPU."""
-    if values.device.type == "cpu":
+    if values.device.type == _NUMPY:
         return np.asarray(values.numpy() != known.numpy())
     return values != known
 
@@ -152,7 +153,7 @@ def _packed(differs: np.ndarray | torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(bits: torch.Tensor, units: int) -> np.ndarray | torch.Tensor:
-    if bits.device.type == "cpu":
+    if bits.device.type == _NUMPY:
         return np.unpackbits(bits.numpy(), count=units, bitorder="little").view(bool)
     flags = bits[:, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
     return flags.view(-1)[:units].bool()

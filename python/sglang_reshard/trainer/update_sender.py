@@ -11,7 +11,8 @@ import functools
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -30,6 +31,9 @@ from sglang_reshard.trainer.engine_transfers import Shards
 from sglang_reshard.trainer.publisher import PublishedShards, ShardPublisher
 from sglang_reshard.trainer.worker import TrainerWorker
 from sglang_reshard.transports.memory import MemoryExporter, host_identity
+
+if TYPE_CHECKING:
+    from sglang_reshard.trainer.snapshot import SnapshotReport
 
 T = TypeVar("T", bound=NamedTensors | torch.nn.Module | TrainerState)
 logger = get_logger(__name__)
@@ -181,6 +185,21 @@ class UpdateSender:
     def _span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager[Any]:
         """Opens a span on trainer rank 0 only; the others would duplicate it, each in a trace of its own."""
         return spans.span(name, **attributes) if self._rank == 0 else contextlib.nullcontext()
+
+    def write_snapshot(
+        self,
+        weights: NamedTensors | torch.nn.Module | TrainerState,
+        folder: Path,
+        name: str,
+        options: Mapping[str, Any],
+    ) -> SnapshotReport:
+        """Writes the weights to `folder`/`name`; for options and errors see `SnapshotMethods.snapshot`. Collective."""
+        from sglang_reshard.trainer.snapshot import SnapshotOptions, SnapshotWriter  # which load a part of the tracer
+
+        if (source := options.get("copy_from")) is not None:
+            options = {**options, "copy_from": Path(source)}
+        writer = SnapshotWriter(self._session, self._rank, self._global_ranks, self._timeout_s)
+        return writer.write(weights, folder, SnapshotOptions(name, **options))
 
     def release(self) -> None:
         """Drops views of the shards; call it before weights are offloaded or freed between updates.
