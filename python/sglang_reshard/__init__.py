@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sglang_reshard.api.module_receiver import ModuleReceiver
     from sglang_reshard.api.module_sender import ModuleSender
     from sglang_reshard.api.multi_engine import MultiEngineSender
+    from sglang_reshard.api.parameter_stream import ParameterStream
     from sglang_reshard.api.remote_engine import RemoteEngine
     from sglang_reshard.api.verl_engine import VerlEngine
     from sglang_reshard.api.weight_sender import WeightSender
@@ -31,6 +32,7 @@ _DEFINED_IN = {
     "ModuleReceiver": "api.module_receiver",
     "ModuleSender": "api.module_sender",
     "MultiEngineSender": "api.multi_engine",
+    "ParameterStream": "api.parameter_stream",
     "RemoteEngine": "api.remote_engine",
     "ReshardPlan": "realloc",
     "SnapshotFollower": "snapshots.follower",
@@ -47,6 +49,7 @@ __all__ = [
     "ModuleReceiver",
     "ModuleSender",
     "MultiEngineSender",
+    "ParameterStream",
     "RemoteEngine",
     "ReshardPlan",
     "SnapshotFollower",

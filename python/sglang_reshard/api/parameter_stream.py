@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -84,15 +83,10 @@ class ParameterStream:
         rank_offset  this engine's rank in the group: 1 for the first engine, as the trainer has 0
         world_size   members of the group: the trainer, and one for each engine
         """
-        from sglang.srt.utils.common import init_custom_process_group
+        from sglang_reshard.patches import custom_group
 
-        self._group = init_custom_process_group(
-            backend=backend,
-            init_method=f"tcp://{master_address}:{master_port}",
-            timeout=timedelta(seconds=self._timeout_s),
-            world_size=world_size,
-            rank=rank_offset,
-            group_name=group_name,
+        self._group = custom_group.join(
+            master_address, master_port, rank_offset, world_size, group_name, backend, self._timeout_s
         )
 
     def update_broadcast(self, version: object, name: str, dtype: torch.dtype | str, shape: Shape) -> None:
