@@ -15,7 +15,6 @@ import hashlib
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,7 +22,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmark import pages, results
+from benchmark import matrices, pages, results
+from benchmark.matrices import Matrices, MatrixRows
 from benchmark.slowest import slowest
 
 TRAINERS, ENGINES = 4, 4
@@ -31,23 +31,7 @@ WARMUPS, DEADLINE_S = 2, 400.0
 RESULT = results.FOLDER / "async-updates.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """A model of matrices of one size, in bfloat16."""
-
-    name: str
-    tensors: int
-    rows: int
-    columns: int
-    updates: int = 15
-
-    @property
-    def last(self) -> int:
-        """The number of the last update of each way, whose weights are compared."""
-        return WARMUPS + self.updates - 1
-
-
-SIZES = (Size("dense", 310, 1024, 512), Size("MoE", 4800, 64, 128))
+MODELS, UPDATES = (matrices.DENSE, matrices.MOE), 15
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -64,26 +48,6 @@ class Row(msgspec.Struct, frozen=True):
     bit_exact: bool
 
 
-class _Rank(torch.nn.Module):
-    """One engine rank's rows of each matrix."""
-
-    def __init__(self, rank: int, size: Size) -> None:
-        super().__init__()
-        self._rank = rank
-        shape = size.rows // ENGINES, size.columns
-        self.weights = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False)
-            for _ in range(size.tensors)
-        )
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in weights:
-            self.weights[int(name)].data.copy_(tensor.chunk(ENGINES)[self._rank])
-
-    def digest(self) -> str:
-        return _digest(self.weights)
-
-
 def _digest(tensors: Iterable[torch.Tensor]) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
@@ -91,32 +55,34 @@ def _digest(tensors: Iterable[torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-def train(trainer: Any, size: Size, transport: str) -> dict[str, Any]:
+def train(trainer: Any, model: Matrices, transport: str, updates: int) -> dict[str, Any]:
+    """The weights of each way's last update are compared."""
     from sglang_reshard.api.weight_sender import WeightSender
 
     mesh = init_device_mesh("cpu", (TRAINERS,))
-    shape = size.rows // TRAINERS, size.columns
-    locals_ = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(size.tensors)]
-    state = [(str(n), DTensor.from_local(local, mesh, [Shard(0)], run_check=False)) for n, local in enumerate(locals_)]
-    others = list(torch.empty(size.tensors, *shape, dtype=torch.bfloat16))
+    shape = model.rows // TRAINERS, model.columns
+    locals_ = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(model.tensors)]
+    tensors = [DTensor.from_local(local, mesh, [Shard(0)], run_check=False) for local in locals_]
+    state = list(zip(model.names, tensors, strict=True))
+    others = list(torch.empty(model.tensors, *shape, dtype=torch.bfloat16))
     seconds: dict[str, list[float]] = {"copy": [], "stall": [], "update": []}
     digests: list[str] = []
     sender = WeightSender.over(trainer.group, trainer.send, transport=transport, timeout_s=100)
-    for update in range(WARMUPS + size.updates):
+    for update in range(WARMUPS + updates):
         _step(locals_, update, trainer.rank)
         seconds["copy"].append(slowest(lambda: torch._foreach_copy_(others, locals_))[1])
         handle, stalled = slowest(lambda: sender.update_async(state))
         seconds["stall"].append(stalled)
-        digests.append(_digest(locals_) if update == size.last else "")
+        digests.append(_digest(locals_) if update == WARMUPS + updates - 1 else "")
         _step(locals_, update + 500, trainer.rank)  # while it runs
         handle.wait(100)
     shadow_bytes = sender._background.shadow_bytes
     sender.close()
     sender = WeightSender.over(trainer.group, trainer.send, transport=transport, timeout_s=100)
-    for update in range(WARMUPS + size.updates):
+    for update in range(WARMUPS + updates):
         _step(locals_, update, trainer.rank)
         seconds["update"].append(slowest(lambda: sender.update(state))[1])
-        digests.append(_digest(locals_) if update == size.last else "")
+        digests.append(_digest(locals_) if update == WARMUPS + updates - 1 else "")
     sender.close()
     return {"seconds": seconds, "digests": digests, "shadow_bytes": shadow_bytes}
 
@@ -127,33 +93,33 @@ def _step(tensors: Sequence[torch.Tensor], update: int, trainer_rank: int) -> No
         tensor.normal_(generator=generator)
 
 
-def serve(rank: int, ranks: int, requests: Any, size: Size, _transport: str) -> list[str]:
+def serve(rank: int, ranks: int, requests: Any, model: Matrices, _transport: str, updates: int) -> list[str]:
     """The digests after the last update of each way: trainer and engine ranks have the same rows."""
     from sglang_reshard.engine.receiver import WeightReceiver
 
-    model = _Rank(rank, size)
-    receiver = WeightReceiver(model, rank, ranks, torch.device("cpu"))
+    engine = MatrixRows(rank, ranks, model)
+    receiver = WeightReceiver(engine, rank, ranks, torch.device("cpu"))
     digests = []
     for number, request in enumerate(requests):
         requests.answer(receiver.update(request))
-        digests.append(model.digest() if number % (size.last + 1) == size.last else "")
+        digests.append(_digest(engine.weights) if (number + 1) % (WARMUPS + updates) == 0 else "")
     return digests
 
 
-def run(size: Size, transport: str) -> Row:
+def run(model: Matrices, transport: str, updates: int = UPDATES) -> Row:
     sys.path.insert(0, str(results.REPOSITORY / "test"))  # processes that stand in for engine ranks are the tests'
     from benchmark import async_updates
     from support.world import run_world
 
     trainers, engines = run_world(
-        TRAINERS, ENGINES, async_updates.train, async_updates.serve, size, transport, deadline_s=DEADLINE_S
+        TRAINERS, ENGINES, async_updates.train, async_updates.serve, model, transport, updates, deadline_s=DEADLINE_S
     )
     median = {name: statistics.median(took[WARMUPS:]) for name, took in trainers[0]["seconds"].items()}
     return Row(
-        model=size.name,
+        model=model.name,
         transport=transport,
-        tensors=size.tensors,
-        bytes=2 * size.tensors * size.rows * size.columns,
+        tensors=model.tensors,
+        bytes=model.nbytes,
         copy_seconds=median["copy"],
         stall_seconds=median["stall"],
         update_seconds=median["update"],
@@ -164,7 +130,7 @@ def run(size: Size, transport: str) -> Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser(prog="python -m benchmark.async_updates", description=__doc__).parse_args(arguments)
-    rows = [run(size, transport) for size in SIZES for transport in ("ipc", "p2p")]
+    rows = [run(model, transport) for model in MODELS for transport in ("ipc", "p2p")]
     results.save(RESULT, results.header("make bench-async", []), rows)
     pages.write("async-updates")
     print(pages.TABLES["async-updates"].text())

@@ -105,6 +105,22 @@ def async_updates(path: Path) -> str:
     return "\n".join(lines)
 
 
+def profile(path: Path) -> str:
+    head, rows = results.load(path)
+    return f"{_measured_by(head, path)}.\n\n{profile_lines(rows)}"
+
+
+def profile_lines(rows: results.Rows) -> str:
+    lines = [
+        "| case | side | step | calls | warm, ms | of that CPU, ms | first update, ms |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        figures = " | ".join(f"{r[key] * 1e3:.2f}" for key in ("warm_seconds", "warm_cpu_seconds", "first_seconds"))
+        lines.append(f"| {r['case']} | {r['side']} | {r['step']} | {r['calls']:g} | {figures} |")
+    return "\n".join(lines)
+
+
 def parameter_stream(path: Path) -> str:
     head, rows = results.load(path)
     lines = [
@@ -426,6 +442,7 @@ TABLES: dict[str, Table] = {
     "parameter-stream": Table(
         "docs/results/parameter-stream.md", results.FOLDER / "parameter-stream.json", parameter_stream
     ),
+    "profile": Table("docs/results/profile.md", results.FOLDER / "profile.json", profile),
     "block-fp8": Table("docs/results/block-fp8.md", results.FOLDER / "block-fp8.json", block_fp8),
     "quantization": Table("docs/results/quantization.md", results.FOLDER / "quantization.json", quantization),
     "control": Table("docs/results/control.md", results.FOLDER / "control.json", control),

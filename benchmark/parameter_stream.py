@@ -10,25 +10,25 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from benchmark import pages, results
-from benchmark.async_updates import Size
+from benchmark import matrices, pages, results
+from benchmark.matrices import Matrices, MatrixRows
 
 RESULT = results.FOLDER / "parameter-stream.json"
-SIZES = (Size("dense", 310, 1024, 512), Size("MoE", 4800, 64, 128))
+MODELS = (matrices.DENSE, matrices.MOE)
 WAYS: tuple[tuple[str, int, bool], ...] = (
     ("one by one", 0, False),
     ("by modules", 64 << 20, True),
     ("buckets of 1 MiB", 1 << 20, False),
     ("buckets of 64 MiB", 64 << 20, False),
 )
-VERSIONS, ENGINES, IN_MODULE, DEADLINE_S = 6, 2, 10, 500.0
+VERSIONS, ENGINES, DEADLINE_S = 6, 2, 500.0
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -44,37 +44,12 @@ class Row(msgspec.Struct, frozen=True):
     bit_exact: bool
 
 
-class _Rank(torch.nn.Module):
-    """One engine rank's rows of each matrix."""
-
-    def __init__(self, rank: int, size: Size) -> None:
-        super().__init__()
-        self._rank = rank
-        shape = size.rows // ENGINES, size.columns
-        self.weights = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False)
-            for _ in range(size.tensors)
-        )
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in weights:
-            self.weights[_number(name)].data.copy_(tensor.chunk(ENGINES)[self._rank])
-
-
-def _name(number: int) -> str:
-    return f"model.layers.{number // IN_MODULE}.mlp.p{number}.weight"
-
-
-def _number(name: str) -> int:
-    return int(name.split(".")[-2][1:])
-
-
 def _value(number: int, version: int) -> float:
     """Returns the value of all elements of a matrix, which bfloat16 can represent."""
     return float((number + 7 * version) % 128)
 
 
-def train(trainer: Any, size: Size, port: int) -> list[dict[str, Any]]:
+def train(trainer: Any, model: Matrices, port: int) -> list[dict[str, Any]]:
     """Trainer rank 1 broadcasts; trainer rank 0, which reaches the engine ranks, is beside them."""
     from sglang.srt.utils.common import init_custom_process_group
 
@@ -87,7 +62,7 @@ def train(trainer: Any, size: Size, port: int) -> list[dict[str, Any]]:
         stream.init_broadcast_group("127.0.0.1", port, rank_offset=1, **at)
     else:
         group = init_custom_process_group(init_method=f"tcp://127.0.0.1:{port}", rank=0, **at)
-    weights = [(_name(n), torch.empty(size.rows, size.columns, dtype=torch.bfloat16)) for n in range(size.tensors)]
+    weights = [(name, torch.empty(model.rows, model.columns, dtype=torch.bfloat16)) for name in model.names]
     found = []
     version = 0
     for way, bucket_bytes, by_module in WAYS:
@@ -119,20 +94,20 @@ def train(trainer: Any, size: Size, port: int) -> list[dict[str, Any]]:
     return found
 
 
-def serve(rank: int, ranks: int, requests: Any, size: Size, _port: int) -> list[bool]:
+def serve(rank: int, ranks: int, requests: Any, model: Matrices, _port: int) -> list[bool]:
     from sglang_reshard.engine.receiver import WeightReceiver
 
-    model = _Rank(rank, size)
-    receiver = WeightReceiver(model, rank, ranks, torch.device("cpu"))
+    engine = MatrixRows(rank, ranks, model)
+    receiver = WeightReceiver(engine, rank, ranks, torch.device("cpu"))
     exact = []
     for request in requests:
         requests.answer(receiver.update(request))
         version = int(request.weight_version)
-        exact.append(all((p == _value(n, version)).all() for n, p in enumerate(model.weights)))
+        exact.append(all((p == _value(n, version)).all() for n, p in enumerate(engine.weights)))
     return exact
 
 
-def run(size: Size) -> list[Row]:
+def run(model: Matrices) -> list[Row]:
     if str(results.REPOSITORY / "test") not in sys.path:  # processes that stand in for engine ranks are the tests'
         sys.path.insert(0, str(results.REPOSITORY / "test"))
     from benchmark import parameter_stream
@@ -140,14 +115,13 @@ def run(size: Size) -> list[Row]:
     from support.world import run_world
 
     (told, _), exact = run_world(
-        2, ENGINES, parameter_stream.train, parameter_stream.serve, size, free_port(), deadline_s=DEADLINE_S
+        2, ENGINES, parameter_stream.train, parameter_stream.serve, model, free_port(), deadline_s=DEADLINE_S
     )
-    nbytes = 2 * size.tensors * size.rows * size.columns
     return [
         Row(
-            model=size.name,
-            tensors=size.tensors,
-            bytes=nbytes,
+            model=model.name,
+            tensors=model.tensors,
+            bytes=model.nbytes,
             way=way["way"],
             broadcasts=way["broadcasts"],
             stream_seconds=way["seconds"][0],
@@ -160,7 +134,7 @@ def run(size: Size) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser(prog="python -m benchmark.parameter_stream", description=__doc__).parse_args(arguments)
-    rows = [row for size in SIZES for row in run(size)]
+    rows = [row for model in MODELS for row in run(model)]
     results.save(RESULT, results.header("python -m benchmark.parameter_stream", []), rows)
     pages.write("parameter-stream")
     print(pages.TABLES["parameter-stream"].text())

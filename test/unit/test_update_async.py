@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmark import async_updates
+from benchmark.matrices import Matrices
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import Aborted, DeadlineExceeded, EngineRefused, Mismatch, ReshardError, Unsupported
@@ -229,6 +230,6 @@ def test_a_cancelled_update_ends_on_all_ranks_and_the_next_one_succeeds() -> Non
 
 @pytest.mark.sweep
 def test_the_benchmark_runs() -> None:
-    row = async_updates.run(async_updates.Size("small", 20, 64, 32, updates=2), "ipc")
+    row = async_updates.run(Matrices("small", 20, 64, 32), "ipc", updates=2)
     assert row.bit_exact
     assert row.shadow_bytes * async_updates.TRAINERS == row.bytes

@@ -21,7 +21,7 @@ class RankReport(msgspec.Struct, frozen=True):
     """One engine rank's part.
 
     received_bytes    bytes that it received by broadcast or p2p, or read from trainer memory
-    least_bytes       bytes that it lacked, in the trainer's dtypes: no transport can receive less
+    least_bytes       bytes that it lacked, in the trainer's dtypes: only deltas, and what is sent for them, can be less
     peak_extra_bytes  the most memory that the update took beyond the engine's own: on CPU the rise of resident memory
                       without mapped pages, on GPU the allocator's peak; at least the buffers, whether they are new,
                       kept from the last update or in freed memory

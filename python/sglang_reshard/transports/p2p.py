@@ -20,6 +20,7 @@ communicators changes nothing: see `P2pCommunicators`, and `nccl` for why their 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -170,15 +171,17 @@ def destination_reads(plan: ReadPlan, trainer_rank: int) -> list[tuple[int, ...]
 
 
 def kept_dtypes(layout: SourceLayout, plan: ReadPlan, program: Program, trainer_rank: int) -> list[str]:
-    """Returns the dtype of each item that a trainer rank sends, as it is in live memory; the tensor's own, if that is
-    smaller, or if the item is kept in several.
+    """Returns the dtype of each item that a trainer rank sends, as it is in live memory.
+
+    It is the tensor's own if that is smaller, if the item is kept in several, or in one that no checkpoint has.
     """
     names = {name: str(target.dtype).removeprefix("torch.") for name, target in program.targets.items()}
     found = []
     for reads in destination_reads(plan, trainer_rank):
         own = layout.tensors[int(plan.tensor_ids[plan.copy_ids[reads[0]]])].dtype
         kept, *others = {names[plan.copies[int(plan.copy_ids[read])].target] for read in reads}
-        found.append(own if others or ITEM_BYTES[kept] > ITEM_BYTES[own] else kept)
+        smaller = not others and ITEM_BYTES.get(kept, math.inf) <= ITEM_BYTES[own]
+        found.append(kept if smaller else own)
     return found
 
 

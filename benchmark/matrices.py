@@ -1,0 +1,47 @@
+"""Models of matrices of one size, for benchmarks without SGLang, and an engine rank that has its rows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """A model of `tensors` matrices in bfloat16, ten to a module."""
+
+    name: str
+    tensors: int
+    rows: int
+    columns: int
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.tensors * self.rows * self.columns
+
+    @property
+    def names(self) -> list[str]:
+        return [f"model.layers.{n // 10}.mlp.p{n}.weight" for n in range(self.tensors)]
+
+
+DENSE, MOE = Matrices("dense", 310, 1024, 512), Matrices("MoE", 4800, 64, 128)
+
+
+class MatrixRows(torch.nn.Module):
+    """One engine rank's rows of each matrix."""
+
+    def __init__(self, rank: int, ranks: int, model: Matrices) -> None:
+        super().__init__()
+        self._rank, self._ranks = rank, ranks
+        self._numbers = {name: number for number, name in enumerate(model.names)}
+        shape = model.rows // ranks, model.columns
+        self.weights = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False)
+            for _ in range(model.tensors)
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.weights[self._numbers[name]].data.copy_(tensor.chunk(self._ranks)[self._rank])

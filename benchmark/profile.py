@@ -1,0 +1,220 @@
+"""Where the time of an update goes, by process and step: `python -m benchmark.profile [CASE ...] [--functions N]`.
+
+Trainer ranks hold shards of rows, processes stand in for engine ranks, so that SGLang's own part is left out. Steps are
+timed from outside, in wall seconds and in CPU seconds of their thread; a step includes those that it calls. Figures are
+of the rank that takes longest: of the first update, and medians of the warm ones. `--functions` prints the functions
+in which trainer rank 0 and engine rank 0 spend most time of their own in warm updates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import functools
+import io
+import pstats
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from benchmark import matrices, pages, results
+from benchmark.matrices import Matrices, MatrixRows
+
+RESULT = results.FOLDER / "profile.json"
+WARMUPS, UPDATES, DEADLINE_S = 3, 15, 300.0
+
+
+class Case(NamedTuple):
+    model: Matrices
+    trainers: int
+    engines: int
+    transport: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name}, {self.trainers} -> {self.engines}, {self.transport}"
+
+
+CASES = {
+    "control": Case(Matrices("small", 100, 64, 32), 2, 2, "ipc"),
+    "dense": Case(matrices.DENSE, 4, 4, "ipc"),
+    "moe": Case(matrices.MOE, 4, 4, "ipc"),
+    "moe-p2p": Case(matrices.MOE, 4, 4, "p2p"),
+    "many-ranks": Case(Matrices("dense", 148, 1024, 512), 4, 16, "ipc"),
+}
+# Side, step, and what is timed: module, class, method.
+STEPS: tuple[tuple[str, str, str, str, str], ...] = (
+    ("trainer", "update", "sglang_reshard.trainer.update_sender", "UpdateSender", "update_engines"),
+    ("trainer", "publish", "sglang_reshard.trainer.publisher", "ShardPublisher", "publish"),
+    ("trainer", "compare with the last update", "sglang_reshard.trainer.publisher", "ShardPublisher", "_changed"),
+    ("trainer", "status to rank 0", "sglang_reshard.protocol.update_channel", "TrainerChannel", "publish_status"),
+    ("trainer", "all statuses", "sglang_reshard.protocol.update_channel", "TrainerChannel", "collect_statuses"),
+    ("trainer", "request and answer", "sglang_reshard.trainer.coordinator", "UpdateCoordinator", "_request"),
+    ("trainer", "send", "sglang_reshard.transports.p2p", "P2pSender", "send"),
+    ("trainer", "commands, until the results", "sglang_reshard.trainer.worker", "TrainerWorker", "run"),
+    ("engine", "update", "sglang_reshard.engine.receiver", "WeightReceiver", "update"),
+    ("engine", "join", "sglang_reshard.engine.receiver", "WeightReceiver", "_begin"),
+    ("engine", "look", "sglang_reshard.engine.update", "UpdateExecutor", "_prepare_target"),
+    ("engine", "votes", "sglang_reshard.engine.context", "UpdateContext", "all_gather_votes"),
+    ("engine", "trace", "sglang_reshard.engine.transfer", "TargetPlan", "of"),
+    ("engine", "plan", "sglang_reshard.engine.transfer", "TransferCache", "plan"),
+    ("engine", "connect", "sglang_reshard.engine.transfer", "TransferCache", "connect"),
+    ("engine", "move", "sglang_reshard.engine.update", "UpdateExecutor", "_move"),
+)
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One step of one case, on the rank that takes longest. calls: in a warm update"""
+
+    case: str
+    side: str
+    step: str
+    calls: float
+    warm_seconds: float
+    warm_cpu_seconds: float
+    first_seconds: float
+
+
+class Watch:
+    """Times the steps of one side in this process."""
+
+    def __init__(self, side: str) -> None:
+        self._took: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        for of, step, module, owner, method in STEPS:
+            if of == side:
+                self._time(getattr(__import__(module, fromlist=[owner]), owner), method, step)
+
+    def take(self) -> dict[str, list[float]]:
+        """Returns step -> calls, wall and CPU seconds since the last time."""
+        found = dict(self._took)
+        self._took.clear()
+        return found
+
+    def _time(self, owner: Any, method: str, step: str) -> None:
+        given = vars(owner)[method]
+        stock = given.__func__ if isinstance(given, classmethod) else given
+
+        @functools.wraps(stock)
+        def timed(*arguments: Any, **options: Any) -> Any:
+            wall, cpu = time.perf_counter(), time.thread_time()
+            try:
+                return stock(*arguments, **options)
+            finally:
+                took = self._took[step]
+                took[0] += 1
+                took[1] += time.perf_counter() - wall
+                took[2] += time.thread_time() - cpu
+
+        setattr(owner, method, classmethod(timed) if isinstance(given, classmethod) else timed)
+
+
+class Functions:
+    """The functions in which a process spends most time, if asked."""
+
+    def __init__(self, shown: int, watched: bool) -> None:
+        self._shown = shown
+        self._profile = cProfile.Profile() if shown and watched else None
+
+    def run(self, warm: bool, call: Any) -> Any:
+        return self._profile.runcall(call) if self._profile is not None and warm else call()
+
+    def text(self) -> str:
+        if self._profile is None:
+            return ""
+        out = io.StringIO()
+        pstats.Stats(self._profile, stream=out).sort_stats("tottime").print_stats(self._shown)
+        return out.getvalue()
+
+
+Seen = tuple[list[dict[str, list[float]]], str]
+
+
+def train(trainer: Any, case: Case, functions: int) -> Seen:
+    from sglang_reshard.api.weight_sender import WeightSender
+
+    watch, profile = Watch("trainer"), Functions(functions, trainer.rank == 0)
+    mesh = init_device_mesh("cpu", (case.trainers,))
+    shape = case.model.rows // case.trainers, case.model.columns
+    shards = [torch.zeros(shape, dtype=torch.bfloat16) for _ in case.model.names]
+    tensors = [DTensor.from_local(shard, mesh, [Shard(0)], run_check=False) for shard in shards]
+    state = list(zip(case.model.names, tensors, strict=True))
+    sender = WeightSender.over(trainer.group, trainer.send, transport=case.transport, timeout_s=100)
+    seen = []
+    for number in range(1 + WARMUPS + UPDATES):
+        torch.distributed.barrier()
+        watch.take()
+        profile.run(number > WARMUPS, lambda: sender.update(state))
+        seen.append(watch.take())
+    sender.close()
+    return seen, profile.text()
+
+
+def serve(rank: int, ranks: int, requests: Any, case: Case, functions: int) -> Seen:
+    from sglang_reshard.engine.receiver import WeightReceiver
+
+    watch, profile = Watch("engine"), Functions(functions, rank == 0)
+    receiver = WeightReceiver(MatrixRows(rank, ranks, case.model), rank, ranks, torch.device("cpu"))
+    seen = []
+    for number, request in enumerate(requests):
+        output = profile.run(number > WARMUPS, functools.partial(receiver.update, request))
+        requests.answer(output)
+        seen.append(watch.take())
+    return seen, profile.text()
+
+
+def run(case: Case, functions: int = 0) -> tuple[list[Row], list[str]]:
+    """Returns the rows of a case, and the functions that were asked for."""
+    if str(results.REPOSITORY / "test") not in sys.path:  # processes that stand in for engine ranks are the tests'
+        sys.path.insert(0, str(results.REPOSITORY / "test"))
+    from benchmark import profile
+    from support.world import run_world
+
+    trainers, engines = run_world(
+        case.trainers, case.engines, profile.train, profile.serve, case, functions, deadline_s=DEADLINE_S
+    )
+    rows = []
+    for side, ranks in (("trainer", trainers), ("engine", engines)):
+        for step in [step for of, step, *_ in STEPS if of == side]:
+            by_rank = [_of_step(updates, step) for updates, _ in ranks]
+            if not any(first[0] or warm[0] for first, warm in by_rank):
+                continue
+            slowest = max(by_rank, key=lambda pair: pair[1][1])
+            first = max(pair[0][1] for pair in by_rank)
+            calls, wall, cpu = slowest[1]
+            rows.append(Row(case.name, side, step, calls, wall, cpu, first))
+    return rows, [text for _, text in (*trainers, *engines) if text]
+
+
+def _of_step(updates: list[dict[str, list[float]]], step: str) -> tuple[list[float], list[float]]:
+    """Returns calls, wall and CPU seconds of the first update, and medians of the warm ones."""
+    nothing = [0.0, 0.0, 0.0]
+    taken = [update.get(step, nothing) for update in updates]
+    return taken[0], [statistics.median(column) for column in zip(*taken[1 + WARMUPS :], strict=True)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.profile", description=__doc__)
+    parser.add_argument("cases", nargs="*", choices=[[], *CASES], help="by default all, which are written down")
+    parser.add_argument("--functions", type=int, default=0, metavar="N")
+    options = parser.parse_args(arguments)
+    found = [run(CASES[name], options.functions) for name in options.cases or CASES]
+    rows = [row for of_case, _ in found for row in of_case]
+    if not options.cases and not options.functions:
+        results.save(RESULT, results.header("python -m benchmark.profile", []), rows)
+        pages.write("profile")
+    print(pages.profile_lines([msgspec.to_builtins(row) for row in rows]))
+    for _, texts in found:
+        print("\n".join(texts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
