@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from sglang_reshard.api.remote_engine import URL
 from sglang_reshard.api.weight_sender import WeightSender
-from sglang_reshard.errors import EngineRefused, ReshardError, Unsupported
+from sglang_reshard.errors import EngineUnreachable, ReshardError, Unsupported
 from sglang_reshard.trainer import collectives
 from support.world import run_world
 
@@ -34,7 +34,7 @@ def idle(rank, size, requests, *_):
 @pytest.mark.parametrize(
     ("url", "kind", "says"),
     [
-        ("http://127.0.0.1:1", EngineRefused, "http://127.0.0.1:1 did not answer: ConnectError"),
+        ("http://127.0.0.1:1", EngineUnreachable, "http://127.0.0.1:1 did not answer: ConnectError"),
         ("gpu7:30000", Unsupported, "pass http://host:port"),
         (None, Unsupported, f"or set {URL}"),
     ],

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from sglang_reshard.control import Address
+from sglang_reshard.delta.section import DeltaSection
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.layout.manifest import inflate, pack_blob, unpack_blob
@@ -121,6 +122,7 @@ class Request(msgspec.Struct, frozen=True):
     staged: bool = False
     lora: LoraAdapter | None = None
     relay: Relay | None = None
+    sections: tuple[dict[int, DeltaSection], ...] = ()
     package_version: str = ""
     traceparent: str = ""
 
@@ -146,6 +148,8 @@ class Request(msgspec.Struct, frozen=True):
         ({"relay": replace(RELAY, own=2), "transport": "nixl"}, "engine 2 of 2"),
         ({"relay": replace(RELAY, update=0), "transport": "nixl"}, "the update number 0"),
         ({"relay": replace(RELAY, engines=("a", "x" * 5000)), "transport": "nixl"}, "the name of an engine"),
+        ({"sections": ({},)}, "deltas of 1 of 2 trainer ranks"),
+        ({"sections": ({}, {0: DeltaSection(1, -1)})}, "or too large ones"),
     ],
 )
 def test_a_request_that_no_sender_makes_is_refused(changes, says):

@@ -49,6 +49,9 @@ def at(region):
         (at(LocalRegion((0, 0), (1, 1), (BIG, 1))), "not within its shard of t0"),
         (at(LocalRegion((BIG, BIG), (BIG, BIG), (BIG, BIG))), "not within its shard of t0"),
         (at(LocalRegion((0,), (2,), (1,))), "not within its shard of t0"),
+        (lambda r: replace(r, dtypes=("bfloat16",), dtype_ids=b"\0\0"), "its dtypes are"),
+        (lambda r: replace(r, dtypes=("bfloat16",), dtype_ids=b"\0\1\0"), "its dtypes are"),
+        (lambda r: replace(r, dtypes=("bfloat17",), dtype_ids=b"\0\0\0"), "its dtypes are"),
         (
             lambda r: replace(r, tensor_ids=r.tensor_ids * 60, region_ids=r.region_ids * 60),
             "requests .* elements of a rank",
