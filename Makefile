@@ -158,7 +158,8 @@ bench: setup
 	$(BIN)/python -m benchmark.pages planning
 	$(BIN)/python -m benchmark
 
-# The same with fewer cases, fewer updates by SGLang's own path and no scaling curves: ten minutes at most.
+# The same with fewer cases, fewer updates by SGLang's own path and no scaling curves: ten minutes at most. It says which
+# ratios got worse than those that were written before, by more than the noise of both runs.
 bench-quick: setup
 	$(BIN)/python -m benchmark --quick
 

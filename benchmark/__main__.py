@@ -10,7 +10,7 @@ from types import FrameType
 import msgspec
 from rich.console import Console
 
-from benchmark import block_fp8, launcher, pages, plots, results, scaling, tables
+from benchmark import block_fp8, guard, launcher, pages, plots, results, scaling, tables
 from benchmark.cases import CASES, QUICK_CASES, QUICK_EFFORT, Effort
 
 
@@ -55,9 +55,12 @@ def _cases(quick: bool, only: str | None, command: str, console: Console) -> boo
         rows = [row for row in known if row["case"] not in measured] + rows
         found.notes += [note for note in head["notes"] if not any(note.startswith(name) for name in measured)]
         command = f"{head['command']}; {command}"
+    before = results.load(path)[1] if path.exists() else []
     results.save(path, results.header(command, found.notes), rows)
     head, rows = results.load(path)
     tables.print_rows(console, rows, head["notes"])
+    for line in guard.worse(before, rows):
+        console.print(f"worse than before: {line}", style="red")
     if rows and not quick:
         plots.plot_paths(rows, path.with_suffix(".png"))
         pages.write("costs", "benchmark")

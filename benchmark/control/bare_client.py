@@ -64,5 +64,10 @@ class BareClient(asyncio.Protocol):
         assert isinstance(message, protocol.Result), f"{operation}: {message}"
         return message.value
 
+    def post(self, operation: str, *arguments: Any) -> None:
+        """Requests what nobody waits for; a reply to it would be a failure, and raises KeyError."""
+        request = -next(self._numbers), operation, arguments
+        self._transport.write(memoryview(self._writer.frame(request)))
+
     def close(self) -> None:
         self._transport.close()

@@ -70,7 +70,7 @@ class Ranks:
         ]
         asking = words.asking(number, self._size, self._engines)
         reporting = words.reporting(number, self._engines, ENGINE_RANKS)
-        self.messages = Counter(name for said in (*trainers, *engines, asking, reporting) for name, _ in said)
+        self.messages = Counter(w.operation for said in (*trainers, *engines, asking, reporting) for w in said)
         started = time.perf_counter()
         await asyncio.gather(*map(_say, self._trainers, trainers), self._coordinate(asking, engines, reporting))
         return time.perf_counter() - started
@@ -86,8 +86,11 @@ class Ranks:
 
 
 async def _say(client: BareClient, said: Words) -> None:
-    for operation, arguments in said:
-        await client.call(operation, *arguments)
+    for word in said:
+        if word.posted:
+            client.post(word.operation, *word.arguments)
+        else:
+            await client.call(word.operation, *word.arguments)
 
 
 def _serve(link: Connection) -> None:

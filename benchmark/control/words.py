@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,16 @@ from sglang_reshard.protocol.messages import (
 )
 from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel, checksum_part, request_key
 
-Words = list[tuple[str, tuple[Any, ...]]]  # operations of the control server, with their arguments
+
+class Word(NamedTuple):
+    """An operation of the control server. `posted`: nobody waits for it."""
+
+    operation: str
+    arguments: tuple[Any, ...]
+    posted: bool = False
+
+
+Words = list[Word]
 TIMEOUT_S = 60.0
 _TENSORS = 1000
 _DIGEST = "0123456789abcdef" * 4
@@ -41,8 +50,11 @@ class _Recorder(ControlClient):
         self._answers = answers
         self._state, self._callbacks, self._lost, self._closed = threading.Lock(), {}, None, False
 
+    def _post(self, operation: str, *arguments: Any) -> None:
+        self.words.append(Word(operation, arguments, posted=True))
+
     def _call(self, operation: str, *arguments: Any, wait_s: float | None = None) -> Any:
-        self.words.append((operation, arguments))
+        self.words.append(Word(operation, arguments))
         if operation == "get":
             return self._answers.pop(0)
         return [arguments[3]] * arguments[2] if operation == "all_gather" else None

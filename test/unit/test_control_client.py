@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from queue import SimpleQueue
 
 import pytest
 
@@ -363,3 +364,35 @@ def test_nothing_is_left_behind():
         control_server.close()
         clients[3].close()
     settles(lambda: tuple(map(max, census(), before)), before)
+
+
+def test_what_is_posted_is_done_in_order_and_not_waited_for(control_server):
+    with ControlClient(control_server.address, 10) as a, ControlClient(control_server.address, 10) as b:
+        a.post_enter("s", "rank 0")
+        a.set({"in": b"1"})
+        told = SimpleQueue()
+        b.watch("s", told.put)
+        b.cancel("s", "why")
+        assert told.get(timeout=10) == "why"
+        a.post_enter("s", "rank 0")  # it is cancelled: the next wait says so
+        with pytest.raises(Aborted, match="why"):
+            a.get(["never"], 10, "s")
+        late = SimpleQueue()
+        a.watch("s", late.put)
+        assert late.get(timeout=10) == "why"
+        a.post_leave("s")
+        a.post_delete_scope("s")
+        a.post_delete_prefix("in")
+        assert a.num_keys() == 0
+        a.enter("s", "rank 0")  # not aborted
+
+
+def test_a_posted_request_that_is_refused_ends_the_connection(control_server):
+    client = ControlClient(control_server.address, 10)
+    lost = SimpleQueue()
+    client.on_lost(lambda: lost.put("lost"))
+    client.post_enter("x" * 100_000, "rank 0")
+    assert lost.get(timeout=10) == "lost"
+    with pytest.raises(ConnectionLost):
+        client.num_keys()
+    client.close()

@@ -22,17 +22,19 @@ TRAINERS, ENGINES, UPDATES = 3, 2, 3
 @contextmanager
 def counted():
     """Counts the operations that this process asks the control server for."""
-    seen, stock = Counter(), ControlClient._call
+    seen = Counter()
 
-    def call(client, operation, *arguments, **options):
-        seen[operation] += 1
-        return stock(client, operation, *arguments, **options)
+    def counting(stock):
+        def call(client, operation, *arguments, **options):
+            seen[operation] += 1
+            return stock(client, operation, *arguments, **options)
 
-    ControlClient._call = call
-    try:
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_call", "_post"):
+            patch.setattr(ControlClient, name, counting(getattr(ControlClient, name)))
         yield seen
-    finally:
-        ControlClient._call = stock
 
 
 def train(trainer, verify):
@@ -58,7 +60,7 @@ def serve(_rank, _size, requests, _verify):
 
 
 def names(said):
-    return Counter(operation for operation, _ in said)
+    return Counter(word.operation for word in said)
 
 
 @pytest.mark.parametrize("verify", ["off", "full"])

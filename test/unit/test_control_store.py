@@ -230,7 +230,8 @@ def test_an_abort_ends_what_waits_in_the_scope_and_nothing_else(table):
     given_up = [("e", protocol.Cancelled(1, "why"))]
     assert get(table, "e", "x", scope="s") == given_up
     assert gather(table, "e", 1, scope="s") == given_up
-    assert ask(table, "e", "enter", "s", "e") == ask(table, "e", "watch", "s") == given_up
+    assert ask(table, "e", "enter", "s", "e") == given_up
+    assert ask(table, "e", "watch", "s") == [("e", protocol.Event("s", "why")), *done("e")]
     ask(table, "d", "delete_scope", "s")
     assert ask(table, "e", "enter", "s", "e") == done("e")
     assert ("b", protocol.Result(1, [b""])) in ask(table, "d", "set", {"x": b""})

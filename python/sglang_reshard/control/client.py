@@ -118,6 +118,10 @@ class ControlClient:
         """Deletes all keys that begin with `prefix`. Returns their number."""
         return self._call("delete_prefix", prefix)
 
+    def post_delete_prefix(self, prefix: str) -> None:
+        """As `delete_prefix`, without waiting for it."""
+        self._post("delete_prefix", prefix)
+
     def num_keys(self) -> int:
         """Returns the number of keys in this session."""
         return self._call("num_keys")
@@ -144,10 +148,20 @@ class ControlClient:
         """
         self._call("enter", scope, who)
 
+    def post_enter(self, scope: str, who: str) -> None:
+        """As `enter`, without waiting for it: if the scope is cancelled already, the next wait in it raises Aborted."""
+        self._post("enter", scope, who)
+
     def leave(self, scope: str) -> None:
         with self._state:
             self._callbacks.pop(scope, None)
         self._call("leave", scope)
+
+    def post_leave(self, scope: str) -> None:
+        """As `leave`, without waiting for it."""
+        with self._state:
+            self._callbacks.pop(scope, None)
+        self._post("leave", scope)
 
     def cancel(self, scope: str, reason: str) -> None:
         """Makes all waits in the scope, now or later, raise Aborted(reason). The first reason stays.
@@ -159,13 +173,11 @@ class ControlClient:
     def watch(self, scope: str, callback: Callable[[str], None]) -> None:
         """Calls `callback(reason)` once, in a new thread, when the scope is cancelled or the connection is lost.
 
-        At once if either is so already; not after `leave`.
+        At once if either is so already; not after `leave`. Does not wait for the server.
         """
         self._add_callback(scope, callback)
         try:
-            self._call("watch", scope)
-        except Aborted as aborted:
-            self._cancelled(scope, str(aborted))
+            self._post("watch", scope)
         except ConnectionLost:  # which `callback` is called for, unless this side closed the connection
             if self._closed:
                 raise
@@ -182,6 +194,10 @@ class ControlClient:
     def delete_scope(self, scope: str) -> None:
         """Lets the server forget that a scope was cancelled, and its all-gathers that timed out."""
         self._call("delete_scope", scope)
+
+    def post_delete_scope(self, scope: str) -> None:
+        """As `delete_scope`, without waiting for it."""
+        self._post("delete_scope", scope)
 
     # -- the end
 
@@ -229,6 +245,14 @@ class ControlClient:
         if isinstance(reply, protocol.Cancelled):
             raise Aborted(reply.reason)
         raise ReshardError(f"the {_server(self.address)} refused `{operation}`: {reply.message}")
+
+    def _post(self, operation: str, *arguments: Any) -> None:
+        """Requests an operation that is not waited for: its number is negative, and only a failure is replied to."""
+        number = -next(self._numbers)
+        with self._state:
+            if self._lost is not None:
+                raise self._error()
+        self._send((number, operation, arguments))
 
     def _request(self, operation: str, arguments: tuple[Any, ...], timeout_s: float) -> protocol.Reply:
         number, replies = next(self._numbers), SimpleQueue[protocol.Reply | None]()
@@ -296,6 +320,9 @@ class ControlClient:
                 self._lose(message.reason)
             else:
                 self._cancelled(message.scope, message.reason)
+        elif message.number < 0:
+            if isinstance(message, protocol.Refused):  # else it is Cancelled, as the next wait in the scope will be
+                self._lose(f"it refused a request: {message.message}")
         elif (replies := self._pending.pop(message.number, None)) is not None:
             replies.put(message)
 

@@ -1,6 +1,7 @@
 """Messages between a control client and a control server, as msgpack arrays.
 
-A request is `[number, operation, [argument, ...]]`; `number` ties its reply to it. An operation is a method of
+A request is `[number, operation, [argument, ...]]`; `number` ties its reply to it. If it is negative nobody waits, and
+only a failure is replied to. An operation is a method of
 `SessionStore` or `ControlServer` that is marked with `@operation`: its annotated parameters are the types of the
 arguments on the wire, and its return value is the result.
 """
@@ -121,7 +122,8 @@ def execute(owner: object, call: Call, name: str, arguments: tuple[Any, ...]) ->
         reply = Refused(call.number, str(error))
     except Aborted as error:
         reply = Cancelled(call.number, str(error))
-    call.client.send(reply)
+    if call.number >= 0 or not isinstance(reply, Result):
+        call.client.send(reply)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes | memoryview | msgspec.Raw) -> T:

@@ -14,8 +14,9 @@ from sglang_reshard.control import protocol
 from sglang_reshard.control.allgather import AllGathers, CallLater
 from sglang_reshard.control.framing import MAX_FRAME_BYTES
 from sglang_reshard.control.limits import MAX_WAITS, MemoryQuota, QuotaExceeded, check_name
-from sglang_reshard.control.protocol import DEFERRED, Call, Client, operation
+from sglang_reshard.control.protocol import DEFERRED, Call, Client, Event, operation
 from sglang_reshard.control.scopes import CancelScopes, is_within
+from sglang_reshard.errors import Aborted
 
 _INT64 = 2**63
 
@@ -151,8 +152,12 @@ class SessionStore:
 
     @operation
     def watch(self, call: Call, scope: str) -> None:
+        """Tells the client at once if the scope is cancelled already."""
         check_name(scope)
-        self._scopes.watch(call.client, scope)
+        try:
+            self._scopes.watch(call.client, scope)
+        except Aborted as aborted:
+            call.client.send(Event(scope, str(aborted)))
 
     @operation
     def cancel(self, call: Call, scope: str, reason: str) -> None:

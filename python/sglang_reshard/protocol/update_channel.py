@@ -59,12 +59,12 @@ class _Scope:
         self.leave()
 
     def enter(self) -> None:
-        """Raises Aborted if another rank has already aborted the update."""
-        self._client.enter(self.scope, self._owner)
+        """If another rank has aborted the update already, the first wait raises Aborted."""
+        self._client.post_enter(self.scope, self._owner)
 
     def leave(self) -> None:
         with contextlib.suppress(ReshardError):  # a rank without a connection has left
-            self._client.leave(self.scope)
+            self._client.post_leave(self.scope)
 
     def abort(self, reason: str) -> None:
         """Aborts the update for all that are in the scope. The first reason is the one that all of them raise."""
@@ -188,8 +188,8 @@ class TrainerChannel(_Scope):
 
     def delete_update(self, update: int) -> None:
         """Deletes the messages of an earlier update that every trainer rank has finished."""
-        self._client.delete_prefix(f"{_update(update)}/")
-        self._client.delete_scope(_update(update))
+        self._client.post_delete_prefix(f"{_update(update)}/")
+        self._client.post_delete_scope(_update(update))
 
     # -- keys
 
