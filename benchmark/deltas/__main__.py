@@ -12,10 +12,8 @@ import argparse
 import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,12 +22,12 @@ import msgspec
 from benchmark import pages, plots, results
 from benchmark.deltas.job import Job, Way
 from benchmark.deltas.training import SMALL, Trainer, changed_share
+from benchmark.hosts.__main__ import run
 
 if str(results.REPOSITORY / "test") not in sys.path:  # hosts and verl runs are the tests'
     sys.path[:0] = [str(results.REPOSITORY / "test"), str(results.REPOSITORY / "test" / "verl")]
 
-from support.hosts import Host, environment, laboratory, why_not
-from support.nixl_env import FOLDER as NIXL
+from support.hosts import Host, laboratory, why_not
 
 RESULT = results.FOLDER / "deltas.json"
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
@@ -115,9 +113,9 @@ def _changes(run: str, learning_rate: float, shares: Sequence[float]) -> Changes
 def over_links(rate: str, receivers: int, ways: tuple[Way, ...]) -> Iterator[Link | Meanwhile]:
     with laboratory(1 + receivers, rate=rate, names_lead_to_loopback=False) as hosts, _folder() as folder:
         job = Job(str(folder), hosts[0].address, ways, receivers=receivers)
-        placed = [("train", job, hosts[0])]
+        placed: list[tuple[str, msgspec.Struct, Host]] = [("train", job, hosts[0])]
         placed += [("receive", msgspec.structs.replace(job, rank=n), hosts[1 + n]) for n in range(receivers)]
-        _run(placed)
+        run(placed, "benchmark.deltas.job")
         timed = json.loads((folder / "timed").read_text())
         for way, of_way in zip(ways, timed, strict=True):
             reports = [report for of_update in of_way["reports"] for report in of_update]
@@ -154,19 +152,6 @@ def over_links(rate: str, receivers: int, ways: tuple[Way, ...]) -> Iterator[Lin
 def _folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
-
-
-def _run(jobs: Sequence[tuple[str, Job, Host]]) -> None:
-    """Runs processes on hosts until all have ended. Raises CalledProcessError if one failed."""
-    variables = environment(PYTHONPATH=f"{results.REPOSITORY}:{NIXL}")
-    processes = []
-    for role, job, host in jobs:
-        command = [sys.executable, "-m", "benchmark.deltas.job", role, msgspec.json.encode(job).decode()]
-        processes.append(host.run(command, env=variables))
-    end = time.monotonic() + _DEADLINE_S
-    for process in processes:
-        if process.wait(max(1.0, end - time.monotonic())):
-            raise subprocess.CalledProcessError(process.returncode, process.args)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -100,13 +100,13 @@ def link_speed(sender: Host, receiver: Host) -> float:
         return float(Path(folder, "link").read_text())
 
 
-def run(jobs: Sequence[tuple[str, Job, Host]]) -> None:
-    """Runs processes on hosts until all have ended. Raises CalledProcessError if one failed."""
+def run(jobs: Sequence[tuple[str, msgspec.Struct, Host]], module: str = "benchmark.hosts.job") -> None:
+    """Runs processes of a module on hosts until all have ended. Raises CalledProcessError if one failed."""
     python_path = f"{results.REPOSITORY}:{NIXL}"
     variables = environment(OMP_NUM_THREADS="1", PYTHONPATH=python_path)
     processes = []
     for role, job, host in jobs:
-        command = [sys.executable, "-m", "benchmark.hosts.job", role, msgspec.json.encode(job).decode()]
+        command = [sys.executable, "-m", module, role, msgspec.json.encode(job).decode()]
         processes.append(host.run(command, env=variables))
     end = time.monotonic() + _DEADLINE_S
     for process in processes:

@@ -19,11 +19,7 @@ BF16 = torch.bfloat16
 SIZES = (1, 2)
 
 
-def train(trainer: Any) -> list[Any]:
-    use_nixl()
-    sender = WeightSender.over(
-        trainer.group, trainer.send, timeout_s=30, transport="nixl", delta="auto", bucket_bytes=8192
-    )
+def four_versions(sender: Any) -> list[Any]:
     weights = sharded(1, torch.float32)
     reports = []
     for version in range(1, 5):
@@ -31,6 +27,14 @@ def train(trainer: Any) -> list[Any]:
         reports.append(sender.update(weights.items(), verify="full"))
     sender.close()
     return reports
+
+
+def train(trainer: Any) -> list[Any]:
+    use_nixl()
+    sender = WeightSender.over(
+        trainer.group, trainer.send, timeout_s=30, transport="nixl", delta="auto", bucket_bytes=8192
+    )
+    return four_versions(sender)
 
 
 def serve(rank: int, size: int, requests: Any) -> list[bool]:
@@ -56,13 +60,7 @@ def train_several(trainer: Any) -> list[Any]:
     use_nixl()
     sender, _host = relaying_sender(trainer, relay=True, delta="auto")
     sender.set_engines(sends_of(trainer, SIZES))
-    weights = sharded(1, torch.float32)
-    reports = []
-    for version in range(1, 5):
-        become(weights, version, torch.float32)
-        reports.append(sender.update(weights.items(), verify="full"))
-    sender.close()
-    return reports
+    return four_versions(sender)
 
 
 def serve_several(rank: int, _size: int, requests: Any) -> list[bool]:
