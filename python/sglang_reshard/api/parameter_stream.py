@@ -13,7 +13,6 @@ Stock SGLang's `update_weights_from_distributed`, in which every engine rank is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -113,10 +112,10 @@ class ParameterStream:
         if len(tensors) == 1:
             dist.broadcast(tensors[0], _TRAINER, self._group)
         else:
-            flat = torch.empty(sum(map(_nbytes, tensors)), dtype=torch.uint8, device=self._device)
+            sizes = [tensor.nbytes for tensor in tensors]
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
             dist.broadcast(flat, _TRAINER, self._group)
-            parts = flat.split([_nbytes(tensor) for tensor in tensors])
-            for tensor, part in zip(tensors, parts, strict=True):
+            for tensor, part in zip(tensors, flat.split(sizes), strict=True):
                 tensor.view(-1).view(torch.uint8).copy_(part)
         self._received |= set(names)
 
@@ -175,10 +174,6 @@ def packed(bucket: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
     if len(bucket) == 1:
         return bucket[0][1].detach().contiguous()
     return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in bucket])
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return math.prod(tensor.shape) * tensor.element_size()
 
 
 def _dtype(given: torch.dtype | str) -> torch.dtype:

@@ -153,14 +153,12 @@ class ControlClient:
         self._post("enter", scope, who)
 
     def leave(self, scope: str) -> None:
-        with self._state:
-            self._callbacks.pop(scope, None)
+        self._forget_callbacks(scope)
         self._call("leave", scope)
 
     def post_leave(self, scope: str) -> None:
         """As `leave`, without waiting for it."""
-        with self._state:
-            self._callbacks.pop(scope, None)
+        self._forget_callbacks(scope)
         self._post("leave", scope)
 
     def cancel(self, scope: str, reason: str) -> None:
@@ -331,6 +329,10 @@ class ControlClient:
             callbacks = self._callbacks.pop(scope, [])
         for callback in callbacks:
             _start(callback, reason)
+
+    def _forget_callbacks(self, scope: str) -> None:
+        with self._state:
+            self._callbacks.pop(scope, None)
 
     def _add_callback(self, scope: str | None, callback: Callable[[str], None]) -> None:
         with self._state:

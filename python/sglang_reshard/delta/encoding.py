@@ -22,6 +22,7 @@ import torch
 
 UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
 BLOCK = 1 << 16  # units
+_HALF = BLOCK // 2
 ALIGN_BYTES = 8  # of each part of an encoded message
 _NUMPY = "cpu"  # the device on which numpy works; tests let torch do it there, as it does on a GPU
 
@@ -94,9 +95,6 @@ def apply(encoded: Encoded, payload: torch.Tensor, unit_bytes: int, message: tor
         units.copy_(_split(encoded, len(units), unit_bytes, payload)[2])
     elif encoded.kind is not Kind.SAME:
         units.index_copy_(0, *decode(encoded, len(units), unit_bytes, payload))
-
-
-_HALF = BLOCK // 2
 
 
 def _parts(kind: Kind, changed: int, units: int, unit_bytes: int) -> tuple[int, int, int]:

@@ -22,8 +22,7 @@ _PART = 2  # a section may have this part of the bytes of its messages: else eve
 class DeltaSource:
     """What one trainer rank has sent to one engine rank, and the section that it could send next.
 
-    section      the encoded messages, in memory that stays the same; the first `nbytes` of it
-    extra_bytes  held as long as it exists, beside what it sends from
+    section  the encoded messages, in memory that stays the same; the first `nbytes` of it
     """
 
     def __init__(self, link: P2pLink, round_bytes: int, device: torch.device, base_device: torch.device | None) -> None:
@@ -35,9 +34,9 @@ class DeltaSource:
         self._begin = [0]
         for nbytes in self._messages.nbytes:
             self._begin.append(self._begin[-1] + -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES)
-        room = table_bytes(len(self._messages)) + self._begin[-1] // _PART
+        self._table_bytes = table_bytes(len(self._messages))
+        room = self._table_bytes + self._begin[-1] // _PART
         self.section = torch.empty(room, dtype=torch.uint8, device=device)
-        self.extra_bytes = len(bucket) + room + self._begin[-1]
         self.nbytes = 0
         self._base: torch.Tensor | None = None
         self._checksums: list[int] = []  # of each message of the base
@@ -82,7 +81,7 @@ class DeltaSource:
     def parts(self) -> list[torch.Tensor]:
         """The section, as it is sent: its table, and pieces that fit a round."""
         pieces = cut_section(self._encoded, self._messages, self._round_bytes)
-        found = [self.section[: table_bytes(len(self._messages))]]
+        found = [self.section[: self._table_bytes]]
         return found + [self.section[piece.offset : piece.offset + piece.nbytes] for piece in pieces]
 
     def _capture(self) -> None:
@@ -91,12 +90,13 @@ class DeltaSource:
         self._checksums = []
         with torch.inference_mode():
             for number in range(len(self._messages)):
-                self._checksums.append(self._messages.checksum(number))
-                self._kept(number).copy_(self._messages.read(number))
+                message = self._messages.read(number)
+                self._checksums.append(message_checksum(message, self._messages.first_row(number)))
+                self._kept(number).copy_(message)
 
     def _encode(self) -> list[Encoded]:
         messages, unit_bytes = self._messages, self._messages.unit_bytes
-        end = table_bytes(len(messages))
+        end = self._table_bytes
         found: list[Encoded] = []
         self._next = list(self._checksums)
         with torch.inference_mode():
@@ -109,7 +109,7 @@ class DeltaSource:
                 end += encoded.payload_bytes(messages.units(number), unit_bytes)
                 if encoded.kind is not Kind.SAME:
                     self._next[number] = message_checksum(new, messages.first_row(number))
-            self.section[: table_bytes(len(messages))].copy_(table(found, self._device))
+            self.section[: self._table_bytes].copy_(table(found, self._device))
         self.nbytes = end
         runtime().synchronize([self._device])  # it may be read in no stream's order
         return found
@@ -121,8 +121,7 @@ class DeltaSource:
 
     def _payloads(self) -> Sequence[torch.Tensor]:
         sizes = payload_sizes(self._encoded, self._messages)
-        end = table_bytes(len(self._messages)) + sum(sizes)
-        return self.section[end - sum(sizes) : end].split(sizes)
+        return self.section[self._table_bytes : self._table_bytes + sum(sizes)].split(sizes)
 
 
 def send_sections(sources: Mapping[int, DeltaSource], communicators: P2pCommunicators) -> None:

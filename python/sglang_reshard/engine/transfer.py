@@ -178,9 +178,7 @@ class PreparedTransfer:
         return (known.package_version, known.transport) == (request.package_version, request.transport)
 
     def is_base_of(self, request: DistributedUpdateWeightsReq) -> bool:
-        """Returns whether the live weights are what the offered deltas change."""
-        if not request.sections:
-            return False
+        """Returns whether the live weights are what the deltas change that `request` offers."""
         if self.target.program.arrivals:  # they are kept in another form than they arrive in
             return False
         try:
@@ -307,11 +305,11 @@ class TransferCache:
                 delta=request.delta,
             )
             for trainer_rank in strategy.senders(self._rank) if not one_sided or request.delta else ():
-                asked = send_request(target.read_plan, trainer_rank)
+                program, dtypes = target.program, list[str]()
                 if request.delta:
-                    layout, program = target.tensor_index.layout, target.program
-                    dtypes = kept_dtypes(layout, target.read_plan, program, trainer_rank)
-                    asked = send_request(target.read_plan, trainer_rank, dtypes, delta=not program.arrivals)
+                    dtypes = kept_dtypes(target.tensor_index.layout, target.read_plan, program, trainer_rank)
+                can_apply = request.delta and not program.arrivals
+                asked = send_request(target.read_plan, trainer_rank, dtypes, delta=can_apply)
                 session.put_send_request(Link(request.engine, self._rank, trainer_rank), target.demand.digest, asked)
         self._allocate_shadow(request, demands, target)
         checksums, regions = None, ""

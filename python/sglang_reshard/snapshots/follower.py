@@ -69,17 +69,17 @@ class SnapshotFollower:
             path = self._folder.path(snapshot.name)
             _check(path, snapshot)
         else:
-            path = self._cached(self._cache, snapshot)
+            path = self._cached(self._cache, snapshot, names)
         # A server that was started on dummy weights has another format of its own.
         self._engine.update_weights_from_disk(str(path), weight_version=snapshot.name, load_format="auto")
         logger.info("%s has snapshot %s, %d bytes were read", self._engine.url, snapshot.name, self.read_bytes)
         return snapshot.name
 
-    def _cached(self, cache: Path, newest: Snapshot) -> Path:
-        """Brings the copy on this host to a snapshot, and returns where it is."""
+    def _cached(self, cache: Path, newest: Snapshot, names: Sequence[str]) -> Path:
+        """Brings the copy on this host to the newest of the snapshots with these names, and returns where it is."""
         cache.mkdir(parents=True, exist_ok=True)
         present = self._present(cache)
-        chain = self._chain(present, newest) if present is not None else None
+        chain = self._chain(present, newest, names) if present is not None else None
         (cache / MANIFEST).unlink(missing_ok=True)  # a copy that is half written is none
         if chain is not None:
             for step in chain:
@@ -103,9 +103,9 @@ class SnapshotFollower:
         path = cache / MANIFEST
         return decode(path.read_bytes(), Snapshot, str(path)) if path.exists() else None
 
-    def _chain(self, present: Snapshot, newest: Snapshot) -> Sequence[Snapshot] | None:
+    def _chain(self, present: Snapshot, newest: Snapshot, names: Sequence[str]) -> Sequence[Snapshot] | None:
         """Returns the snapshots after the present one, in order; None if deltas do not lead from it to the newest."""
-        names, chain, step = self._folder.names(), [newest], newest
+        chain, step = [newest], newest
         while step.base != present.name:
             if step.base not in names:
                 return None
