@@ -129,6 +129,15 @@ def test_a_damaged_snapshot_is_not_loaded(run: Path, tmp_path: Path) -> None:
         assert loads.loaded == []
 
 
+def test_a_folder_with_files_of_others_is_no_cache(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("of somebody")
+    loads = Loads()
+    with pytest.raises(Mismatch, match="has files that are not of a cache of snapshots"):
+        SnapshotFollower(run, loads, tmp_path).poll()
+    assert (tmp_path / "thesis").read_text() == "of somebody"
+    assert loads.loaded == []
+
+
 def test_a_store_needs_a_cache() -> None:
     with pytest.raises(Unsupported, match="pass a cache"):
         SnapshotFollower("memory://run", RemoteEngine("http://127.0.0.1:1"))

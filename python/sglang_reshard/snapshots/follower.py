@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from sglang_reshard.api.remote_engine import RemoteEngine
 
 logger = get_logger(__name__)
+_OURS = ".sglang-reshard-cache"  # in a folder whose other files may be deleted
 
 
 class SnapshotFollower:
@@ -77,7 +78,7 @@ class SnapshotFollower:
 
     def _cached(self, cache: Path, newest: Snapshot, names: Sequence[str]) -> Path:
         """Brings the copy on this host to the newest of the snapshots with these names, and returns where it is."""
-        cache.mkdir(parents=True, exist_ok=True)
+        _claim(cache)
         present = self._present(cache)
         chain = self._chain(present, newest, names) if present is not None else None
         (cache / MANIFEST).unlink(missing_ok=True)  # a copy that is half written is none
@@ -94,7 +95,7 @@ class SnapshotFollower:
                 self._read_whole(cache, newest, name)
             _check(cache, newest)
         for path in cache.iterdir():
-            if path.name not in newest.files:
+            if path.name not in newest.files and path.name != _OURS:
                 path.unlink()
         write_atomically(cache / MANIFEST, encode(newest))
         return cache
@@ -157,6 +158,17 @@ class _Folder:
 
     def path(self, name: str) -> Path:
         return Path(self._root, name)
+
+
+def _claim(cache: Path) -> None:
+    """Makes a folder a cache, in which other files are deleted. Raises Mismatch for one that has files of others."""
+    cache.mkdir(parents=True, exist_ok=True)
+    if not (cache / _OURS).exists():
+        if any(cache.iterdir()):
+            raise Mismatch(
+                f"{cache} has files that are not of a cache of snapshots; pass an empty folder, or a new one"
+            )
+        (cache / _OURS).touch()
 
 
 def _check(folder: Path, snapshot: Snapshot) -> None:
