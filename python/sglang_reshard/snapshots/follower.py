@@ -165,9 +165,7 @@ def _claim(cache: Path) -> None:
     cache.mkdir(parents=True, exist_ok=True)
     if not (cache / _OURS).exists():
         if any(cache.iterdir()):
-            raise Mismatch(
-                f"{cache} has files that are not of a cache of snapshots; pass an empty folder, or a new one"
-            )
+            raise Mismatch(f"{cache} has files that are not of a cache of snapshots; pass an empty folder")
         (cache / _OURS).touch()
 
 
