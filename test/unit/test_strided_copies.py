@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_reshard.transports.copies import StridedCopy, merge_strided
+from sglang_reshard.transports.merging import StridedCopy, merge_strided
 
 
 def elements(copies):
@@ -49,15 +49,22 @@ def test_boxes_at_equal_distances_are_one_copy():
     assert one.source_strides == (100, 12, 1)
 
 
-def test_gate_and_up_that_take_turns_are_two():
+def test_gate_and_up_that_take_turns_are_one_copy():
     """Stacked one after the other in the engine; in the trainer's memory a down projection lies between experts."""
     experts = [box(16 * e + 8 * slot, 300 * e + 100 * slot) for e in range(8) for slot in range(2)]
-    assert len(merge_strided(experts)) == 2
-    assert elements(merge_strided(experts)) == elements(experts)
+    (one,) = merge_strided(experts)
+    assert one.size == (8, 2, 2, 4)
+    assert elements([one]) == elements(experts)
 
 
-def test_what_has_no_order_stays_as_it_is():
+def test_what_has_no_order_is_halved():
     copies = [box(8 * i, at) for i, at in enumerate([0, 500, 100, 900, 50, 1000])]
+    assert len(merge_strided(copies)) == 3
+    assert elements(merge_strided(copies)) == elements(copies)
+
+
+def test_what_descends_is_not_merged():
+    copies = [box(8 * i, at) for i, at in enumerate([900, 500, 100])]
     assert sorted(merge_strided(copies)) == copies
 
 

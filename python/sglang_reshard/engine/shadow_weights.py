@@ -16,13 +16,14 @@ from sglang_reshard.transports.copies import CopyList
 
 @dataclass(frozen=True, slots=True)
 class ShadowWeights:
-    """Memory that `program` writes to, and otherwise does what `live` does.
+    """Memory of `nbytes` that `program` writes to, and otherwise does what `live` does.
 
     Storages are copied whole in both directions, so that what no copy of the program writes stays as it is.
     """
 
     live: Program
     program: Program
+    nbytes: int
     _from_live: CopyList
     _to_live: CopyList
 
@@ -30,13 +31,14 @@ class ShadowWeights:
     def of(cls, live: Program) -> ShadowWeights:
         kept = _kept(live)
         shadow = {name: torch.empty_like(target) for name, target in kept.items()}
-        return cls(live, replace(live, targets=live.targets | shadow), _copies(shadow, kept), _copies(kept, shadow))
+        program = replace(live, targets=live.targets | shadow)
+        return cls(live, program, shadow_bytes(live), _copies(shadow, kept), _copies(kept, shadow))
 
     @classmethod
     def in_place(cls, program: Program) -> ShadowWeights:
         """Returns the memory that `program` writes to, which is not live before its steps run."""
         nothing = _copies({}, {})
-        return cls(program, program, nothing, nothing)
+        return cls(program, program, shadow_bytes(program), nothing, nothing)
 
     def copy_from_live(self) -> None:
         self._from_live.run()

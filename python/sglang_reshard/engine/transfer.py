@@ -146,11 +146,12 @@ class TransferPlan:
 class PreparedTransfer:
     """A transport that is ready to move, for one target plan, one set of handles and one set of options.
 
-    shadow    where it writes, unless it writes to the live weights
-    regions   content hashes of all engine ranks' regions
-    arrivals  its memory for what is quantized on arrival
-    relays    what is read from other engines, if anything is
-    deltas    receives deltas instead, if the trainer may send any; made for the first of them
+    shadow         where it writes, unless it writes to the live weights
+    regions        content hashes of all engine ranks' regions
+    arrivals       its memory for what is quantized on arrival
+    relays         what is read from other engines, if anything is
+    scratch_bytes  bytes that the program holds for operands of expressions
+    deltas         receives deltas instead, if the trainer may send any; made for the first of them
     """
 
     target: TargetPlan
@@ -162,6 +163,7 @@ class PreparedTransfer:
     arrivals: ArrivalMemory
     relays: Relays | None
     context: TransportContext
+    scratch_bytes: int
     deltas: DeltaTarget | None = None
 
     def is_current(self, request: DistributedUpdateWeightsReq, target: TargetPlan) -> bool:
@@ -211,13 +213,12 @@ class PreparedTransfer:
     @property
     def held_bytes(self) -> int:
         """Bytes of buffers that are kept between updates."""
-        scratch_bytes = self.target.program.scratch_bytes + self.arrivals.nbytes
         delta_bytes = self.deltas.extra_bytes if self.deltas is not None else 0
-        return self.transport.extra_bytes + delta_bytes + scratch_bytes + self.shadow_bytes
+        return self.transport.extra_bytes + delta_bytes + self.scratch_bytes + self.arrivals.nbytes + self.shadow_bytes
 
     @property
     def shadow_bytes(self) -> int:
-        return shadow_bytes(self.target.program) if self.shadow is not None else 0
+        return self.shadow.nbytes if self.shadow is not None else 0
 
 
 class TransferCache:
@@ -363,8 +364,10 @@ class TransferCache:
             delta=request.delta,
         )
         transport = create_transport(plan.strategy, context)
-        shadow = self._shadow
-        self.transfer = PreparedTransfer(target, request, plan, shadow, regions, transport, arrivals, relays, context)
+        shadow, scratch_bytes = self._shadow, target.program.scratch_bytes
+        self.transfer = PreparedTransfer(
+            target, request, plan, shadow, regions, transport, arrivals, relays, context, scratch_bytes
+        )
 
     def _allocate_shadow(
         self, request: DistributedUpdateWeightsReq, demands: Sequence[RankDemand], target: TargetPlan

@@ -1,15 +1,16 @@
 """Detects whether a trainer passes the same memory again, sharded as before, so that nothing has to be read anew.
 
 Runs over every tensor at the start of every update. It therefore compares whole columns (all names, all addresses)
-with `map`, without Python code per tensor. Tensor objects do not count, as `state_dict()` creates new ones every time,
-and none is referred to, not even weakly: torch refuses to move a module of DTensors, as offloading does, while
-anything refers to them.
+in few calls, without Python code per tensor. Tensor objects do not count, as `state_dict()` creates new ones every
+time, and none is referred to, not even weakly: torch refuses to move a module of DTensors, as offloading does, while
+anything refers to them. Storages are referred to weakly, so that their end is reported and need not be looked for.
 """
 
 from __future__ import annotations
 
 import gc
 import operator
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_reshard.sources.deepspeed import is_partitioned
 
@@ -26,9 +26,8 @@ NamedTensorList = Sequence[tuple[Any, ...]]  # (name, tensor) or (name, tensor, 
 _name, _tensor, _sharding = map(operator.itemgetter, range(3))
 _local, _spec = operator.attrgetter("_local_tensor"), operator.attrgetter("_spec")
 _piece, _group = operator.attrgetter("ds_tensor"), operator.attrgetter("ds_process_group")  # of ZeRO-3's parameters
-_storage, _id = torch.Tensor.untyped_storage, operator.attrgetter("_cdata")
-_nbytes = torch.UntypedStorage.nbytes
-_expired = torch.UntypedStorage._expired
+# Compares the addresses of many tensors in one call; private to torch, and not in builds of it without CUDA.
+_equal_addresses = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}  # other local tensors have no memory of their own
 _FINGERPRINT = (
     torch.Tensor.data_ptr,
@@ -51,7 +50,7 @@ class TensorFingerprint:
                 interned: dict[object, object] = {}  # many tensors share few shapes: fewer objects to collect
                 values = list(map(read, tensors))
                 self._columns.append((read, list(map(interned.setdefault, values, values))))
-        self._addresses = self._columns[0][1]
+        self._addresses, self._indices = self._columns[0][1], list(range(len(tensors)))
         self._guards = _tensor_guards(tensors)
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -61,11 +60,16 @@ class TensorFingerprint:
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 if self._guards is not None and self._guards.check(*tensors):
-                    return all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), self._addresses))
+                    return self._same_addresses(tensors)
                 # Compared lazily: new lists of shapes would trigger the garbage collector.
                 return all(all(map(operator.eq, map(read, tensors), column)) for read, column in self._columns)
         except RuntimeError:  # one of them is no longer strided and has no address
             return False
+
+    def _same_addresses(self, tensors: Sequence[torch.Tensor]) -> bool:
+        if _equal_addresses is not None:
+            return bool(_equal_addresses(tensors, self._addresses, self._indices))
+        return all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), self._addresses))
 
 
 def _tensor_guards(tensors: Sequence[torch.Tensor]) -> Any:
@@ -84,25 +88,28 @@ def _tensor_guards(tensors: Sequence[torch.Tensor]) -> Any:
 
 
 class ChangeDetector:
-    """Names, shardings and memory of the tensors of one update. Keeps no memory alive."""
+    """Names, shardings and memory of the tensors of one update. Keeps no memory alive.
+
+    A storage that lives has its memory to itself, and one in shared memory cannot be moved: a tensor at a known address
+    in it is on that storage. A storage that was freed leaves its address to others.
+    """
 
     def __init__(self, named_tensors: NamedTensorList, *, kept_alive: bool = False) -> None:
-        """`kept_alive`: somebody keeps this memory, so that no other has its addresses; storages are not compared."""
-        self._kept_alive = kept_alive
+        """`kept_alive`: somebody keeps this memory, so that no other has its addresses."""
         tensors = list(map(_tensor, named_tensors))
         self._names = list(map(_name, named_tensors))
-        self._lengths = list(map(len, named_tensors))
+        self._has_sharding = [len(entry) > 2 for entry in named_tensors]
+        self._items = sum(map(len, named_tensors))
         self._is_dtensor = [isinstance(tensor, DTensor) for tensor in tensors]
         self._is_partitioned = list(map(is_partitioned, tensors))
         self._is_plain = [not a and not b for a, b in zip(self._is_dtensor, self._is_partitioned, strict=True)]
-        self._has_sharding = [length > 2 for length in self._lengths]
         self._shardings = self._shardings_of(named_tensors, tensors)
         local_tensors = self._local_tensors_of(tensors)
         self._fingerprint = TensorFingerprint(local_tensors)
-        storages = [] if kept_alive else list(map(_storage, local_tensors))
-        self._storage_ids = list(map(_id, storages))
-        self._storage_sizes = list(map(_nbytes, storages))
-        self._storages = {_id(storage): StorageWeakRef(storage) for storage in storages}
+        self._freed: list[object] = []
+        storages = [] if kept_alive else [tensor.untyped_storage() for tensor in local_tensors]
+        distinct = {storage._cdata: storage for storage in storages}.values()
+        self._storages = [weakref.ref(storage, self._freed.append) for storage in distinct]
 
     @classmethod
     def of(
@@ -120,31 +127,18 @@ class ChangeDetector:
 
     def unchanged(self, named_tensors: NamedTensorList) -> bool:
         """Returns whether `describe` would return the same for these tensors, with the same memory."""
-        if list(map(len, named_tensors)) != self._lengths or list(map(_name, named_tensors)) != self._names:
+        if self._freed or list(map(_name, named_tensors)) != self._names:
+            return False
+        if sum(map(len, named_tensors)) != self._items:
             return False
         tensors = list(map(_tensor, named_tensors))
         try:
-            return all(map(operator.is_, self._shardings_of(named_tensors, tensors), self._shardings)) and (
-                self._same_memory(self._local_tensors_of(tensors))
-            )
-        except (AttributeError, RuntimeError):  # no longer a DTensor, or without a storage
+            if not all(map(operator.is_, self._shardings_of(named_tensors, tensors), self._shardings)):
+                return False
+            local_tensors = self._local_tensors_of(tensors)
+            return _PLAIN_TYPES.issuperset(map(type, local_tensors)) and self._fingerprint.matches(local_tensors)
+        except (AttributeError, IndexError, RuntimeError):  # no longer a DTensor, with a sharding, or with a storage
             return False
-
-    def _same_memory(self, local_tensors: Sequence[Any]) -> bool:
-        return (
-            (self._kept_alive or self._same_storages(local_tensors))
-            and _PLAIN_TYPES.issuperset(map(type, local_tensors))
-            and self._fingerprint.matches(local_tensors)
-        )
-
-    def _same_storages(self, local_tensors: Sequence[Any]) -> bool:
-        """Addresses and storage ids are reused once a storage is freed or resized."""
-        storages = list(map(_storage, local_tensors))
-        return (
-            list(map(_id, storages)) == self._storage_ids
-            and list(map(_nbytes, storages)) == self._storage_sizes
-            and not any(map(_expired, self._storages))
-        )
 
     def _local_tensors_of(self, tensors: Sequence[Any]) -> list[Any]:
         """Returns the local tensors, those of DTensors first, and then those of ZeRO-3's parameters."""

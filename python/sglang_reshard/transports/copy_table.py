@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # destination, source
+Dimension = tuple[int, int, int]  # size, stride in the source, stride in the destination
 
 # Numbers of a box, in this order: address of the source, of the destination; sizes of the middle and of the last of
 # three dimensions of rows; rows, columns; strides of these three in the source, in the destination; strides of a column
@@ -104,7 +105,7 @@ def _is_known(destination: torch.Tensor, source: torch.Tensor) -> bool:
 def _boxes_of(
     destination: torch.Tensor, source: torch.Tensor, tiling: Tiling
 ) -> Iterator[tuple[TileKind, tuple[int, ...]]]:
-    dimensions, run = _merged(tuple(source.shape), source.stride(), destination.stride())
+    dimensions, run = merged_dimensions(tuple(source.shape), source.stride(), destination.stride())
     from_bytes, to_bytes = source.element_size(), destination.element_size()
     from_address, to_address = source.data_ptr(), destination.data_ptr()
     all_strides = [stride for _, *strides in dimensions for stride in strides]
@@ -147,20 +148,17 @@ def _boxes_of(
         )
 
 
-_Dimension = tuple[int, int, int]  # size, stride in the source, stride in the destination
-
-
 @lru_cache(maxsize=4096)  # boxes of a model have few shapes
-def _merged(
+def merged_dimensions(
     size: tuple[int, ...], from_strides: tuple[int, ...], to_strides: tuple[int, ...]
-) -> tuple[tuple[_Dimension, ...], int]:
+) -> tuple[tuple[Dimension, ...], int]:
     """Returns the fewest dimensions with the same elements, the destination's most contiguous last, and a run.
 
     The run is the length of what is contiguous on both sides and is no dimension any more; 1 if nothing is.
     """
     dimensions = [d for d in zip(size, from_strides, to_strides, strict=True) if d[0] > 1]
     dimensions.sort(key=lambda d: (d[2], d[1]), reverse=True)
-    merged: list[_Dimension] = []
+    merged: list[Dimension] = []
     for n, a, b in dimensions:
         if merged and merged[-1][1:] == (n * a, n * b):
             merged[-1] = merged[-1][0] * n, a, b
@@ -179,7 +177,7 @@ def _tile_columns(columns: int, most: int) -> int:
     return next((c for c in choices if 3 * covered[c] <= 4 * columns), min(choices, key=covered.__getitem__))
 
 
-def _cut(dimensions: Sequence[_Dimension], max_rows: int) -> Iterator[tuple[int, int, Sequence[_Dimension]]]:
+def _cut(dimensions: Sequence[Dimension], max_rows: int) -> Iterator[tuple[int, int, Sequence[Dimension]]]:
     """Yields offsets, in the source and in the destination, and dimensions of parts that a box can describe."""
     if len(dimensions) > _ROW_DIMENSIONS:
         shortest = min(range(len(dimensions)), key=lambda i: dimensions[i][0])

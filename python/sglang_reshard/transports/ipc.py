@@ -12,7 +12,8 @@ import torch
 
 from sglang_reshard.plan import ReadPlan
 from sglang_reshard.transports.base import TransportContext
-from sglang_reshard.transports.copies import CopyList, StridedCopy, merge_strided
+from sglang_reshard.transports.copies import CopyList
+from sglang_reshard.transports.merging import StridedCopy, merge_strided
 
 
 class DirectReads:

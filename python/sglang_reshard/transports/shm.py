@@ -1,7 +1,7 @@
 """Shared memory: moving storages into it, opening exactly the file that was announced, mapping many as one tensor.
 
 Files are mapped one after the other into one range of addresses. One tensor covers them all, so that boxes of many of
-them can be one strided view: tens of thousands of small copies become a few large ones (`copies.merge_strided`).
+them can be one strided view: tens of thousands of small copies become a few large ones (`merging.merge_strided`).
 """
 
 from __future__ import annotations
