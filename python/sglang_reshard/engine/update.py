@@ -30,6 +30,7 @@ from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_e
 from sglang_reshard.engine.received_tensors import ReceivedTensors
 from sglang_reshard.engine.transfer import PreparedTransfer, TargetPlan, TransferCache, TransferPlan, get_layout
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, Unsupported
+from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.observability.report import RankReport
 from sglang_reshard.plan import check_transport
@@ -65,6 +66,10 @@ class UpdateExecutor:
 
     def prepare(self, context: UpdateContext, refusal: str) -> None:
         """Does all that can be done before a byte is written. `refusal` fails the update on all ranks."""
+        with garbage_collector_paused():  # tracing and planning make objects for every tensor
+            self._prepare(context, refusal)
+
+    def _prepare(self, context: UpdateContext, refusal: str) -> None:
         vote = Vote(error=refusal)
         if not refusal:
             try:

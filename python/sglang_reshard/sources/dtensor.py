@@ -14,8 +14,7 @@ from sglang_reshard.layout.source_layout import Mesh, MeshSharding, Placement
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """Returns a DTensor's own local tensor; nothing is gathered."""
-    with torch.no_grad():  # with grad, to_local() returns the output of an autograd node
-        local = tensor.to_local()
+    local = tensor._local_tensor  # with grad, to_local() returns the output of an autograd node
     # After redistribute(async_op=True) it may still be in transit.
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.announce import rank_device, trainer_device
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.gpu.runtime import runtime
@@ -21,7 +22,7 @@ from sglang_reshard.sources import (
     first_not_finite,
     tied_names,
 )
-from sglang_reshard.sources.change_detector import ChangeDetector, NamedTensorList, garbage_collector_paused
+from sglang_reshard.sources.change_detector import ChangeDetector, NamedTensorList
 from sglang_reshard.trainer.stages import Stages
 from sglang_reshard.transports.memory import Handles, MemoryExporter
 
@@ -100,7 +101,16 @@ class ShardPublisher:
         if self._owns_memory:
             self._memory.begin_update()
         with garbage_collector_paused():
-            changed = self._changed(named_tensors, always=check_finite or (exchange is None) != (self._stages is None))
+            return self._published_now(named_tensors, check_finite, exchange)
+
+    def _published_now(
+        self,
+        named_tensors: NamedTensors | torch.nn.Module | TrainerState,
+        check_finite: bool,
+        exchange: Callable[[str], Sequence[str]] | None,
+    ) -> PublishedShards:
+        """See `publish`."""
+        changed = self._changed(named_tensors, always=check_finite or (exchange is None) != (self._stages is None))
         state, self._partial = None, exchange is not None
         if changed is not None:
             self._changes = self._read = None

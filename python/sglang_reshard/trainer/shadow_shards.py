@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.sources import NamedTensors, TrainerState, as_list, describe
-from sglang_reshard.sources.change_detector import ChangeDetector, garbage_collector_paused
+from sglang_reshard.sources.change_detector import ChangeDetector
 from sglang_reshard.transports.copies import CopyList
 
 _ALIGN_BYTES = 256
@@ -25,7 +26,8 @@ class ShadowShards:
         self._changes: ChangeDetector | None = None
         self._partial = False
         self._state: TrainerState | None = None
-        self._copies = CopyList()
+        self._memory: tuple[torch.Tensor, ...] = ()
+        self._copies, self._addresses = CopyList(), list[int]()
         self.nbytes = 0
 
     def take(self, named_tensors: NamedTensors | torch.nn.Module, *, partial: bool) -> TrainerState:
@@ -36,7 +38,9 @@ class ShadowShards:
         listed = as_list(named_tensors, self._rank)
         with garbage_collector_paused():
             changes = self._changes if partial == self._partial else None
-            unchanged = changes is not None and changes.unchanged(listed)
+            # The first update from the copy moves it to shared memory.
+            in_place = self._addresses == [memory.data_ptr() for memory in self._memory]
+            unchanged = changes is not None and in_place and changes.unchanged(listed)
         if not unchanged:
             self._changes, self._partial = None, partial
             given = describe(listed, trainer_rank=self._rank, global_ranks=self._global_ranks, partial=partial)
@@ -53,14 +57,14 @@ class ShadowShards:
 
     def release(self) -> None:
         """Drops the copy, and the views of the shards."""
-        self._changes, self._state, self._copies, self.nbytes = None, None, CopyList(), 0
+        self._changes, self._state, self._memory, self._copies, self.nbytes = None, None, (), CopyList(), 0
 
     def _prepare(self, given: TrainerState) -> None:
         """Makes the list of copies, and allocates memory unless that of the last copy will do."""
         if self._state is None or not _alike(self._state, given):
-            self._state = None  # its memory is free before more is allocated
+            self._state, self._memory = None, ()  # free before more is allocated
             self._state = self._allocated(given)
-        self._copies = CopyList()
+        self._copies, self._addresses = CopyList(), [memory.data_ptr() for memory in self._memory]
         seen: set[int] = set()
         for shard, source in zip(self._state.shards, given.shards, strict=True):
             if shard.numel() and shard.data_ptr() not in seen:
@@ -87,6 +91,7 @@ class ShadowShards:
                 f"trainer rank {self._rank}: there is no memory for a copy of its shards, {self.nbytes:,} bytes: "
                 f"{error}. Call update instead of update_async, or choose another shadow_device"
             ) from error
+        self._memory = tuple(memory.values())
 
         def copy_of(shard: torch.Tensor) -> torch.Tensor:
             device, begin = places[_view(shard)]
