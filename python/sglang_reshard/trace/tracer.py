@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
+from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.block_fp8 import (
     as_quantized,
@@ -60,7 +60,7 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
     """
     began = time.perf_counter()
     _check_names(specs)
-    with _one_at_a_time, torch.no_grad(), _garbage_collection_off():
+    with _one_at_a_time, torch.no_grad(), garbage_collector_paused():
         block, quantized = block_size(model), set[str]()
         repacked = repacked_modules(model)
         with modules_as_built([(m.module, m.built) for m in repacked]) as parameters:
@@ -209,18 +209,6 @@ def _write_rebound(recorder: Recorder, change: Change) -> None:
             f"{had}. No memory of that shape exists to be updated in place; load a checkpoint from disk once first."
         )
     recorder.write(before.data, after)
-
-
-@contextmanager
-def _garbage_collection_off() -> Iterator[None]:
-    """A trace makes many small objects that all stay alive; the collector would traverse them again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextmanager
