@@ -5,6 +5,8 @@ import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.protocol.session import Session
+from sglang_reshard.sources import change_detector, describe
+from sglang_reshard.sources.change_detector import ChangeDetector
 from sglang_reshard.trainer.publisher import ShardPublisher
 from sglang_reshard.transports.memory import Handles, MemoryExporter, PeerMemory, unreadable_reason
 from support.gpu_runtime import GPU, shard_in
@@ -142,6 +144,15 @@ def test_a_freed_allocation_is_not_current(gpu):
     assert exporter.is_current()
     gpu._allocations.clear()
     assert not exporter.is_current()
+
+
+def test_a_storage_of_another_size_is_changed(monkeypatch):
+    """One that was resized to less, and back to more, may be where it was; its tensors may not fit any more."""
+    given = [("w", torch.ones(4))]
+    known = ChangeDetector.of(given, describe(given, trainer_rank=0, global_ranks=(0,)).inputs)
+    assert known.unchanged(given)
+    monkeypatch.setattr(change_detector, "_nbytes", lambda storage: 12)
+    assert not known.unchanged(given)
 
 
 def test_an_emptied_storage_is_refused(gpu):

@@ -26,6 +26,8 @@ _local, _spec = operator.attrgetter("_local_tensor"), operator.attrgetter("_spec
 _piece, _group = operator.attrgetter("ds_tensor"), operator.attrgetter("ds_process_group")  # of ZeRO-3's parameters
 # Compares the addresses of many tensors in one call; private to torch, and not in builds of it without CUDA.
 _equal_addresses = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+_alive: Any = weakref.ref.__call__
+_nbytes = torch.UntypedStorage.nbytes
 _is_contiguous = torch.Tensor.is_contiguous
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}  # other local tensors have no memory of their own
 _FINGERPRINT = (
@@ -120,6 +122,9 @@ class ChangeDetector:
         storages = [] if kept_alive else [tensor.untyped_storage() for tensor in local_tensors]
         distinct = {storage._cdata: storage for storage in storages}.values()
         self._storages = [weakref.ref(storage, self._freed.append) for storage in distinct]
+        # Those in shared host memory can only be emptied, and have no address then.
+        resizable = [s for s in distinct if s.device.type != "cpu" or not s.is_shared()]
+        self._resizable, self._sizes = list(map(weakref.ref, resizable)), list(map(_nbytes, resizable))
 
     @classmethod
     def of(
@@ -147,11 +152,12 @@ class ChangeDetector:
                 return False
             local_tensors = self._local_tensors_of(tensors)
             return (
-                _PLAIN_TYPES.issuperset(map(type, local_tensors))
+                list(map(_nbytes, map(_alive, self._resizable))) == self._sizes
+                and _PLAIN_TYPES.issuperset(map(type, local_tensors))
                 and self._of_dtensors.matches(local_tensors[: self._dtensors])
                 and self._of_others.matches(local_tensors[self._dtensors :])
             )
-        except (AttributeError, IndexError, RuntimeError):  # no longer a DTensor, with a sharding, or with a storage
+        except (AttributeError, IndexError, RuntimeError, TypeError):  # no longer a DTensor, with a sharding, or with a storage
             return False
 
     def _local_tensors_of(self, tensors: Sequence[Any]) -> list[Any]:
