@@ -157,7 +157,12 @@ class ChangeDetector:
                 and self._of_dtensors.matches(local_tensors[: self._dtensors])
                 and self._of_others.matches(local_tensors[self._dtensors :])
             )
-        except (AttributeError, IndexError, RuntimeError, TypeError):  # no longer a DTensor, with a sharding, or with a storage
+        except (
+            AttributeError,
+            IndexError,
+            RuntimeError,
+            TypeError,
+        ):  # no longer a DTensor, with a sharding, or with a storage
             return False
 
     def _local_tensors_of(self, tensors: Sequence[Any]) -> list[Any]:
