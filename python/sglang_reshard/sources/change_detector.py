@@ -157,13 +157,8 @@ class ChangeDetector:
                 and self._of_dtensors.matches(local_tensors[: self._dtensors])
                 and self._of_others.matches(local_tensors[self._dtensors :])
             )
-        except (
-            AttributeError,
-            IndexError,
-            RuntimeError,
-            TypeError,
-        ):  # no longer a DTensor, with a sharding, or with a storage
-            return False
+        except (AttributeError, IndexError, RuntimeError, TypeError):
+            return False  # one of them is no longer a DTensor, has no sharding any more, or no storage
 
     def _local_tensors_of(self, tensors: Sequence[Any]) -> list[Any]:
         """Returns the local tensors, those of DTensors first, and then those of ZeRO-3's parameters."""
