@@ -79,16 +79,22 @@ def _seen(
     case: Case, paths: Sequence[str], effort: Effort, device: str, folder: Path, poll: Callable[[], None]
 ) -> Seen:
     job = Job(case, tuple(paths), effort, device, str(folder))
+    run_ranks("benchmark.trainer", job, time.monotonic() + _DEADLINE_S, poll)
+    return msgspec.json.decode((folder / "seen.json").read_bytes(), type=Seen)
+
+
+def run_ranks(module: str, job: Job, deadline: float, poll: Callable[[], None]) -> None:
+    """Runs a module as the trainer ranks of a job, until `deadline`, a `time.monotonic()`."""
     command = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
-        f"--nproc-per-node={case.trainers}",
+        f"--nproc-per-node={job.case.trainers}",
         "-m",
-        "benchmark.trainer",
+        module,
         msgspec.json.encode(job).decode(),
     ]
-    log, deadline = folder / "log", time.monotonic() + _DEADLINE_S
-    children.run(command, environment(folder, case.engine_tp, device, "qwen3", "qwen3_moe"), log, deadline, poll)
-    return msgspec.json.decode((folder / "seen.json").read_bytes(), type=Seen)
+    folder = Path(job.folder)
+    variables = environment(folder, job.case.engine_tp, job.device, "qwen3", "qwen3_moe")
+    children.run(command, variables, folder / "log", deadline, poll)

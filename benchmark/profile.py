@@ -1,9 +1,10 @@
 """Where the time of an update goes, by process and step: `python -m benchmark.profile [CASE ...] [--functions N]`.
 
-Trainer ranks hold shards of rows, processes stand in for engine ranks, so that SGLang's own part is left out. Steps are
-timed from outside, in wall seconds and in CPU seconds of their thread; a step includes those that it calls. Figures are
-of the rank that takes longest: of the first update, and medians of the warm ones. `--functions` prints the functions
-in which trainer rank 0 and engine rank 0 spend most time of their own in warm updates.
+Trainer ranks hold shards of rows, and processes stand in for engine ranks, except in the cases named `live-...`, whose
+engine is SGLang's. Steps are timed from outside, in wall seconds and in CPU seconds of their thread; a step includes
+those that it calls. Figures are of the rank that takes longest: of the first update, and medians of the warm ones.
+`--functions` prints the functions in which trainer rank 0 and engine rank 0 spend most time of their own in warm
+updates; not of live engines.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,7 +26,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmark import matrices, pages, results
+from benchmark import matrices, pages, profile_live, results
 from benchmark.matrices import Matrices, MatrixRows
 
 RESULT = results.FOLDER / "profile.json"
@@ -71,6 +72,9 @@ STEPS: tuple[tuple[str, str, str, str, str], ...] = (
 )
 
 
+Updates = list[dict[str, list[float]]]
+
+
 class Row(msgspec.Struct, frozen=True):
     """One step of one case, on the rank that takes longest. calls: in a warm update"""
 
@@ -84,19 +88,14 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Watch:
-    """Times the steps of one side in this process."""
+    """Times the steps of one side in this process. `updates`: step -> calls, wall and CPU seconds, of each update."""
 
     def __init__(self, side: str) -> None:
+        self.updates: Updates = []
         self._took: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         for of, step, module, owner, method in STEPS:
             if of == side:
                 self._time(getattr(__import__(module, fromlist=[owner]), owner), method, step)
-
-    def take(self) -> dict[str, list[float]]:
-        """Returns step -> calls, wall and CPU seconds since the last time."""
-        found = dict(self._took)
-        self._took.clear()
-        return found
 
     def _time(self, owner: Any, method: str, step: str) -> None:
         given = vars(owner)[method]
@@ -112,6 +111,9 @@ class Watch:
                 took[0] += 1
                 took[1] += time.perf_counter() - wall
                 took[2] += time.thread_time() - cpu
+                if step == "update":  # all others are within it
+                    self.updates.append(dict(self._took))
+                    self._took.clear()
 
         setattr(owner, method, classmethod(timed) if isinstance(given, classmethod) else timed)
 
@@ -134,7 +136,7 @@ class Functions:
         return out.getvalue()
 
 
-Seen = tuple[list[dict[str, list[float]]], str]
+Seen = tuple[Updates, str]
 
 
 def train(trainer: Any, case: Case, functions: int) -> Seen:
@@ -147,14 +149,11 @@ def train(trainer: Any, case: Case, functions: int) -> Seen:
     tensors = [DTensor.from_local(shard, mesh, [Shard(0)], run_check=False) for shard in shards]
     state = list(zip(case.model.names, tensors, strict=True))
     sender = WeightSender.over(trainer.group, trainer.send, transport=case.transport, timeout_s=100)
-    seen = []
     for number in range(1 + WARMUPS + UPDATES):
         torch.distributed.barrier()
-        watch.take()
         profile.run(number > WARMUPS, lambda: sender.update(state))
-        seen.append(watch.take())
     sender.close()
-    return seen, profile.text()
+    return watch.updates, profile.text()
 
 
 def serve(rank: int, ranks: int, requests: Any, case: Case, functions: int) -> Seen:
@@ -162,12 +161,10 @@ def serve(rank: int, ranks: int, requests: Any, case: Case, functions: int) -> S
 
     watch, profile = Watch("engine"), Functions(functions, rank == 0)
     receiver = WeightReceiver(MatrixRows(rank, ranks, case.model), rank, ranks, torch.device("cpu"))
-    seen = []
     for number, request in enumerate(requests):
         output = profile.run(number > WARMUPS, functools.partial(receiver.update, request))
         requests.answer(output)
-        seen.append(watch.take())
-    return seen, profile.text()
+    return watch.updates, profile.text()
 
 
 def run(case: Case, functions: int = 0) -> tuple[list[Row], list[str]]:
@@ -180,20 +177,26 @@ def run(case: Case, functions: int = 0) -> tuple[list[Row], list[str]]:
     trainers, engines = run_world(
         case.trainers, case.engines, profile.train, profile.serve, case, functions, deadline_s=DEADLINE_S
     )
+    updates = {"trainer": [u for u, _ in trainers], "engine": [u for u, _ in engines]}
+    return rows_of(case.name, updates), [text for _, text in (*trainers, *engines) if text]
+
+
+def rows_of(case: str, updates: Mapping[str, Sequence[Updates]]) -> list[Row]:
+    """Returns the rows of a case, from its sides' ranks' updates."""
     rows = []
-    for side, ranks in (("trainer", trainers), ("engine", engines)):
+    for side, ranks in updates.items():
         for step in [step for of, step, *_ in STEPS if of == side]:
-            by_rank = [_of_step(updates, step) for updates, _ in ranks]
+            by_rank = [_of_step(of_rank, step) for of_rank in ranks]
             if not any(first[0] or warm[0] for first, warm in by_rank):
                 continue
             slowest = max(by_rank, key=lambda pair: pair[1][1])
             first = max(pair[0][1] for pair in by_rank)
             calls, wall, cpu = slowest[1]
-            rows.append(Row(case.name, side, step, calls, wall, cpu, first))
-    return rows, [text for _, text in (*trainers, *engines) if text]
+            rows.append(Row(case, side, step, calls, wall, cpu, first))
+    return rows
 
 
-def _of_step(updates: list[dict[str, list[float]]], step: str) -> tuple[list[float], list[float]]:
+def _of_step(updates: Updates, step: str) -> tuple[list[float], list[float]]:
     """Returns calls, wall and CPU seconds of the first update, and medians of the warm ones."""
     nothing = [0.0, 0.0, 0.0]
     taken = [update.get(step, nothing) for update in updates]
@@ -202,10 +205,15 @@ def _of_step(updates: list[dict[str, list[float]]], step: str) -> tuple[list[flo
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.profile", description=__doc__)
-    parser.add_argument("cases", nargs="*", choices=[[], *CASES], help="by default all, which are written down")
+    parser.add_argument(
+        "cases", nargs="*", choices=[[], *CASES, *profile_live.CASES], help="by default all, which are written down"
+    )
     parser.add_argument("--functions", type=int, default=0, metavar="N")
     options = parser.parse_args(arguments)
-    found = [run(CASES[name], options.functions) for name in options.cases or CASES]
+    found = [
+        run(CASES[name], options.functions) if name in CASES else (profile_live.run(name), [])
+        for name in options.cases or (*CASES, *profile_live.CASES)
+    ]
     rows = [row for of_case, _ in found for row in of_case]
     if not options.cases and not options.functions:
         results.save(RESULT, results.header("python -m benchmark.profile", []), rows)

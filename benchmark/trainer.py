@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +43,26 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 def main(job: Job) -> None:
-    case = job.case
-    device = _join(job.device, case.trainers)
-    folder = Path(job.folder)
-    model_path = folder / "model"
+    device = join(job.device, job.case.trainers)
     stock.prepare()
+    with engine_and_weights(job, LOADER) as (engine, weights):
+        seen = _run(job, engine, weights, device)
+        if engine is not None:
+            (Path(job.folder) / "seen.json").write_bytes(msgspec.json.encode(seen))
+
+
+@contextmanager
+def engine_and_weights(job: Job, loader: str) -> Iterator[tuple[Any, Weights]]:
+    """Yields the engine, on rank 0 only, and this rank's weights. The engine may be asked to use `loader`."""
+    case, model_path = job.case, Path(job.folder) / "model"
     engine = None
     if dist.get_rank() == 0:
         model_path.mkdir()
         (model_path / "config.json").write_text(json.dumps(case.model.config()))
-        engine = _start_engine(model_path, job)
+        engine = _start_engine(model_path, job, loader)
     dist.barrier()
-    weights = Weights(case.model.shapes(), init_device_mesh(job.device, (case.trainers,)))
     try:
-        seen = _run(job, engine, weights, device)
-        if engine is not None:
-            (folder / "seen.json").write_bytes(msgspec.json.encode(seen))
+        yield engine, Weights(case.model.shapes(), init_device_mesh(job.device, (case.trainers,)))
     finally:
         if engine is not None:
             from sglang_reshard.patches.engine import end
@@ -85,7 +91,7 @@ def _run(job: Job, engine: Any, weights: Weights, device: torch.device) -> Seen:
     return Seen(timed, refused, reference)
 
 
-def _join(kind: str, trainers: int) -> torch.device:
+def join(kind: str, trainers: int) -> torch.device:
     if kind == "cpu":
         dist.init_process_group("cpu:gloo")
         return torch.device("cpu")
@@ -97,7 +103,7 @@ def _join(kind: str, trainers: int) -> torch.device:
     return device
 
 
-def _start_engine(model_path: Path, job: Job) -> Any:
+def _start_engine(model_path: Path, job: Job, loader: str) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
     arguments: dict[str, Any] = {
@@ -107,7 +113,7 @@ def _start_engine(model_path: Path, job: Job) -> Any:
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,
         "context_length": 256,
-        "custom_weight_loader": [LOADER],
+        "custom_weight_loader": [loader],
         "log_level": "error",
     }
     if job.device == "cpu":

@@ -6,6 +6,7 @@ are compared as boxes on a grid, whose cells end only where a write begins or en
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
@@ -80,13 +81,15 @@ def _check_storage(storage: LiveStorage, parameters: list[tuple[str, torch.Tenso
         return
     # In elements, or in units of the smallest dtype that the storage is written as.
     unit = min(storage.tensor.dtype.itemsize, *(r.dtype.itemsize for r in records))
-    wanted = [(name, _scaled(geometry_of(p), p.element_size() // unit)) for name, p in parameters]
-    writes = [(_label(r), _scaled(r.index_map.written_view, r.dtype.itemsize // unit)) for r in records]
-    maps = [IndexMap.flattening(g).simplified() for _, g in (*wanted, *writes)]
+    wanted = [_scaled(geometry_of(p), p.element_size() // unit) for _, p in parameters]
+    writes = [_scaled(r.index_map.written_view, r.dtype.itemsize // unit) for r in records]
+    if _runs_cover(wanted, writes):
+        return
+    maps = [IndexMap.flattening(g).simplified() for g in (*wanted, *writes)]
     strides = {loop.read for index_map in maps for loop in index_map.loops}
     grid = grid_shape(storage.tensor.untyped_storage().nbytes() // unit, strides)
     try:
-        boxes = [_boxes(index_map, grid) for index_map in maps]
+        boxes = [to_boxes(index_map, grid, unit_steps=True) for index_map in maps]
     except TooFragmented:
         raise _too_fragmented(storage) from None
     cells = _Cells(storage, grid, [box for found in boxes for box in found])
@@ -101,14 +104,14 @@ def _check_storage(storage: LiveStorage, parameters: list[tuple[str, torch.Tenso
             scale = tensor.element_size() // unit
             raise Unsupported(
                 f"{name} is not written completely: {empty // scale} of its {tensor.numel()} elements come from no "
-                f"checkpoint tensor; written by {_some(label for label, _ in writes)}. A tensor is missing among "
+                f"checkpoint tensor; written by {_some(map(_label, records))}. A tensor is missing among "
                 "those sent, or the loader does not support this model."
             )
     if (counts > 1).any():
         cell = tuple(int(x) for x in np.argwhere(counts > 1)[0])
         names = (
-            label
-            for (label, _), written in zip(writes, of_writes, strict=True)
+            _label(record)
+            for record, written in zip(records, of_writes, strict=True)
             if any(cells.has(box, cell) for box in written)
         )
         raise Unsupported(
@@ -117,11 +120,29 @@ def _check_storage(storage: LiveStorage, parameters: list[tuple[str, torch.Tenso
         )
 
 
-def _boxes(index_map: IndexMap, grid: tuple[int, ...]) -> list[BoxMapping]:
-    if len(grid) == 1 and len(index_map.loops) == 1:
-        # A run of elements, as nearly all of them are; to_boxes gives the same, more slowly.
-        return [BoxMapping((index_map.read,), (index_map.loops[0].size,), (1,), 0, (1,))]
-    return to_boxes(index_map, grid, unit_steps=True)
+def _runs_cover(wanted: Sequence[Geometry], writes: Sequence[Geometry]) -> bool:
+    """Returns True for writes of contiguous elements, as nearly all are, that cover what is wanted and do not overlap.
+
+    False says nothing.
+    """
+    runs = [geometry.run for geometry in writes]
+    if None in runs:
+        return False
+    begins: list[int] = []
+    ends: list[int] = []  # adjacent runs are one
+    for begin, end in sorted(run for run in runs if run is not None):
+        if not ends or begin > ends[-1]:
+            begins.append(begin)
+            ends.append(end)
+        elif begin == ends[-1]:
+            ends[-1] = end
+        else:
+            return False
+    for geometry in wanted:
+        run = geometry.run
+        if run is None or (at := bisect_right(begins, run[0]) - 1) < 0 or run[1] > ends[at]:
+            return False
+    return True
 
 
 def _label(record: Record) -> str:

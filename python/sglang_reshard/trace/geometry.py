@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 MAX_BOXES = 65_536
@@ -33,6 +34,17 @@ class Geometry(NamedTuple):
     @property
     def numel(self) -> int:
         return math.prod(self.size)
+
+    @property
+    def run(self) -> tuple[int, int] | None:
+        """The half-open interval of storage elements that the view consists of, in order; None if there are gaps."""
+        count = 1
+        for n, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
+            if n != 1:
+                if stride != count:
+                    return None
+                count *= n
+        return self.offset, self.offset + count
 
     @property
     def span(self) -> tuple[int, int]:
@@ -179,10 +191,20 @@ def to_boxes(index_map: IndexMap, shape: Sequence[int], *, unit_steps: bool = Fa
     """
     if any(loop.size == 0 for loop in index_map.loops):
         return []
+    read, write, loops = index_map.simplified()
+    boxes = _boxes_from_zero(read, loops, tuple(shape), unit_steps)
+    return [box._replace(write=write + box.write) for box in boxes] if write else list(boxes)
+
+
+@lru_cache(maxsize=256)
+def _boxes_from_zero(
+    read: int, loops: tuple[Loop, ...], shape: tuple[int, ...], unit_steps: bool
+) -> tuple[BoxMapping, ...]:
+    """See `to_boxes`, for a simplified map that writes from 0 on."""
     pitches = contiguous_strides(shape)
     rank = len(shape)
     done: list[BoxMapping] = []
-    todo = [index_map.simplified()]
+    todo = [IndexMap(read, 0, loops)]
     while todo:
         read, write, loops = todo.pop()
         digits = [read // p % n if d else read // p for d, (p, n) in enumerate(zip(pitches, shape, strict=True))]
@@ -214,7 +236,12 @@ def to_boxes(index_map: IndexMap, shape: Sequence[int], *, unit_steps: bool = Fa
         for axis, loop in along.items():
             count_of[axis], step_of[axis], stride_of[axis] = loop.size, loop.read // pitches[axis], loop.write
         done.append(BoxMapping(tuple(digits), tuple(count_of), tuple(step_of), write, tuple(stride_of)))
-    return done
+    return tuple(done)
+
+
+def forget_boxes() -> None:
+    """Frees what `to_boxes` keeps, as equal layers and experts have equal boxes."""
+    _boxes_from_zero.cache_clear()
 
 
 def _unrolled(read: int, write: int, loops: tuple[Loop, ...], loop: Loop) -> list[IndexMap]:

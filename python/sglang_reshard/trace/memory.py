@@ -62,13 +62,17 @@ class TraceMemory:
         self._written: set[int] = set()
         self._adopted: dict[int, LazyStorage] = {}
         self._allocated: set[int] = set()
+        self._metas: dict[tuple[tuple[int, ...], str], torch.Tensor] = {}
         self._lazy_live: dict[tuple[int, torch.dtype], LazyStorage] = {}
 
     def lazy(self, meta: torch.Tensor, storage: LazyStorage) -> LazyTensor:
         raise NotImplementedError
 
     def checkpoint_tensor(self, spec: TensorSpec) -> LazyTensor:
-        meta = torch.empty(spec.shape, dtype=torch_dtype(spec), device="meta")
+        kind = spec.shape, spec.dtype
+        meta = self._metas.get(kind)
+        if meta is None:  # nothing changes a meta tensor
+            meta = self._metas[kind] = torch.empty(spec.shape, dtype=torch_dtype(spec), device="meta")
         return self.lazy(meta, storage_like(meta, CheckpointTensor(spec)))
 
     def view_of(self, tensor: LazyTensor) -> VersionedView:

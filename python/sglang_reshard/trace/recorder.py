@@ -53,11 +53,11 @@ class Recorder(TraceMemory):
 
         That is, if one is in a list, or if it writes live memory or reads stale memory. Any other operator runs.
         """
-        tensors = tensors_in(args, kwargs)
-        if any(type(t) is LazyTensor for t in tensors):
-            return self.record(func, args, kwargs)
-        if aten_ops.is_view(func):
+        if aten_ops.is_view(func):  # of no list
             return func(*args, **kwargs)
+        tensors = tensors_in(args, kwargs)
+        if LazyTensor in map(type, tensors):
+            return self.record(func, args, kwargs)
         for target in aten_ops.written_arguments(func, args, kwargs):
             for tensor in target if isinstance(target, (list, tuple)) else (target,):
                 if isinstance(tensor, torch.Tensor) and self.intercepts(tensor):
@@ -107,7 +107,9 @@ class Recorder(TraceMemory):
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base = next(a for a in tensors_in(args, kwargs) if type(a) is LazyTensor)
-        out = func(*map_leaves(_meta, args), **map_leaves(_meta, kwargs))
+        if kwargs:
+            kwargs = map_leaves(_meta, kwargs)
+        out = func(*map_leaves(_meta, args), **kwargs)
         if isinstance(out, torch.Tensor):
             return self.lazy(out, base.lazy_storage)
         return type(out)(self.lazy(o, base.lazy_storage) for o in out)
@@ -177,8 +179,9 @@ class Recorder(TraceMemory):
 
 
 def _meta(value: Any) -> Any:
-    if type(value) is LazyTensor:
+    kind = type(value)
+    if kind is LazyTensor:
         return value.meta
-    if isinstance(value, torch.Tensor) and value.device.type != "meta" and value.dim():
+    if kind is not int and isinstance(value, torch.Tensor) and value.device.type != "meta" and value.dim():
         return torch.empty_like(value, device="meta")
     return value
