@@ -121,6 +121,23 @@ def profile_lines(rows: results.Rows) -> str:
     return "\n".join(lines)
 
 
+def p2p_rate(path: Path) -> str:
+    head, rows = results.load(path)
+    return f"{_measured_by(head, path)}.\n\n{p2p_rate_lines(rows)}"
+
+
+def p2p_rate_lines(rows: results.Rows) -> str:
+    lines = [
+        "| case | tensors | MB | links | update moves, ms | message, ms | two copies, ms | message / update |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        cells = [r["case"], f"{r['tensors']:,}", f"{r['bytes'] / 1e6:,.0f}", str(r["links"])]
+        cells += [f"{r[key] * 1e3:.1f}" for key in ("update_seconds", "message_seconds", "copy_seconds")]
+        lines.append("| " + " | ".join([*cells, f"{r['ratio']:.2f}"]) + " |")
+    return "\n".join(lines)
+
+
 def parameter_stream(path: Path) -> str:
     head, rows = results.load(path)
     lines = [
@@ -443,6 +460,7 @@ TABLES: dict[str, Table] = {
         "docs/results/parameter-stream.md", results.FOLDER / "parameter-stream.json", parameter_stream
     ),
     "profile": Table("docs/results/profile.md", results.FOLDER / "profile.json", profile),
+    "p2p-rate": Table("docs/results/p2p-rate.md", results.FOLDER / "p2p-rate.json", p2p_rate),
     "block-fp8": Table("docs/results/block-fp8.md", results.FOLDER / "block-fp8.json", block_fp8),
     "quantization": Table("docs/results/quantization.md", results.FOLDER / "quantization.json", quantization),
     "control": Table("docs/results/control.md", results.FOLDER / "control.json", control),

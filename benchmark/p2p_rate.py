@@ -1,0 +1,173 @@
+"""Updates by p2p beside one contiguous message of the same bytes on the same links: `python -m benchmark.p2p_rate`.
+
+Processes stand in for engine ranks. After each update the same processes send each other, by a gloo group of torch's
+own, what the update sent on each link, as one contiguous message whose memory both sides have ready. The time of an
+update is that of its moving phase, of the engine rank that takes longest; what precedes it is in `benchmark.profile`.
+An update packs small tensors before it sends them and unpacks them on arrival, so that these two copies of the same
+bytes by the same cores are measured as well, on both sides at once.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from benchmark import matrices, pages, profile, results
+from benchmark.matrices import Matrices, MatrixRows
+
+RESULT = results.FOLDER / "p2p-rate.json"
+WARMUPS, UPDATES, DEADLINE_S = 3, 15, 300.0
+
+
+class Case(NamedTuple):
+    """Trainer ranks hold columns and engine ranks take rows, so that each link has a message, or both have rows."""
+
+    model: Matrices
+    trainers: int
+    engines: int
+    columns: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name}, {'columns' if self.columns else 'rows'}, {self.trainers} -> {self.engines}"
+
+    @property
+    def links(self) -> list[tuple[int, int]]:
+        """Trainer rank and engine rank."""
+        ranks = range(self.trainers)
+        return [(t, e) for t in ranks for e in range(self.engines)] if self.columns else [(t, t) for t in ranks]
+
+    @property
+    def link_bytes(self) -> int:
+        return self.model.nbytes // len(self.links)
+
+
+CASES = (
+    Case(matrices.DENSE, 4, 4, columns=False),
+    Case(matrices.DENSE, 4, 4, columns=True),
+    Case(matrices.MOE, 4, 4, columns=False),
+    Case(matrices.MOE, 4, 4, columns=True),
+    Case(matrices.DENSE, 1, 1, columns=False),
+    Case(matrices.MOE, 1, 1, columns=False),
+)
+
+
+class RateRow(msgspec.Struct, frozen=True):
+    """One case. seconds: medians; ratio: median of message over update, pair by pair. copy_seconds: pack and unpack"""
+
+    case: str
+    tensors: int
+    bytes: int
+    links: int
+    update_seconds: float
+    message_seconds: float
+    copy_seconds: float
+    ratio: float
+
+
+class Yardstick:
+    """A rank's contiguous messages. Trainer ranks come first in the group."""
+
+    def __init__(self, case: Case, folder: str, *, trainer: int = -1, engine: int = -1) -> None:
+        self._rank = trainer if trainer >= 0 else case.trainers + engine
+        self._sends = trainer >= 0
+        peers = [case.trainers + e if self._sends else t for t, e in case.links if trainer == t or engine == e]
+        self._messages = [(peer, torch.zeros(case.link_bytes, dtype=torch.uint8)) for peer in peers]
+        self._packed = [torch.zeros_like(memory) for _, memory in self._messages]
+        size = case.trainers + case.engines
+        store = dist.FileStore(str(Path(folder, "store")), size)
+        self._group: Any = dist.ProcessGroupGloo(store, self._rank, size, datetime.timedelta(seconds=60))
+
+    def seconds(self) -> tuple[float, float]:
+        """Moves all messages, and copies them. Returns how long this rank took for each."""
+        self._group.barrier().wait()
+        began = time.perf_counter()
+        move = self._group.send if self._sends else self._group.recv
+        for work in [move([memory], peer, 0) for peer, memory in self._messages]:
+            work.wait()
+        moved = time.perf_counter() - began
+        self._group.barrier().wait()
+        began = time.perf_counter()
+        for packed, (_, memory) in zip(self._packed, self._messages, strict=True):
+            packed.copy_(memory)
+        return moved, time.perf_counter() - began
+
+
+def train(trainer: Any, case: Case, folder: str) -> None:
+    from sglang_reshard.api.weight_sender import WeightSender
+
+    mesh, dim = init_device_mesh("cpu", (case.trainers,)), int(case.columns)
+    shape = [case.model.rows, case.model.columns]
+    shape[dim] //= case.trainers
+    shards = [torch.zeros(shape, dtype=torch.bfloat16) for _ in case.model.names]
+    tensors = [DTensor.from_local(shard, mesh, [Shard(dim)], run_check=False) for shard in shards]
+    state = list(zip(case.model.names, tensors, strict=True))
+    sender = WeightSender.over(trainer.group, trainer.send, transport="p2p", timeout_s=100)
+    yardstick = None
+    for _ in range(WARMUPS + UPDATES):
+        dist.barrier()
+        sender.update(state)
+        yardstick = yardstick or Yardstick(case, folder, trainer=trainer.rank)  # engine ranks wait for requests before
+        yardstick.seconds()
+    sender.close()
+
+
+def serve(rank: int, ranks: int, requests: Any, case: Case, folder: str) -> list[tuple[float, float, float]]:
+    """Returns the seconds of each update's moving phase, and of the messages and the copies after it."""
+    from sglang_reshard.engine.receiver import WeightReceiver
+
+    watch, yardstick, took = profile.Watch("engine"), None, []
+    receiver = WeightReceiver(MatrixRows(rank, ranks, case.model), rank, ranks, torch.device("cpu"))
+    for request in requests:
+        requests.answer(receiver.update(request))
+        yardstick = yardstick or Yardstick(case, folder, engine=rank)
+        took.append((watch.updates[-1]["move"][1], *yardstick.seconds()))
+    return took
+
+
+def run(case: Case) -> RateRow:
+    if str(results.REPOSITORY / "test") not in sys.path:  # processes that stand in for engine ranks are the tests'
+        sys.path.insert(0, str(results.REPOSITORY / "test"))
+    from benchmark import p2p_rate
+    from support.world import run_world
+
+    with tempfile.TemporaryDirectory() as folder:
+        _, engines = run_world(
+            case.trainers, case.engines, p2p_rate.train, p2p_rate.serve, case, folder, deadline_s=DEADLINE_S
+        )
+    slowest = [[max(rank[n][part] for rank in engines) for n in range(WARMUPS, len(engines[0]))] for part in range(3)]
+    updates, messages, copies = slowest
+    ratio = statistics.median(message / update for update, message in zip(updates, messages, strict=True))
+    return RateRow(
+        case.name,
+        case.model.tensors,
+        case.model.nbytes,
+        len(case.links),
+        statistics.median(updates),
+        statistics.median(messages),
+        statistics.median(copies),
+        ratio,
+    )
+
+
+def main() -> int:
+    rows = [run(case) for case in CASES]
+    results.save(RESULT, results.header("python -m benchmark.p2p_rate", []), rows)
+    pages.write("p2p-rate")
+    print(pages.p2p_rate_lines([msgspec.to_builtins(row) for row in rows]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
