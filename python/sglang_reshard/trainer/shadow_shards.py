@@ -27,7 +27,7 @@ class ShadowShards:
         self._partial = False
         self._state: TrainerState | None = None
         self._memory: tuple[torch.Tensor, ...] = ()
-        self._copies, self._addresses = CopyList(), list[int]()
+        self._copies = CopyList()
         self.nbytes = 0
 
     def take(self, named_tensors: NamedTensors | torch.nn.Module, *, partial: bool) -> TrainerState:
@@ -38,9 +38,7 @@ class ShadowShards:
         listed = as_list(named_tensors, self._rank)
         with garbage_collector_paused():
             changes = self._changes if partial == self._partial else None
-            # The first update from the copy moves it to shared memory.
-            in_place = self._addresses == [memory.data_ptr() for memory in self._memory]
-            unchanged = changes is not None and in_place and changes.unchanged(listed)
+            unchanged = changes is not None and changes.unchanged(listed)
         if not unchanged:
             self._changes, self._partial = None, partial
             given = describe(listed, trainer_rank=self._rank, global_ranks=self._global_ranks, partial=partial)
@@ -64,7 +62,7 @@ class ShadowShards:
         if self._state is None or not _alike(self._state, given):
             self._state, self._memory = None, ()  # free before more is allocated
             self._state = self._allocated(given)
-        self._copies, self._addresses = CopyList(), [memory.data_ptr() for memory in self._memory]
+        self._copies = CopyList(movable=self._memory)  # by the first update from the copy
         seen: set[int] = set()
         for shard, source in zip(self._state.shards, given.shards, strict=True):
             if shard.numel() and shard.data_ptr() not in seen:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from sglang_reshard.gpu.runtime import runtime
@@ -19,7 +21,13 @@ class CopyList:
     cannot reach, and casts in host memory, are left to torch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, movable: Iterable[torch.Tensor] = ()) -> None:
+        """movable  tensors whose storages may be moved in place between two runs, as into shared memory.
+
+        The prepared list holds addresses: whatever else is moved or freed must not be copied any more.
+        """
+        self._movable, self._addresses = list(movable), list[int]()
+        self._tiling = DEFAULT_TILING
         self._destinations: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         self._kernels: list[KernelCopies] = []
@@ -35,7 +43,8 @@ class CopyList:
 
         So it has to be called before any rank may write.
         """
-        self._kernels, self._host, self._groups = [], [], []
+        self._kernels, self._host, self._groups, self._tiling = [], [], [], tiling
+        self._addresses = [tensor.data_ptr() for tensor in self._movable]
         by_device: dict[torch.device, list[Pair]] = {}
         for pair in zip(self._destinations, self._sources, strict=True):
             by_device.setdefault(pair[0].device, []).append(pair)
@@ -57,6 +66,8 @@ class CopyList:
 
     def run(self) -> None:
         assert self._groups is not None, "build() comes first"
+        if self._addresses != [tensor.data_ptr() for tensor in self._movable]:
+            self.build(self._tiling)
         for kernels in self._kernels:
             kernels.run()
         for host in self._host:
