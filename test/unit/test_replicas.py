@@ -176,6 +176,35 @@ def test_parameters_that_were_replaced_are_not_shared(engines):
     assert "were replaced since" in output.message
 
 
+def test_memory_is_not_moved_under_a_staged_update(engines):
+    source, target = engines(1), engines(1)
+    session = Session.host()
+    outputs = []
+
+    def stage(request):
+        """Asks for the weights before the staged update becomes live, unless they were moved already."""
+        (receiver,), (live,) = source.receivers, source.live
+        if not request.staged or outputs:
+            return source.update(request)
+        assert receiver.stage(request).success
+        outputs.append(live.start(ShareWeightsReq(package_version=__version__)))
+        while receiver.staged() is None:
+            time.sleep(0.001)
+        outputs.append(live.start(ShareWeightsReq(package_version=__version__)))
+        return receiver.commit(request)
+
+    sender = WeightSender.within(session, trainer_rank=0, global_ranks=(0,), send=stage, timeout_s=30)
+    sender.update(checkpoint(1).items())
+    sender.update(checkpoint(2).items(), staged=True)
+    assert [output.success for output in outputs] == [False, False]
+    assert all("is receiving an update" in output.message for output in outputs)
+    assert pull(target, source).success
+    assert target.differing(2) == []
+    sender.update(checkpoint(3).items(), staged=True)  # after its memory was moved
+    assert source.differing(3) == []
+    sender.close()
+
+
 def test_a_failure_of_the_sharing_engine_reaches_the_other_one(engines, monkeypatch):
     source = engines(1)
     train(source, 1)

@@ -14,7 +14,7 @@ import torch
 
 from sglang_reshard.engine.context import Phase, PhaseFailed, UpdateContext, failed_phase
 from sglang_reshard.engine.update import UpdateExecutor
-from sglang_reshard.errors import Aborted, ConnectionLost, Mismatch, ReshardError
+from sglang_reshard.errors import Aborted, ConnectionLost, Mismatch, ReshardError, Unsupported
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.observability.logs import get_logger, log_context
 from sglang_reshard.observability.peak_memory import PeakMemory
@@ -24,6 +24,7 @@ from sglang_reshard.protocol.validation import check_request
 from sglang_reshard.trace.program import Program
 
 logger = get_logger(__name__)
+_IDLE_S = 1.0  # for what is left of an update that has ended
 _SUCCESS = DistributedUpdateWeightsOutput(success=True, message="")
 
 
@@ -133,9 +134,23 @@ class WeightReceiver:
         """
         return self._executor.live_program()
 
-    def accept_new_addresses(self) -> None:
-        """Must be called when live parameters were moved with their storages, in place."""
-        self._executor.accept_new_addresses()
+    @contextmanager
+    def moving_memory(self) -> Iterator[None]:
+        """Within it live parameters may be moved with their storages, in place. The next update plans again.
+
+        Raises Unsupported while an update is under way, staged or not: it holds addresses.
+        """
+        # The lock is also held for the moment in which a session that has ended is dropped.
+        if self._context is not None or not self._lock.acquire(timeout=_IDLE_S):
+            raise Unsupported(
+                f"engine rank {self._rank} is receiving an update, and its memory cannot be moved into shared memory "
+                "meanwhile; pull again when that update has ended"
+            )
+        try:
+            yield
+            self._executor.accept_new_addresses()
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """Leaves the session, and frees all but the weights."""

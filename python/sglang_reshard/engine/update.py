@@ -148,7 +148,7 @@ class UpdateExecutor:
         return live.program, {tensor.name: tensor.shape for tensor in live.tensor_index.layout.tensors}
 
     def accept_new_addresses(self) -> None:
-        """See `WeightReceiver.accept_new_addresses`. The next update plans again."""
+        """See `WeightReceiver.moving_memory`."""
         if self._live is not None:
             self._live = replace(self._live, signature=self._signature())
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 
 import torch
 
@@ -58,9 +58,10 @@ class LiveWeights:
         program, shapes = self._receiver.live_program()
         shards = live_shards(program, shapes, self._rank)
         # Host memory is moved into shared memory here, where no forward pass reads it at its old place.
-        self._memory.begin_update()
-        self._memory.export([shard.tensor for shard in shards], [shard.name for shard in shards])
-        self._receiver.accept_new_addresses()
+        moves = self._device.type == "cpu" and not all(shard.tensor.is_shared() for shard in shards)
+        with self._receiver.moving_memory() if moves else nullcontext():
+            self._memory.begin_update()
+            self._memory.export([shard.tensor for shard in shards], [shard.name for shard in shards])
         return shards
 
     def _share(self, request: ShareWeightsReq, shards: list[LiveShard]) -> None:
