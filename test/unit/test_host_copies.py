@@ -7,8 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.engine.shadow_weights import ShadowWeights
-from sglang_reshard.trace.program import Program
 from sglang_reshard.transports.copies import CopyList
 
 
@@ -66,15 +64,3 @@ def test_storages_that_are_moved_in_place_are_followed(moved, elements):
     source += 1
     copies.run()  # nothing has moved since
     assert torch.equal(destination, source)
-
-
-def test_staged_weights_become_live_where_the_live_ones_are_by_then():
-    live = torch.zeros(100)
-    shadow = ShadowWeights.of(Program((), {"w": live}))
-    shadow.program.targets["w"].fill_(7)
-    live.untyped_storage().share_memory_()  # as another engine's pull does, while the update is staged
-    shadow.copy_to_live()
-    assert (live == 7).all()
-    live.fill_(8)
-    shadow.copy_from_live()
-    assert (shadow.program.targets["w"] == 8).all()

@@ -69,7 +69,7 @@ def check_room(nbytes: int, ranks_on_host: int, engine_rank: int, device: torch.
 
 
 def _copies(destinations: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> CopyList:
-    copies = CopyList(movable=(*destinations.values(), *sources.values()))  # live ones by sharing them meanwhile
+    copies = CopyList()
     for name, destination in destinations.items():
         copies.add(destination, sources[name])
     copies.build()
