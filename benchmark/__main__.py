@@ -55,12 +55,14 @@ def _cases(quick: bool, only: str | None, command: str, console: Console) -> boo
         rows = [row for row in known if row["case"] not in measured] + rows
         found.notes += [note for note in head["notes"] if not any(note.startswith(name) for name in measured)]
         command = f"{head['command']}; {command}"
-    before = results.load(path)[1] if path.exists() else []
+    earlier, before = results.load(path) if path.exists() else (None, [])
     results.save(path, results.header(command, found.notes), rows)
     head, rows = results.load(path)
     tables.print_rows(console, rows, head["notes"])
     for line in guard.worse(before, rows):
         console.print(f"worse than before: {line}", style="red")
+    if earlier is not None and (why := guard.other_host(earlier, head)):
+        console.print(f"another host: {why}")
     if rows and not quick:
         plots.plot_paths(rows, path.with_suffix(".png"))
         pages.write("costs", "benchmark")

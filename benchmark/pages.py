@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from benchmark import marked, results, tables
 
-Head = dict[str, Any]
+Head = results.Head
 
 
 class Table(NamedTuple):

@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parent / "results"
 BENCH, QUICK, SCALING = FOLDER / "bench.json", FOLDER / "bench-quick.json", FOLDER / "scaling.json"
 PLANNING = FOLDER / "planning.json"
 
+Head = dict[str, Any]
 Rows = list[dict[str, Any]]
 
 
