@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmark import matrices, pages, results
 from benchmark.matrices import Matrices, MatrixRows
 from benchmark.slowest import slowest
+from benchmark.world import run_world
 
 TRAINERS, ENGINES = 4, 4
 WARMUPS, DEADLINE_S = 2, 400.0
@@ -107,9 +108,7 @@ def serve(rank: int, ranks: int, requests: Any, model: Matrices, _transport: str
 
 
 def run(model: Matrices, transport: str, updates: int = UPDATES) -> Row:
-    sys.path.insert(0, str(results.REPOSITORY / "test"))  # processes that stand in for engine ranks are the tests'
     from benchmark import async_updates
-    from support.world import run_world
 
     trainers, engines = run_world(
         TRAINERS, ENGINES, async_updates.train, async_updates.serve, model, transport, updates, deadline_s=DEADLINE_S

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmark import matrices, pages, profile, results
 from benchmark.matrices import Matrices, MatrixRows
+from benchmark.world import run_world
 
 RESULT = results.FOLDER / "p2p-rate.json"
 WARMUPS, UPDATES, DEADLINE_S = 3, 15, 300.0
@@ -137,10 +138,7 @@ def serve(rank: int, ranks: int, requests: Any, case: Case, folder: str) -> list
 
 
 def run(case: Case) -> RateRow:
-    if str(results.REPOSITORY / "test") not in sys.path:  # processes that stand in for engine ranks are the tests'
-        sys.path.insert(0, str(results.REPOSITORY / "test"))
     from benchmark import p2p_rate
-    from support.world import run_world
 
     with tempfile.TemporaryDirectory() as folder:
         _, engines = run_world(

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmark import matrices, pages, profile_live, results
 from benchmark.matrices import Matrices, MatrixRows
+from benchmark.world import run_world
 
 RESULT = results.FOLDER / "profile.json"
 WARMUPS, UPDATES, DEADLINE_S = 3, 15, 300.0
@@ -169,10 +170,7 @@ def serve(rank: int, ranks: int, requests: Any, case: Case, functions: int) -> S
 
 def run(case: Case, functions: int = 0) -> tuple[list[Row], list[str]]:
     """Returns the rows of a case, and the functions that were asked for."""
-    if str(results.REPOSITORY / "test") not in sys.path:  # processes that stand in for engine ranks are the tests'
-        sys.path.insert(0, str(results.REPOSITORY / "test"))
     from benchmark import profile
-    from support.world import run_world
 
     trainers, engines = run_world(
         case.trainers, case.engines, profile.train, profile.serve, case, functions, deadline_s=DEADLINE_S

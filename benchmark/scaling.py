@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +15,8 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from benchmark.results import REPOSITORY
 from benchmark.rows import percentile
+from benchmark.world import run_world
 
 TRANSPORTS = ("ipc", "p2p", "broadcast")
 WARMUPS, UPDATES = 2, 10
@@ -91,9 +90,7 @@ class ScalingRow(msgspec.Struct, frozen=True):
 
 def run(curves: Sequence[Curve], console: Console) -> tuple[list[ScalingRow], list[str]]:
     """The rows, and notes on what was refused."""
-    sys.path.insert(0, str(REPOSITORY / "test"))  # processes that stand in for engine ranks are the tests'
     from benchmark import stand_ins
-    from support.world import run_world
 
     found: list[ScalingRow] = []
     notes: list[str] = []
