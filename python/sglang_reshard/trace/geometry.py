@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -239,9 +240,13 @@ def _boxes_from_zero(
     return tuple(done)
 
 
-def forget_boxes() -> None:
-    """Frees what `to_boxes` keeps, as equal layers and experts have equal boxes."""
-    _boxes_from_zero.cache_clear()
+@contextmanager
+def boxes_forgotten() -> Iterator[None]:
+    """Frees at its end what `to_boxes` has kept, as equal layers and experts have equal boxes."""
+    try:
+        yield
+    finally:
+        _boxes_from_zero.cache_clear()
 
 
 def _unrolled(read: int, write: int, loops: tuple[Loop, ...], loop: Loop) -> list[IndexMap]:

@@ -25,7 +25,7 @@ from sglang_reshard.trace.block_fp8 import (
 )
 from sglang_reshard.trace.built_modules import modules_as_built
 from sglang_reshard.trace.coverage import check_coverage, check_order
-from sglang_reshard.trace.geometry import forget_boxes
+from sglang_reshard.trace.geometry import boxes_forgotten
 from sglang_reshard.trace.kv_scales import kv_scale_steps
 from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveWriteMode
 from sglang_reshard.trace.lowering import Lowering, drop_overwritten_fills
@@ -61,7 +61,7 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
     """
     began = time.perf_counter()
     _check_names(specs)
-    with _one_at_a_time, torch.no_grad(), garbage_collector_paused():
+    with _one_at_a_time, torch.no_grad(), garbage_collector_paused(), boxes_forgotten():
         block, quantized = block_size(model), set[str]()
         repacked = repacked_modules(model)
         with modules_as_built([(m.module, m.built) for m in repacked]) as parameters:
@@ -86,7 +86,6 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
         if block is not None and quantized:
             by_name = {spec.name: spec for spec in specs}
             program = quantize_on_arrival(program, by_name, quantized, block)
-        forget_boxes()
     return replace(program, seconds=time.perf_counter() - began)
 
 
