@@ -19,8 +19,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from benchmark import matrices, pages, results
 from benchmark.matrices import Matrices, MatrixRows
@@ -60,12 +58,9 @@ def train(trainer: Any, model: Matrices, transport: str, updates: int) -> dict[s
     """The weights of each way's last update are compared."""
     from sglang_reshard.api.weight_sender import WeightSender
 
-    mesh = init_device_mesh("cpu", (TRAINERS,))
-    shape = model.rows // TRAINERS, model.columns
-    locals_ = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(model.tensors)]
-    tensors = [DTensor.from_local(local, mesh, [Shard(0)], run_check=False) for local in locals_]
-    state = list(zip(model.names, tensors, strict=True))
-    others = list(torch.empty(model.tensors, *shape, dtype=torch.bfloat16))
+    state = matrices.sharded(model, TRAINERS)
+    locals_ = [tensor.to_local() for _, tensor in state]
+    others = list(torch.empty(model.tensors, *locals_[0].shape, dtype=torch.bfloat16))
     seconds: dict[str, list[float]] = {"copy": [], "stall": [], "update": []}
     digests: list[str] = []
     sender = WeightSender.over(trainer.group, trainer.send, transport=transport, timeout_s=100)

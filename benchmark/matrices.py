@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,16 @@ class Matrices:
     @property
     def names(self) -> list[str]:
         return [f"model.layers.{n // 10}.mlp.p{n}.weight" for n in range(self.tensors)]
+
+
+def sharded(model: Matrices, trainers: int, dim: int = 0) -> list[tuple[str, DTensor]]:
+    """Returns a trainer rank's matrices by name, zeros, each sharded along `dim`."""
+    mesh = init_device_mesh("cpu", (trainers,))
+    shape = [model.rows, model.columns]
+    shape[dim] //= trainers
+    shards = [torch.zeros(shape, dtype=torch.bfloat16) for _ in model.names]
+    tensors = [DTensor.from_local(shard, mesh, [Shard(dim)], run_check=False) for shard in shards]
+    return list(zip(model.names, tensors, strict=True))
 
 
 DENSE, MOE = Matrices("dense", 310, 1024, 512), Matrices("MoE", 4800, 64, 128)

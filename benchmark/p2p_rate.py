@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from benchmark import matrices, pages, profile, results
 from benchmark.matrices import Matrices, MatrixRows
@@ -108,12 +106,7 @@ class Yardstick:
 def train(trainer: Any, case: Case, folder: str) -> None:
     from sglang_reshard.api.weight_sender import WeightSender
 
-    mesh, dim = init_device_mesh("cpu", (case.trainers,)), int(case.columns)
-    shape = [case.model.rows, case.model.columns]
-    shape[dim] //= case.trainers
-    shards = [torch.zeros(shape, dtype=torch.bfloat16) for _ in case.model.names]
-    tensors = [DTensor.from_local(shard, mesh, [Shard(dim)], run_check=False) for shard in shards]
-    state = list(zip(case.model.names, tensors, strict=True))
+    state = matrices.sharded(case.model, case.trainers, dim=int(case.columns))
     sender = WeightSender.over(trainer.group, trainer.send, transport="p2p", timeout_s=100)
     yardstick = None
     for _ in range(WARMUPS + UPDATES):

@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from benchmark import matrices, pages, profile_live, results
 from benchmark.matrices import Matrices, MatrixRows
@@ -144,11 +142,7 @@ def train(trainer: Any, case: Case, functions: int) -> Seen:
     from sglang_reshard.api.weight_sender import WeightSender
 
     watch, profile = Watch("trainer"), Functions(functions, trainer.rank == 0)
-    mesh = init_device_mesh("cpu", (case.trainers,))
-    shape = case.model.rows // case.trainers, case.model.columns
-    shards = [torch.zeros(shape, dtype=torch.bfloat16) for _ in case.model.names]
-    tensors = [DTensor.from_local(shard, mesh, [Shard(0)], run_check=False) for shard in shards]
-    state = list(zip(case.model.names, tensors, strict=True))
+    state = matrices.sharded(case.model, case.trainers)
     sender = WeightSender.over(trainer.group, trainer.send, transport=case.transport, timeout_s=100)
     for number in range(1 + WARMUPS + UPDATES):
         torch.distributed.barrier()
