@@ -60,8 +60,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds: descriptors, shared mappings, allocations on its GPU and mappings of others', in bytes."""
+    """What a process holds: objects that Python's collector tracks, descriptors, shared mappings, and in bytes
+    allocations on its GPU, mappings of others', and what is resident.
+    """
 
+    objects: int
     descriptors: int
     mappings: int
     allocated: int
@@ -73,6 +76,7 @@ class Held:
     def of(cls, process: VirtualProcess) -> Held:
         gc.collect()
         return cls(
+            len(gc.get_objects()),
             len(os.listdir("/proc/self/fd")),
             sum("(deleted)" in line or process.gpus.folder in line for line in open("/proc/self/maps")),
             process.memory.reserved(process.place.number),

@@ -1,5 +1,6 @@
 """Process groups of torch rendezvous over a control server."""
 
+import gc
 import multiprocessing as mp
 import threading
 import time
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from sglang_reshard.control import ControlClient, ControlStore
 from sglang_reshard.errors import Aborted, ConnectionLost
+from sglang_reshard.protocol.session import Session
 
 SOON_S = 180.0  # three processes import torch
 RANKS = 3
@@ -73,6 +75,24 @@ def test_an_abort_and_a_loss_come_through_torch(control_server, client):
     threading.Timer(0.2, control_server.close).start()
     with pytest.raises(ConnectionLost):
         dist.PrefixStore("prefix", ControlStore(client, SOON_S)).wait(["z"], timedelta(seconds=SOON_S))
+
+
+def test_a_session_keeps_one_store_for_an_engine_and_bounds_its_waits_anew(client):
+    session = Session(client)
+    first = session.store(0, SOON_S, "1/0")
+    for update in range(2, 10):
+        session.store(0, SOON_S, f"{update}/0")
+    assert [thing for thing in gc.get_objects() if isinstance(thing, ControlStore) and thing._client is client] == [
+        session._stores[0]
+    ]
+    client.enter("9/0", "rank a")
+    threading.Timer(0.2, client.cancel, ("9/0", "why")).start()
+    with pytest.raises(Aborted, match=r"^why$"):
+        first.get("z")
+    session.store(1, 0.1, "")
+    session.store(0, 0.2, "")
+    with pytest.raises(dist.DistStoreError, match=r"z was not set within 0\.2 s"):
+        first.get("z")
 
 
 def reduce(pipe, address, rank):

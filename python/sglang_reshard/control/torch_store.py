@@ -21,10 +21,15 @@ class ControlStore(dist.Store):
     """
 
     def __init__(self, client: ControlClient, timeout_s: float, scope: str = "") -> None:
-        """`timeout_s` bounds each wait; all waits end when `scope` is cancelled."""
+        """See `bound_waits`. The client keeps every store for as long as it exists: do not make one per update."""
         super().__init__()
-        self._client, self._scope = client, scope
+        self._client = client
         client.keep_alive(self)  # torch's stores and groups hold only the C++ part of this, which does nothing alone
+        self.bound_waits(timeout_s, scope)
+
+    def bound_waits(self, timeout_s: float, scope: str) -> None:
+        """Waits that begin from now on last `timeout_s` at most, and end when `scope` is cancelled."""
+        self._scope = scope
         self.set_timeout(timedelta(seconds=timeout_s))
 
     @property

@@ -49,6 +49,7 @@ class Session:
 
     def __init__(self, client: ControlClient, server: ControlServer | None = None) -> None:
         self.client, self._server = client, server
+        self._stores: dict[int, ControlStore] = {}  # by engine
 
     @property
     def address(self) -> Address:
@@ -88,8 +89,15 @@ class Session:
         return self.client.local_address
 
     def store(self, engine: int, timeout_s: float, scope: str) -> dist.Store:
-        """Returns a store for the rendezvous of process groups with an engine's ranks. `scope` aborts its waits."""
-        return dist.PrefixStore(f"{_engine_prefix(engine)}groups", ControlStore(self.client, timeout_s, scope))
+        """Returns a store for the rendezvous of process groups with an engine's ranks.
+
+        Of an engine there is one. What waits in it from now on, through whichever of its prefixes, ends after
+        `timeout_s`, or when `scope` is cancelled.
+        """
+        if engine not in self._stores:
+            self._stores[engine] = ControlStore(self.client, timeout_s, scope)
+        self._stores[engine].bound_waits(timeout_s, scope)
+        return dist.PrefixStore(f"{_engine_prefix(engine)}groups", self._stores[engine])
 
     def p2p_communicators(self, prepare: PrepareSend, peer_id: int, device: torch.device) -> P2pCommunicators:
         """Returns a rank's communicators of a transfer, to be connected over its `p2p_store`.
