@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmark import pages, results
 from benchmark.slowest import slowest
+from benchmark.world import run_world
 
 BLOCK = (128, 128)
 TRAINERS, ENGINES = 4, 2
@@ -199,9 +200,7 @@ def serve(rank: int, ranks: int, requests: Any, size: Size) -> dict[str, str]:
 
 
 def run(size: Size) -> list[Row]:
-    sys.path.insert(0, str(results.REPOSITORY / "test"))  # processes that stand in for engine ranks are the tests'
-    from benchmark import block_fp8
-    from support.world import run_world
+    from benchmark import block_fp8  # functions that its processes can import
 
     trainers, engines = run_world(TRAINERS, ENGINES, block_fp8.train, block_fp8.serve, size, deadline_s=DEADLINE_S)
     by_verl = [trainers[rank]["digest"] for rank in range(ENGINES)]

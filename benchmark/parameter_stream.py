@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from benchmark import matrices, pages, results
 from benchmark.matrices import Matrices, MatrixRows
+from benchmark.world import free_port, run_world
 
 RESULT = results.FOLDER / "parameter-stream.json"
 MODELS = (matrices.DENSE, matrices.MOE)
@@ -108,11 +109,7 @@ def serve(rank: int, ranks: int, requests: Any, model: Matrices, _port: int) -> 
 
 
 def run(model: Matrices) -> list[Row]:
-    if str(results.REPOSITORY / "test") not in sys.path:  # processes that stand in for engine ranks are the tests'
-        sys.path.insert(0, str(results.REPOSITORY / "test"))
-    from benchmark import parameter_stream
-    from support.servers import free_port
-    from support.world import run_world
+    from benchmark import parameter_stream  # functions that its processes can import
 
     (told, _), exact = run_world(
         2, ENGINES, parameter_stream.train, parameter_stream.serve, model, free_port(), deadline_s=DEADLINE_S

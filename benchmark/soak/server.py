@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import socket
 import sys
 import threading
 import time
@@ -17,6 +15,7 @@ import psutil
 
 from benchmark.soak.expected import DTYPE
 from benchmark.soak.weights import ENGINE_TP
+from benchmark.world import free_port
 from demo import children, tiny_model
 from oracle.digests import LOADER
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
@@ -33,7 +32,7 @@ class Server:
     """
 
     def __init__(self, model: Path, environment: Mapping[str, str], log: Path, deadline: float) -> None:
-        self._port = _free_port()
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._log = log
         self._stop = threading.Event()
@@ -104,12 +103,3 @@ def _command(model: Path, port: int) -> list[str]:
             "--port", str(port), "--load-format", "dummy", "--dtype", DTYPE, "--skip-server-warmup",
             "--context-length", str(tiny_model.CONTEXT_LENGTH), "--custom-weight-loader", LOADER,
             "--log-level", "warning", *cpu_host.command_line()]  # fmt: skip
-
-
-def _free_port() -> int:
-    """One that leaves room: the server takes more ports, up to 10,000 above its own."""
-    while True:
-        port = random.randrange(20_000, 50_000)
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
