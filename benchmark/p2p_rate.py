@@ -52,11 +52,15 @@ class Case(NamedTuple):
         return self.model.nbytes // len(self.links)
 
 
+LARGE = Matrices("large", 40, 4096, 1024)  # of 8 MiB, as models of a few billion parameters have them
 CASES = (
+    Case(LARGE, 4, 4, columns=False),
+    Case(LARGE, 4, 4, columns=True),
     Case(matrices.DENSE, 4, 4, columns=False),
     Case(matrices.DENSE, 4, 4, columns=True),
     Case(matrices.MOE, 4, 4, columns=False),
     Case(matrices.MOE, 4, 4, columns=True),
+    Case(LARGE, 1, 1, columns=False),
     Case(matrices.DENSE, 1, 1, columns=False),
     Case(matrices.MOE, 1, 1, columns=False),
 )

@@ -1,6 +1,7 @@
 """Exact boxes, sent: bit-exact for any layout and any copies, in bounded buffers."""
 
 from collections import deque
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -59,8 +60,13 @@ class Arriving:
 
 
 @settings(max_examples=150)
-@given(data=st.data(), bucket=st.sampled_from([1, 100, 1000, MIB]))
-def test_any_layout_and_any_copies(data, bucket):
+@given(data=st.data(), bucket=st.sampled_from([1, 100, 1000, MIB]), in_place_bytes=st.sampled_from([1, 64, MIB]))
+def test_any_layout_and_any_copies(data, bucket, in_place_bytes):
+    with patch("sglang_reshard.transports.p2p.IN_PLACE_BYTES", in_place_bytes):
+        send_and_receive(data, bucket)
+
+
+def send_and_receive(data, bucket):
     layout = data.draw(meshed_layouts())
     copies = [data.draw(copies_of(layout)) for _ in range(data.draw(st.integers(1, 3)))]
     index, plans = read_plans(layout, copies)
@@ -123,17 +129,26 @@ def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, 
     return differing, sizes[-1]
 
 
-def run(mesh_shape, engines, kind, dtype=torch.float32, bucket_bytes=MIB, live_dtype=None):
+def train_in_parts(*arguments):
+    with patch("sglang_reshard.transports.p2p.IN_PLACE_BYTES", 64):
+        return train(*arguments)
+
+
+def serve_in_parts(*arguments):
+    with patch("sglang_reshard.transports.p2p.IN_PLACE_BYTES", 64):
+        return serve(*arguments)
+
+
+IN_PARTS = train_in_parts, serve_in_parts
+
+
+def run(mesh_shape, engines, kind, dtype=torch.float32, bucket_bytes=MIB, sides=(train, serve)):
     arguments = mesh_shape, kind, dtype, bucket_bytes, 3
     trainers = int(torch.Size(mesh_shape).numel())
-    transfers, served = run_world(trainers, engines, train, serve_as(live_dtype), *arguments)
+    transfers, served = run_world(trainers, engines, *sides, *arguments)
     assert [differing for differing, _ in served] == [[]] * engines
     assert transfers == [[transfers[0][0]] * 3] * trainers, "what is ready stays so"
     return max(extra for _, extra in served)
-
-
-def serve_as(live_dtype):
-    return serve_as_bfloat16 if live_dtype == torch.bfloat16 else serve
 
 
 def serve_as_bfloat16(*arguments):
@@ -151,4 +166,10 @@ def test_a_bucket_of_any_size_will_do(bucket_bytes):
 
 
 def test_messages_carry_the_trainers_dtype_and_land_in_the_engines():
-    run((2,), 4, "tp", live_dtype=torch.bfloat16)
+    run((2,), 4, "tp", sides=(train, serve_as_bfloat16))
+
+
+def test_large_boxes_are_sent_without_a_bucket():
+    """What the buckets need less is what went in place: every box of 64 bytes that is contiguous on a side."""
+    whole, in_parts = (run((2, 2), 4, "fsdp_tp", sides=sides) for sides in [(train, serve), IN_PARTS])
+    assert in_parts < whole

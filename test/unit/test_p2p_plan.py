@@ -9,8 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reshard.layout.regions import Box, LocalRegion
-from sglang_reshard.plan.broadcast import ALIGN_BYTES
-from sglang_reshard.plan.p2p import SendItem, SendRequest, cut_messages, round_bytes, send_request, sent_reads
+from sglang_reshard.plan.broadcast import ALIGN_BYTES, aligned
+from sglang_reshard.plan.p2p import (
+    SendItem,
+    SendRequest,
+    cut_messages,
+    round_bytes,
+    send_request,
+    sent_reads,
+    take_apart,
+)  # fmt: skip
 from sglang_reshard.sources import Placement
 from support.plans import copies_of, meshed_layouts, read_plans, tensor_parallel, wanted
 
@@ -50,9 +58,25 @@ def test_a_stream_is_cut_into_messages_of_bounded_size(items, message_bytes):
             assert part.offset % item.item_bytes == 0
             assert part.offset >= end  # no overlap
             sent[part.item] += (own := elements(item, part.box))
-            end = part.offset + len(own) * item.item_bytes
+            assert part.nbytes == len(own) * item.item_bytes
+            end = part.offset + part.nbytes
         assert message.nbytes == end
     assert sent == [list(range(math.prod(item.shape))) for item in items]
+
+
+@given(items=ITEMS, message_bytes=st.integers(1, 40).map(lambda n: n * ALIGN_BYTES), least_bytes=st.integers(1, 1000))
+def test_large_slices_are_messages_by_themselves_and_the_others_stay_together(items, message_bytes, least_bytes):
+    for message in cut_messages(items, message_bytes):
+        parts = take_apart(message, least_bytes)
+        slices = [(part.item, part.box) for part in message.slices]
+        small = [(part.item, part.box) for part in message.slices if part.nbytes < least_bytes]
+        assert [(s.item, s.box) for part in parts for s in part.slices] == small + [s for s in slices if s not in small]
+        assert len(parts) == len(slices) - len(small) + bool(small)
+        assert sum(aligned(part.nbytes) for part in parts) <= message_bytes
+        for part in parts:
+            ends = [0, *(s.offset + s.nbytes for s in part.slices)]
+            assert all(s.offset == aligned(end) for s, end in zip(part.slices, ends, strict=False))
+            assert part.nbytes == ends[-1]
 
 
 @given(items=ITEMS)

@@ -36,14 +36,13 @@ class LinkMessages:
     """
 
     def __init__(self, link: P2pLink, device: torch.device, bucket: torch.Tensor, *, written: bool) -> None:
-        """`bucket` has room for `bucket_bytes(link, device)`. `written`: as messages are unpacked, too."""
+        """`bucket` has room for `packed_bytes(link.rounds(device))`. `written`: as messages are unpacked, too."""
         self.nbytes = [message.nbytes for message in link.messages]
         self.unit_bytes = min([max(UNITS), *(dtype.itemsize for dtype in link.dtypes)])
         rows = map(rows_of, self.nbytes)
         self._first_rows = [0, *itertools.accumulate(rows)]
         self._messages = []
-        for message in link.messages:
-            buffer = link.in_place(message, device)
+        for ((message, buffer),) in link.rounds(device):
             if buffer is not None:
                 self._messages.append(_Message(buffer, None, None, gaps=False))
                 continue
@@ -54,7 +53,7 @@ class LinkMessages:
             if written:
                 link.add_copies(unpack, message, buffer, pack=False)
                 unpack.build()
-            payload = sum(link.own_views(part)[0].numel() * link.dtypes[part.item].itemsize for part in message.slices)
+            payload = sum(part.nbytes for part in message.slices)
             self._messages.append(_Message(buffer, pack, unpack, gaps=payload != message.nbytes))
 
     def __len__(self) -> int:
@@ -85,11 +84,6 @@ class LinkMessages:
     def checksum(self, number: int) -> int:
         """Returns a message's part of the checksum of all."""
         return message_checksum(self.read(number), self.first_row(number))
-
-
-def bucket_bytes(link: P2pLink, device: torch.device) -> int:
-    """Returns the bytes of a bucket for messages of a link that are not in place."""
-    return link.bucket_bytes([link.in_place(message, device) for message in link.messages])
 
 
 def table_bytes(messages: int) -> int:

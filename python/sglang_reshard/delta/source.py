@@ -8,12 +8,12 @@ import torch
 
 from sglang_reshard.delta.checksum import message_checksum
 from sglang_reshard.delta.encoding import Encoded, Kind, apply, encode
-from sglang_reshard.delta.messages import LinkMessages, bucket_bytes, cut_section, payload_sizes, table, table_bytes
+from sglang_reshard.delta.messages import LinkMessages, cut_section, payload_sizes, table, table_bytes
 from sglang_reshard.digest.coefficients import MODULUS
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.transports.communicator import P2pCommunicators, PendingRound
 from sglang_reshard.transports.nixl_agent import memory_kind
-from sglang_reshard.transports.p2p import BUCKETS, P2pLink
+from sglang_reshard.transports.p2p import BUCKETS, P2pLink, packed_bytes
 
 _ALIGN_BYTES = 64
 _PART = 2  # a section may have this part of the bytes of its messages: else everything is sent
@@ -27,7 +27,7 @@ class DeltaSource:
 
     def __init__(self, link: P2pLink, round_bytes: int, device: torch.device, base_device: torch.device | None) -> None:
         """`device`: where messages are packed and encoded; `base_device`: where the base is, by default there, too."""
-        bucket = torch.empty(bucket_bytes(link, device), dtype=torch.uint8, device=device)
+        bucket = torch.empty(packed_bytes(link.rounds(device)), dtype=torch.uint8, device=device)
         self._messages = LinkMessages(link, device, bucket, written=False)
         self._device, self._base_device = device, base_device or device
         self._round_bytes = round_bytes

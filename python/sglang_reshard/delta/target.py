@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sglang_reshard.delta.encoding import Encoded, Kind, apply
-from sglang_reshard.delta.messages import LinkMessages, bucket_bytes, cut_section, read_table, table_bytes
+from sglang_reshard.delta.messages import LinkMessages, cut_section, read_table, table_bytes
 from sglang_reshard.delta.section import Sections
 from sglang_reshard.digest.coefficients import MODULUS
 from sglang_reshard.errors import DeadlineExceeded
@@ -19,7 +19,7 @@ from sglang_reshard.transports.base import TransportContext
 from sglang_reshard.transports.ipc import DirectReads, mapped_reads
 from sglang_reshard.transports.nixl_agent import memory_kind
 from sglang_reshard.transports.nixl_reader import NixlReader
-from sglang_reshard.transports.p2p import BUCKETS, P2pLink, engine_links
+from sglang_reshard.transports.p2p import BUCKETS, P2pLink, engine_links, packed_bytes
 
 if TYPE_CHECKING:  # as everywhere in transports
     from sglang_reshard.trace.program import Program
@@ -53,7 +53,7 @@ class DeltaTarget:
 
         written = links(context.program)
         read = written if live is context.program else links(live)
-        sizes = [bucket_bytes(link, device) for link in (*written.values(), *read.values())]
+        sizes = [packed_bytes(link.rounds(device)) for link in (*written.values(), *read.values())]
         bucket = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
         self._written = {t: LinkMessages(link, device, bucket, written=True) for t, link in written.items()}
         self._live = self._written

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,12 @@ from sglang_reshard.plan.read_plan import RankDemand, demanded_shards
 from sglang_reshard.plan.tensor_index import TensorIndex
 
 ALIGN_BYTES = 16  # offsets in buckets and messages are multiples of it, so that any dtype can view them
+Bytes = TypeVar("Bytes", int, np.ndarray)
+
+
+def aligned(nbytes: Bytes) -> Bytes:
+    """Rounds up to a multiple of ALIGN_BYTES."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -184,7 +190,7 @@ def _buckets(
         own = slice(int(begin[i]), int(begin[i]) + len(boxes))
         chunk[own] = np.arange(len(boxes))
         size[own] = [box.numel * items[i] for box in boxes]
-    padded = -(-size // ALIGN_BYTES) * ALIGN_BYTES
+    padded = aligned(size)
     upto = np.cumsum(padded)
     offset = np.empty_like(size)
     buckets = []

@@ -1,8 +1,8 @@
 """Plans point-to-point transfers: the regions that trainer ranks send to engine ranks, in messages of bounded size.
 
 Sender and receiver cut the stream between them into the same messages by themselves, from the same `SendRequest` and
-the same bytes per round, and exchange no further metadata. Streams progress in rounds of one message per peer: a rank
-packs or unpacks all messages of a round at once, and together they fit one bucket.
+the same bytes per round, and exchange no further metadata. Streams progress in rounds of one message per peer, which
+may be sent in parts: a rank packs or unpacks all messages of a round at once, and together they fit one bucket.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from sglang_reshard.layout.regions import ITEM_BYTES, Box, LocalRegion, split
 from sglang_reshard.layout.source_layout import SourceLayout
-from sglang_reshard.plan.broadcast import ALIGN_BYTES
+from sglang_reshard.plan.broadcast import ALIGN_BYTES, aligned
 from sglang_reshard.plan.read_plan import ReadPlan
 
 _MIN_MESSAGE_BYTES = 64 * 1024  # unless the bucket has no room for it
@@ -39,6 +39,7 @@ class BufferSlice(NamedTuple):
     item: int
     box: Box | None
     offset: int
+    nbytes: int
 
 
 class Message(NamedTuple):
@@ -114,13 +115,13 @@ def round_bytes(nbytes: np.ndarray, bucket_bytes: int) -> np.ndarray:
     only if it has no room for ALIGN_BYTES for every peer.
     """
     used = nbytes > 0
-    whole = _aligned(nbytes)
+    whole = aligned(nbytes)
     busiest = max((int(used.sum(axis=axis).max(initial=0)) for axis in (0, 1)), default=0)
     room = max(ALIGN_BYTES, bucket_bytes // max(1, 2 * busiest) // ALIGN_BYTES * ALIGN_BYTES)
     least = min(_MIN_MESSAGE_BYTES, room)
 
     def in_rounds(rounds: int) -> np.ndarray:
-        return np.where(used, np.minimum(whole, np.maximum(least, _aligned(-(-nbytes // rounds)))), 0)
+        return np.where(used, np.minimum(whole, np.maximum(least, aligned(-(-nbytes // rounds)))), 0)
 
     def fits(found: np.ndarray) -> bool:
         return all(int(found.sum(axis=axis).max(initial=0)) <= bucket_bytes for axis in (0, 1))
@@ -147,15 +148,34 @@ def cut_messages(items: Iterable[SendItem], message_bytes: int) -> list[Message]
         if boxes is None:
             boxes = cuts[item] = _cut(item, message_bytes)
         for box, nbytes in boxes:
-            offset = -(-end // ALIGN_BYTES) * ALIGN_BYTES
+            offset = aligned(end)
             if slices and offset + nbytes > message_bytes:
                 found.append(Message(tuple(slices), end))
                 slices, offset = [], 0
-            slices.append(BufferSlice(number, box, offset))
+            slices.append(BufferSlice(number, box, offset, nbytes))
             end = offset + nbytes
     if slices:
         found.append(Message(tuple(slices), end))
     return found
+
+
+def take_apart(message: Message, least_bytes: int) -> list[Message]:
+    """Returns the messages that are sent instead of one: its small slices, together, and then each of the others.
+
+    least_bytes  of a slice that is a message by itself
+    """
+    large = [part for part in message.slices if part.nbytes >= least_bytes]
+    if not large or len(message.slices) == 1:
+        return [message]
+    small: list[BufferSlice] = []
+    end = 0
+    for part in message.slices:
+        if part.nbytes < least_bytes:
+            offset = aligned(end)
+            small.append(part._replace(offset=offset))
+            end = offset + part.nbytes
+    packed = [Message(tuple(small), end)] if small else []
+    return packed + [Message((part._replace(offset=0),), part.nbytes) for part in large]
 
 
 def _cut(item: SendItem, message_bytes: int) -> list[tuple[Box | None, int]]:
@@ -164,7 +184,3 @@ def _cut(item: SendItem, message_bytes: int) -> list[tuple[Box | None, int]]:
         return [(None, item.nbytes)]
     boxes = split(Box.whole(item.shape), max(1, message_bytes // item.item_bytes))
     return [(box, box.numel * item.item_bytes) for box in boxes]
-
-
-def _aligned(nbytes: np.ndarray) -> np.ndarray:
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -173,7 +173,7 @@ class P2pCommunicator(AbortableGroup):
         return PendingOps(self, verb, self.perform(what, lambda group: group.start(verb, messages), starts=True))
 
     def _described(self, verb: str, ranks: Iterable[int]) -> str:
-        peers = ", ".join(self._names[rank] for rank in ranks)
+        peers = ", ".join(self._names[rank] for rank in dict.fromkeys(ranks))  # several messages may be of one
         return f"{verb} a message {'from' if verb == 'receive' else 'to'} {peers}"
 
 

@@ -15,7 +15,7 @@ import torch
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.regions import LocalRegion
 from sglang_reshard.layout.source_layout import SourceLayout
-from sglang_reshard.plan.broadcast import ALIGN_BYTES
+from sglang_reshard.plan.broadcast import ALIGN_BYTES, aligned
 from sglang_reshard.plan.p2p import BufferSlice, SendRequest
 from sglang_reshard.plan.runs import Runs, plan_runs
 from sglang_reshard.transports.copies import CopyList
@@ -132,7 +132,7 @@ class NixlLink:
                 runs = plan_runs(count, strides, item_bytes, DESCRIPTOR_BYTES, ratio)
                 shard = shard_of(tensor)
                 parts.append(Part(piece, count, runs, shard, shard.address + offset * item_bytes, end))
-                end = -(-(end + runs.total_bytes) // ALIGN_BYTES) * ALIGN_BYTES
+                end = aligned(end + runs.total_bytes)
             in_place = link.in_place(message, device)
             if in_place is not None and not parts[0].runs.is_row_major(parts[0].count):
                 in_place = None  # gaps would overwrite other parameters

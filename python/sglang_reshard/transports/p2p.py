@@ -9,7 +9,8 @@
 Both ends cut each link's stream into the same messages (`plan.p2p`), one per round. All views and buffers are made at
 construction; an update is one `CopyList` per round on either side. Two buckets alternate: while one is in
 transit, the other is packed or unpacked. A message that is one contiguous box on a side needs no bucket there: it is
-sent from the shard, or received into the live parameter, in place.
+sent from the shard, or received into the live parameter, in place. Host memory is copied by the cores that drive gloo's
+sockets, too, so that there every large box is a message by itself.
 
 No deadlock can arise. All ranks go through the rounds in ascending order, and within a round nothing blocks. A trainer
 rank starts the sends of round k when those of round k - 2 are done, an engine rank posts the receives of round k when
@@ -30,8 +31,16 @@ import torch
 from sglang_reshard.layout.regions import ITEM_BYTES
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import ReadPlan
-from sglang_reshard.plan.broadcast import ALIGN_BYTES
-from sglang_reshard.plan.p2p import BufferSlice, Message, SendRequest, cut_messages, send_request, sent_reads
+from sglang_reshard.plan.broadcast import aligned
+from sglang_reshard.plan.p2p import (
+    BufferSlice,
+    Message,
+    SendRequest,
+    cut_messages,
+    send_request,
+    sent_reads,
+    take_apart,
+)
 from sglang_reshard.transports.base import TransportContext
 from sglang_reshard.transports.communicator import P2pCommunicators, PeerBuffer, PendingRound
 from sglang_reshard.transports.copies import CopyList
@@ -41,7 +50,10 @@ if TYPE_CHECKING:
     from sglang_reshard.trace.program import Program
 
 BUCKETS = 2
+# From here on a message of gloo's costs less than the two copies that it saves: docs/results/p2p-rate.md.
+IN_PLACE_BYTES = 512 << 10
 Round = tuple[list[PeerBuffer], CopyList]  # the messages of all links, and the copies into or out of the bucket
+LinkRound = list[tuple[Message, torch.Tensor | None]]  # messages, and their bytes where this side has them `in_place`
 
 
 class P2pSender:
@@ -235,24 +247,30 @@ class P2pLink:
         for part in message.slices:
             dtype = self.dtypes[part.item]
             for view in self.own_views(part)[: 1 if pack else None]:
-                stop = part.offset + view.numel() * dtype.itemsize
-                packed = buffer[part.offset : stop].view(dtype).view(view.shape)
+                packed = buffer[part.offset : part.offset + part.nbytes].view(dtype).view(view.shape)
                 copies.add(*((packed, view) if pack else (view, packed)))
 
-    def bucket_bytes(self, in_place: Sequence[torch.Tensor | None]) -> int:
-        """Returns this link's part of a bucket, which carries the messages that are not sent or received in place."""
-        staged = (m.nbytes for m, own in zip(self.messages, in_place, strict=True) if own is None)
-        return -(-max(staged, default=0) // ALIGN_BYTES) * ALIGN_BYTES
+    def rounds(self, device: torch.device, *, apart: bool = False) -> list[LinkRound]:
+        """Returns the messages of each round: one, or with `apart` each of its large boxes and one of the others."""
+        rounds = ([message] for message in self.messages)
+        if apart:
+            rounds = (take_apart(message, IN_PLACE_BYTES) for message in self.messages)
+        return [[(message, self.in_place(message, device)) for message in messages] for messages in rounds]
+
+
+def packed_bytes(rounds: Sequence[LinkRound]) -> int:
+    """Returns the bytes of a link's part of a bucket: room for what a round does not send or receive in place."""
+    return max((sum(aligned(m.nbytes) for m, own in messages if own is None) for messages in rounds), default=0)
 
 
 def build_rounds(links: Mapping[int, P2pLink], device: torch.device, *, pack: bool) -> tuple[list[Round], int]:
     """Returns the rounds, and the bytes of buckets and tables. `pack`: copies go into the bucket, not out of it."""
-    in_place = {peer: [link.in_place(m, device) for m in link.messages] for peer, link in links.items()}
+    rounds_of = {peer: link.rounds(device, apart=device.type == "cpu") for peer, link in links.items()}
     begin, end = {}, 0  # of each link's part of a bucket
-    for peer, link in links.items():
+    for peer, of_link in rounds_of.items():
         begin[peer] = end
-        end += link.bucket_bytes(in_place[peer])
-    count = max((len(link.messages) for link in links.values()), default=0)
+        end += packed_bytes(of_link)
+    count = max(map(len, rounds_of.values()), default=0)
     buckets = [torch.empty(end, dtype=torch.uint8, device=device) for _ in range(min(BUCKETS, count))]
     rounds = []
     for number in range(count):
@@ -260,13 +278,13 @@ def build_rounds(links: Mapping[int, P2pLink], device: torch.device, *, pack: bo
         buffers: list[PeerBuffer] = []
         copies = CopyList()
         for peer, link in sorted(links.items(), key=lambda item: item[0]):
-            if number >= len(link.messages):
-                continue
-            message, buffer = link.messages[number], in_place[peer][number]
-            if buffer is None:
-                buffer = bucket[begin[peer] : begin[peer] + message.nbytes]
-                link.add_copies(copies, message, buffer, pack=pack)
-            buffers.append((peer, buffer))
+            offset = begin[peer]
+            for message, buffer in rounds_of[peer][number] if number < len(rounds_of[peer]) else ():
+                if buffer is None:
+                    buffer = bucket[offset : offset + message.nbytes]
+                    offset += aligned(message.nbytes)
+                    link.add_copies(copies, message, buffer, pack=pack)
+                buffers.append((peer, buffer))
         copies.build()
         rounds.append((buffers, copies))
     return rounds, sum(bucket.numel() for bucket in buckets) + sum(copies.table_bytes for _, copies in rounds)

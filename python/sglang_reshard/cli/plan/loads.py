@@ -27,6 +27,7 @@ from sglang_reshard.transports.p2p import (
     destination_reads,
     destination_view,
     engine_links,
+    packed_bytes,
     targets_by_round,
 )
 from sglang_reshard.transports.remote_shards import RemoteShard
@@ -122,8 +123,7 @@ def _link_loads(index: TensorIndex, rank: RankModel, trainer_rank: int, share: i
 
     def load(views: Sequence[tuple[torch.Tensor, ...]]) -> LinkLoad:
         link = P2pLink.cut(index.layout, request, share, views)
-        in_place = [link.in_place(message, _META) for message in link.messages]
-        return LinkLoad(len(link.messages), link.payload_bytes, link.bucket_bytes(in_place))
+        return LinkLoad(len(link.messages), link.payload_bytes, packed_bytes(link.rounds(_META)))
 
     return load(_destinations(rank, trainer_rank)), load(_Views(len(items), source))
 
