@@ -82,7 +82,7 @@ def test_a_session_keeps_one_store_for_an_engine_and_bounds_its_waits_anew(clien
     first = session.store(0, SOON_S, "1/0")
     for update in range(2, 10):
         session.store(0, SOON_S, f"{update}/0")
-    assert [thing for thing in gc.get_objects() if isinstance(thing, ControlStore) and thing._client is client] == [
+    assert [thing for thing in gc.get_objects() if type(thing) is ControlStore and thing._client is client] == [
         session._stores[0]
     ]
     client.enter("9/0", "rank a")

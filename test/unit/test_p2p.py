@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -167,6 +168,35 @@ def test_a_bucket_of_any_size_will_do(bucket_bytes):
 
 def test_messages_carry_the_trainers_dtype_and_land_in_the_engines():
     run((2,), 4, "tp", sides=(train, serve_as_bfloat16))
+
+
+def train_with_moved_memory(trainer, updates):
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport="p2p")
+    keys, kept = [], []
+    for version in range(1, updates + 1):
+        state = State((2,), "fsdp", torch.float32)
+        kept.append(state)  # so that the next one has other addresses
+        state.become(version)
+        sender.update(state.given)
+        dist.barrier()
+        keys.append(sender._worker._session.client.num_keys())
+        dist.barrier()
+    sender.close()
+    return keys
+
+
+def serve_whatever_comes(rank, size, requests, _updates):
+    receiver, connected = WeightReceiver(ToyRank(rank, size, torch.float32), rank, size, CPU), set()
+    for request in requests:
+        requests.answer(receiver.update(request))
+        connected.add(receiver._executor.transfer.plan.prepare_send.transfer)
+    return len(connected)
+
+
+def test_connections_that_are_made_anew_leave_no_keys_behind():
+    (keys, _), connected = run_world(2, 2, train_with_moved_memory, serve_whatever_comes, 6)
+    assert connected == [6, 6]
+    assert keys[5] == keys[1]
 
 
 def test_large_boxes_are_sent_without_a_bucket():

@@ -89,15 +89,8 @@ class Session:
         return self.client.local_address
 
     def store(self, engine: int, timeout_s: float, scope: str) -> dist.Store:
-        """Returns a store for the rendezvous of process groups with an engine's ranks.
-
-        Of an engine there is one. What waits in it from now on, through whichever of its prefixes, ends after
-        `timeout_s`, or when `scope` is cancelled.
-        """
-        if engine not in self._stores:
-            self._stores[engine] = ControlStore(self.client, timeout_s, scope)
-        self._stores[engine].bound_waits(timeout_s, scope)
-        return dist.PrefixStore(f"{_engine_prefix(engine)}groups", self._stores[engine])
+        """Returns a store for the rendezvous of process groups of an engine's ranks. `scope` aborts its waits."""
+        return dist.PrefixStore(f"{_engine_prefix(engine)}groups", self._bounded_store(engine, timeout_s, scope))
 
     def p2p_communicators(self, prepare: PrepareSend, peer_id: int, device: torch.device) -> P2pCommunicators:
         """Returns a rank's communicators of a transfer, to be connected over its `p2p_store`.
@@ -120,8 +113,23 @@ class Session:
         )
 
     def p2p_store(self, engine: int, prepare: PrepareSend, scope: str) -> dist.Store:
-        """Returns the store over which a transfer's communicators connect. `scope` aborts its waits."""
-        return dist.PrefixStore(f"p2p/{prepare.transfer}", self.store(engine, prepare.timeout_s, scope))
+        """Returns the store over which a transfer's communicators connect. `scope`, an update's, aborts its waits.
+
+        What they leave there is deleted with the update's messages: by then all have connected.
+        """
+        store = self._bounded_store(engine, prepare.timeout_s, scope)
+        return dist.PrefixStore(f"{scope}/p2p/{prepare.transfer}", store)
+
+    def _bounded_store(self, engine: int, timeout_s: float, scope: str) -> ControlStore:
+        """Returns the store for process groups with an engine's ranks.
+
+        There is one. What waits in it from now on, through whichever of its prefixes, ends after `timeout_s`, or when
+        `scope` is cancelled.
+        """
+        if engine not in self._stores:
+            self._stores[engine] = ControlStore(self.client, timeout_s, scope)
+        self._stores[engine].bound_waits(timeout_s, scope)
+        return self._stores[engine]
 
     # -- published by trainer ranks, until it changes
 
