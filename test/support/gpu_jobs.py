@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -94,6 +95,12 @@ class Trained:
     held: list[Held] = field(default_factory=list)
 
 
+def settle_interned_strings() -> None:
+    """CPython makes its table of them anew, megabytes larger, once many have come and gone: now, before it is measured."""
+    for number in range(400_000):
+        sys.intern(f"nobody keeps {number}")
+
+
 class Shards:
     """DTensors of a version of the toy's checkpoint, whose local tensors are in this rank's GPU memory."""
 
@@ -158,6 +165,8 @@ def train(trainer: Trainer, process: VirtualProcess, job: Job) -> Trained:
     sender.set_engines(to_each(trainer, job.tp))
     shards = Shards(process, job)
     trained = Trained()
+    if job.held:
+        settle_interned_strings()
     for version in range(1, job.updates + 1):
         shards.become(version + job.drift * DRIFTING)
         with process.update():
@@ -191,6 +200,8 @@ def serve(rank: int, _size: int, requests: Requests, process: VirtualProcess, jo
     process.cuda.synchronize(process.device)
     receiver = WeightReceiver(model, own, job.tp, process.device)
     served = Served()
+    if job.held:
+        settle_interned_strings()
     for request in requests:
         with process.update(unmapped=request.unmap_after):
             output = receiver.update(request)

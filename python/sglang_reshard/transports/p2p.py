@@ -252,10 +252,11 @@ class P2pLink:
 
     def rounds(self, device: torch.device, *, apart: bool = False) -> list[LinkRound]:
         """Returns the messages of each round: one, or with `apart` each of its large boxes and one of the others."""
-        rounds = ([message] for message in self.messages)
-        if apart:
-            rounds = (take_apart(message, IN_PLACE_BYTES) for message in self.messages)
-        return [[(message, self.in_place(message, device)) for message in messages] for messages in rounds]
+        found = []
+        for message in self.messages:
+            parts = take_apart(message, IN_PLACE_BYTES) if apart else [message]
+            found.append([(part, self.in_place(part, device)) for part in parts])
+        return found
 
 
 def packed_bytes(rounds: Sequence[LinkRound]) -> int:
