@@ -96,7 +96,7 @@ class Trained:
 
 
 def settle_interned_strings() -> None:
-    """CPython makes its table of them anew, megabytes larger, once many have come and gone: now, before it is measured."""
+    """Lets CPython make its table of them anew, megabytes larger, as it does once many have come and gone."""
     for number in range(400_000):
         sys.intern(f"nobody keeps {number}")
 
