@@ -26,7 +26,7 @@ LAYERS = (
     ("snapshots",),
     ("delta",),
     ("transports", "digest"),
-    ("plan",),
+    ("plan", "derived"),
     ("sources", "trace"),
     ("layout",),
     ("control", "observability", "testing"),
@@ -41,6 +41,7 @@ ONLY = {
     "engine": {
         "protocol",
         "delta",
+        "derived",
         "transports",
         "digest",
         "plan",

@@ -49,10 +49,16 @@ class WeightReceiver:
         size: int,
         device: torch.device,
         placement: Callable[[], bytes] = lambda: b"",
+        addresses_stay: bool = False,
     ) -> None:
-        """`rank` is the engine rank among `size`. `placement` returns what the loader goes by beside the model."""
+        """Must be called before the model's first forward pass, unless `derived.remember_loaded` was.
+
+        rank            the engine rank, of `size`
+        placement       returns the expert placement, which the loader depends on in addition to the model
+        addresses_stay  CUDA graphs hold the addresses of the model's tensors
+        """
         self._rank, self._size, self._device = rank, size, device
-        self._executor = UpdateExecutor(model, rank, size, device, placement)
+        self._executor = UpdateExecutor(model, rank, size, device, placement, addresses_stay)
         self._session: Session | None = None
         self._engine = 0  # this one's number in the session
         self._lock = threading.Lock()  # held during an update, and while a session that has ended is dropped

@@ -7,7 +7,8 @@
     staged   a staged update has arrived in the shadow weights, and is verified
     move     bytes arrive in the live parameters, or in the shadow weights of a staged update
     verify   checksums of what has arrived are compared with the trainer's, if requested
-    commit   shadow weights are copied to the live ones; the loader's local steps run
+    commit   shadow weights are copied to the live ones; the loader's local steps run; what forward passes have derived
+             from the old weights is dropped, or computed again
 
 All engine ranks vote between the phases, and so proceed or fail together. The first byte is written to live memory
 after all ranks have voted that they are ready: before `move`, or before `commit` of a staged update. A failure before
@@ -25,6 +26,7 @@ import msgspec
 import numpy as np
 import torch
 
+from sglang_reshard.derived import DerivedState
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_error
 from sglang_reshard.engine.received_tensors import ReceivedTensors
@@ -41,7 +43,6 @@ from sglang_reshard.protocol.messages import (
     RequestChecksums,
     StartTransfer,
 )
-from sglang_reshard.trace.live_signature import LiveSignature
 from sglang_reshard.trace.program import Program
 from sglang_reshard.version import check_same_version
 
@@ -53,11 +54,17 @@ class UpdateExecutor:
     """
 
     def __init__(
-        self, model: torch.nn.Module, rank: int, size: int, device: torch.device, placement: Callable[[], bytes]
+        self,
+        model: torch.nn.Module,
+        rank: int,
+        size: int,
+        device: torch.device,
+        placement: Callable[[], bytes],
+        addresses_stay: bool = False,
     ) -> None:
         """See `WeightReceiver`."""
         self._model, self._rank, self._size, self._device = model, rank, size, device
-        self._live_signature, self._placement = LiveSignature(model), placement
+        self._derived, self._placement = DerivedState(model, addresses_stay), placement
         self._placed = b""  # when the update under way was prepared
         self._target: TargetPlan | None = None
         self._live: TargetPlan | None = None  # by which the live weights, and scratch memory, were written
@@ -122,6 +129,7 @@ class UpdateExecutor:
                 if self.transfer.shadow is not None:
                     self.transfer.shadow.copy_to_live()
                 self.transfer.target.program.run_steps()
+                self._derived.renew()
                 self._synchronize()
         except Exception as failure:
             error = context.abort_because(failure)
@@ -186,7 +194,7 @@ class UpdateExecutor:
         strategy, tensor_index = transfer.plan.strategy, transfer.target.tensor_index
         output = DistributedUpdateWeightsOutput(
             success=True,
-            message="; ".join(filter(None, (transfer.plan.remark, self.transfers.relay.remark))),
+            message="; ".join(filter(None, (transfer.plan.remark, self.transfers.relay.remark, self._derived.remark))),
             transport=strategy.name,
             transport_reason=strategy.reason,
             predicted_seconds=strategy.predicted_seconds,
@@ -307,7 +315,7 @@ class UpdateExecutor:
 
     def _signature(self) -> int:
         """Returns a number that changes when the loader must be traced again."""
-        return hash((self._live_signature.current(), self._placement()))
+        return hash((self._derived.signature(), self._placement()))
 
     def _synchronize(self) -> None:
         runtime().synchronize([self._device])
