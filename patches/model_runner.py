@@ -17,6 +17,7 @@ from sglang_reshard.protocol.messages import (
     ShareWeightsReq,
     Step,
 )
+from sglang_reshard.trace.built_modules import note_copies
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -41,6 +42,7 @@ def apply() -> None:
 
 
 def _remember(_result: Any, runner: ModelRunner, *_: Any, **__: Any) -> None:
+    note_copies(runner.model)
     remember_loaded(runner.model)
 
 

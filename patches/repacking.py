@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sglang_reshard.derived import remember_built
 from sglang_reshard.trace.built_modules import built_module
 from sglang_reshard.trace.built_modules import remember as remember_module
 
@@ -23,6 +24,7 @@ def apply() -> None:
 
 def remember(model: torch.nn.Module, *_: Any, **__: Any) -> None:
     """Must be called with a model that has just been built."""
+    remember_built(model)
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         # Scales of the KV cache are taken over by themselves, see `trace.kv_scales`.

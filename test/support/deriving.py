@@ -212,6 +212,25 @@ class Folded(Linear):
         return x @ self.weight.float()
 
 
+class FoldedByLoader(Linear):
+    """Loading ends with a change in place, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.converted = False
+
+    def post_load_weights(self) -> None:
+        if not self.converted:
+            self.convert()
+
+    def convert(self) -> None:
+        self.converted = True
+        self.weight.data.copy_(self.weight.data.t().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.float()
+
+
 class OfNoWeight(Linear):
     """It keeps memory to compute in, whose address others may hold."""
 

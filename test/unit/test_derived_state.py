@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_reshard.derived import DerivedState
+from sglang_reshard.derived import DerivedState, remember_built
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.live_signature import live_signature
 from support import deriving
@@ -47,6 +47,7 @@ def test_an_update_leaves_no_state_of_the_weights_before(kind, updates):
         if seed:
             assert derived.signature() == signature  # nothing has to be traced again
             layer.load_weights(weights(seed))
+            derived.unfold()
             derived.renew()
         assert torch.equal(layer(X), expected[seed])
         assert torch.equal(layer(X), expected[seed])
@@ -75,10 +76,37 @@ def test_what_cuda_graphs_read_and_no_method_computes_again_is_refused(kind):
     derived = DerivedState(layer, addresses_stay=True)
     layer(X)
     before = layer.weight.clone(), layer(X)
-    with pytest.raises(Unsupported, match=r"(_scaled|cache\.wide|folded) from weights.*disable_cuda_graph=True"):
+    with pytest.raises(Unsupported, match=r"(_scaled|cache\.wide|set folded).*disable_cuda_graph=True"):
         derived.signature()
     assert torch.equal(layer.weight, before[0])  # a rehearsal changes nothing
     assert torch.equal(layer(X), before[1])
+
+
+@pytest.mark.parametrize("dummy", [False, True], ids=["loaded", "dummy"])
+@pytest.mark.parametrize("addresses_stay", [False, True])
+def test_what_loading_does_once_it_does_again_on_new_weights(dummy, addresses_stay):
+    """A loader changes what it has loaded in place, and sets a flag. After a dummy start the first update is first."""
+
+    def loaded(seed):
+        layer = deriving.FoldedByLoader()
+        layer.load_weights(weights(seed))
+        layer.post_load_weights()
+        return layer
+
+    layer = deriving.FoldedByLoader() if dummy else None
+    if layer is None:
+        layer = deriving.FoldedByLoader()
+        remember_built(layer)
+        layer.load_weights(weights(0))
+        layer.post_load_weights()
+    derived = DerivedState(layer, addresses_stay)
+    for seed in (1, 2, 3):
+        derived.signature()
+        layer.load_weights(weights(seed))
+        derived.unfold()
+        layer.post_load_weights()
+        derived.renew()
+        assert torch.equal(layer(X), loaded(seed)(X))
 
 
 def test_memory_that_no_weight_is_in_keeps_its_address_for_cuda_graphs():

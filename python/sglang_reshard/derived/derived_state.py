@@ -9,13 +9,13 @@ graphs hold their addresses, the update computes them again in place (`in_place`
 from __future__ import annotations
 
 import itertools
-import operator
 import types
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from sglang_reshard.derived.folded import flags_of
 from sglang_reshard.derived.in_place import Remake, rehearse
 from sglang_reshard.derived.loaded_state import Appeared, LoadedState, loaded_state
 from sglang_reshard.derived.reachable import Table, tables, tensors_in
@@ -40,6 +40,8 @@ class DerivedState:
         self._model, self._addresses_stay = model, addresses_stay
         loaded = [(m, state) for m in model.modules() if (state := loaded_state(m)) is not None]
         self._loaded = loaded or [(model, LoadedState(model))]
+        self._flags = flags_of(model)
+        self._set_by_loading = {flag.path for flag in self._flags if flag.is_set}
         self._live = LiveSignature(model)
         self._walk = -1  # of `_live`, at the last search
         self._others: tuple[Any, ...] = ()
@@ -53,6 +55,12 @@ class DerivedState:
 
         Raises Unsupported, naming the tensor, if what CUDA graphs read cannot be made again in place.
         """
+        for flag in self._flags if self._addresses_stay else ():
+            if flag.is_set and flag.path not in self._set_by_loading:
+                raise Unsupported(
+                    f"the first forward pass changed weights in place and set {flag.path}; CUDA graphs do not do that "
+                    "again. Start the engine with disable_cuda_graph=True"
+                )
         for lazy in self._lazy:
             lazy.restore()
         signature = self._live.current()
@@ -63,8 +71,14 @@ class DerivedState:
             self._others = self._fingerprint_of_others()
         return signature
 
+    def unfold(self) -> None:
+        """Must be called when new weights have arrived, before the loader's steps: nothing has changed them yet."""
+        for flag in self._flags:
+            flag.attributes[flag.name] = False
+
     def renew(self) -> None:
         """Must be called when new weights are live: drops what is made of the old ones, or makes it again in place."""
+        self._set_by_loading = {flag.path for flag in self._flags if flag.is_set}
         self.signature()  # a staged update has served requests meanwhile
         for remake in self._remakes:
             remake.run()
@@ -100,7 +114,6 @@ class DerivedState:
         self._lists = [t.entries for t in others if isinstance(t.entries, list)]
         self._cells = list(_flatten(t.entries.values() for t in others if t.kind == "closure"))
         self._caches = [t.entries for t in others if t.kind == "cache"]
-        self._attributes = [vars(module) for module in self._model.modules()]
 
     def _judge_in_place(self, found: Appeared, weights: set[int]) -> None:
         outcome = rehearse(found, weights)
@@ -115,24 +128,20 @@ class DerivedState:
             self._unknown.append(found.path)
 
     def _resembles_weights(self, found: Appeared) -> bool:
-        """Returns whether something in it has as many elements as a weight, or is a flag."""
+        """Returns whether something in it has as many elements as a weight."""
         value, owner = found.table.get(found.key), found.table.owner
-        if isinstance(value, bool):
-            return True
         model = owner if isinstance(owner, torch.nn.Module) else self._model
         sizes = {p.numel() for p in model.parameters()} - {1}
         return any(t.numel() in sizes for t in tensors_in(value))
 
     def _fingerprint_of_others(self) -> tuple[Any, ...]:
-        """Returns what changes when state appears that `_live` does not see: outside of modules, and in flags."""
+        """Returns what changes when state appears that `_live` does not see: outside of modules."""
         if self._walk < 0:
             return ()
-        attributes = _flatten(map(dict.values, self._attributes))
         return (
             [list(map(type, _flatten(map(_values, self._dicts)))), list(map(len, self._lists))],
             list(map(_cell_type, self._cells)),
             [cache.cache_info().currsize for cache in self._caches],
-            sum(map(operator.is_, attributes, itertools.repeat(True))),
         )
 
 

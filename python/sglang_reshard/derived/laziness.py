@@ -74,12 +74,13 @@ def makers(owner: Any, attribute: str) -> list[str]:
     return found + [""] * helpers
 
 
-def folds_weights(owner: Any, flag: str) -> bool:
-    """Returns whether a method of `owner` sets the attribute `flag` once it has changed parameters in place."""
-    parameters = set(getattr(owner, "_parameters", ()))
-    methods = _methods(type(owner))
-    uses = [methods[name] for name in makers(owner, flag) if name]
-    return any(parameters & each.loads and _IN_PLACE & each.loads for each in uses)
+def folds_weights(module: torch.nn.Module, flag: str) -> bool:
+    """Returns whether a method of `module` sets the attribute `flag` and changes parameters in place."""
+    parameters = set(module._parameters)
+    return any(
+        flag in uses.stores and parameters & uses.loads and _IN_PLACE & uses.loads
+        for uses in _methods(type(module)).values()
+    )
 
 
 def _methods_for(owner: Any) -> Iterator[_Uses]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_reshard.derived.laziness import folds_weights, is_lazy
+from sglang_reshard.derived.laziness import is_lazy
 from sglang_reshard.derived.reachable import MISSING, Table, tables, tensors_in
 from sglang_reshard.trace.live import storage_key
 
@@ -55,10 +55,7 @@ class LoadedState:
             self._known[_key(table)] = _identified(table), values
 
     def appeared(self, model: torch.nn.Module) -> Iterator[Appeared]:
-        """Yields what has appeared since and has memory of its own: no parameter's, and no known tensor's.
-
-        Also flags that say that a forward pass has changed weights in place.
-        """
+        """Yields what has appeared since and has memory of its own: no parameter's, and no known tensor's."""
         found, known = [], _Memory(model)
         for table in tables(model):
             before = self._known.get(_key(table))
@@ -68,8 +65,6 @@ class LoadedState:
                 was = self._value(before[1], key)
                 if was is _OTHER:
                     known.add(value)
-                elif value is True and not was and table.kind == "attributes" and folds_weights(table.owner, key):
-                    yield Appeared(table, key, was, lazy=True)
                 elif value is not was and not isinstance(value, _RESTORABLE):
                     found.append((table, key, was, value))
         for table, key, was, value in found:

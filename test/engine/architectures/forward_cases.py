@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from architecture_cases import USUAL
 from architectures import Architecture, text_generation
 from examination import said
 from oracle.digests import digest
@@ -40,7 +41,11 @@ A, B = 1, 2  # seeds of checkpoints
 _DEADLINE_SECONDS = 3000
 # Changes to the usual config, until SGLang's CPU code runs it: its latent attention runs where the latent cache is as
 # wide as heads.
-_CONFIGS: tuple[dict[str, Any], ...] = ({"kv_lora_rank": 32, "qk_nope_head_dim": 32}, {})
+_CONFIGS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({"kv_lora_rank": 32, "qk_nope_head_dim": 32}, ()),
+    ({}, ()),
+    *(({}, variants) for variants in USUAL if variants),
+)
 
 
 class Run(NamedTuple):
@@ -95,8 +100,7 @@ def _run(job: Run) -> Seen:
         _forward(runner)
         replay(trace(model, specs), weights)
     else:
-        replay(trace(model, specs), weights)
-        derived.renew()
+        replay(trace(model, specs), weights, derived)
     logits, finite = _forward(runner)
     return Seen(logits, finite, _reachable(model), first, tuple(a.path for a in derived._lazy), derived.remark)
 
@@ -139,15 +143,22 @@ def _written(architecture: Architecture, root: Path) -> Iterator[tuple[str, str]
     """Yields the folders of both checkpoints, for one config after the other that transformers takes."""
     assert architecture.writer is not None
     tried: list[dict[str, Any]] = []
-    for number, instead in enumerate(_CONFIGS):
+    for number, (instead, variants) in enumerate(_CONFIGS):
         folders = [root / architecture.name / f"{number}-{seed}" for seed in (A, B)]
         try:
             for folder, seed in zip(folders, (A, B), strict=True):
                 write_checkpoint(
-                    architecture.writer, folder, architecture=architecture.name, instead=instead, seed=seed
+                    architecture.writer,
+                    folder,
+                    architecture=architecture.name,
+                    variants=variants,
+                    instead=instead,
+                    seed=seed,
                 )
         except Exception:
             continue
+        if not (folders[0] / "config.json").exists():
+            continue  # there is no such variant
         config = json.loads((folders[0] / "config.json").read_text())
         if config not in tried:  # keys that a class does not have change nothing
             tried.append(config)
@@ -162,8 +173,13 @@ def examine(architecture: Architecture, root: Path) -> dict[str, Any]:
         if fresh.error:
             reasons.append(fresh.error)
             continue
+        if not fresh.finite:
+            reasons.append("logits that are no finite numbers")
+            continue
         runs = {kind: _in_fork(run, Run(architecture.name, kind, folders)) for kind in ("updated", "unrenewed")}
-        return verdict(fresh, **runs)
+        if (found := verdict(fresh, **runs))["outcome"] != "refused":
+            return found
+        reasons.append(found["why"])
     return {"outcome": "cannot", "why": next(iter(reasons), "no checkpoint could be written")}
 
 
@@ -176,8 +192,8 @@ def verdict(fresh: Seen, updated: Seen, unrenewed: Seen) -> dict[str, Any]:
     differing += sorted(updated.reachable.keys() - fresh.reachable.keys())
     if updated.error:
         outcome, why = "refused", updated.error
-    elif not fresh.finite or updated.first == fresh.logits:
-        outcome, why = "cannot", "logits that show nothing: not finite, or the same for all weights"
+    elif updated.first == fresh.logits:
+        outcome, why = "cannot", "logits that are the same for all weights"
     elif updated.logits != fresh.logits:
         outcome, why = "failed", f"other logits than a fresh engine's; {len(differing)} tensors differ: {differing[:3]}"
     elif differing:

@@ -60,8 +60,7 @@ def routed(job: Job) -> dict[str, Any]:
     derived.signature()
     weights = read_weights(b)
     specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
-    replay(trace(model, specs), weights)
-    derived.renew()
+    replay(trace(model, specs), weights, derived)
     says = digest(router(x))
     return {"says": says, "before": before, "stayed": getattr(router, attribute) is kept, "remark": derived.remark}
 

@@ -55,7 +55,7 @@ def test_none_fails(found):
 
 def test_what_was_saved_has_no_failure():
     saved = results.saved_forwards()
-    assert {name: case["why"] for name, case in saved.items() if case["outcome"] in ("failed", "refused")} == {}
+    assert {name: case["why"] for name, case in saved.items() if case["outcome"] == "failed"} == {}
     assert sum(case["outcome"] == "passed" for case in saved.values()) >= 30
 
 
