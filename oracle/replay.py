@@ -21,8 +21,6 @@ def replay(program: Program, weights: Mapping[str, torch.Tensor], derived: Deriv
             destination.copy_(weights[copy.source][copy.region.slices()])
     if program.arrivals:
         arrivals.finish(0)
-    if derived is not None:
-        derived.unfold()
     program.run_steps()
     if derived is not None:
         derived.renew()

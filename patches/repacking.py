@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.derived import remember_built
 from sglang_reshard.trace.built_modules import built_module
 from sglang_reshard.trace.built_modules import remember as remember_module
+from sglang_reshard.trace.folded import remember_built
 
 _INITIALIZE = "sglang.srt.model_loader.loader._initialize_model"
 

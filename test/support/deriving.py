@@ -219,6 +219,10 @@ class FoldedByLoader(Linear):
         super().__init__()
         self.converted = False
 
+    def load_weights(self, weights: Any) -> None:
+        super().load_weights(weights)
+        self.post_load_weights()
+
     def post_load_weights(self) -> None:
         if not self.converted:
             self.convert()
@@ -229,6 +233,16 @@ class FoldedByLoader(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight.float()
+
+
+class FoldedByParameterLoader(FoldedByLoader):
+    """The change is part of writing the parameter, and not repeated at the end."""
+
+    def load_weights(self, weights: Any) -> None:
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor)
+            self.convert()
+        self.post_load_weights()
 
 
 class OfNoWeight(Linear):

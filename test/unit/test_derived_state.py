@@ -6,10 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_reshard.derived import DerivedState, remember_built
+from oracle.replay import replay
+from sglang_reshard.derived import DerivedState
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.trace.folded import remember_built
+from sglang_reshard.trace.live_shards import live_shards
 from sglang_reshard.trace.live_signature import live_signature
+from sglang_reshard.trace.tracer import trace
 from support import deriving
+from toy_loader import specs_of
 
 X = torch.arange(2.0 * deriving.SIZE).reshape(2, deriving.SIZE)
 
@@ -17,6 +22,10 @@ X = torch.arange(2.0 * deriving.SIZE).reshape(2, deriving.SIZE)
 def weights(seed: int) -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [("weight", torch.randn(deriving.SIZE, deriving.SIZE, generator=generator).bfloat16())]
+
+
+def update(layer: nn.Module, given: list[tuple[str, torch.Tensor]], derived: DerivedState) -> None:
+    replay(trace(layer, specs_of(dict(given))), dict(given), derived)
 
 
 def of_fresh(kind: type[nn.Module], seed: int) -> torch.Tensor:
@@ -46,9 +55,7 @@ def test_an_update_leaves_no_state_of_the_weights_before(kind, updates):
     for seed in range(updates + 1):
         if seed:
             assert derived.signature() == signature  # nothing has to be traced again
-            layer.load_weights(weights(seed))
-            derived.unfold()
-            derived.renew()
+            update(layer, weights(seed), derived)
         assert torch.equal(layer(X), expected[seed])
         assert torch.equal(layer(X), expected[seed])
 
@@ -63,8 +70,7 @@ def test_what_cuda_graphs_read_is_computed_again_where_it_is(kind):
     kept = getattr(layer, name)
     derived.signature()
     assert getattr(layer, name) is kept
-    layer.load_weights(weights(1))
-    derived.renew()
+    update(layer, weights(1), derived)
     assert getattr(layer, name) is kept
     assert torch.equal(layer(X), of_fresh(kind, 1))
 
@@ -82,31 +88,29 @@ def test_what_cuda_graphs_read_and_no_method_computes_again_is_refused(kind):
     assert torch.equal(layer(X), before[1])
 
 
+@pytest.mark.parametrize("kind", [deriving.FoldedByLoader, deriving.FoldedByParameterLoader])
 @pytest.mark.parametrize("dummy", [False, True], ids=["loaded", "dummy"])
 @pytest.mark.parametrize("addresses_stay", [False, True])
-def test_what_loading_does_once_it_does_again_on_new_weights(dummy, addresses_stay):
+def test_what_loading_does_once_it_does_again_on_new_weights(kind, dummy, addresses_stay):
     """A loader changes what it has loaded in place, and sets a flag. After a dummy start the first update is first."""
-
-    def loaded(seed):
-        layer = deriving.FoldedByLoader()
-        layer.load_weights(weights(seed))
-        layer.post_load_weights()
-        return layer
-
-    layer = deriving.FoldedByLoader() if dummy else None
-    if layer is None:
-        layer = deriving.FoldedByLoader()
-        remember_built(layer)
+    layer = kind()
+    remember_built(layer)
+    if not dummy:
         layer.load_weights(weights(0))
-        layer.post_load_weights()
     derived = DerivedState(layer, addresses_stay)
     for seed in (1, 2, 3):
         derived.signature()
-        layer.load_weights(weights(seed))
-        derived.unfold()
-        layer.post_load_weights()
-        derived.renew()
-        assert torch.equal(layer(X), loaded(seed)(X))
+        update(layer, weights(seed), derived)
+        fresh = kind()
+        fresh.load_weights(weights(seed))
+        assert torch.equal(layer(X), fresh(X))
+
+
+def test_weights_that_were_changed_after_they_were_loaded_are_not_passed_on():
+    layer = deriving.FoldedByLoader()
+    program = trace(layer, specs_of(dict(weights(0))))
+    with pytest.raises(Unsupported, match="weight cannot be read from the live weights"):
+        live_shards(program, {"weight": (deriving.SIZE, deriving.SIZE)}, 0)
 
 
 def test_memory_that_no_weight_is_in_keeps_its_address_for_cuda_graphs():

@@ -5,7 +5,6 @@ in anything that the model reaches, drops what its code makes again, or makes it
 """
 
 from sglang_reshard.derived.derived_state import DerivedState
-from sglang_reshard.derived.folded import remember_built
 from sglang_reshard.derived.loaded_state import remember_loaded
 
-__all__ = ["DerivedState", "remember_built", "remember_loaded"]
+__all__ = ["DerivedState", "remember_loaded"]

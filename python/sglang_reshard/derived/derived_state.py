@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.derived.folded import flags_of
 from sglang_reshard.derived.in_place import Remake, rehearse
 from sglang_reshard.derived.loaded_state import Appeared, LoadedState, loaded_state
 from sglang_reshard.derived.reachable import Table, tables, tensors_in
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.observability.logs import get_logger
+from sglang_reshard.trace.folded import flags_of, label
 from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.live_signature import LiveSignature
 
@@ -41,7 +41,7 @@ class DerivedState:
         loaded = [(m, state) for m in model.modules() if (state := loaded_state(m)) is not None]
         self._loaded = loaded or [(model, LoadedState(model))]
         self._flags = flags_of(model)
-        self._set_by_loading = {flag.path for flag in self._flags if flag.is_set}
+        self._set_by_loading = {label(flag) for flag in self._flags if flag.is_set}
         self._live = LiveSignature(model)
         self._walk = -1  # of `_live`, at the last search
         self._others: tuple[Any, ...] = ()
@@ -56,10 +56,10 @@ class DerivedState:
         Raises Unsupported, naming the tensor, if what CUDA graphs read cannot be made again in place.
         """
         for flag in self._flags if self._addresses_stay else ():
-            if flag.is_set and flag.path not in self._set_by_loading:
+            if flag.is_set and label(flag) not in self._set_by_loading:
                 raise Unsupported(
-                    f"the first forward pass changed weights in place and set {flag.path}; CUDA graphs do not do that "
-                    "again. Start the engine with disable_cuda_graph=True"
+                    f"the first forward pass changed weights in place and set {label(flag)}; CUDA graphs do not do "
+                    "that again. Start the engine with disable_cuda_graph=True"
                 )
         for lazy in self._lazy:
             lazy.restore()
@@ -71,14 +71,9 @@ class DerivedState:
             self._others = self._fingerprint_of_others()
         return signature
 
-    def unfold(self) -> None:
-        """Must be called when new weights have arrived, before the loader's steps: nothing has changed them yet."""
-        for flag in self._flags:
-            flag.attributes[flag.name] = False
-
     def renew(self) -> None:
         """Must be called when new weights are live: drops what is made of the old ones, or makes it again in place."""
-        self._set_by_loading = {flag.path for flag in self._flags if flag.is_set}
+        self._set_by_loading = {label(flag) for flag in self._flags if flag.is_set}
         self.signature()  # a staged update has served requests meanwhile
         for remake in self._remakes:
             remake.run()

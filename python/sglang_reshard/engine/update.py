@@ -128,7 +128,6 @@ class UpdateExecutor:
             with context.enter(Phase.COMMIT):
                 if self.transfer.shadow is not None:
                     self.transfer.shadow.copy_to_live()
-                self._derived.unfold()
                 self.transfer.target.program.run_steps()
                 self._derived.renew()
                 self._synchronize()

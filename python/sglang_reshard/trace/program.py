@@ -46,7 +46,8 @@ class Copy:
 class Step:
     """Local work after all copies: a fill, an expression over live and scratch tensors, or a post_load_weights call.
 
-    description  "fill VALUE", "from NAMES" (of the tensors that an expression depends on) or "post_load_weights"
+    description  "fill VALUE", "from NAMES" (of the tensors that an expression depends on), "post_load_weights", or
+                 "unfold", see `folded`
     """
 
     target: str

@@ -25,6 +25,7 @@ from sglang_reshard.trace.block_fp8 import (
 )
 from sglang_reshard.trace.built_modules import modules_as_built
 from sglang_reshard.trace.coverage import check_coverage, check_order
+from sglang_reshard.trace.folded import flags_of, label, unfold_steps
 from sglang_reshard.trace.geometry import boxes_forgotten
 from sglang_reshard.trace.kv_scales import kv_scale_steps
 from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveWriteMode
@@ -79,7 +80,12 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
         for record in parts.overwritten:
             lowering.read(record)
         written = {record.storage.name for record in parts.writes}
-        steps = (*lowering.steps, *kv_scale_steps(model, written), *post_load_steps(model, found.deferred))
+        steps = (
+            *unfold_steps(flags_of(model), found.flags),
+            *lowering.steps,
+            *kv_scale_steps(model, written),
+            *post_load_steps(model, found.deferred),
+        )
         program = Program(tuple(lowering.copies), lowering.targets, steps)
         if repacked:
             program = repack_on_arrival(program, repacked, parts.constants)
@@ -90,17 +96,18 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
 
 
 class _Traced(NamedTuple):
-    """A loader's writes of checkpoint tensors, and the calls of post_load_weights that it made."""
+    """A loader's writes of checkpoint tensors, the calls of post_load_weights that it made, and flags that it set."""
 
     recorder: Recorder
     records: list[Record]
     deferred: list[DeferredCall]
+    flags: set[str]
 
 
 def _traced(model: torch.nn.Module, specs: Sequence[TensorSpec], as_built: Collection[int]) -> _Traced:
     recorder = Recorder(model, as_built)
-    deferred = _run_loader(model, specs, recorder)
-    return _Traced(recorder, drop_overwritten_fills(recorder.records), deferred)
+    deferred, flags = _run_loader(model, specs, recorder)
+    return _Traced(recorder, drop_overwritten_fills(recorder.records), deferred, flags)
 
 
 def _traced_in_blocks(
@@ -135,7 +142,9 @@ def _check_names(specs: Sequence[TensorSpec]) -> None:
         seen.add(spec.name)
 
 
-def _run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: Recorder) -> list[DeferredCall]:
+def _run_loader(
+    model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: Recorder
+) -> tuple[list[DeferredCall], set[str]]:
     tensors = [(spec.name, recorder.checkpoint_tensor(spec)) for spec in specs]
     last = ["none yet"]
 
@@ -144,7 +153,7 @@ def _run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: R
             last[0] = name
             yield name, tensor
 
-    snapshot = AttributeSnapshot(model)
+    snapshot, flags = AttributeSnapshot(model), flags_of(model)
     changes: list[Change] = []
     try:
         # The snapshot is restored last, after the hooks on the model are gone.
@@ -153,7 +162,10 @@ def _run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: R
             deferred = stack.enter_context(defer_post_load(model))
             stack.enter_context(_inline_thread_pools())
             stack.enter_context(LiveWriteMode(recorder))
+            for flag in flags:
+                flag.put(False)
             model.load_weights(weights())  # type: ignore[operator]
+            set_flags = {label(flag) for flag in flags if flag.is_set}
         if recorder.failure is not None:
             raise recorder.failure
     except ReshardError as error:
@@ -162,7 +174,7 @@ def _run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: R
         raise _explained(error, last[0], model) from error
     for change in changes:
         _write_rebound(recorder, change)
-    return deferred
+    return deferred, set_flags
 
 
 def _explained(error: Exception, tensor: str, model: torch.nn.Module) -> ReshardError:
