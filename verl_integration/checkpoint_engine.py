@@ -161,7 +161,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         return self._sender
 
     def _joined(self, method: str, *, is_trainer: bool) -> tuple[Topology, SyncChannel]:
-        """Returns the sync that `method` takes part in. Raises Unsupported if it is for the other side, or too early."""
+        """Returns the sync that `method` takes part in. Raises Unsupported too early, and on the other side."""
         if self._topology is None or self._channel is None:
             raise Unsupported(
                 f"{method} was called before init_process_group; a sync is prepare, build_topology, "
