@@ -73,7 +73,8 @@ class WeightSender(SnapshotMethods, UpdateSender):
         Mismatch for a server with another version of the package.
         """
         group = group or dist.group.WORLD
-        assert group is not None, "init_process_group has not been called"
+        if group is None:
+            raise Mismatch("a WeightSender needs torch.distributed: call init_process_group on all trainer ranks first")
         remote, reached = connect_server(group, url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=timeout_s)
         send = remote.update_weights_distributed if remote is not None else None
         config = SenderConfig(transport, bucket_bytes, timeout_s, None, delta, delta_device)

@@ -39,6 +39,8 @@ def check_coverage(
 ) -> None:
     """Raises Unsupported unless every parameter is written exactly once.
 
+    A model that has `keeps_unsent` set may have parameters that are not written at all.
+
     as_built  keys of storages that nothing at all may write: `repack` checks whether anybody reads them
     """
     written: dict[LiveStorage, list[Record]] = defaultdict(list)
@@ -50,8 +52,9 @@ def check_coverage(
         key = storage_key(parameter)
         if parameter.numel() and (key in storages or parameter.device.type != "meta"):
             parameters[storages[key]].append((name, parameter.data))
+    keeps_unsent = getattr(model, "keeps_unsent", False)
     for storage in dict.fromkeys((*parameters, *written)):
-        if storage not in written and storage_key(storage.tensor) in as_built:
+        if storage not in written and (keeps_unsent or storage_key(storage.tensor) in as_built):
             continue
         _check_storage(storage, parameters[storage], written[storage])
 

@@ -24,8 +24,8 @@ from sglang_reshard.trace.scalars import TracedScalar
 class Recorder(TraceMemory):
     """Records one trace. `failure` is the first error in an operator, which the loader may have caught."""
 
-    def __init__(self, model: torch.nn.Module, as_built: Collection[int] = ()) -> None:
-        super().__init__(model, as_built)
+    def __init__(self, model: torch.nn.Module, as_built: Collection[int] = (), *, weightless: bool = False) -> None:
+        super().__init__(model, as_built, weightless=weightless)
         self.failure: Exception | None = None
         self._lock = threading.RLock()
         self._thread = threading.get_ident()

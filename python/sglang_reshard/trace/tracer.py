@@ -50,12 +50,14 @@ _NEEDS_MEMORY = (
 _one_at_a_time = threading.Lock()  # what a trace replaces meanwhile is the whole process's
 
 
-def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
+def trace(model: torch.nn.Module, specs: Sequence[TensorSpec], *, weightless: bool = False) -> Program:
     """Returns the program of `model.load_weights` for checkpoint tensors with these names, shapes and dtypes.
 
     Writes nothing to the model and restores its attributes, also after an error. Weights for a block-fp8 engine that
     have more bits are quantized by the program, see `block_fp8`, and modules that were repacked after loading are
     repacked again, see `repack`.
+
+    weightless  the model was built on the meta device, see `live_storages`
 
     Raises Mismatch if the loader rejects the tensors, and Unsupported if what it does cannot be repeated as copies
     followed by steps.
@@ -67,9 +69,9 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
         repacked = repacked_modules(model)
         with modules_as_built([(m.module, m.built) for m in repacked]) as parameters:
             if block is None:
-                found = _traced(model, specs, parameters)
+                found = _traced(model, specs, parameters, weightless)
             else:
-                found, quantized = _traced_in_blocks(model, specs, block, parameters)
+                found, quantized = _traced_in_blocks(model, specs, block, parameters, weightless)
             parts = split_records(repacked, found.recorder.storages, found.records)
             check_order(parts.writes)
             check_coverage(model, found.recorder.storages, parts.all_written, parameters)
@@ -104,19 +106,25 @@ class _Traced(NamedTuple):
     flags: set[str]
 
 
-def _traced(model: torch.nn.Module, specs: Sequence[TensorSpec], as_built: Collection[int]) -> _Traced:
-    recorder = Recorder(model, as_built)
+def _traced(
+    model: torch.nn.Module, specs: Sequence[TensorSpec], as_built: Collection[int], weightless: bool
+) -> _Traced:
+    recorder = Recorder(model, as_built, weightless=weightless)
     deferred, flags = _run_loader(model, specs, recorder)
     return _Traced(recorder, drop_overwritten_fills(recorder.records), deferred, flags)
 
 
 def _traced_in_blocks(
-    model: torch.nn.Module, specs: Sequence[TensorSpec], block: tuple[int, int], as_built: Collection[int]
+    model: torch.nn.Module,
+    specs: Sequence[TensorSpec],
+    block: tuple[int, int],
+    as_built: Collection[int],
+    weightless: bool,
 ) -> tuple[_Traced, set[str]]:
     """Traces a block-fp8 model. Returns the names, too, of what it was given in fp8 although `specs` have more bits."""
     candidates, refusal = wider(specs), None
     try:
-        found = _traced(model, specs, as_built)
+        found = _traced(model, specs, as_built, weightless)
         names = sources_of_fp8(found.records) & candidates
         if not names:
             return found, names
@@ -125,13 +133,13 @@ def _traced_in_blocks(
     if refusal is not None:
         try:
             in_8_bits = [in_fp8(spec) if spec.name in candidates else spec for spec in specs]
-            given = _traced(model, in_8_bits, as_built)
+            given = _traced(model, in_8_bits, as_built, weightless)
         except ReshardError:
             raise refusal from None
         names = sources_of_fp8(given.records) & candidates
         if not names:
             raise refusal
-    return _traced(model, as_quantized(specs, names, block), as_built), names
+    return _traced(model, as_quantized(specs, names, block), as_built, weightless), names
 
 
 def _check_names(specs: Sequence[TensorSpec]) -> None:

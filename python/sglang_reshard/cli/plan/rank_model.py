@@ -65,7 +65,7 @@ def model_rank(request: PlanRequest, index: TensorIndex, cores: int, engine_rank
     except (Exception, SystemExit) as error:
         return Refusal("SGLang's own start", f"{type(error).__name__}: {error}")
     try:
-        program = trace(model, [t.spec for t in index.layout.tensors])
+        program = trace(model, [t.spec for t in index.layout.tensors], weightless=True)
     except ReshardError as error:
         return Refusal("prepare", str(error))
     host, device = request.engine_hosts[engine_rank], request.engine_devices[engine_rank]
