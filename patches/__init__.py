@@ -14,6 +14,7 @@ A request of an update passes:
     tp_worker.py                forwards to the model runner
     model_runner.py             the live parameters: `sglang_reshard.engine.receiver.WeightReceiver`
     repacking.py                whose modules are remembered as SGLang built them, before it repacked them
+    engine_start.py             how the engine was started; spares persistent buffers on dummy weights
     expert_location.py          which expert is where, which EPLB changes
     draft_models.py             with the draft models of speculative decoding
     lora_adapters.py            or a LoRA adapter, which lora_names.py registers: also by a `WeightReceiver`
@@ -40,6 +41,7 @@ def install() -> None:
     from sglang_reshard.observability.logs import configure
     from sglang_reshard.patches import (
         engine,
+        engine_start,
         http_server,
         metrics,
         model_runner,
@@ -57,6 +59,7 @@ def install() -> None:
 
     for module in (
         repacking,
+        engine_start,
         model_runner,
         tp_worker,
         scheduler,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.patches import expert_location, repacking
+from sglang_reshard.patches import engine_start, expert_location, repacking
 from sglang_reshard.patches.draft_models import TargetAndDrafts
 from sglang_reshard.patches.engine_rank import engine_rank
 from sglang_reshard.protocol.messages import (
@@ -91,7 +92,8 @@ def _receiver(
 
         rank, size = engine_rank(runner)
         model = TargetAndDrafts(runner.model, drafts) if drafts else runner.model
-        receiver = WeightReceiver(model, rank, size, device, expert_location.placement)
+        start = functools.cache(functools.partial(engine_start.engine_start, runner, drafts))
+        receiver = WeightReceiver(model, rank, size, device, expert_location.placement, start)
         setattr(runner, _RECEIVER, receiver)
         setattr(runner, _DRAFTS, drafts)
     return receiver

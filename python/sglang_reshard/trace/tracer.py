@@ -28,18 +28,21 @@ from sglang_reshard.trace.coverage import check_coverage, check_order
 from sglang_reshard.trace.geometry import boxes_forgotten
 from sglang_reshard.trace.kv_scales import kv_scale_steps
 from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveWriteMode
+from sglang_reshard.trace.left_alone import check_buffers, restoring_steps
 from sglang_reshard.trace.lowering import Lowering, drop_overwritten_fills
 from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.post_load import DeferredCall, defer_post_load, post_load_steps
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.recorder import Recorder
 from sglang_reshard.trace.repack import (
+    RepackedModule,
     check_deferred,
     repack_on_arrival,
     repacked_modules,
     split_records,
 )
 from sglang_reshard.trace.snapshot import ABSENT, AttributeSnapshot, Change
+from sglang_reshard.trace.stock_load import EngineStart, StockLoad
 
 # What torch says of a tensor without memory, or of a subclass.
 _NEEDS_MEMORY = (
@@ -49,8 +52,13 @@ _NEEDS_MEMORY = (
 _one_at_a_time = threading.Lock()  # what a trace replaces meanwhile is the whole process's
 
 
-def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
+def trace(
+    model: torch.nn.Module, specs: Sequence[TensorSpec], start: Callable[[], EngineStart] | None = None
+) -> Program:
     """Returns the program of `model.load_weights` for checkpoint tensors with these names, shapes and dtypes.
+
+    start  returns how the engine was started; asked only if something is not written. Without it every parameter must
+           be, and every persistent buffer that the loader takes
 
     Writes nothing to the model and restores its attributes, also after an error. Weights for a block-fp8 engine that
     have more bits are quantized by the program, see `block_fp8`, and modules that were repacked after loading are
@@ -62,16 +70,16 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
     began = time.perf_counter()
     _check_names(specs)
     with _one_at_a_time, torch.no_grad(), garbage_collector_paused(), boxes_forgotten():
-        block, quantized = block_size(model), set[str]()
+        block = block_size(model)
         repacked = repacked_modules(model)
         with modules_as_built([(m.module, m.built) for m in repacked]) as parameters:
-            if block is None:
-                found = _traced(model, specs, parameters)
-            else:
-                found, quantized = _traced_in_blocks(model, specs, block, parameters)
+            found, quantized = _traced(model, specs, block, parameters)
             parts = split_records(repacked, found.recorder.storages, found.records)
             check_order(parts.writes)
-            check_coverage(model, found.recorder.storages, parts.all_written, parameters)
+            stock = _stock_load(model, specs, parts.all_written, start, block, parameters, repacked)
+            left = check_coverage(model, found.recorder.storages, parts.all_written, parameters, stock)
+            all_written = {record.storage for record in parts.all_written}
+            check_buffers(model, found.recorder.storages, all_written, stock)
         check_deferred(repacked, found.deferred)
         lowering = Lowering(found.recorder.device)
         for record in parts.writes:
@@ -79,8 +87,10 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
         for record in parts.overwritten:
             lowering.read(record)
         written = {record.storage.name for record in parts.writes}
-        steps = (*lowering.steps, *kv_scale_steps(model, written), *post_load_steps(model, found.deferred))
-        program = Program(tuple(lowering.copies), lowering.targets, steps)
+        restored = restoring_steps(model, left, stock)
+        steps = (*restored, *lowering.steps, *kv_scale_steps(model, written), *post_load_steps(model, found.deferred))
+        names = tuple(dict.fromkeys(one.name for one in left))
+        program = Program(tuple(lowering.copies), lowering.targets, steps, left_alone=names)
         if repacked:
             program = repack_on_arrival(program, repacked, parts.constants)
         if block is not None and quantized:
@@ -97,19 +107,42 @@ class _Traced(NamedTuple):
     deferred: list[DeferredCall]
 
 
-def _traced(model: torch.nn.Module, specs: Sequence[TensorSpec], as_built: Collection[int]) -> _Traced:
-    recorder = Recorder(model, as_built)
-    deferred = _run_loader(model, specs, recorder)
-    return _Traced(recorder, drop_overwritten_fills(recorder.records), deferred)
+def _stock_load(
+    model: torch.nn.Module,
+    specs: Sequence[TensorSpec],
+    records: Sequence[Record],
+    start: Callable[[], EngineStart] | None,
+    block: tuple[int, int] | None,
+    as_built: Collection[int],
+    repacked: Sequence[RepackedModule],
+) -> StockLoad:
+    """Returns what tells of a start on the engine's checkpoint. Must be asked while modules are as they were built."""
+
+    def records_of(others: Sequence[TensorSpec], last: list[str]) -> Sequence[Record]:
+        _check_names(others)
+        found, _ = _traced(model, others, block, as_built, last)
+        return split_records(repacked, found.recorder.storages, found.records).all_written
+
+    return StockLoad(specs, records, start, records_of)
 
 
-def _traced_in_blocks(
-    model: torch.nn.Module, specs: Sequence[TensorSpec], block: tuple[int, int], as_built: Collection[int]
+def _traced(
+    model: torch.nn.Module,
+    specs: Sequence[TensorSpec],
+    block: tuple[int, int] | None,
+    as_built: Collection[int],
+    last: list[str] | None = None,
 ) -> tuple[_Traced, set[str]]:
-    """Traces a block-fp8 model. Returns the names, too, of what it was given in fp8 although `specs` have more bits."""
+    """Runs the loader. Returns the names, too, of what a block-fp8 model was given in fp8 although `specs` have more.
+
+    last  gets the name of each tensor that the loader receives
+    """
+    last = [] if last is None else last
+    if block is None:
+        return _traced_once(model, specs, as_built, last), set()
     candidates, refusal = wider(specs), None
     try:
-        found = _traced(model, specs, as_built)
+        found = _traced_once(model, specs, as_built, last)
         names = sources_of_fp8(found.records) & candidates
         if not names:
             return found, names
@@ -118,13 +151,21 @@ def _traced_in_blocks(
     if refusal is not None:
         try:
             in_8_bits = [in_fp8(spec) if spec.name in candidates else spec for spec in specs]
-            given = _traced(model, in_8_bits, as_built)
+            given = _traced_once(model, in_8_bits, as_built, last)
         except ReshardError:
             raise refusal from None
         names = sources_of_fp8(given.records) & candidates
         if not names:
             raise refusal
-    return _traced(model, as_quantized(specs, names, block), as_built), names
+    return _traced_once(model, as_quantized(specs, names, block), as_built, last), names
+
+
+def _traced_once(
+    model: torch.nn.Module, specs: Sequence[TensorSpec], as_built: Collection[int], last: list[str]
+) -> _Traced:
+    recorder = Recorder(model, as_built)
+    deferred = _run_loader(model, specs, recorder, last)
+    return _Traced(recorder, drop_overwritten_fills(recorder.records), deferred)
 
 
 def _check_names(specs: Sequence[TensorSpec]) -> None:
@@ -135,9 +176,11 @@ def _check_names(specs: Sequence[TensorSpec]) -> None:
         seen.add(spec.name)
 
 
-def _run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: Recorder) -> list[DeferredCall]:
+def _run_loader(
+    model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: Recorder, last: list[str]
+) -> list[DeferredCall]:
     tensors = [(spec.name, recorder.checkpoint_tensor(spec)) for spec in specs]
-    last = ["none yet"]
+    last[:] = ["none yet"]
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
