@@ -25,8 +25,8 @@ custom_group.py joins the groups in which trainers broadcast.
 
 Nothing that SGLang defines is replaced; pipeline.py wraps two methods of a pipelined engine's schedulers. One list is
 appended to (the tokenizer manager's communicators), and some methods get hooks before, after or around them through
-SGLang's own hook registry (entry-point group `sglang.srt.plugins`): all but those in torn_weights.py and
-weights_info.py run after. Everything else is new methods and routes, and a middleware of the server that passes
+SGLang's own hook registry (entry-point group `sglang.srt.plugins`): all but those in torn_weights.py, weights_info.py
+and engine_start.py run after. Everything else is new methods and routes, and a middleware of the server that passes
 everything through while the weights are sound.
 """
 

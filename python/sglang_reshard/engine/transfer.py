@@ -449,10 +449,7 @@ def left_alone_remark(program: Program) -> str:
     """Returns the report's remark on parameters that an update does not write; empty if there are none."""
     if not program.left_alone:
         return ""
-    return (
-        f"{_some(program.left_alone)} stay as they are in an engine started on its checkpoint, of which no tensor "
-        "reaches them"
-    )
+    return f"left as in an engine started on its checkpoint, of which no tensor reaches: {_some(program.left_alone)}"
 
 
 def _some(names: Sequence[str]) -> str:
