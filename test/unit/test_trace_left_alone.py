@@ -221,6 +221,38 @@ def test_garbage_of_a_constructor_is_not_given_back():
     assert model.layers[1].gain.tolist() == [1] * SIZE
 
 
+def test_what_the_loader_changes_in_place_is_not_left_alone():
+    """Every update would change it once more."""
+
+    class Doubling(Model):
+        def load_weights(self, weights):
+            super().load_weights(weights)
+            self.layers[1].gain.data.mul_(2)
+
+    weights = weights_of(*CHECKPOINT)
+    with pytest.raises(Unsupported, match=r"layers\.1\.gain is not written by the loader at all"):
+        trace(Doubling(), specs_of(weights), started(weights))
+
+
+def test_a_layer_that_is_wrapped_later_gets_its_initial_value():
+    """As SGLang wraps layers that LoRA adapters are for."""
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.base_layer = layer
+
+    model, weights = randomized(Model()), weights_of(*CHECKPOINT)
+    layer = model.layers[1]
+    model.layers[1] = Wrapped(layer)
+    model.load_weights = lambda tensors: Model.load_weights(
+        model, ((name.replace("layers.1.", "layers.1.base_layer."), tensor) for name, tensor in tensors)
+    )
+    replay(trace(model, specs_of(weights), started(weights)), weights)
+    assert layer.gain.tolist() == [1] * SIZE
+    assert layer.fused[SIZE:].tolist() == [4, 5, 6, 7]
+
+
 def test_the_checkpoint_is_asked_for_only_if_something_is_not_written():
     asked = []
     sent = specs_of(weights_of("weight", "half", "gain", "zeros", "scalar", "table"))

@@ -50,8 +50,11 @@ def check_coverage(
     """
     left: list[LeftAlone] = []
     written: dict[LiveStorage, list[Record]] = defaultdict(list)
+    must_be_full = {storages[key] for key in as_built if key in storages}  # what repacks them reads all of it
     for record in records:
-        if not _updates_in_place(record):
+        if _updates_in_place(record):
+            must_be_full.add(record.storage)  # each update would change again what it does not write
+        else:
             written[record.storage].append(record)
     parameters: dict[LiveStorage, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     for name, parameter in model.named_parameters():
@@ -61,7 +64,8 @@ def check_coverage(
     for storage in dict.fromkeys((*parameters, *written)):
         if storage not in written and storage_key(storage.tensor) in as_built:
             continue
-        left += _check_storage(storage, parameters[storage], written[storage], stock)
+        of_stock = None if storage in must_be_full else stock
+        left += _check_storage(storage, parameters[storage], written[storage], of_stock)
     return left
 
 

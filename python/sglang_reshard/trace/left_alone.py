@@ -91,12 +91,13 @@ def restoring_steps(model: torch.nn.Module, left: Sequence[LeftAlone], stock: St
     Raises Unsupported, naming the parameter, where the initial value is not known and matters, see `initial_values`.
     """
     found: list[tuple[LeftAlone, torch.Tensor]] = []
+    roots = list(_kept_by_roots(model)) if left else []
     for one in left:
         if not one.parameter.is_floating_point():  # these are not randomized
             continue
         if any(_within(model, one.name, stock.randomized)):
             raise _unknown(one.name)
-        for root, values in _kept_by_roots(model):
+        for root, values in roots:
             if one.name.startswith(root):
                 initial = _initial(model, one, root, values)
                 if initial is not None:
@@ -106,7 +107,8 @@ def restoring_steps(model: torch.nn.Module, left: Sequence[LeftAlone], stock: St
 
 def _initial(model: torch.nn.Module, one: LeftAlone, root: str, values: InitialValues) -> torch.Tensor | None:
     """Returns the value to be restored; None for what is undefined in an engine started on the checkpoint, too."""
-    initial = values.parameters.get(one.name.removeprefix(root))
+    # SGLang wraps layers that LoRA adapters are for once the model is loaded.
+    initial = values.parameters.get(one.name.removeprefix(root).replace(".base_layer.", "."))
     if initial is None:
         owner = model.get_submodule(one.name.rpartition(".")[0])
         if getattr(owner, "quant_method", None) is None:
