@@ -92,7 +92,7 @@ def _receiver(
 
         rank, size = engine_rank(runner)
         model = TargetAndDrafts(runner.model, drafts) if drafts else runner.model
-        start = functools.cache(functools.partial(engine_start.engine_start, runner, drafts))
+        start = functools.partial(engine_start.engine_start, runner, drafts)
         receiver = WeightReceiver(model, rank, size, device, expert_location.placement, start)
         setattr(runner, _RECEIVER, receiver)
         setattr(runner, _DRAFTS, drafts)

@@ -281,3 +281,8 @@ def test_headers_are_those_of_the_files_that_the_index_lists(tmp_path):
         folder_specs(tmp_path)
     with pytest.raises(Mismatch, match="has no safetensors"):
         folder_specs(tmp_path / "nowhere")
+    index.unlink()
+    one = (tmp_path / "one.safetensors").read_bytes()
+    (tmp_path / "one.safetensors").write_bytes(one[:-4])
+    with pytest.raises(Mismatch, match=r"one\.safetensors is not a whole file"):
+        folder_specs(tmp_path)

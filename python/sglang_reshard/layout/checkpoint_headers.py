@@ -26,7 +26,7 @@ def folder_specs(folder: Path) -> list[TensorSpec]:
     """
     files, listed = sorted(folder.glob("*.safetensors")), set[str]()
     if (folder / INDEX).is_file():
-        weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        weight_map: dict[str, str] = json.loads((folder / INDEX).read_text()).get("weight_map", {})
         listed, wanted = set(weight_map), set(weight_map.values())
         files = [file for file in files if file.name in wanted]
         if missing := sorted(wanted - {file.name for file in files}):
@@ -42,10 +42,17 @@ def folder_specs(folder: Path) -> list[TensorSpec]:
 
 
 def file_specs(file: Path) -> Iterator[TensorSpec]:
-    """Yields the tensors of one file. Raises Unsupported for a dtype that cannot be moved."""
-    from safetensors import safe_open
+    """Yields the tensors of one file.
 
-    with safe_open(file, framework="pt") as opened:
+    Raises Mismatch for a file that is not whole, and Unsupported for a dtype that cannot be moved.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        opening = safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise Mismatch(f"{file} is not a whole file of safetensors: {error}") from error
+    with opening as opened:
         for name in opened.keys():  # noqa: SIM118 (it is no dict)
             of = opened.get_slice(name)
             dtype = _DTYPES.get(of.get_dtype())

@@ -11,6 +11,7 @@ sources tell. Neither costs anything while an update writes every parameter and 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -61,7 +62,7 @@ class StockLoad:
     ) -> None:
         """`records` are those of an update that sends `specs`."""
         self._specs, self._records, self._trace = specs, records, trace
-        self._start = start if start is not None else lambda: EngineStart(None)
+        self._start = functools.cache(start if start is not None else lambda: EngineStart(None))
         self._found: Mapping[str, Sequence[Record]] | None = None
         self._asked = False
         self.unknown = ""
