@@ -5,6 +5,7 @@ The reference is an engine that stock SGLang starts on the checkpoint: tokens, l
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,22 @@ from support.sglangs import ENDS, chosen
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
-EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
+HEAD_DIM, KV_HEADS = 16, 2
+# On a CPU SGLang pads experts, and asks for their size also where there are none.
+SIZES = {"global_head_dim": HEAD_DIM, "moe_intermediate_size": 64}
+# SGLang derives these from the config of the whole model, of which this is the language model.
+OF_SLIDING_LAYERS = {"swa_head_dim": HEAD_DIM, "swa_v_head_dim": HEAD_DIM, "swa_num_key_value_heads": KV_HEADS}
 
 
 @pytest.fixture(scope="module", params=ENDS)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("dummy start")
     for seed in (1, 2):
-        write_checkpoint("Gemma4ForCausalLM", folder / str(seed), seed=seed, instead=EXPERTS)
+        write_checkpoint("Gemma4ForCausalLM", folder / str(seed), seed=seed, instead=SIZES)
+        config = folder / str(seed) / "config.json"
+        written = json.loads(config.read_text())
+        assert (written["head_dim"], written["num_key_value_heads"]) == (HEAD_DIM, KV_HEADS)
+        config.write_text(json.dumps(written | OF_SLIDING_LAYERS | {"v_head_dim": HEAD_DIM}))
     with chosen(request.param):
         ranks: list[dict[str, Any]] = run_trainers(1, "dummy_start_job:updates", folder, deadline_s=400)
     return ranks[0]
