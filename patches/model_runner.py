@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_reshard.derived import remember_loaded
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.patches import expert_location, repacking, sglang_versions
+from sglang_reshard.patches import engine_start, expert_location, repacking, sglang_versions
 from sglang_reshard.patches.draft_models import TargetAndDrafts
 from sglang_reshard.patches.engine_rank import engine_rank
 from sglang_reshard.protocol.messages import (
@@ -101,8 +102,11 @@ def _receiver(
 
         rank, size = engine_rank(runner)
         model = TargetAndDrafts(runner.model, drafts) if drafts else runner.model
+        start = functools.partial(engine_start.engine_start, runner, drafts)
         graphs = sglang_versions.holds_graphs(runner)
-        receiver = WeightReceiver(model, rank, size, device, expert_location.placement, graphs)
+        receiver = WeightReceiver(
+            model, rank, size, device, expert_location.placement, start=start, addresses_stay=graphs
+        )
         setattr(runner, _RECEIVER, receiver)
         setattr(runner, _DRAFTS, drafts)
     return receiver

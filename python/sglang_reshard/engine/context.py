@@ -63,6 +63,7 @@ class Vote(msgspec.Struct, frozen=True):
     report, read_bytes commit: see `RankReport` and `DistributedUpdateWeightsOutput`
     digest             commit: of all weights, by engine rank 0
     relay_lost         commit: see `DistributedUpdateWeightsOutput`
+    remark             commit: for the trainer's report
     """
 
     error: str = ""
@@ -75,6 +76,7 @@ class Vote(msgspec.Struct, frozen=True):
     read_bytes: dict[int, int] = {}
     digest: str = ""
     relay_lost: str = ""
+    remark: str = ""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ transfer  PreparedTransfer  the transport with its views and buffers; kept while
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -41,6 +41,7 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepar
 from sglang_reshard.protocol.session import Link, Session
 from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.trace.program import Program
+from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from sglang_reshard.transports.arrivals import ArrivalMemory
 from sglang_reshard.transports.base import Transport, TransportContext
@@ -89,6 +90,7 @@ class TargetPlan:
         device: torch.device,
         transfers: TransferCache,
         known: TargetPlan | None,
+        start: Callable[[], EngineStart] | None = None,
     ) -> TargetPlan:
         """Traces and plans for engine rank `rank` of `size` on `device`.
 
@@ -96,12 +98,15 @@ class TargetPlan:
                    for weights that the loader refuses
         known      an earlier plan, whose trace is reused for a trainer that has the same tensors elsewhere, and which
                    is returned if nothing has changed
+        start      see `trace`
         """
         if known is not None and known._is_traced(request, signature):
             tensor_index, program = known.tensor_index, known.program
         else:
             layout = get_layout(request, session)
-            program = trace(model, [t.spec for t in layout.tensors])
+            program = trace(model, [t.spec for t in layout.tensors], start)
+            if program.left_alone:
+                logger.info("engine rank %d: %s", rank, left_alone_remark(program))
             tensor_index, known = TensorIndex.of(layout), None
         host, gpu = host_identity(), rank_device(device)
         location = RankLocation(rank, size, host, request.trainer_hosts, gpu, request.trainer_devices)
@@ -437,5 +442,16 @@ def unread_remark(unread: Sequence[str]) -> str:
     """Returns the report's remark on names that no engine rank reads; empty if there are none."""
     if not unread:
         return ""
-    more = f" and {len(unread) - _SHOWN_NAMES} more" if len(unread) > _SHOWN_NAMES else ""
-    return f"the engine does not read {', '.join(unread[:_SHOWN_NAMES])}{more}"
+    return f"the engine does not read {_some(unread)}"
+
+
+def left_alone_remark(program: Program) -> str:
+    """Returns the report's remark on parameters that an update does not write; empty if there are none."""
+    if not program.left_alone:
+        return ""
+    return f"left as in an engine started on its checkpoint, of which no tensor reaches: {_some(program.left_alone)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return f"{', '.join(names[:_SHOWN_NAMES])}{more}"

@@ -30,7 +30,14 @@ from sglang_reshard.derived import DerivedState
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_error
 from sglang_reshard.engine.received_tensors import ReceivedTensors
-from sglang_reshard.engine.transfer import PreparedTransfer, TargetPlan, TransferCache, TransferPlan, get_layout
+from sglang_reshard.engine.transfer import (
+    PreparedTransfer,
+    TargetPlan,
+    TransferCache,
+    TransferPlan,
+    get_layout,
+    left_alone_remark,
+)
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.runtime import runtime
@@ -44,6 +51,7 @@ from sglang_reshard.protocol.messages import (
     StartTransfer,
 )
 from sglang_reshard.trace.program import Program
+from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.version import check_same_version
 
 
@@ -60,11 +68,14 @@ class UpdateExecutor:
         size: int,
         device: torch.device,
         placement: Callable[[], bytes],
+        start: Callable[[], EngineStart] | None = None,
         addresses_stay: bool = False,
     ) -> None:
         """See `WeightReceiver`."""
         self._model, self._rank, self._size, self._device = model, rank, size, device
         self._derived, self._placement = DerivedState(model, addresses_stay), placement
+        self._start = start
+        self._remarked: Program | None = None  # whose remark is in an earlier report
         self._placed = b""  # when the update under way was prepared
         self._target: TargetPlan | None = None
         self._live: TargetPlan | None = None  # by which the live weights, and scratch memory, were written
@@ -137,7 +148,7 @@ class UpdateExecutor:
         if context.request.unmap_after:
             self.unmap()  # before the vote: after it the trainer may be answered, and free its memory
         votes = context.all_gather_votes(Phase.COMMIT, vote)
-        self.torn, self._live = "", target
+        self.torn, self._live, self._remarked = "", target, target.program
         return _with_votes(output, votes)
 
     def live_program(self) -> tuple[Program, dict[str, tuple[int, ...]]]:
@@ -190,6 +201,7 @@ class UpdateExecutor:
             read_bytes=moved.read_bytes,
             digest=context.digest,
             relay_lost=transfer.relays.outcome.lost if transfer.relays is not None else self.transfers.relay.lost,
+            remark="" if self._remarked is transfer.target.program else left_alone_remark(transfer.target.program),
         )
         strategy, tensor_index = transfer.plan.strategy, transfer.target.tensor_index
         output = DistributedUpdateWeightsOutput(
@@ -227,6 +239,7 @@ class UpdateExecutor:
                     self._device,
                     self.transfers,
                     known=target,
+                    start=self._start,
                 )
         transfer = self.transfers.transfer
         reusable = transfer is not None and transfer.is_current(request, target)
@@ -360,6 +373,7 @@ def _with_votes(output: DistributedUpdateWeightsOutput, votes: list[Vote]) -> Di
             read_bytes[trainer_rank] = read_bytes.get(trainer_rank, 0) + n
     return msgspec.structs.replace(
         output,
+        message="; ".join(dict.fromkeys(filter(None, (output.message, *(vote.remark for vote in votes))))),
         digest=votes[0].digest,
         read_bytes=read_bytes,
         relay_lost=next((vote.relay_lost for vote in votes if vote.relay_lost), ""),

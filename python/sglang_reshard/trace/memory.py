@@ -207,6 +207,8 @@ def _copies(storage: LiveStorage, dtype: torch.dtype, content: VersionedView, in
         repeats = math.prod(loop.size for loop in part.loops if loop.read == 0)
         if not equals_one_cast((origin.dtype, *casts, dtype)) or repeats > MAX_REPEATS:
             raise NotPlainCopy
+        if base is storage:  # moved within it: one part would be written where another one is read
+            raise NotPlainCopy
         if not isinstance(base, CheckpointTensor):
             yield Record(storage, dtype, part, origin)
         elif origin.dtype == base_dtype:

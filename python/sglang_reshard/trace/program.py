@@ -87,6 +87,7 @@ class Program:
     seconds   that the trace took
     arrivals  what is converted when all copies to that target have been made, and before the steps. The target is a
               meta tensor until a transport has placed it in memory, see `transports.arrivals`
+    left_alone  names of the parameters of which it does not write all: neither does a start on the checkpoint
     """
 
     copies: tuple[Copy, ...]
@@ -94,6 +95,7 @@ class Program:
     steps: tuple[Step, ...] = ()
     seconds: float = 0.0
     arrivals: Mapping[str, Arrival] = field(default_factory=dict)
+    left_alone: tuple[str, ...] = ()
 
     @property
     def scratch_bytes(self) -> int:

@@ -29,18 +29,21 @@ from sglang_reshard.trace.folded import flags_of, label, unfold_steps
 from sglang_reshard.trace.geometry import boxes_forgotten
 from sglang_reshard.trace.kv_scales import kv_scale_steps
 from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveWriteMode
+from sglang_reshard.trace.left_alone import check_buffers, restoring_steps
 from sglang_reshard.trace.lowering import Lowering, drop_overwritten_fills
 from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.post_load import DeferredCall, defer_post_load, post_load_steps
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.recorder import Recorder
 from sglang_reshard.trace.repack import (
+    RepackedModule,
     check_deferred,
     repack_on_arrival,
     repacked_modules,
     split_records,
 )
 from sglang_reshard.trace.snapshot import ABSENT, AttributeSnapshot, Change
+from sglang_reshard.trace.stock_load import EngineStart, StockLoad
 
 # What torch says of a tensor without memory, or of a subclass.
 _NEEDS_MEMORY = (
@@ -50,14 +53,22 @@ _NEEDS_MEMORY = (
 _one_at_a_time = threading.Lock()  # what a trace replaces meanwhile is the whole process's
 
 
-def trace(model: torch.nn.Module, specs: Sequence[TensorSpec], *, weightless: bool = False) -> Program:
+def trace(
+    model: torch.nn.Module,
+    specs: Sequence[TensorSpec],
+    start: Callable[[], EngineStart] | None = None,
+    *,
+    weightless: bool = False,
+) -> Program:
     """Returns the program of `model.load_weights` for checkpoint tensors with these names, shapes and dtypes.
+
+    start       returns how the engine was started; asked only if something is not written. Without it every parameter
+                must be, and every persistent buffer that the loader takes
+    weightless  the model was built on the meta device, see `live_storages`
 
     Writes nothing to the model and restores its attributes, also after an error. Weights for a block-fp8 engine that
     have more bits are quantized by the program, see `block_fp8`, and modules that were repacked after loading are
     repacked again, see `repack`.
-
-    weightless  the model was built on the meta device, see `live_storages`
 
     Raises Mismatch if the loader rejects the tensors, and Unsupported if what it does cannot be repeated as copies
     followed by steps.
@@ -65,16 +76,17 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec], *, weightless: bo
     began = time.perf_counter()
     _check_names(specs)
     with _one_at_a_time, torch.no_grad(), garbage_collector_paused(), boxes_forgotten():
-        block, quantized = block_size(model), set[str]()
+        block = block_size(model)
         repacked = repacked_modules(model)
         with modules_as_built([(m.module, m.built) for m in repacked]) as parameters:
-            if block is None:
-                found = _traced(model, specs, parameters, weightless)
-            else:
-                found, quantized = _traced_in_blocks(model, specs, block, parameters, weightless)
+            loader = _Loader(model, block, parameters, weightless)
+            found, quantized = loader.run(specs)
             parts = split_records(repacked, found.recorder.storages, found.records)
             check_order(parts.writes)
-            check_coverage(model, found.recorder.storages, parts.all_written, parameters)
+            stock = _stock_load(loader, repacked, specs, parts.all_written, start)
+            left = check_coverage(model, found.recorder.storages, parts.all_written, parameters, stock)
+            all_written = {record.storage for record in parts.all_written}
+            check_buffers(model, found.recorder.storages, all_written, stock)
         check_deferred(repacked, found.deferred)
         lowering = Lowering(found.recorder.device)
         for record in parts.writes:
@@ -82,13 +94,16 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec], *, weightless: bo
         for record in parts.overwritten:
             lowering.read(record)
         written = {record.storage.name for record in parts.writes}
+        restored = restoring_steps(model, left, stock)
         steps = (
+            *restored,
             *unfold_steps(flags_of(model), found.flags),
             *lowering.steps,
             *kv_scale_steps(model, written),
             *post_load_steps(model, found.deferred),
         )
-        program = Program(tuple(lowering.copies), lowering.targets, steps)
+        names = tuple(dict.fromkeys(one.name for one in left))
+        program = Program(tuple(lowering.copies), lowering.targets, steps, left_alone=names)
         if repacked:
             program = repack_on_arrival(program, repacked, parts.constants)
         if block is not None and quantized:
@@ -106,40 +121,66 @@ class _Traced(NamedTuple):
     flags: set[str]
 
 
-def _traced(
-    model: torch.nn.Module, specs: Sequence[TensorSpec], as_built: Collection[int], weightless: bool
-) -> _Traced:
-    recorder = Recorder(model, as_built, weightless=weightless)
-    deferred, flags = _run_loader(model, specs, recorder)
-    return _Traced(recorder, drop_overwritten_fills(recorder.records), deferred, flags)
+class _Loader(NamedTuple):
+    """A model's loader, while modules are as they were built.
 
+    block     the block size of a block-fp8 model
+    as_built  storages of repacked modules' parameters, see `modules_as_built`
+    """
 
-def _traced_in_blocks(
-    model: torch.nn.Module,
-    specs: Sequence[TensorSpec],
-    block: tuple[int, int],
-    as_built: Collection[int],
-    weightless: bool,
-) -> tuple[_Traced, set[str]]:
-    """Traces a block-fp8 model. Returns the names, too, of what it was given in fp8 although `specs` have more bits."""
-    candidates, refusal = wider(specs), None
-    try:
-        found = _traced(model, specs, as_built, weightless)
-        names = sources_of_fp8(found.records) & candidates
-        if not names:
-            return found, names
-    except ReshardError as error:
-        refusal = error  # of a loader that checks dtypes itself, perhaps
-    if refusal is not None:
+    model: torch.nn.Module
+    block: tuple[int, int] | None
+    as_built: Collection[int]
+    weightless: bool
+
+    def run(self, specs: Sequence[TensorSpec], last: list[str] | None = None) -> tuple[_Traced, set[str]]:
+        """Runs it. Returns the names, too, of what a block-fp8 model was given in fp8 although `specs` have more.
+
+        last  gets the name of each tensor that the loader receives
+        """
+        last = [] if last is None else last
+        if self.block is None:
+            return self._once(specs, last), set()
+        candidates, refusal = wider(specs), None
         try:
-            in_8_bits = [in_fp8(spec) if spec.name in candidates else spec for spec in specs]
-            given = _traced(model, in_8_bits, as_built, weightless)
-        except ReshardError:
-            raise refusal from None
-        names = sources_of_fp8(given.records) & candidates
-        if not names:
-            raise refusal
-    return _traced(model, as_quantized(specs, names, block), as_built, weightless), names
+            found = self._once(specs, last)
+            names = sources_of_fp8(found.records) & candidates
+            if not names:
+                return found, names
+        except ReshardError as error:
+            refusal = error  # of a loader that checks dtypes itself, perhaps
+        if refusal is not None:
+            try:
+                in_8_bits = [in_fp8(spec) if spec.name in candidates else spec for spec in specs]
+                given = self._once(in_8_bits, last)
+            except ReshardError:
+                raise refusal from None
+            names = sources_of_fp8(given.records) & candidates
+            if not names:
+                raise refusal
+        return self._once(as_quantized(specs, names, self.block), last), names
+
+    def _once(self, specs: Sequence[TensorSpec], last: list[str]) -> _Traced:
+        recorder = Recorder(self.model, self.as_built, weightless=self.weightless)
+        deferred, flags = _run_loader(self.model, specs, recorder, last)
+        return _Traced(recorder, drop_overwritten_fills(recorder.records), deferred, flags)
+
+
+def _stock_load(
+    loader: _Loader,
+    repacked: Sequence[RepackedModule],
+    specs: Sequence[TensorSpec],
+    records: Sequence[Record],
+    start: Callable[[], EngineStart] | None,
+) -> StockLoad:
+    """Returns what tells of a start on the engine's checkpoint. Must be asked while modules are as they were built."""
+
+    def records_of(others: Sequence[TensorSpec], last: list[str]) -> Sequence[Record]:
+        _check_names(others)
+        found, _ = loader.run(others, last)
+        return split_records(repacked, found.recorder.storages, found.records).all_written
+
+    return StockLoad(specs, records, start, records_of)
 
 
 def _check_names(specs: Sequence[TensorSpec]) -> None:
@@ -151,10 +192,10 @@ def _check_names(specs: Sequence[TensorSpec]) -> None:
 
 
 def _run_loader(
-    model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: Recorder
+    model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: Recorder, last: list[str]
 ) -> tuple[list[DeferredCall], set[str]]:
     tensors = [(spec.name, recorder.checkpoint_tensor(spec)) for spec in specs]
-    last = ["none yet"]
+    last[:] = ["none yet"]
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
