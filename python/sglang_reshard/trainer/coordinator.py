@@ -34,6 +34,7 @@ from sglang_reshard.protocol.messages import (
 )
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import ANSWER_S, TrainerChannel
+from sglang_reshard.sources.names import Renaming, patterns
 from sglang_reshard.trainer.publisher import PublishedShards
 from sglang_reshard.version import __version__
 
@@ -56,11 +57,15 @@ class UpdateOptions:
     unmap_after: bool = False
     partial: bool = False
     draft: bool = True
+    rename: Renaming | None = None
+    frozen: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> UpdateOptions:
-        """Returns the options that a user has given by name; `ignore` is any iterable."""
-        return cls(**{**options, "ignore": tuple(options.get("ignore", ()))})
+        """Returns the options that a user has given by name. Raises Mismatch for a `rename` that is none."""
+        chosen = {name: patterns(options.get(name, ())) for name in ("ignore", "frozen", "only")}
+        return cls(**{**options, **chosen, "rename": Renaming.of(options.get("rename"))})
 
 
 @dataclass(frozen=True, slots=True)

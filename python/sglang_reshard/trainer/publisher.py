@@ -23,6 +23,7 @@ from sglang_reshard.sources import (
     tied_names,
 )
 from sglang_reshard.sources.change_detector import ChangeDetector, NamedTensorList
+from sglang_reshard.sources.names import Renaming
 from sglang_reshard.trainer.stages import Stages
 from sglang_reshard.transports.memory import Handles, MemoryExporter
 
@@ -79,6 +80,7 @@ class ShardPublisher:
         self._handles: Handles | None = None
         self._stages: Stages | None = None
         self._partial = False  # whether trainer ranks list different tensors
+        self._rename: Renaming | None = None
 
     def publish(
         self,
@@ -86,12 +88,14 @@ class ShardPublisher:
         *,
         check_finite: bool,
         exchange: Callable[[str], Sequence[str]] | None = None,
+        rename: Renaming | None = None,
     ) -> PublishedShards:
         """Publishes what has changed, and makes the shards' memory readable by other processes.
 
         named_tensors  a `TrainerState` counts as unchanged while it is the same object
         exchange  for trainer ranks that list different tensors: given the content hash of this rank's layout, returns
                   those of all ranks. Collective; it is called once
+        rename    names to publish the tensors under; a `TrainerState` has them already
 
         Waits for work on the shards that is under way on GPUs: no stream orders those who read from other processes.
 
@@ -101,17 +105,19 @@ class ShardPublisher:
         if self._owns_memory:
             self._memory.begin_update()
         with garbage_collector_paused():
-            return self._published_now(named_tensors, check_finite, exchange)
+            return self._published_now(named_tensors, check_finite, exchange, rename)
 
     def _published_now(
         self,
         named_tensors: NamedTensors | torch.nn.Module | TrainerState,
         check_finite: bool,
         exchange: Callable[[str], Sequence[str]] | None,
+        rename: Renaming | None,
     ) -> PublishedShards:
         """See `publish`."""
-        changed = self._changed(named_tensors, always=check_finite or (exchange is None) != (self._stages is None))
-        state, self._partial = None, exchange is not None
+        other = (exchange is None) != (self._stages is None) or rename != self._rename
+        changed = self._changed(named_tensors, always=check_finite or other)
+        state, self._partial, self._rename = None, exchange is not None, rename
         if changed is not None:
             self._changes = self._read = None
             state = self._described(changed)
@@ -146,7 +152,13 @@ class ShardPublisher:
     def _described(self, named_tensors: NamedTensors | torch.nn.Module | TrainerState) -> TrainerState:
         if isinstance(named_tensors, TrainerState):
             return named_tensors
-        return describe(named_tensors, trainer_rank=self._rank, global_ranks=self._global_ranks, partial=self._partial)
+        return describe(
+            named_tensors,
+            trainer_rank=self._rank,
+            global_ranks=self._global_ranks,
+            partial=self._partial,
+            rename=self._rename,
+        )
 
     def release(self) -> None:
         """Drops the `TrainerState` that was published last, if it was given as one. The next call publishes again."""
