@@ -137,6 +137,8 @@ class ModuleReceiver:
 class _StateDictModel(nn.Module):
     """Gives a module the loader that an engine's model has."""
 
+    reshard_main = "module"  # see `trace.kept`
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module

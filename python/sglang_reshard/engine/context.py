@@ -60,6 +60,7 @@ class Vote(msgspec.Struct, frozen=True):
     has_communicators  prepare: this rank has this session's broadcast communicators
     plan               plan: digest of the strategy, which must be the same on all ranks
     regions            plan: content hash of the regions that this rank wants checksums of
+    kept               plan: names of the parameters that this rank leaves as they are
     report, read_bytes commit: see `RankReport` and `DistributedUpdateWeightsOutput`
     digest             commit: of all weights, by engine rank 0
     relay_lost         commit: see `DistributedUpdateWeightsOutput`
@@ -71,6 +72,7 @@ class Vote(msgspec.Struct, frozen=True):
     has_communicators: bool = False
     plan: str = ""
     regions: str = ""
+    kept: tuple[str, ...] = ()
     report: RankReport | None = None
     read_bytes: dict[int, int] = {}
     digest: str = ""

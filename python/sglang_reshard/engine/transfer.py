@@ -40,6 +40,7 @@ from sglang_reshard.plan.p2p import send_request
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, PrepareSend
 from sglang_reshard.protocol.session import Link, Session
 from sglang_reshard.protocol.validation import check_layout
+from sglang_reshard.trace.kept import MayStay
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.tracer import trace
 from sglang_reshard.transports.arrivals import ArrivalMemory
@@ -59,12 +60,13 @@ _SHOWN_NAMES = 5
 class TargetPlan:
     """An engine rank's traced loader and read plan.
 
-    Valid for one source layout (by content hash), one set of live addresses, one set of trainer ranks' hosts and GPUs,
-    and one set of trainer ranks whose memory cannot be mapped.
+    Valid for one source layout (by content hash), one rule of what may stay as it is, one set of live addresses,
+    one set of trainer ranks' hosts and GPUs, and one set of trainer ranks whose memory cannot be mapped.
     """
 
     layout: str
     signature: int | str
+    may_stay: MayStay
     trainers: tuple[object, ...]
     tensor_index: TensorIndex
     program: Program
@@ -75,7 +77,8 @@ class TargetPlan:
         return self._is_traced(request, signature) and self.trainers == _trainers(request)
 
     def _is_traced(self, request: DistributedUpdateWeightsReq, signature: int | str) -> bool:
-        return (self.layout, self.signature) == (request.layout, signature)
+        known = self.layout, self.signature, self.may_stay
+        return known == (request.layout, signature, MayStay(request.frozen, request.only))
 
     @classmethod
     def of(
@@ -101,7 +104,7 @@ class TargetPlan:
             tensor_index, program = known.tensor_index, known.program
         else:
             layout = get_layout(request, session)
-            program = trace(model, [t.spec for t in layout.tensors])
+            program = trace(model, [t.spec for t in layout.tensors], MayStay(request.frozen, request.only))
             tensor_index, known = TensorIndex.of(layout), None
         host, gpu = host_identity(), rank_device(device)
         location = RankLocation(rank, size, host, request.trainer_hosts, gpu, request.trainer_devices)
@@ -120,7 +123,8 @@ class TargetPlan:
         if known is not None and known.read_plan is read_plan and known.demand.unreadable == unreadable:
             return known
         demand = rank_demand(tensor_index, read_plan, host, len(os.sched_getaffinity(0)), gpu, unreadable)
-        return cls(request.layout, signature, _trainers(request), tensor_index, program, read_plan, demand)
+        may_stay = MayStay(request.frozen, request.only)
+        return cls(request.layout, signature, may_stay, _trainers(request), tensor_index, program, read_plan, demand)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,7 @@ class TransferPlan:
     checksums     of this rank's weights, if they are verified; the regions are in the session
     regions       content hash of these regions
     remark        on the plan, for the trainer's report
+    kept          names of the parameters that any engine rank leaves as they are
     """
 
     strategy: Strategy
@@ -140,6 +145,7 @@ class TransferPlan:
     checksums: TargetChecksums | None
     regions: str
     remark: str
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

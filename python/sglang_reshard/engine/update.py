@@ -26,8 +26,10 @@ import numpy as np
 import torch
 
 from sglang_reshard.digest.selection import Selection
+from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_error
 from sglang_reshard.engine.received_tensors import ReceivedTensors
+from sglang_reshard.engine.sound_weights import SoundWeights
 from sglang_reshard.engine.transfer import PreparedTransfer, TargetPlan, TransferCache, TransferPlan, get_layout
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
@@ -62,6 +64,7 @@ class UpdateExecutor:
         self._target: TargetPlan | None = None
         self._live: TargetPlan | None = None  # by which the live weights, and scratch memory, were written
         self.transfers = TransferCache(rank, device, live=not isinstance(model, ReceivedTensors))
+        self._sound = SoundWeights()
         self.torn = ""  # why the weights are partly written; empty if they are sound
 
     def prepare(self, context: UpdateContext, refusal: str) -> None:
@@ -113,6 +116,7 @@ class UpdateExecutor:
     def write(self, context: UpdateContext) -> DistributedUpdateWeightsOutput:
         """Writes the live weights: everything that a failure leaves torn."""
         self.torn, self._live, target = _torn(context.request), None, self.transfer.target
+        self._sound.begin(target.program.kept)
         error = ""
         try:
             if self.transfer.shadow is None:
@@ -130,6 +134,7 @@ class UpdateExecutor:
             self.unmap()  # before the vote: after it the trainer may be answered, and free its memory
         votes = context.all_gather_votes(Phase.COMMIT, vote)
         self.torn, self._live = "", target
+        self._sound.succeed()
         return _with_votes(output, votes)
 
     def live_program(self) -> tuple[Program, dict[str, tuple[int, ...]]]:
@@ -144,6 +149,11 @@ class UpdateExecutor:
             raise Unsupported(
                 f"engine rank {self._rank}: live parameters were replaced since the last update, or experts moved; "
                 "update it again"
+            )
+        if live.program.kept:
+            raise Unsupported(
+                f"engine rank {self._rank}: the last update left {live.program.kept[0]} and others as they "
+                "were, so that nothing tells which checkpoint tensors they hold; send this engine all weights once"
             )
         return live.program, {tensor.name: tensor.shape for tensor in live.tensor_index.layout.tensors}
 
@@ -193,6 +203,7 @@ class UpdateExecutor:
             tensors=len(tensor_index.layout.tensors),
             source_bytes=tensor_index.nbytes,
             delta=context.delta,
+            kept=transfer.plan.kept,
         )
         return output, vote
 
@@ -220,6 +231,7 @@ class UpdateExecutor:
                     self.transfers,
                     known=target,
                 )
+        self._sound.check(target.program.kept, request, self._rank)
         transfer = self.transfers.transfer
         reusable = transfer is not None and transfer.is_current(request, target)
         is_base = False
@@ -238,13 +250,14 @@ class UpdateExecutor:
             demands = context.all_gather("demands", target.demand)
             try:
                 plan = self.transfers.plan(context.request, demands, context.session, target)
-                vote = Vote(plan=plan.strategy.digest(), regions=plan.regions)
+                vote = Vote(plan=plan.strategy.digest(), regions=plan.regions, kept=target.program.kept)
             except Exception as error:
                 vote = Vote(error=describe_error(error))
             votes = context.all_gather_votes(Phase.PLAN, vote)
         if plan is None or len({v.plan for v in votes}) > 1:
             raise ReshardError("engine ranks made different plans; this is a bug, please report it")
-        return plan, tuple(v.regions for v in votes)
+        kept = tuple(sorted({name for v in votes for name in v.kept}))
+        return replace(plan, kept=kept), tuple(v.regions for v in votes)
 
     def _connect(self, context: UpdateContext, plan: TransferPlan, regions: tuple[str, ...]) -> None:
         request, channel, target = context.request, context.channel, self._target
@@ -303,7 +316,7 @@ class UpdateExecutor:
                     "this host's memory or its network"
                 )
             if self._rank == 0 and request.verify == "full":
-                context.digest = digest
+                context.digest = with_kept(digest, self.transfer.plan.kept)
 
     def _signature(self) -> int:
         """Returns a number that changes when the loader must be traced again."""

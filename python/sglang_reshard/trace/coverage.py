@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -36,11 +36,16 @@ def check_coverage(
     storages: dict[int, LiveStorage],
     records: Sequence[Record],
     as_built: Collection[int] = (),
-) -> None:
-    """Raises Unsupported unless every parameter is written exactly once.
+    may_stay: Callable[[str], bool] = lambda name: False,
+) -> list[str]:
+    """Raises Unsupported unless every parameter is written exactly once, or may stay as it is.
 
     as_built  keys of storages that nothing at all may write: `repack` checks whether anybody reads them
+    may_stay  returns whether nothing at all may write the parameter of this name
+
+    Returns the names of the parameters that stay.
     """
+    kept: list[str] = []
     written: dict[LiveStorage, list[Record]] = defaultdict(list)
     for record in records:
         if not _updates_in_place(record):
@@ -53,7 +58,12 @@ def check_coverage(
     for storage in dict.fromkeys((*parameters, *written)):
         if storage not in written and storage_key(storage.tensor) in as_built:
             continue
+        names = [name for name, _ in parameters[storage]]
+        if storage not in written and all(map(may_stay, names)):
+            kept += names
+            continue
         _check_storage(storage, parameters[storage], written[storage])
+    return kept
 
 
 def _updates_in_place(record: Record) -> bool:

@@ -86,6 +86,7 @@ class Program:
     seconds   that the trace took
     arrivals  what is converted when all copies to that target have been made, and before the steps. The target is a
               meta tensor until a transport has placed it in memory, see `transports.arrivals`
+    kept      names of parameters that it does not write, in order, see `trace.kept`
     """
 
     copies: tuple[Copy, ...]
@@ -93,6 +94,7 @@ class Program:
     steps: tuple[Step, ...] = ()
     seconds: float = 0.0
     arrivals: Mapping[str, Arrival] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
 
     @property
     def scratch_bytes(self) -> int:

@@ -26,6 +26,7 @@ from sglang_reshard.trace.block_fp8 import (
 from sglang_reshard.trace.built_modules import modules_as_built
 from sglang_reshard.trace.coverage import check_coverage, check_order
 from sglang_reshard.trace.geometry import boxes_forgotten
+from sglang_reshard.trace.kept import MayStay, engine_name, kept_modules, names_kept
 from sglang_reshard.trace.kv_scales import kv_scale_steps
 from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveWriteMode
 from sglang_reshard.trace.lowering import Lowering, drop_overwritten_fills
@@ -46,15 +47,18 @@ _NEEDS_MEMORY = (
     "data pointer", "on meta tensors", "doesn't have storage", "incompatible tensor type", "tensor subclasses"
 )  # fmt: skip
 
+_NOTHING = MayStay()
 _one_at_a_time = threading.Lock()  # what a trace replaces meanwhile is the whole process's
 
 
-def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
+def trace(model: torch.nn.Module, specs: Sequence[TensorSpec], may_stay: MayStay = _NOTHING) -> Program:
     """Returns the program of `model.load_weights` for checkpoint tensors with these names, shapes and dtypes.
 
     Writes nothing to the model and restores its attributes, also after an error. Weights for a block-fp8 engine that
     have more bits are quantized by the program, see `block_fp8`, and modules that were repacked after loading are
     repacked again, see `repack`.
+
+    may_stay  parameters that may be left as they are: the program's `kept`
 
     Raises Mismatch if the loader rejects the tensors, and Unsupported if what it does cannot be repeated as copies
     followed by steps.
@@ -69,9 +73,17 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
                 found = _traced(model, specs, parameters)
             else:
                 found, quantized = _traced_in_blocks(model, specs, block, parameters)
+            staying = kept_modules(model, repacked, found.recorder.storages, found.records, may_stay)
+            repacked = [module for module in repacked if module not in staying]
             parts = split_records(repacked, found.recorder.storages, found.records)
             check_order(parts.writes)
-            check_coverage(model, found.recorder.storages, parts.all_written, parameters)
+            kept = check_coverage(
+                model,
+                found.recorder.storages,
+                parts.all_written,
+                parameters,
+                lambda name: may_stay(engine_name(model, name)),
+            )
         check_deferred(repacked, found.deferred)
         lowering = Lowering(found.recorder.device)
         for record in parts.writes:
@@ -80,7 +92,7 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
             lowering.read(record)
         written = {record.storage.name for record in parts.writes}
         steps = (*lowering.steps, *kv_scale_steps(model, written), *post_load_steps(model, found.deferred))
-        program = Program(tuple(lowering.copies), lowering.targets, steps)
+        program = Program(tuple(lowering.copies), lowering.targets, steps, kept=names_kept(model, kept, staying))
         if repacked:
             program = repack_on_arrival(program, repacked, parts.constants)
         if block is not None and quantized:

@@ -222,6 +222,8 @@ class UpdateCoordinator:
                     flush_cache=options.flush_cache,
                     abort_all_requests=options.abort_all_requests,
                     ignore=options.ignore + tied,
+                    frozen=options.frozen,
+                    only=options.only,
                     verify=options.verify,
                     staged=options.staged or self._config.lora is not None,  # it costs an adapter nothing
                     unmap_after=options.unmap_after,
@@ -291,6 +293,7 @@ def _report(
         predicted_seconds=output.predicted_seconds,
         digest=output.digest,
         delta=output.delta,
+        kept=output.kept,
         bucket_bytes=config.bucket_bytes,
         seconds=seconds | slowest_seconds(output.ranks),
         engine_ranks=output.ranks,
