@@ -8,9 +8,10 @@ transfer  PreparedTransfer  the transport with its views and buffers; kept while
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 import torch
 
@@ -54,6 +55,7 @@ from sglang_reshard.transports.relay import Relays
 
 logger = get_logger(__name__)
 _SHOWN_NAMES = 5
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +295,7 @@ class TransferCache:
         insufficient memory.
         """
         unread = unread_tensors(target.tensor_index, demands)
-        check_unread(unread, request.ignore)
+        check_unread(unread, request.ignore, request.apart)
         topology = ClusterTopology.of(demands, request.trainer_hosts, request.trainer_devices)
         index, bucket_bytes = target.tensor_index, request.bucket_bytes
         strategy = choose_strategy(request.transport, index, demands, topology, bucket_bytes, delta=request.delta)
@@ -411,7 +413,7 @@ def _options(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:
     """Returns what must be equal for a prepared transfer to be used again."""
     relay = request.relay and (request.relay.address, request.relay.engines, request.relay.own)
     chosen = request.bucket_bytes, request.transport, request.staged, request.verify != "off", request.delta
-    return request.handles, chosen, relay
+    return request.handles, chosen, relay, request.ignore, request.apart
 
 
 def _trainer_ranks_read(strategy: Strategy, target: TargetPlan, engine_rank: int) -> tuple[int, ...]:
@@ -425,13 +427,20 @@ def _trainer_ranks_read(strategy: Strategy, target: TargetPlan, engine_rank: int
     return tuple(sorted(led | set(plan.trainer_ranks[read_alone].tolist())))
 
 
-def check_unread(unread: Sequence[str], ignore: Sequence[str]) -> None:
+def check_unread(unread: Sequence[str], ignore: Sequence[str], apart: Mapping[str, str] = _NOTHING) -> None:
     """Raises Mismatch unless each name that no engine rank reads matches one of the patterns in `ignore`.
 
     A loader skips what it does not know and what it does not need (a tied head, a layer for speculative decoding)
     alike, without reporting which. So the trainer declares what it means to be skipped.
+
+    apart  why a tensor is not the embedding that an engine would read in its place, see `trainer.tied_heads`
     """
     mistaken = [name for name in unread if not any(fnmatchcase(name, pattern) for pattern in ignore)]
+    if untied := next((apart[name] for name in mistaken if name in apart), ""):
+        raise Mismatch(
+            f"{untied}, but the engine ties the two: no rank's loader reads the head. Tie them in the trainer, too, or "
+            "start the engine on a checkpoint whose config has tie_word_embeddings=false"
+        )
     if mistaken:
         raise Mismatch(
             f"{unread_remark(mistaken)}: no rank's loader reads it. Correct the name, or if it is meant to be skipped, "

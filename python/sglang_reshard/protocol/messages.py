@@ -71,6 +71,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     bucket_bytes     size of a bucket; a rank holds at most two
     timeout_s        seconds that any one wait of this update may last
     ignore           fnmatch patterns of names that no engine rank needs to read
+    apart            name -> why it is not its embedding bit for bit, of tensors that no engine rank may read then
     frozen, only     fnmatch patterns of the engine's parameters that may stay as they are, see `trace.kept.MayStay`
     stock_changes    how often all weights were loaded or released otherwise than by updates, since the engine's start
     stock_loaded     the last of these loaded weights. Both are added by the engine's tokenizer manager
@@ -101,6 +102,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     flush_cache: bool = True
     abort_all_requests: bool = False
     ignore: tuple[str, ...] = ()
+    apart: dict[str, str] = {}
     frozen: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     stock_changes: int = 0
@@ -242,6 +244,7 @@ class TrainerStatus(msgspec.Struct, frozen=True):
     prepared  engine -> `PrepareSend.transfer` of the transfer that it is still prepared to send, if there is one
     device    its GPU
     sections  engine -> engine rank -> what has changed, for engines to which it could send that only
+    heads     name -> why it is not its embedding bit for bit, empty if it is; see `trainer.tied_heads`
     """
 
     host: str
@@ -251,6 +254,7 @@ class TrainerStatus(msgspec.Struct, frozen=True):
     prepared: dict[int, str] = {}
     device: RankDevice = RankDevice()
     sections: dict[int, dict[int, DeltaSection]] = {}
+    heads: dict[str, str] = {}
 
 
 class ListedTensors(msgspec.Struct, frozen=True):

@@ -36,6 +36,7 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import ANSWER_S, TrainerChannel
 from sglang_reshard.sources.names import Renaming, patterns
 from sglang_reshard.trainer.publisher import PublishedShards
+from sglang_reshard.trainer.tied_heads import judged
 from sglang_reshard.version import __version__
 
 _TORN = "The engine's weights are torn: repeat the update before generating"
@@ -204,6 +205,7 @@ class UpdateCoordinator:
     ) -> DistributedUpdateWeightsOutput:
         """Sends an engine the request, which carries metadata only, and returns its answer."""
         tied = tuple(glob.escape(name) for name in published.tied)
+        equal, apart = judged([status.heads for status in statuses])
         with spans.span("reshard.request"):
             output = self._engines[engine](
                 DistributedUpdateWeightsReq(
@@ -221,7 +223,8 @@ class UpdateCoordinator:
                     timeout_s=self._config.timeout_s,
                     flush_cache=options.flush_cache,
                     abort_all_requests=options.abort_all_requests,
-                    ignore=options.ignore + tied,
+                    ignore=options.ignore + tied + equal,
+                    apart=apart,
                     frozen=options.frozen,
                     only=options.only,
                     verify=options.verify,

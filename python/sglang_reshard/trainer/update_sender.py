@@ -290,7 +290,14 @@ class UpdateSender:
         else:
             prepared = self._worker.prepared_transfers(published)
             status = TrainerStatus(
-                self._host, published.layout, published.handles, None, prepared, published.device, sections
+                self._host,
+                published.layout,
+                published.handles,
+                None,
+                prepared,
+                published.device,
+                sections,
+                self._publisher.heads,
             )
         channel.publish_status(self._rank, status)
         return published, functools.partial(self._publisher.shards, named_tensors)
