@@ -18,11 +18,13 @@ import torch
 from sglang_reshard.delta.section import Sections
 from sglang_reshard.delta.target import DeltaTarget
 from sglang_reshard.digest.target import TargetChecksums
+from sglang_reshard.engine.loader_names import LoaderNames
 from sglang_reshard.engine.relay import RelayMember
 from sglang_reshard.engine.shadow_weights import ShadowWeights, check_room, shadow_bytes
 from sglang_reshard.engine.trainer_memory import TrainerMemory
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.announce import rank_device
+from sglang_reshard.layout.names import renamed
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.plan import (
@@ -62,25 +64,30 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 class TargetPlan:
     """An engine rank's traced loader and read plan.
 
-    Valid for one source layout (by content hash), one rule of what may stay as it is, one set of live addresses,
-    one set of trainer ranks' hosts and GPUs, and one set of trainer ranks whose memory cannot be mapped.
+    Valid for one source layout (by content hash), its names for the loader, one rule of what may stay, one set of live
+    addresses, one set of trainer ranks' hosts and GPUs, and one set of trainer ranks whose memory cannot be mapped.
     """
 
     layout: str
     signature: int | str
     may_stay: MayStay
+    names: LoaderNames
     trainers: tuple[object, ...]
     tensor_index: TensorIndex
     program: Program
     read_plan: ReadPlan
     demand: RankDemand
 
-    def is_current(self, request: DistributedUpdateWeightsReq, signature: int | str) -> bool:
-        return self._is_traced(request, signature) and self.trainers == _trainers(request)
+    def is_current(self, request: DistributedUpdateWeightsReq, signature: int | str, names: LoaderNames) -> bool:
+        return self._is_traced(request, signature, names) and self.trainers == _trainers(request)
 
-    def _is_traced(self, request: DistributedUpdateWeightsReq, signature: int | str) -> bool:
-        known = self.layout, self.signature, self.may_stay
-        return known == (request.layout, signature, MayStay(request.frozen, request.only))
+    def _is_traced(self, request: DistributedUpdateWeightsReq, signature: int | str, names: LoaderNames) -> bool:
+        known = self.layout, self.signature, self.may_stay, self.names.digest
+        return known == (request.layout, signature, MayStay(request.frozen, request.only), names.digest)
+
+    def unread(self, demands: Sequence[RankDemand]) -> tuple[str, ...]:
+        """Returns the names, as the trainer has them, of tensors that no engine rank reads."""
+        return self.names.trainer_names(unread_tensors(self.tensor_index, demands))
 
     @classmethod
     def of(
@@ -94,6 +101,7 @@ class TargetPlan:
         device: torch.device,
         transfers: TransferCache,
         known: TargetPlan | None,
+        names: LoaderNames,
     ) -> TargetPlan:
         """Traces and plans for engine rank `rank` of `size` on `device`.
 
@@ -101,11 +109,14 @@ class TargetPlan:
                    for weights that the loader refuses
         known      an earlier plan, whose trace is reused for a trainer that has the same tensors elsewhere, and which
                    is returned if nothing has changed
+        names      of the layout's tensors, as the loader reads them
         """
-        if known is not None and known._is_traced(request, signature):
+        if known is not None and known._is_traced(request, signature, names):
             tensor_index, program = known.tensor_index, known.program
         else:
             layout = get_layout(request, session)
+            if names.names:
+                layout = renamed(layout, names.names)
             program = trace(model, [t.spec for t in layout.tensors], MayStay(request.frozen, request.only))
             tensor_index, known = TensorIndex.of(layout), None
         host, gpu = host_identity(), rank_device(device)
@@ -126,7 +137,8 @@ class TargetPlan:
             return known
         demand = rank_demand(tensor_index, read_plan, host, len(os.sched_getaffinity(0)), gpu, unreadable)
         may_stay = MayStay(request.frozen, request.only)
-        return cls(request.layout, signature, may_stay, _trainers(request), tensor_index, program, read_plan, demand)
+        trainers = _trainers(request)
+        return cls(request.layout, signature, may_stay, names, trainers, tensor_index, program, read_plan, demand)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +149,7 @@ class TransferPlan:
     prepare_send  command to the trainer ranks, if any of them sends
     checksums     of this rank's weights, if they are verified; the regions are in the session
     regions       content hash of these regions
+    names         content hash of the names by which the digest counts tensors; empty for the layout's own
     remark        on the plan, for the trainer's report
     kept          names of the parameters that any engine rank leaves as they are
     """
@@ -146,6 +159,7 @@ class TransferPlan:
     prepare_send: PrepareSend | None
     checksums: TargetChecksums | None
     regions: str
+    names: str
     remark: str
     kept: tuple[str, ...] = ()
 
@@ -294,7 +308,7 @@ class TransferCache:
         Raises Mismatch for names that no engine rank reads, and Unsupported for an infeasible transport or
         insufficient memory.
         """
-        unread = unread_tensors(target.tensor_index, demands)
+        unread = target.unread(demands)
         check_unread(unread, request.ignore, request.apart)
         topology = ClusterTopology.of(demands, request.trainer_hosts, request.trainer_devices)
         index, bucket_bytes = target.tensor_index, request.bucket_bytes
@@ -321,11 +335,13 @@ class TransferCache:
                 asked = send_request(target.read_plan, trainer_rank, dtypes, delta=can_apply)
                 session.put_send_request(Link(request.engine, self._rank, trainer_rank), target.demand.digest, asked)
         self._allocate_shadow(request, demands, target)
-        checksums, regions = None, ""
+        checksums, regions, names = None, "", ""
         if request.verify != "off":
+            names = session.put_names(target.names.names) if target.names.names else ""
             checksums = TargetChecksums(target.tensor_index, self._program(target))
             regions = session.put_regions(checksums.regions)
-        return TransferPlan(strategy, memory, prepare_send, checksums, regions, unread_remark(unread))
+        remark = "; ".join(filter(None, (unread_remark(unread), target.names.remark)))
+        return TransferPlan(strategy, memory, prepare_send, checksums, regions, names, remark)
 
     def connect(
         self,
@@ -435,7 +451,7 @@ def check_unread(unread: Sequence[str], ignore: Sequence[str], apart: Mapping[st
 
     apart  why a tensor is not the embedding that an engine would read in its place, see `trainer.tied_heads`
     """
-    mistaken = [name for name in unread if not any(fnmatchcase(name, pattern) for pattern in ignore)]
+    mistaken = not_ignored(unread, ignore)
     if untied := next((apart[name] for name in mistaken if name in apart), ""):
         raise Mismatch(
             f"{untied}, but the engine ties the two: no rank's loader reads the head. Tie them in the trainer, too, or "
@@ -446,6 +462,10 @@ def check_unread(unread: Sequence[str], ignore: Sequence[str], apart: Mapping[st
             f"{unread_remark(mistaken)}: no rank's loader reads it. Correct the name, or if it is meant to be skipped, "
             f"pass ignore=[{mistaken[0]!r}], patterns allowed, to the update"
         )
+
+
+def not_ignored(names: Sequence[str], ignore: Sequence[str]) -> list[str]:
+    return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in ignore)]
 
 
 def unread_remark(unread: Sequence[str]) -> str:

@@ -17,7 +17,8 @@ which nothing has changed goes from `prepare` straight to `move`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -28,9 +29,17 @@ import torch
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_error
+from sglang_reshard.engine.loader_names import LoaderNames, Reading, find_names, reading
 from sglang_reshard.engine.received_tensors import ReceivedTensors
 from sglang_reshard.engine.sound_weights import SoundWeights
-from sglang_reshard.engine.transfer import PreparedTransfer, TargetPlan, TransferCache, TransferPlan, get_layout
+from sglang_reshard.engine.transfer import (
+    PreparedTransfer,
+    TargetPlan,
+    TransferCache,
+    TransferPlan,
+    get_layout,
+    not_ignored,
+)
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.runtime import runtime
@@ -44,6 +53,7 @@ from sglang_reshard.protocol.messages import (
     StartTransfer,
 )
 from sglang_reshard.trace.live_signature import LiveSignature
+from sglang_reshard.trace.names_read import names_read
 from sglang_reshard.trace.program import Program
 from sglang_reshard.version import check_same_version
 
@@ -65,6 +75,7 @@ class UpdateExecutor:
         self._live: TargetPlan | None = None  # by which the live weights, and scratch memory, were written
         self.transfers = TransferCache(rank, device, live=not isinstance(model, ReceivedTensors))
         self._sound = SoundWeights()
+        self._names = LoaderNames()
         self.torn = ""  # why the weights are partly written; empty if they are sound
 
     def prepare(self, context: UpdateContext, refusal: str) -> None:
@@ -73,14 +84,12 @@ class UpdateExecutor:
             self._prepare(context, refusal)
 
     def _prepare(self, context: UpdateContext, refusal: str) -> None:
-        vote = Vote(error=refusal)
-        if not refusal:
-            try:
-                vote = self._prepare_target(context)
-            except Exception as error:
-                vote = Vote(error=describe_error(error))
+        vote = Vote(error=refusal) if refusal else self._target_vote(context)
         with self._torn_if_vote_is_lost(context, may_write=vote.reusable and not context.request.staged):
-            votes = context.all_gather_votes(Phase.PREPARE, vote)
+            votes = context.all_gather(Phase.PREPARE.value, vote)
+        if not all(v.reusable for v in votes) and _names_are_open(votes):
+            votes = self._find_names(context)
+        context.check_votes(Phase.PREPARE, votes)
         if all(v.reusable for v in votes):
             context.delta = all(v.is_base for v in votes)
             context.kept_bytes = self.transfer.held_bytes
@@ -207,6 +216,44 @@ class UpdateExecutor:
         )
         return output, vote
 
+    def _target_vote(self, context: UpdateContext) -> Vote:
+        """Prepares the target. Returns this rank's vote, whether that has succeeded or not."""
+        layout = context.request.layout
+        searched = self._names.layout == layout
+        names = f"{searched}{self._names.of(layout).digest}"
+        try:
+            return msgspec.structs.replace(self._prepare_target(context), names=names)
+        except Exception as error:
+            in_trace = context.phase is Phase.TRACE and isinstance(error, ReshardError)
+            return Vote(error=self._described(context, error), names_open=in_trace and not searched, names=names)
+
+    def _find_names(self, context: UpdateContext) -> list[Vote]:
+        """Finds other names for what the loader does not read as given, and prepares the target for them. Collective.
+
+        Returns the votes of all engine ranks, none of which has anything to use again.
+        """
+        request = context.request
+        tensors = get_layout(request, context.session).tensors
+        rounds = itertools.count()
+
+        def probe(names: Sequence[str]) -> list[Reading]:
+            specs = [replace(tensor.spec, name=name) for tensor, name in zip(tensors, names, strict=True)]
+            found = reading(names_read(self._model, specs), names)
+            return context.all_gather(f"names/{next(rounds)}", found)
+
+        try:
+            with context.enter(Phase.TRACE):
+                given = [tensor.name for tensor in tensors]
+                self._names = find_names(request.layout, given, request.ignore, probe)
+            vote = msgspec.structs.replace(self._target_vote(context), reusable=False, is_base=False)
+        except Mismatch as error:  # the same on all ranks
+            vote = Vote(error=str(error))
+        return context.all_gather("prepare/names", vote)
+
+    def _described(self, context: UpdateContext, error: Exception) -> str:
+        hint = self._names.of(context.request.layout).hint
+        return f"{describe_error(error)}. {hint}" if hint else describe_error(error)
+
     def _prepare_target(self, context: UpdateContext) -> Vote:
         """Traces and plans this rank's reads, unless that was done for the same layout and live parameters."""
         request = context.request
@@ -217,8 +264,9 @@ class UpdateExecutor:
         if isinstance(self._model, ReceivedTensors) and (self._target is None or self._target.layout != request.layout):
             self._model.allocate([t.spec for t in get_layout(request, context.session).tensors])
         signature, self._placed = self._signature(), self._placement()
+        names = self._names.of(request.layout)
         target, tried_handles = self._target, self.transfers.trainer_memory.tried_handles
-        if target is None or not target.is_current(request, signature) or tried_handles != request.handles:
+        if target is None or not target.is_current(request, signature, names) or tried_handles != request.handles:
             with context.enter(Phase.TRACE):
                 self._target = target = TargetPlan.of(
                     self._model,
@@ -230,6 +278,7 @@ class UpdateExecutor:
                     self._device,
                     self.transfers,
                     known=target,
+                    names=names,
                 )
         self._sound.check(target.program.kept, request, self._rank)
         transfer = self.transfers.transfer
@@ -248,11 +297,18 @@ class UpdateExecutor:
         plan, vote = None, Vote()
         with context.enter(Phase.PLAN):
             demands = context.all_gather("demands", target.demand)
+        searched = self._names.layout == context.request.layout
+        if not searched and not_ignored(target.unread(demands), context.request.ignore):
+            context.check_votes(Phase.PREPARE, self._find_names(context))
+            target = self._target
+            assert target is not None
+            demands = context.all_gather("demands/names", target.demand)
+        with context.enter(Phase.PLAN):
             try:
                 plan = self.transfers.plan(context.request, demands, context.session, target)
                 vote = Vote(plan=plan.strategy.digest(), regions=plan.regions, kept=target.program.kept)
             except Exception as error:
-                vote = Vote(error=describe_error(error))
+                vote = Vote(error=self._described(context, error))
             votes = context.all_gather_votes(Phase.PLAN, vote)
         if plan is None or len({v.plan for v in votes}) > 1:
             raise ReshardError("engine ranks made different plans; this is a bug, please report it")
@@ -345,6 +401,12 @@ class UpdateExecutor:
             raise
 
 
+def _names_are_open(votes: Sequence[Vote]) -> bool:
+    """Returns whether ranks that failed may succeed with other names, or ranks do not know of the same ones."""
+    failed = [vote for vote in votes if vote.error]
+    return all(vote.names_open for vote in failed) and (bool(failed) or len({vote.names for vote in votes}) > 1)
+
+
 def _torn(request: DistributedUpdateWeightsReq) -> str:
     return f"update {request.update} broke off while weights were being written"
 
@@ -355,7 +417,7 @@ def _selection(request: DistributedUpdateWeightsReq) -> Selection:
 
 
 def _checksums_requested(request: DistributedUpdateWeightsReq, transfer: PreparedTransfer) -> RequestChecksums:
-    return RequestChecksums(transfer.regions, _selection(request))
+    return RequestChecksums(transfer.regions, _selection(request), transfer.plan.names)
 
 
 def _with_votes(output: DistributedUpdateWeightsOutput, votes: list[Vote]) -> DistributedUpdateWeightsOutput:

@@ -306,10 +306,12 @@ class RequestChecksums(msgspec.Struct, frozen=True, tag="request_checksums"):
 
     regions    content hash of each engine rank's region set in the session
     selection  the elements that are compared
+    names      content hash of the names by which the digest counts the tensors; empty for the layout's own
     """
 
     regions: tuple[str, ...]
     selection: Selection
+    names: str = ""
 
 
 Command = PrepareSend | ConnectPeers | StartTransfer | RequestChecksums

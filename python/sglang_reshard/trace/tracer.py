@@ -65,7 +65,7 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec], may_stay: MayStay
     """
     began = time.perf_counter()
     _check_names(specs)
-    with _one_at_a_time, torch.no_grad(), garbage_collector_paused(), boxes_forgotten():
+    with tracing():
         block, quantized = block_size(model), set[str]()
         repacked = repacked_modules(model)
         with modules_as_built([(m.module, m.built) for m in repacked]) as parameters:
@@ -101,6 +101,13 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec], may_stay: MayStay
     return replace(program, seconds=time.perf_counter() - began)
 
 
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Around a run of a loader over lazy tensors: one at a time, without gradients."""
+    with _one_at_a_time, torch.no_grad(), garbage_collector_paused(), boxes_forgotten():
+        yield
+
+
 class _Traced(NamedTuple):
     """A loader's writes of checkpoint tensors, and the calls of post_load_weights that it made."""
 
@@ -111,7 +118,7 @@ class _Traced(NamedTuple):
 
 def _traced(model: torch.nn.Module, specs: Sequence[TensorSpec], as_built: Collection[int]) -> _Traced:
     recorder = Recorder(model, as_built)
-    deferred = _run_loader(model, specs, recorder)
+    deferred = run_loader(model, specs, recorder)
     return _Traced(recorder, drop_overwritten_fills(recorder.records), deferred)
 
 
@@ -147,13 +154,16 @@ def _check_names(specs: Sequence[TensorSpec]) -> None:
         seen.add(spec.name)
 
 
-def _run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: Recorder) -> list[DeferredCall]:
+def run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: Recorder) -> list[DeferredCall]:
+    """Records what the loader writes, and returns its calls of post_load_weights. Restores the model's attributes.
+
+    Raises Mismatch and Unsupported as `trace`. The recorder has then what was written before.
+    """
     tensors = [(spec.name, recorder.checkpoint_tensor(spec)) for spec in specs]
-    last = ["none yet"]
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
-            last[0] = name
+            recorder.received = name
             yield name, tensor
 
     snapshot = AttributeSnapshot(model)
@@ -169,9 +179,9 @@ def _run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: R
         if recorder.failure is not None:
             raise recorder.failure
     except ReshardError as error:
-        raise type(error)(f"{error} (Last tensor that the loader received: {last[0]}.)") from error
+        raise type(error)(f"{error} (Last tensor that the loader received: {recorder.received}.)") from error
     except Exception as error:
-        raise _explained(error, last[0], model) from error
+        raise _explained(error, recorder.received, model) from error
     for change in changes:
         _write_rebound(recorder, change)
     return deferred
