@@ -187,16 +187,16 @@ class WeightSender(SnapshotMethods, UpdateSender):
             weight_version,
             flush_cache,
             abort_all_requests,
-            patterns(ignore),
+            patterns(ignore) if ignore else (),
             check_finite,
             verify,
             staged,
             unmap_after,
             partial,
             draft,
-            Renaming.of(rename),
-            patterns(frozen),
-            patterns(only),
+            Renaming.of(rename) if rename is not None else None,
+            patterns(frozen) if frozen else (),
+            patterns(only) if only else (),
         )
         if fallback == "raise":
             return self._update_engine(named_tensors, options)

@@ -52,10 +52,6 @@ class LoaderNames:
     hint: str = ""
     digest: str = ""
 
-    def of(self, layout: str) -> LoaderNames:
-        """Returns the names of this layout's tensors: these, or those given."""
-        return self if self.layout == layout else LoaderNames()
-
     def trainer_names(self, names: Iterable[str]) -> tuple[str, ...]:
         """Returns the names that the trainer has for what the loader reads as `names`."""
         given = dict(zip(self.names, self.given, strict=True)) if self.names else {}

@@ -31,7 +31,7 @@ from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_error
 from sglang_reshard.engine.loader_names import LoaderNames, Reading, find_names, reading
 from sglang_reshard.engine.received_tensors import ReceivedTensors
-from sglang_reshard.engine.sound_weights import SoundWeights
+from sglang_reshard.engine.sound_weights import LastWrite, check_kept
 from sglang_reshard.engine.transfer import (
     PreparedTransfer,
     TargetPlan,
@@ -57,6 +57,8 @@ from sglang_reshard.trace.names_read import names_read
 from sglang_reshard.trace.program import Program
 from sglang_reshard.version import check_same_version
 
+_GIVEN = LoaderNames()
+
 
 class UpdateExecutor:
     """Executes updates on one engine rank. Keeps the traced loader and the prepared transfer between them.
@@ -74,7 +76,7 @@ class UpdateExecutor:
         self._target: TargetPlan | None = None
         self._live: TargetPlan | None = None  # by which the live weights, and scratch memory, were written
         self.transfers = TransferCache(rank, device, live=not isinstance(model, ReceivedTensors))
-        self._sound = SoundWeights()
+        self._written = LastWrite()
         self._names = LoaderNames()
         self.torn = ""  # why the weights are partly written; empty if they are sound
 
@@ -125,7 +127,7 @@ class UpdateExecutor:
     def write(self, context: UpdateContext) -> DistributedUpdateWeightsOutput:
         """Writes the live weights: everything that a failure leaves torn."""
         self.torn, self._live, target = _torn(context.request), None, self.transfer.target
-        self._sound.begin(target.program.kept)
+        self._written = LastWrite(context.request.stock_changes, target.program.kept)
         error = ""
         try:
             if self.transfer.shadow is None:
@@ -143,7 +145,6 @@ class UpdateExecutor:
             self.unmap()  # before the vote: after it the trainer may be answered, and free its memory
         votes = context.all_gather_votes(Phase.COMMIT, vote)
         self.torn, self._live = "", target
-        self._sound.succeed()
         return _with_votes(output, votes)
 
     def live_program(self) -> tuple[Program, dict[str, tuple[int, ...]]]:
@@ -218,9 +219,9 @@ class UpdateExecutor:
 
     def _target_vote(self, context: UpdateContext) -> Vote:
         """Prepares the target. Returns this rank's vote, whether that has succeeded or not."""
-        layout = context.request.layout
-        searched = self._names.layout == layout
-        names = f"{searched}{self._names.of(layout).digest}"
+        found = self._names_of(context.request)
+        searched = found is self._names
+        names = f"{searched}{found.digest}"
         try:
             return msgspec.structs.replace(self._prepare_target(context), names=names)
         except Exception as error:
@@ -250,8 +251,12 @@ class UpdateExecutor:
             vote = Vote(error=str(error))
         return context.all_gather("prepare/names", vote)
 
+    def _names_of(self, request: DistributedUpdateWeightsReq) -> LoaderNames:
+        """Returns what was found for this layout; the names that are given, as long as nothing was looked for."""
+        return self._names if self._names.layout == request.layout else _GIVEN
+
     def _described(self, context: UpdateContext, error: Exception) -> str:
-        hint = self._names.of(context.request.layout).hint
+        hint = self._names_of(context.request).hint
         return f"{describe_error(error)}. {hint}" if hint else describe_error(error)
 
     def _prepare_target(self, context: UpdateContext) -> Vote:
@@ -264,7 +269,7 @@ class UpdateExecutor:
         if isinstance(self._model, ReceivedTensors) and (self._target is None or self._target.layout != request.layout):
             self._model.allocate([t.spec for t in get_layout(request, context.session).tensors])
         signature, self._placed = self._signature(), self._placement()
-        names = self._names.of(request.layout)
+        names = self._names_of(request)
         target, tried_handles = self._target, self.transfers.trainer_memory.tried_handles
         if target is None or not target.is_current(request, signature, names) or tried_handles != request.handles:
             with context.enter(Phase.TRACE):
@@ -280,7 +285,8 @@ class UpdateExecutor:
                     known=target,
                     names=names,
                 )
-        self._sound.check(target.program.kept, request, self._rank)
+        if target.program.kept:
+            check_kept(target.program.kept, request, self._rank, self._written, torn=bool(self.torn))
         transfer = self.transfers.transfer
         reusable = transfer is not None and transfer.is_current(request, target)
         is_base = False
@@ -297,7 +303,7 @@ class UpdateExecutor:
         plan, vote = None, Vote()
         with context.enter(Phase.PLAN):
             demands = context.all_gather("demands", target.demand)
-        searched = self._names.layout == context.request.layout
+        searched = self._names_of(context.request) is self._names
         if not searched and not_ignored(target.unread(demands), context.request.ignore):
             context.check_votes(Phase.PREPARE, self._find_names(context))
             target = self._target

@@ -100,7 +100,7 @@ def as_list(named_tensors: NamedTensors | torch.nn.Module, trainer_rank: int) ->
     Raises Unsupported as `named_shards` does.
     """
     if not isinstance(named_tensors, torch.nn.Module):
-        return list(pairs(named_tensors))
+        return list(named_tensors if isinstance(named_tensors, list) else pairs(named_tensors))
     try:
         return list(named_shards(named_tensors))
     except Unsupported as error:

@@ -205,7 +205,8 @@ class UpdateCoordinator:
     ) -> DistributedUpdateWeightsOutput:
         """Sends an engine the request, which carries metadata only, and returns its answer."""
         tied = tuple(glob.escape(name) for name in published.tied)
-        equal, apart = judged([status.heads for status in statuses])
+        heads = [status.heads for status in statuses]
+        equal, apart = judged(heads) if any(heads) else ((), {})
         with spans.span("reshard.request"):
             output = self._engines[engine](
                 DistributedUpdateWeightsReq(

@@ -149,7 +149,8 @@ class ShardPublisher:
         assert self._published is not None  # the first call publishes
         runtime().synchronize(self._published.devices)
         self._memory.refresh()
-        self.heads = self._heads.compare(_inputs(listed, self._heads.inputs))
+        if self._heads.pairs:
+            self.heads = self._heads.compare(_inputs(listed, self._heads.inputs))
         return self._published
 
     def shards(self, named_tensors: NamedTensors | torch.nn.Module | TrainerState) -> tuple[torch.Tensor, ...]:

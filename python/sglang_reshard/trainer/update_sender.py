@@ -306,7 +306,7 @@ class UpdateSender:
 def repeatable(named_tensors: T) -> T:
     """Returns tensors that can be iterated over twice: to publish them, and to send them."""
     given: Any = named_tensors
-    is_repeatable = isinstance(given, (torch.nn.Module, Collection, TrainerState)) or is_mapping(given)
+    is_repeatable = isinstance(given, (Collection, torch.nn.Module, TrainerState)) or is_mapping(given)
     return cast(T, given if is_repeatable else list(given))
 
 
