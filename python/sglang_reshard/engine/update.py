@@ -17,7 +17,6 @@ which nothing has changed goes from `prepare` straight to `move`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +28,8 @@ import torch
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_error
-from sglang_reshard.engine.loader_names import LoaderNames, Reading, find_names, reading
+from sglang_reshard.engine.loader_names import LoaderNames
+from sglang_reshard.engine.name_search import search_names
 from sglang_reshard.engine.received_tensors import ReceivedTensors
 from sglang_reshard.engine.sound_weights import LastWrite, check_kept
 from sglang_reshard.engine.transfer import (
@@ -53,7 +53,6 @@ from sglang_reshard.protocol.messages import (
     StartTransfer,
 )
 from sglang_reshard.trace.live_signature import LiveSignature
-from sglang_reshard.trace.names_read import names_read
 from sglang_reshard.trace.program import Program
 from sglang_reshard.version import check_same_version
 
@@ -233,19 +232,9 @@ class UpdateExecutor:
 
         Returns the votes of all engine ranks, none of which has anything to use again.
         """
-        request = context.request
-        tensors = get_layout(request, context.session).tensors
-        rounds = itertools.count()
-
-        def probe(names: Sequence[str]) -> list[Reading]:
-            specs = [replace(tensor.spec, name=name) for tensor, name in zip(tensors, names, strict=True)]
-            found = reading(names_read(self._model, specs), names)
-            return context.all_gather(f"names/{next(rounds)}", found)
-
         try:
             with context.enter(Phase.TRACE):
-                given = [tensor.name for tensor in tensors]
-                self._names = find_names(request.layout, given, request.ignore, probe)
+                self._names = search_names(context, self._model, get_layout(context.request, context.session))
             vote = msgspec.structs.replace(self._target_vote(context), reusable=False, is_base=False)
         except Mismatch as error:  # the same on all ranks
             vote = Vote(error=str(error))
