@@ -43,7 +43,7 @@ def look(folder: str) -> dict[str, Any]:
     return {
         "tensors": len(weights),
         "wrapped": differences(*found_for(model, wrapped(weights)), list(weights)),
-        "text": text_trainer(model, folder, weights),
+        "text": text_trainer(model, weights),
     }
 
 
@@ -57,7 +57,7 @@ def wrapped(weights: Weights) -> Weights:
     return named
 
 
-def text_trainer(model: torch.nn.Module, folder: str, weights: Weights) -> dict[str, Any]:
+def text_trainer(model: torch.nn.Module, weights: Weights) -> dict[str, Any]:
     """Updates the language model under the names that it has without its towers, and leaves the towers."""
     language = {n: t * 1.5 for n, t in weights.items() if not any(tower in n for tower in TOWERS)}
     if len(language) == len(weights):
@@ -68,22 +68,23 @@ def text_trainer(model: torch.nn.Module, folder: str, weights: Weights) -> dict[
     given = dict(zip(names, language.values(), strict=True))
     found, runs = found_for(model, given)
     as_read = dict(zip(found.names or names, given.values(), strict=True))
-    stock = built(folder, True, {"tp_size": TP, "tp_rank": TP - 1})
-    with torch.no_grad():
-        stock.load_weights(iter(weights.items()))  # type: ignore[operator]
-        stock.load_weights(iter(language.items()))  # type: ignore[operator]
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    live = dict(model.named_parameters())
+    before = {name: parameter.clone() for name, parameter in live.items()}
     program = trace(model, specs_of(as_read), MayStay(frozen=[f"*{tower}*" for tower in TOWERS]))
     replay(program, as_read)
-    live = dict(model.named_parameters())
+    after = {name: parameter.clone() for name, parameter in live.items()}
+    with torch.no_grad():  # SGLang's own load of the same, in the same memory
+        for name, parameter in live.items():
+            parameter.copy_(before[name])
+        model.load_weights(iter(language.items()))  # type: ignore[operator]
     return {
         "runs": runs,
         "renamed": sum(old != new for old, new in zip(names, found.names, strict=False)),
         "kept": len(program.kept),
-        "kept changed": [n for n in program.kept if not torch.equal(live[n], before[n])],
+        "kept changed": [n for n in program.kept if not torch.equal(after[n], before[n])],
         "not of a tower": [n for n in program.kept if not any(tower in n for tower in TOWERS)],
-        "not as stock": [n for n, p in stock.named_parameters() if not torch.equal(p, live[n])],
-        "moved": sum(not torch.equal(live[n], before[n]) for n in before),
+        "not as stock": [n for n, p in live.items() if not torch.equal(p, after[n])],
+        "moved": sum(not torch.equal(after[n], before[n]) for n in before),
     }
 
 
