@@ -5,6 +5,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
+from sglang_reshard.api.module_receiver import _StateDictModel
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import Mismatch, ReshardError
@@ -13,6 +14,7 @@ from sglang_reshard.sources import describe
 from sglang_reshard.sources.names import Renaming, patterns
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
+from test_multi_engine import sender_to_many
 
 
 def serve(rank, size, requests, *_):
@@ -202,3 +204,56 @@ def test_a_generator_that_raises_on_one_rank_is_named_by_that_rank_on_all(how, t
     told, _ = run_world(2, 1, train_with_a_failing_generator, serve, how)
     assert all("trainer rank 1: " in message for message in told), told
     assert all("RuntimeError" in message and "the converter is out of memory" in message for message in told), told
+
+
+# -- several receivers
+
+
+def train_for_many(trainer):
+    sender, _host = sender_to_many(trainer, transport="p2p")
+    sender.set_engines({"engine": trainer.send_one[0], "module": trainer.send_one[1]})
+    named = {f"_orig_mod.policy.{name}": tensor for name, tensor in checkpoint(1).items()}
+    options = {"rename": {"_orig_mod.policy.": "module."}, "verify": "full"}
+    whole = sender.update(named, **options)
+    part = {name: tensor + 1 for name, tensor in named.items() if "down" not in name}
+    kept = sender.update(part, frozen="down*", **options)
+    later = sender.update_async(part, only=["e*", "q*", "k*", "v*", "g*", "u*", "n*"], **options).wait()
+    sender.close()
+    return [
+        {name: (report.kept, report.digest) for name, report in reports.items()} for reports in (whole, kept, later)
+    ]
+
+
+class Plain(torch.nn.Module):
+    """A module with the checkpoint's names, as a `ModuleReceiver` takes it."""
+
+    def __init__(self):
+        super().__init__()
+        for name, tensor in checkpoint(0).items():
+            part = torch.nn.Module()
+            part.weight = torch.nn.Parameter(tensor)
+            self.add_module(name.removesuffix(".weight"), part)
+
+
+def serve_each(rank, _size, requests):
+    """Engine rank 0 is an engine, engine rank 1 a plain module; both have version 1 first, and then all but `down`."""
+    model = ToyRank(0, 1) if rank == 0 else _StateDictModel(Plain())
+    model.load_weights(checkpoint(0).items())
+    receiver = WeightReceiver(model, 0, 1, torch.device("cpu"))
+    for number, request in enumerate(requests):
+        requests.answer(receiver.update(request))
+        stock = ToyRank(0, 1) if rank == 0 else _StateDictModel(Plain())
+        stock.load_weights((n, t + (number > 0 and "down" not in n)) for n, t in checkpoint(1).items())
+        live = dict(model.named_parameters())
+        assert all(torch.equal(live[name], p) for name, p in stock.named_parameters())
+    return True
+
+
+def test_an_engine_and_a_module_take_the_same_options_and_name_what_they_keep_alike():
+    told, _ = run_world(2, 2, train_for_many, serve_each)
+    assert told[0] == told[1]
+    whole, kept, later = told[0]
+    assert whole["engine"] == whole["module"]
+    assert [kept[name][0] for name in ("engine", "module")] == [("down",), ("down.weight",)]
+    assert kept == later
+    assert kept["engine"][1] != whole["engine"][1]
