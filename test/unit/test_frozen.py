@@ -6,14 +6,18 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from oracle.replay import replay
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import EngineRefused, TornWeights, Unsupported
+from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.kept import MayStay
+from sglang_reshard.trace.tracer import trace
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
+from toy_repacking import Repacking, live_tensors, started, weights
 
 LEFT_OUT = {"frozen": ["down", "norm"]}, {"only": ["embed", "qkv", "gate*"]}
 DUMMY = {"stock_changes": 1, "stock_loaded": False}
@@ -207,3 +211,35 @@ def test_patterns_are_of_the_engine_s_names():
     assert not MayStay(only=("visual.*",))("visual.blocks.0.weight")
     assert MayStay(only=("model.*",))("visual.blocks.0.weight")
     assert MayStay(frozen=("visual.*",), only=("*",))("visual.blocks.0.weight")
+
+
+# -- modules that are repacked after loading
+
+
+def without_layer_1(version, *but):
+    given = weights(version, 3, 8)
+    return {name: tensor for name, tensor in given.items() if "layers.1." not in name or name in but}
+
+
+def test_a_repacked_module_stays_as_a_whole_as_it_was_repacked():
+    model = started(Repacking(3, 8), weights(0, 3, 8))
+    given = without_layer_1(1)
+    with pytest.raises(Unsupported, match=r"layers\.1\."):
+        trace(model, specs_of(given))
+    program = trace(model, specs_of(given), MayStay(frozen=("layers.1.*",)))
+    assert program.kept == ("layers.1.bound", "layers.1.steps", "layers.1.weight")
+    replay(program, given)
+    right = live_tensors(started(Repacking(3, 8), weights(0, 3, 8) | given))
+    assert [name for name, tensor in live_tensors(model).items() if not torch.equal(tensor, right[name])] == []
+
+
+def test_a_repacked_module_of_which_a_part_is_sent_is_refused():
+    model = started(Repacking(3, 8), weights(0, 3, 8))
+    given = without_layer_1(1, "layers.1.left.bound", "layers.1.right.bound")
+    assert "layers.1.left.bound" in given
+    with pytest.raises(Unsupported, match=r"layers\.1\.\w+ is not written by the loader at all"):
+        trace(model, specs_of(given), MayStay(frozen=("*",)))
+
+
+def specs_of(given):
+    return [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in given.items()]

@@ -10,7 +10,7 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.realloc import reshard
-from sglang_reshard.sources import describe
+from sglang_reshard.sources import FlatBuffer, FlatMember, FusedSlice, FusedTensor, describe
 from sglang_reshard.sources.names import Renaming, patterns
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
@@ -159,6 +159,16 @@ def test_two_names_that_become_one_are_both_named():
         describe_renamed(lambda name: None, a=torch.ones(2))
     with pytest.raises(Mismatch, match="rename is a list"):
         Renaming.of(["a"])
+
+
+def test_the_tensors_within_a_fused_one_and_a_flat_buffer_are_renamed():
+    fused = FusedTensor(
+        (("policy.a", FusedSlice((0, 0), (2, 4), (0, 1))), ("policy.b", FusedSlice((2, 0), (4, 4), (0, 1))))
+    )
+    flat = FlatBuffer((FlatMember("policy.c", (2, 3), 0),), ((0, 0, 6),))
+    given = [("stack", torch.ones(4, 4), fused), ("flat", torch.ones(6), flat)]
+    state = describe(given, trainer_rank=0, global_ranks=(0,), rename=Renaming.of({"policy.": ""}))
+    assert [tensor.name for tensor in state.layout.tensors] == ["a", "b", "c"]
 
 
 def test_a_string_is_one_pattern():

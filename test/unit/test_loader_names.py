@@ -242,3 +242,10 @@ def test_names_that_nothing_helps_stay_as_they_were_given():
     found = find_names("l", ["module.a", "module.unknown"], (), Loader(["a"]))
     assert found.names == ("a", "module.unknown")
     assert Reading(b"\x80").refused == -1
+
+
+def test_a_state_whose_names_are_all_there_twice_is_told_apart_at_once():
+    names = [f"{n}.w" for n in range(20_000)]
+    found = find_names("l", [*names, *(f"module.{name}" for name in names)], (), Loader(names))
+    assert found.names == ()
+    assert "0.w and module.0.w are both 0.w without" in found.hint

@@ -174,19 +174,19 @@ class _Search:
 
     def _keep_apart(self, at: list[int], candidates: list[list[str]]) -> None:
         """Gives tensors back the names that they were given where they would share one with another tensor."""
-        while True:
-            first: dict[str, int] = {}
-            pairs = (
-                (first.setdefault(of_name[i], number), number)
-                for number, (i, of_name) in enumerate(zip(at, candidates, strict=True))
-            )
-            clash = next(((one, other) for one, other in pairs if one != other), None)
-            if clash is None:
-                return
-            one, other = clash
-            self.collision = (
+        while clashes := _clashes([of_name[i] for i, of_name in zip(at, candidates, strict=True)]):
+            one, other = clashes[0]
+            self.collision = self.collision or (
                 f"{self._given[one]} and {self._given[other]} are both {candidates[other][at[other]]} without the "
                 "prefixes of wrappers: leave one of them out, or pass rename= to the update"
             )
-            changed = other if at[other] else one
-            at[changed], candidates[changed] = 0, [self._given[changed]]
+            for one, other in clashes:
+                changed = other if at[other] else one
+                at[changed], candidates[changed] = 0, [self._given[changed]]
+
+
+def _clashes(names: Sequence[str]) -> list[tuple[int, int]]:
+    """Returns the indices of the first and of each other tensor with the same name."""
+    first: dict[str, int] = {}
+    pairs = ((first.setdefault(name, number), number) for number, name in enumerate(names))
+    return [(one, other) for one, other in pairs if one != other]

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-_WRAPPERS = {
-    "_orig_mod",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-    "base_layer",
-}  # in no checkpoint's names
-_OUTERMOST = ("module",), ("base_model", "model")  # that checkpoints may have further in
-_DRAFT = "draft"  # of names that are for draft models alone
+# No checkpoint has the first anywhere in a name. It may have the second, but not at the beginning.
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
+_OUTERMOST = ("module",), ("base_model", "model")
+_DRAFT = "draft."  # begins names that are for draft models alone
 
 # Where multimodal engines have the language model, and text trainers have it, and the other way round.
 MAPPINGS: tuple[Mapping[str, str], ...] = (
@@ -31,14 +27,13 @@ def unwrapped(name: str) -> list[str]:
     `module.` and `base_model.model.` are first taken off the beginning only, and then `module.` everywhere, as a
     checkpoint may have a module of that name.
     """
-    draft, *parts = [*([_DRAFT] if name.startswith(f"{_DRAFT}.") else [""]), *name.split(".")]
-    parts = parts[1:] if draft else parts
-    outer = [part for part in parts if part not in _WRAPPERS]
+    draft = _DRAFT if name.startswith(_DRAFT) else ""
+    outer = [part for part in name.removeprefix(draft).split(".") if part not in _WRAPPERS]
     while found := next((w for w in _OUTERMOST if tuple(outer[: len(w)]) == w and len(outer) > len(w)), None):
         outer = outer[len(found) :]
     inner = [part for part in outer[:-1] if part != "module"] + outer[-1:]
-    candidates = [".".join([draft, *kept] if draft else kept) for kept in (outer, inner)]
-    return [other for other in dict.fromkeys(candidates) if other not in (name, "", draft)]
+    candidates = dict.fromkeys(draft + ".".join(kept) for kept in (outer, inner) if kept)
+    return [other for other in candidates if other != name]
 
 
 def mapped(names: Sequence[str], mapping: Mapping[str, str], among: Sequence[bool]) -> tuple[str, ...]:

@@ -51,7 +51,8 @@ def kept_modules(
     return [
         module
         for module in modules
-        if all(may_stay(engine_name(model, name)) for name in _names(module))
+        if (names := _names(module))
+        and all(may_stay(engine_name(model, name)) for name in names)
         and not any(storages.get(storage_key(p)) in written for p in module.built.parameters.values() if p is not None)
     ]
 
