@@ -20,7 +20,7 @@ from sglang_reshard.sources import TrainerState, tied_names
 
 _FIRST_CHUNK, _CHUNK = 1 << 12, 1 << 24  # elements that are compared at a time
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: NaNs are equal in bits
-_EMBEDDINGS = ("wte", "shared")  # modules, beside those with "embed" in their names
+_EMBEDDINGS = ("wte", "shared")  # modules, and those with "embed" in their names
 
 
 class _View(NamedTuple):
