@@ -8,6 +8,7 @@ A request of an update passes:
     process_watch.py            fails calls, and not the trainer, if a process of an embedded engine dies
     tokenizer_manager.py        pause and writer locks, weight_version
     weights_info.py             records which weights are live
+    stock_weights.py            notes when SGLang itself loads or releases them all
     weights_sharing.py          POST /pull_weights and /share_weights: from one server to another, without a trainer
     scheduler.py                checks the scheduler's state; flushes the cache; catches all exceptions
     pipeline.py                 lets all stages of a pipelined engine handle it together

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sglang_reshard.patches import sglang_versions, torn_weights
+from sglang_reshard.patches import sglang_versions, stock_weights, torn_weights
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.weights_info import LayoutInfo, WeightsInfo
 from sglang_reshard.version import __version__
@@ -106,6 +106,7 @@ def _with(
         transport=output.transport,
         engine_ranks=len(output.ranks),
         layout=LayoutInfo(request.layout, len(request.trainer_hosts), output.tensors, output.source_bytes),
+        kept=output.kept,
     )
 
 
@@ -126,5 +127,6 @@ async def _around_release(stock: Stock, manager: TokenizerManager, *args: Any, *
     tags = (args[0] if args else kwargs["obj"]).tags
     releases_weights = not tags or "weights" in tags  # no tags mean all
     if releases_weights:
+        stock_weights.released(manager)
         return await _around_write(stock, manager, *args, **kwargs)
     return await stock(manager, *args, **kwargs)

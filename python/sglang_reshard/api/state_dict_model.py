@@ -21,6 +21,8 @@ class StateDictModel(nn.Module):
     keeps_unsent  whether parameters and buffers that are not sent keep their values; else they are an error
     """
 
+    reshard_main = "module"  # see `trace.kept`
+
     def __init__(self, module: nn.Module, *, strict: bool) -> None:
         super().__init__()
         self.module, self.keeps_unsent = module, not strict

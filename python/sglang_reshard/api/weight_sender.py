@@ -28,10 +28,11 @@ from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Delta, LoraAdapter, Verify
 from sglang_reshard.protocol.session import LOOPBACK, Session
 from sglang_reshard.sources import NamedTensors, TrainerState
+from sglang_reshard.sources.names import Rename, Renaming, patterns
 from sglang_reshard.trainer.background import BackgroundUpdates, UpdateHandle
 from sglang_reshard.trainer.collectives import on_first_rank
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateOptions
-from sglang_reshard.trainer.update_sender import UpdateSender, repeatable
+from sglang_reshard.trainer.update_sender import UpdateSender, raising, repeatable
 
 _ENGINE = 0  # its number in the session
 _FALLBACKS = 3  # snapshots that stay in the folder of `fallback`
@@ -144,13 +145,16 @@ class WeightSender(SnapshotMethods, UpdateSender):
         unmap_after: bool = False,
         partial: bool = False,
         draft: bool = True,
+        rename: Rename | None = None,
+        frozen: Sequence[str] = (),
+        only: Sequence[str] = (),
         fallback: Literal["raise", "disk"] = "raise",
         fallback_folder: str | Path | None = None,
     ) -> UpdateReport:
         """Updates the engine to these weights. Collective: all trainer ranks pass the same names in the same order.
 
-        named_tensors   (name, tensor) pairs, or the module itself, see `sglang_reshard.sources.describe`; the shards
-                        are not gathered
+        named_tensors   (name, tensor) pairs, a state dict, or the module itself, see `sglang_reshard.sources.describe`;
+                        the shards are not gathered
         weight_version  the engine's weight_version from now on; None leaves it unchanged
         ignore          fnmatch patterns ("model.layers.61.*") of names that the engine need not read. Any other name
                         that it does not read is refused, unless it is tied to a tensor that is sent
@@ -166,6 +170,11 @@ class WeightSender(SnapshotMethods, UpdateSender):
                         shardings are agreed on by metadata only; in an unchanged update, by a hash of each rank
         draft           update the draft models of speculative decoding too, from these tensors, or from those named
                         "draft.<name>" if there are any. False leaves them as they are
+        rename          the names to send the tensors under: a dict of prefixes, old -> new, or a function from name to
+                        name. Pass the same function object in every update. `ignore` refers to the new names
+        frozen          fnmatch patterns ("visual.*") of the engine's parameters that may keep their live values, if
+                        nothing that is sent reaches them. Those that do are the report's `kept`
+        only            fnmatch patterns of the engine's parameters that must be written; all others are as `frozen`
         fallback        "disk": if the engine's server does not answer, write a snapshot named `weight_version` to
                         `fallback_folder` instead of raising, see `snapshot`; the report has success=False then, and
                         transport="disk". Whoever follows the folder gives it to the engine, see `snapshots.follower`
@@ -179,24 +188,31 @@ class WeightSender(SnapshotMethods, UpdateSender):
             weight_version,
             flush_cache,
             abort_all_requests,
-            tuple(ignore),
+            patterns(ignore) if ignore else (),
             check_finite,
             verify,
             staged,
             unmap_after,
             partial,
             draft,
+            Renaming.of(rename) if rename is not None else None,
+            patterns(frozen) if frozen else (),
+            patterns(only) if only else (),
         )
         if fallback == "raise":
             return self._update_engine(named_tensors, options)
         if fallback != "disk" or fallback_folder is None or weight_version is None:
             raise Unsupported("fallback must be 'raise', or 'disk' with a fallback_folder and a weight_version")
-        again = repeatable(named_tensors)
+        again: NamedTensors | torch.nn.Module
+        try:
+            again = repeatable(named_tensors)
+        except Exception as error:
+            again = raising(error)
         try:
             return self._update_engine(again, options)
         except EngineUnreachable as error:
             written = self.snapshot(
-                again, fallback_folder, name=weight_version, partial=partial, keep=_FALLBACKS, delta=True
+                again, fallback_folder, name=weight_version, partial=partial, rename=rename, keep=_FALLBACKS, delta=True
             )
             message = f"{error} The weights are in {written.path}"
             return msgspec.structs.replace(UpdateReport.failed(message, weight_version), transport="disk")

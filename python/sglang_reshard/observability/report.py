@@ -98,6 +98,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
                        unless verified == "full"
     message            a note to the trainer, such as names that the engine does not use
     predicted_seconds  the cost model's prediction of `move`
+    kept               names of the engine's parameters that nothing was sent for and that keep their values: `frozen`
     seconds            phase -> seconds: `publish` and `total` on trainer rank 0, the others on the slowest engine rank
     """
 
@@ -114,6 +115,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     verified: str = "off"
     digest: str = ""
     delta: bool = False
+    kept: tuple[str, ...] = ()
 
     @classmethod
     def failed(cls, message: str, weight_version: str | None) -> UpdateReport:

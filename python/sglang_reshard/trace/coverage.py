@@ -10,7 +10,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -41,16 +41,20 @@ def check_coverage(
     records: Sequence[Record],
     as_built: Collection[int] = (),
     stock: StockLoad | None = None,
-) -> list[LeftAlone]:
-    """Raises Unsupported unless every parameter is written exactly once.
+    may_stay: Callable[[str], bool] = lambda name: False,
+) -> tuple[list[LeftAlone], list[str]]:
+    """Raises Unsupported unless every parameter is written exactly once, or may stay as it is.
 
     A model that has `keeps_unsent` set may have parameters that are not written at all.
 
     as_built  keys of storages that nothing at all may write: `repack` checks whether anybody reads them
-    stock     says which elements a start on the engine's checkpoint does not write either. Parameters with such
-              elements that are not written are returned
+    stock     says which elements a start on the engine's checkpoint does not write either
+    may_stay  returns whether nothing at all may write the parameter of this name
+
+    Returns the parameters with elements that neither this nor a start writes, and the names of those that stay.
     """
     left: list[LeftAlone] = []
+    kept: list[str] = []
     written: dict[LiveStorage, list[Record]] = defaultdict(list)
     must_be_full = {storages[key] for key in as_built if key in storages}  # what repacks them reads all of it
     for record in records:
@@ -67,9 +71,13 @@ def check_coverage(
     for storage in dict.fromkeys((*parameters, *written)):
         if storage not in written and (keeps_unsent or storage_key(storage.tensor) in as_built):
             continue
+        names = [name for name, _ in parameters[storage]]
+        if storage not in written and all(map(may_stay, names)):
+            kept += names
+            continue
         of_stock = None if storage in must_be_full else stock
         left += _check_storage(storage, parameters[storage], written[storage], of_stock)
-    return left
+    return left, kept
 
 
 def _updates_in_place(record: Record) -> bool:

@@ -7,7 +7,7 @@ buffers must be sent if a start would load them, and are as constructed otherwis
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +37,11 @@ def check_buffers(
     storages: Mapping[int, LiveStorage],
     written: Collection[LiveStorage],
     stock: StockLoad,
-) -> None:
+    may_stay: Callable[[str], bool],
+) -> list[str]:
     """Raises Unsupported, naming it, for a tensor that a start would load, and an update does not write.
+
+    may_stay  returns whether nothing at all may write the tensor of this name. Returns the names of those that stay
 
     That is a persistent buffer. If one must be looked for in the engine's own checkpoint, attributes and other buffers
     that it fills are found, too. Also raises Unsupported for a persistent buffer that nobody loads, if the engine's
@@ -51,10 +54,14 @@ def check_buffers(
         if buffer.numel() and storage is not None and storage not in written and storage_key(buffer) not in parameters:
             unwritten.setdefault(storage.name, (name, buffer))
     if not unwritten:
-        return
+        return []
     loaded = _loaded(storages, written, unwritten, stock, parameters)
+    kept: list[str] = []
     for storage_name, source in loaded.items():
         name = unwritten[storage_name][0] if storage_name in unwritten else storage_name
+        if may_stay(name):
+            kept.append(name)
+            continue
         unsure = f" (Whether the model's checkpoint has it is not known: {stock.unknown}.)" if stock.unknown else ""
         raise Unsupported(
             f"{name} is a buffer that the loader fills from {source}, which was not sent: named_parameters() has no "
@@ -66,6 +73,7 @@ def check_buffers(
                 f"{name} is a buffer that no tensor of the checkpoint reaches, and the engine's start on dummy weights "
                 f"has overwritten it with random values. {_RESTART}"
             )
+    return kept
 
 
 def _loaded(

@@ -88,6 +88,7 @@ class Program:
     arrivals  what is converted when all copies to that target have been made, and before the steps. The target is a
               meta tensor until a transport has placed it in memory, see `transports.arrivals`
     left_alone  names of the parameters of which it does not write all: neither does a start on the checkpoint
+    kept        names of tensors that it does not write, in order, see `trace.kept`
     """
 
     copies: tuple[Copy, ...]
@@ -96,6 +97,7 @@ class Program:
     seconds: float = 0.0
     arrivals: Mapping[str, Arrival] = field(default_factory=dict)
     left_alone: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     @property
     def scratch_bytes(self) -> int:

@@ -27,6 +27,7 @@ from sglang_reshard.trace.built_modules import modules_as_built
 from sglang_reshard.trace.coverage import check_coverage, check_order
 from sglang_reshard.trace.folded import flags_of, label, unfold_steps
 from sglang_reshard.trace.geometry import boxes_forgotten
+from sglang_reshard.trace.kept import MayStay, engine_name, kept_modules, names_kept
 from sglang_reshard.trace.kv_scales import kv_scale_steps
 from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveWriteMode
 from sglang_reshard.trace.left_alone import check_buffers, restoring_steps
@@ -50,6 +51,7 @@ _NEEDS_MEMORY = (
     "data pointer", "on meta tensors", "doesn't have storage", "incompatible tensor type", "tensor subclasses"
 )  # fmt: skip
 
+_NOTHING = MayStay()
 _one_at_a_time = threading.Lock()  # what a trace replaces meanwhile is the whole process's
 
 
@@ -57,6 +59,7 @@ def trace(
     model: torch.nn.Module,
     specs: Sequence[TensorSpec],
     start: Callable[[], EngineStart] | None = None,
+    may_stay: MayStay = _NOTHING,
     *,
     weightless: bool = False,
 ) -> Program:
@@ -64,29 +67,39 @@ def trace(
 
     start       returns how the engine was started; asked only if something is not written. Without it every parameter
                 must be, and every persistent buffer that the loader takes
+    may_stay    says which parameters may stay as they are, if nothing writes them
     weightless  the model was built on the meta device, see `live_storages`
 
     Writes nothing to the model and restores its attributes, also after an error. Weights for a block-fp8 engine that
     have more bits are quantized by the program, see `block_fp8`, and modules that were repacked after loading are
     repacked again, see `repack`.
 
+    may_stay  parameters that may be left as they are: the program's `kept`
+
     Raises Mismatch if the loader rejects the tensors, and Unsupported if what it does cannot be repeated as copies
     followed by steps.
     """
     began = time.perf_counter()
     _check_names(specs)
-    with _one_at_a_time, torch.no_grad(), garbage_collector_paused(), boxes_forgotten():
+    with tracing():
         block = block_size(model)
         repacked = repacked_modules(model)
         with modules_as_built([(m.module, m.built) for m in repacked]) as parameters:
             loader = _Loader(model, block, parameters, weightless)
             found, quantized = loader.run(specs)
-            parts = split_records(repacked, found.recorder.storages, found.records)
+            storages = found.recorder.storages
+            staying = kept_modules(model, repacked, storages, found.records, may_stay)
+            repacked = [module for module in repacked if module not in staying]
+            parts = split_records(repacked, storages, found.records)
             check_order(parts.writes)
+
+            def stays(name: str) -> bool:
+                return may_stay(engine_name(model, name))
+
             stock = _stock_load(loader, repacked, specs, parts.all_written, start)
-            left = check_coverage(model, found.recorder.storages, parts.all_written, parameters, stock)
+            left, kept = check_coverage(model, storages, parts.all_written, parameters, stock, stays)
             all_written = {record.storage for record in parts.all_written}
-            check_buffers(model, found.recorder.storages, all_written, stock)
+            kept += check_buffers(model, storages, all_written, stock, stays)
         check_deferred(repacked, found.deferred)
         lowering = Lowering(found.recorder.device)
         for record in parts.writes:
@@ -94,22 +107,33 @@ def trace(
         for record in parts.overwritten:
             lowering.read(record)
         written = {record.storage.name for record in parts.writes}
-        restored = restoring_steps(model, left, stock)
         steps = (
-            *restored,
+            *restoring_steps(model, left, stock),
             *unfold_steps(flags_of(model), found.flags),
             *lowering.steps,
             *kv_scale_steps(model, written),
             *post_load_steps(model, found.deferred),
         )
-        names = tuple(dict.fromkeys(one.name for one in left))
-        program = Program(tuple(lowering.copies), lowering.targets, steps, left_alone=names)
+        program = Program(
+            tuple(lowering.copies),
+            lowering.targets,
+            steps,
+            left_alone=tuple(dict.fromkeys(one.name for one in left)),
+            kept=names_kept(model, kept, staying),
+        )
         if repacked:
             program = repack_on_arrival(program, repacked, parts.constants)
         if block is not None and quantized:
             by_name = {spec.name: spec for spec in specs}
             program = quantize_on_arrival(program, by_name, quantized, block)
     return replace(program, seconds=time.perf_counter() - began)
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Around a run of a loader over lazy tensors: one at a time, without gradients."""
+    with _one_at_a_time, torch.no_grad(), garbage_collector_paused(), boxes_forgotten():
+        yield
 
 
 class _Traced(NamedTuple):
@@ -136,7 +160,7 @@ class _Loader(NamedTuple):
     def run(self, specs: Sequence[TensorSpec], last: list[str] | None = None) -> tuple[_Traced, set[str]]:
         """Runs it. Returns the names, too, of what a block-fp8 model was given in fp8 although `specs` have more.
 
-        last  gets the name of each tensor that the loader receives
+        last  gets the name of the last tensor that the loader received
         """
         last = [] if last is None else last
         if self.block is None:
@@ -162,7 +186,10 @@ class _Loader(NamedTuple):
 
     def _once(self, specs: Sequence[TensorSpec], last: list[str]) -> _Traced:
         recorder = Recorder(self.model, self.as_built, weightless=self.weightless)
-        deferred, flags = _run_loader(self.model, specs, recorder, last)
+        try:
+            deferred, flags = run_loader(self.model, specs, recorder)
+        finally:
+            last[:] = [recorder.received]
         return _Traced(recorder, drop_overwritten_fills(recorder.records), deferred, flags)
 
 
@@ -191,15 +218,19 @@ def _check_names(specs: Sequence[TensorSpec]) -> None:
         seen.add(spec.name)
 
 
-def _run_loader(
-    model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: Recorder, last: list[str]
+def run_loader(
+    model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: Recorder
 ) -> tuple[list[DeferredCall], set[str]]:
+    """Records what the loader writes. Returns its calls of post_load_weights, and the flags that it sets, by `label`.
+
+    Restores the model's attributes. Raises Mismatch and Unsupported as `trace`; the recorder has then what was written
+    before.
+    """
     tensors = [(spec.name, recorder.checkpoint_tensor(spec)) for spec in specs]
-    last[:] = ["none yet"]
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
-            last[0] = name
+            recorder.received = name
             yield name, tensor
 
     snapshot, flags = AttributeSnapshot(model), flags_of(model)
@@ -218,9 +249,9 @@ def _run_loader(
         if recorder.failure is not None:
             raise recorder.failure
     except ReshardError as error:
-        raise type(error)(f"{error} (Last tensor that the loader received: {last[0]}.)") from error
+        raise type(error)(f"{error} (Last tensor that the loader received: {recorder.received}.)") from error
     except Exception as error:
-        raise _explained(error, last[0], model) from error
+        raise _explained(error, recorder.received, model) from error
     for change in changes:
         _write_rebound(recorder, change)
     return deferred, set_flags

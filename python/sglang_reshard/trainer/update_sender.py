@@ -26,6 +26,7 @@ from sglang_reshard.protocol.messages import Failure, ListedTensors, TrainerStat
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import TrainerChannel
 from sglang_reshard.sources import NamedTensors, TrainerState
+from sglang_reshard.sources.names import Renaming, is_mapping
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateCoordinator, UpdateOptions
 from sglang_reshard.trainer.engine_transfers import Shards
 from sglang_reshard.trainer.publisher import PublishedShards, ShardPublisher
@@ -198,6 +199,8 @@ class UpdateSender:
 
         if (source := options.get("copy_from")) is not None:
             options = {**options, "copy_from": Path(source)}
+        if (rename := options.get("rename")) is not None:
+            options = {**options, "rename": Renaming.of(rename)}
         writer = SnapshotWriter(self._session, self._rank, self._global_ranks, self._timeout_s)
         return writer.write(weights, folder, SnapshotOptions(name, **options))
 
@@ -269,13 +272,14 @@ class UpdateSender:
                 published = self._publisher.publish(
                     named_tensors,
                     check_finite=options.check_finite,
+                    rename=options.rename,
                     exchange=exchange if options.partial else None,
                 )
             if self._config.delta == "auto":
                 with self._span("reshard.encode"):
                     sections = self._worker.encode(published, self._update)
         except Exception as error:
-            failure = Failure.of(error)
+            failure = Failure.on(self._rank, error)
             if not exchanged:  # the others wait for it
                 with contextlib.suppress(ReshardError):
                     exchange("", failure)
@@ -286,7 +290,14 @@ class UpdateSender:
         else:
             prepared = self._worker.prepared_transfers(published)
             status = TrainerStatus(
-                self._host, published.layout, published.handles, None, prepared, published.device, sections
+                self._host,
+                published.layout,
+                published.handles,
+                None,
+                prepared,
+                published.device,
+                sections,
+                self._publisher.heads,
             )
         channel.publish_status(self._rank, status)
         return published, functools.partial(self._publisher.shards, named_tensors)
@@ -295,8 +306,16 @@ class UpdateSender:
 def repeatable(named_tensors: T) -> T:
     """Returns tensors that can be iterated over twice: to publish them, and to send them."""
     given: Any = named_tensors
-    found: Any = given if isinstance(given, (torch.nn.Module, Collection, TrainerState)) else list(given)
-    return cast(T, found)
+    is_repeatable = isinstance(given, (Collection, torch.nn.Module, TrainerState)) or is_mapping(given)
+    return cast(T, given if is_repeatable else list(given))
+
+
+def raising(error: Exception) -> Iterator[Any]:
+    """Returns named tensors whose reading fails: in an update, where all trainer ranks learn of it."""
+    if not isinstance(error, ReshardError):
+        error = ReshardError(f"{type(error).__name__}: {error}")
+    raise error
+    yield
 
 
 def _outcome(result: UpdateResult) -> UpdateReport | ReshardError:
