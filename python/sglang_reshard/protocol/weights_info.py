@@ -36,6 +36,8 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     session, update  the session's name (not its key), and the number of the update in it
     transport        that moved the weights
     engine_ranks     number of engine ranks that hold them
+    paused           True while generation is paused: requests wait
+    data_parallel_ranks  number of ranks among which requests are distributed
     """
 
     version: str
@@ -49,3 +51,5 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = ""
     engine_ranks: int = 0
     layout: LayoutInfo | None = None
+    paused: bool = False
+    data_parallel_ranks: int = 1

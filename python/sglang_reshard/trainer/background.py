@@ -121,7 +121,7 @@ class BackgroundUpdates(Generic[T]):
                 runtime().synchronize(runtime().used_devices())  # the copies may still be under way
                 shadow.drop_sources()
         except Exception as error:
-            weights = _raising(error)  # so that the other ranks hear of it
+            weights = raising(error)  # so that the other ranks hear of it
         copied_s = time.perf_counter() - began - waited_s
         gpu = runtime().current_device() if runtime().uses_gpu() else None
         future = self._thread.submit(_on_gpu, gpu, run, weights)
@@ -153,7 +153,7 @@ class BackgroundUpdates(Generic[T]):
     def _may_go(self, sender: UpdateSender) -> bool:
         """Returns whether no update runs any more, as trainer rank 0 sees it: the ranks have to agree."""
         idle = self._last is None or self._last.done()
-        return sender.agree(_GO if idle else _SKIP) == _GO
+        return sender.agree(_GO if idle else _SKIP, "update_async") == _GO
 
     def _shadow_on(self, sender: UpdateSender, device: torch.device | None) -> ShadowShards:
         if self._shadow is None or self._shadow.device != device:
@@ -172,8 +172,8 @@ def _on_gpu(
         return run(weights)
 
 
-def _raising(error: Exception) -> Iterator[Any]:
-    """An iterable of named tensors whose reading fails."""
+def raising(error: Exception) -> Iterator[Any]:
+    """Returns an iterable of named tensors whose reading raises `error`: an update of it fails on all ranks."""
     if not isinstance(error, ReshardError):
         error = ReshardError(f"{type(error).__name__}: {error}")
     raise error
