@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sglang_reshard.observability.report import UpdateReport
 
 
 class ReshardError(RuntimeError):
@@ -56,6 +60,6 @@ class ProbeMismatch(ReshardError):
     reports  engine -> report of the update, with its `probe`
     """
 
-    def __init__(self, message: str, reports: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, message: str, reports: Mapping[str, UpdateReport] | None = None) -> None:
         super().__init__(message)
         self.reports = dict(reports or {})

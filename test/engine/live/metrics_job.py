@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from demo import tiny_model
 from demo.trainer import Trainer
-from sglang_reshard import WeightSender
+from sglang_reshard import Probe, WeightSender
 from support.refusals import refusal_of
+
+SEQUENCES = [[*range(20, 52)], [4098, 0, 1500, 3]]
 
 
 def update_a_server_that_counts(job: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +33,9 @@ def update_a_server_that_counts(job: dict[str, Any]) -> dict[str, Any]:
     sender = WeightSender(url, timeout_s=60)
     seen = {"before": _metrics(url)}
     named = dict(trainer.model.named_parameters())
-    reports = [sender.update(named.items(), weight_version=f"step {step}") for step in range(1, 4)]
+    probe = Probe(SEQUENCES, trainer.model)
+    probes = (None, probe, dataclasses.replace(probe, mean_threshold=0.0, on_mismatch="warn"))
+    reports = [sender.update(named.items(), weight_version=f"step {n}", probe=p) for n, p in enumerate(probes, 1)]
     seen["same version"] = refusal_of(lambda: sender.update(named.items(), weight_version="step 3"))
     more = {**named, "nobody.wants.this": torch.ones(2)}
     seen["unknown name"] = refusal_of(lambda: sender.update(more.items(), weight_version="step 4"))

@@ -98,7 +98,7 @@ def few_updates(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_stale_copies(model: torch.nn.Module, named_tensors: Any) -> None:
-    """A custom weight loader that loads nothing: from now on the model computes with copies that its next forward makes.
+    """A custom weight loader that loads nothing: the model computes with copies that its next forward makes.
 
     The copies are bytes, which no search for tensors finds.
     """
