@@ -190,9 +190,14 @@ class MultiEngineSender(SnapshotMethods):
         options: UpdateOptions,
         on_failure: Literal["raise", "exclude"],
     ) -> tuple[Any, Update]:
+        def update(weights: Any) -> dict[str, UpdateReport]:
+            return self._update_engines(weights, options, on_failure)
+
+        if probe is None:
+            return weights, update
         assert self._sender is not None, "there are engines"
         engines = {name: self._given[name] for name in self._engines}
-        return probed(probe, self._sender, engines, weights, lambda w: self._update_engines(w, options, on_failure))
+        return probed(probe, self._sender, engines, weights, update)
 
     def _update_engines(
         self,

@@ -15,7 +15,7 @@ Update = Callable[[Any], dict[str, "UpdateReport"]]
 
 
 def probed(
-    probe: Probe | None, sender: UpdateSender, engines: Mapping[str, Send | None], weights: Any, update: Update
+    probe: Probe, sender: UpdateSender, engines: Mapping[str, Send | None], weights: Any, update: Update
 ) -> tuple[Any, Update]:
     """Returns the weights to send, and a function that updates engines to them and then probes these engines.
 
@@ -24,8 +24,6 @@ def probed(
     engines  name -> function that sends requests to the engine, on trainer rank 0; None on the others
     update   updates the engines to the weights, and returns a report of each
     """
-    if probe is None:
-        return weights, update
     from sglang_reshard.probe.probing import Probing  # of no use to an update without a probe
 
     probing = Probing(probe, sender, engines)

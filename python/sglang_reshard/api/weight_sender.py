@@ -254,7 +254,10 @@ class WeightSender(SnapshotMethods, UpdateSender):
         return self
 
     def _probed(self, probe: Probe | None, weights: Any, options: UpdateOptions) -> tuple[Any, Update]:
-        return probed(probe, self, {_NAME: self._send}, weights, lambda w: {_NAME: self._update_engine(w, options)})
+        def update(weights: Any) -> dict[str, UpdateReport]:
+            return {_NAME: self._update_engine(weights, options)}
+
+        return (weights, update) if probe is None else probed(probe, self, {_NAME: self._send}, weights, update)
 
     def _update_engine(
         self, weights: NamedTensors | torch.nn.Module | TrainerState, options: UpdateOptions
