@@ -75,6 +75,10 @@ def train(trainer):
     )
     seen["without"] = update(None)
     sent_by_nobody.close()
+    hasty = WeightSender.over(trainer.group, engine.send if engine else None, timeout_s=3)
+    alone = Probe(SEQUENCES, TRAINER, timeout_s=1) if trainer.rank == 0 else None
+    seen["on rank 0 alone"] = update(alone, hasty.update)
+    hasty.close()
     sender.close()
     seen["recorded"] = [s.outcome for s in engine.recorded] if engine is not None else None
     return seen
@@ -102,7 +106,7 @@ def ranks(world):
 
 
 def test_all_trainer_ranks_are_told_the_same(ranks):
-    first, second = ({**seen, "recorded": None} for seen in ranks)
+    first, second = ({**seen, "recorded": None, "on rank 0 alone": None} for seen in ranks)
     assert first == second
 
 
@@ -169,6 +173,13 @@ def test_what_fails_before_the_update_writes_nothing(world, ranks, name, kind, s
     number = {"no forward": "7", "wrong size": "8", "nobody to ask": "9"}[name]
     assert all(number not in versions for versions in world[1])
     assert ranks[0]["function"]["tokens"] == 3
+
+
+def test_a_rank_that_does_not_probe_is_named(ranks):
+    kind, message = ranks[0]["on rank 0 alone"]
+    assert kind == "DeadlineExceeded"
+    assert "trainer ranks [1] did not call update with probe= within 4 s" in message
+    assert "the weights are live" in message
 
 
 def train_two(trainer):

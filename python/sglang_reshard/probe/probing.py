@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_reshard.errors import ProbeMismatch, ReshardError
+from sglang_reshard.errors import DeadlineExceeded, ProbeMismatch, ReshardError
 from sglang_reshard.observability.logs import get_logger, log_context
 from sglang_reshard.observability.probe_report import ProbeReport
 from sglang_reshard.observability.report import UpdateReport
@@ -71,14 +71,20 @@ class Probing:
         rank, _ = self._sender.ranks
         updated = {name: report for name, report in reports.items() if report.success}
         found = self._ask(updated) if rank == 0 and updated else {}
-        timeout_s = self._timeout_s + self._sender.timeout_s
-        probes = decode(self._sender.agree(encode(found), "update with probe=", timeout_s), dict[str, ProbeReport])
+        probes = decode(self._agree(encode(found)), dict[str, ProbeReport])
         complete = {name: _with(report, probes.get(name)) for name, report in reports.items()}
         if rank == 0:
             self._tell(probes)
         if self._probe.on_mismatch == "raise":
             _raise_mismatch(probes, complete)
         return complete
+
+    def _agree(self, own: bytes) -> bytes:
+        """Returns what trainer rank 0 passes."""
+        try:
+            return self._sender.agree(own, "update with probe=", self._timeout_s + self._sender.timeout_s)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"the update has succeeded and the weights are live, but {error}") from None
 
     @property
     def _timeout_s(self) -> float:
