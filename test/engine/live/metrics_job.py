@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from demo import tiny_model
 from demo.trainer import Trainer
 from sglang_reshard import Probe, WeightSender
+from sglang_reshard.probe import module_logprobs
 from support.refusals import refusal_of
 
 SEQUENCES = [[*range(20, 52)], [4098, 0, 1500, 3]]
@@ -34,7 +34,7 @@ def update_a_server_that_counts(job: dict[str, Any]) -> dict[str, Any]:
     seen = {"before": _metrics(url)}
     named = dict(trainer.model.named_parameters())
     probe = Probe(SEQUENCES, trainer.model)
-    probes = (None, probe, dataclasses.replace(probe, mean_threshold=0.0, on_mismatch="warn"))
+    probes = (None, probe, Probe(SEQUENCES, lambda ids: one_nat_less(trainer.model, ids), on_mismatch="warn"))
     reports = [sender.update(named.items(), weight_version=f"step {n}", probe=p) for n, p in enumerate(probes, 1)]
     seen["same version"] = refusal_of(lambda: sender.update(named.items(), weight_version="step 3"))
     more = {**named, "nobody.wants.this": torch.ones(2)}
@@ -48,6 +48,11 @@ def update_a_server_that_counts(job: dict[str, Any]) -> dict[str, Any]:
     provider.shutdown()
     seen["session"] = sender._session.address.session
     return seen
+
+
+def one_nat_less(model: torch.nn.Module, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """What a trainer of other weights would say."""
+    return [logprobs - 1 for logprobs in module_logprobs(model, sequences)]
 
 
 def _export_spans_to(url: str) -> TracerProvider:

@@ -92,6 +92,7 @@ def test_metrics_and_log_tell_of_updates(seen: dict[str, Any], folder: Path) -> 
     assert {outcome: after[name] for outcome, name in by_outcome.items()} == {"passed": 1, "mismatch": 1, "skipped": 0}
     _, passed, differs = (report["probe"] for report in seen["reports"])
     assert passed["largest_difference"] < 1e-3, "float32 on both sides"
+    assert differs["mean_difference"] == pytest.approx(1.0, abs=1e-3)
     assert after["sglang_reshard_probe_mean_difference"] == pytest.approx(differs["mean_difference"])
     assert after["sglang_reshard_probe_seconds_count"] == 2
     assert versions(after) == {'sglang_reshard_weights_info{version="step 3"}'}
