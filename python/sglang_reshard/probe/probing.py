@@ -103,7 +103,7 @@ class Probing:
             engine = self._engines[name].logprobs(sequences, Expected(session, update, version, lora), self._timeout_s)
         except NotProbed as error:
             seconds = self._trainer_seconds + time.perf_counter() - began
-            return ProbeReport(version, skipped=str(error), seconds=seconds)
+            return ProbeReport(version, str(error), trainer_seconds=self._trainer_seconds, seconds=seconds)
         found = compare(self._trainer, engine)
         engine_seconds = time.perf_counter() - began
         return ProbeReport(
