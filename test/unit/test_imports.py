@@ -20,7 +20,7 @@ LAYERS = (
     ("verl", "cli"),
     ("api", "realloc"),
     ("patches",),
-    ("replicas",),
+    ("replicas", "probe"),
     ("trainer", "engine"),
     ("protocol",),
     ("snapshots",),

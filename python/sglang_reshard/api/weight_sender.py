@@ -12,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from sglang_reshard._deprecated import renamed_keywords
+from sglang_reshard.api.probed import Update, probed
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.api.snapshot_methods import SnapshotMethods
 from sglang_reshard.control import Address
@@ -34,7 +35,10 @@ from sglang_reshard.trainer.collectives import on_first_rank
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender, raising, repeatable
 
-_ENGINE = 0  # its number in the session
+if TYPE_CHECKING:
+    from sglang_reshard.probe.probe import Probe
+
+_ENGINE, _NAME = 0, "engine"  # its number in the session, and its name for a probe
 _FALLBACKS = 3  # snapshots that stay in the folder of `fallback`
 
 
@@ -148,6 +152,7 @@ class WeightSender(SnapshotMethods, UpdateSender):
         rename: Rename | None = None,
         frozen: Sequence[str] = (),
         only: Sequence[str] = (),
+        probe: Probe | None = None,
         fallback: Literal["raise", "disk"] = "raise",
         fallback_folder: str | Path | None = None,
     ) -> UpdateReport:
@@ -175,6 +180,8 @@ class WeightSender(SnapshotMethods, UpdateSender):
         frozen          fnmatch patterns ("visual.*") of the engine's parameters that may keep their live values, if
                         nothing that is sent reaches them. Those that do are the report's `kept`
         only            fnmatch patterns of the engine's parameters that must be written; all others are as `frozen`
+        probe           compare the engine's log-probabilities of a few tokens with the trainer's once the weights are
+                        live, see `probe.Probe`; the report's `probe` says how far they differ
         fallback        "disk": if the engine's server does not answer, write a snapshot named `weight_version` to
                         `fallback_folder` instead of raising, see `snapshot`; the report has success=False then, and
                         transport="disk". Whoever follows the folder gives it to the engine, see `snapshots.follower`
@@ -182,7 +189,8 @@ class WeightSender(SnapshotMethods, UpdateSender):
         Raises, on every trainer rank: Unsupported or Mismatch for weights that cannot be sent, DeadlineExceeded for a
         rank that does not participate, EngineRefused for what the engine refuses. The old weights keep serving then,
         except after TornWeights: only a successful update restores the engine. Raises Aborted or ConnectionLost if a
-        rank has died before the engine answered; if its weights are torn, it refuses to generate.
+        rank has died before the engine answered; if its weights are torn, it refuses to generate. Raises ProbeMismatch
+        after an update that has succeeded, if a probe's threshold is exceeded.
         """
         options = UpdateOptions(
             weight_version,
@@ -200,7 +208,8 @@ class WeightSender(SnapshotMethods, UpdateSender):
             patterns(only) if only else (),
         )
         if fallback == "raise":
-            return self._update_engine(named_tensors, options)
+            weights, update = self._probed(probe, named_tensors, options)
+            return update(weights)[_NAME]
         if fallback != "disk" or fallback_folder is None or weight_version is None:
             raise Unsupported("fallback must be 'raise', or 'disk' with a fallback_folder and a weight_version")
         again: NamedTensors | torch.nn.Module
@@ -208,8 +217,9 @@ class WeightSender(SnapshotMethods, UpdateSender):
             again = repeatable(named_tensors)
         except Exception as error:
             again = raising(error)
+        weights, update = self._probed(probe, again, options)
         try:
-            return self._update_engine(again, options)
+            return update(weights)[_NAME]
         except EngineUnreachable as error:
             written = self.snapshot(
                 again, fallback_folder, name=weight_version, partial=partial, rename=rename, keep=_FALLBACKS, delta=True
@@ -223,6 +233,7 @@ class WeightSender(SnapshotMethods, UpdateSender):
         *,
         latest_only: bool = False,
         shadow_device: torch.device | None = None,
+        probe: Probe | None = None,
         **options: Any,
     ) -> UpdateHandle[UpdateReport]:
         """Copies this rank's shards, and updates the engine from the copy while the trainer goes on. Collective.
@@ -235,6 +246,7 @@ class WeightSender(SnapshotMethods, UpdateSender):
                        end: the handle says so, and the next one names it
         shadow_device  where the copy is; by default on the device of each shard. It takes as much memory as the shards
                        of this rank, and is kept for the next call until `release` or `close`
+        probe          of `update`: the trainer computes its part before this returns, the engine after the update
         options        of `update`; with `unmap_after`, views of the shards are dropped once they are copied, for a
                        trainer that offloads or frees them now, and engine ranks keep the copy mapped
 
@@ -243,14 +255,12 @@ class WeightSender(SnapshotMethods, UpdateSender):
         call methods of a sender; of those only handles' may be called while the update runs.
         """
         chosen = UpdateOptions.of(options)
-        of_copy = dataclasses.replace(chosen, unmap_after=False)
+        weights, update = self._probed(probe, named_tensors, dataclasses.replace(chosen, unmap_after=False))
 
-        def run(weights: TrainerState | NamedTensors) -> UpdateReport:
-            return self._update_engine(weights, of_copy)
+        def run(copy: TrainerState | NamedTensors) -> UpdateReport:
+            return update(copy)[_NAME]
 
-        return self._background.start(
-            self, run, named_tensors, chosen, latest_only=latest_only, shadow_device=shadow_device
-        )
+        return self._background.start(self, run, weights, chosen, latest_only=latest_only, shadow_device=shadow_device)
 
     def release(self) -> None:
         """Drops views of the shards, see `UpdateSender.release`, and the copy of `update_async`, once it has ended."""
@@ -259,6 +269,12 @@ class WeightSender(SnapshotMethods, UpdateSender):
 
     def _snapshots_of(self) -> UpdateSender:
         return self
+
+    def _probed(self, probe: Probe | None, weights: Any, options: UpdateOptions) -> tuple[Any, Update]:
+        def update(weights: Any) -> dict[str, UpdateReport]:
+            return {_NAME: self._update_engine(weights, options)}
+
+        return (weights, update) if probe is None else probed(probe, self, {_NAME: self._send}, weights, update)
 
     def _update_engine(
         self, weights: NamedTensors | torch.nn.Module | TrainerState, options: UpdateOptions

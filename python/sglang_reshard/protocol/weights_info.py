@@ -37,6 +37,8 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     transport        that moved the weights
     engine_ranks     number of engine ranks that hold them
     kept             names of parameters that the update left as they were; the digest has their names, not their values
+    paused           True while generation is paused: requests wait
+    data_parallel_ranks  number of ranks among which requests are distributed
     """
 
     version: str
@@ -51,3 +53,5 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     engine_ranks: int = 0
     layout: LayoutInfo | None = None
     kept: tuple[str, ...] = ()
+    paused: bool = False
+    data_parallel_ranks: int = 1

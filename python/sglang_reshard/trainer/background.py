@@ -153,7 +153,7 @@ class BackgroundUpdates(Generic[T]):
     def _may_go(self, sender: UpdateSender) -> bool:
         """Returns whether no update runs any more, as trainer rank 0 sees it: the ranks have to agree."""
         idle = self._last is None or self._last.done()
-        return sender.agree(_GO if idle else _SKIP) == _GO
+        return sender.agree(_GO if idle else _SKIP, "update_async") == _GO
 
     def _shadow_on(self, sender: UpdateSender, device: torch.device | None) -> ShadowShards:
         if self._shadow is None or self._shadow.device != device:

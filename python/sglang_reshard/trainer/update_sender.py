@@ -126,18 +126,31 @@ class UpdateSender:
         """The trainer rank, and the global rank of each trainer rank."""
         return self._rank, self._global_ranks
 
-    def agree(self, own: bytes) -> bytes:
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
+    @property
+    def last_update(self) -> tuple[str, int, str | None]:
+        """The session's name, the number of its last update, and the LoRA adapter that it updates, if it does."""
+        lora = self._config.lora
+        return self._session.address.session, self._update, None if lora is None else lora.name
+
+    def agree(self, own: bytes, method: str, timeout_s: float | None = None) -> bytes:
         """Returns what trainer rank 0 passes. Collective.
+
+        method     what the ranks call at the same time, for the name of the exchange and the error
+        timeout_s  by default the sender's
 
         Raises DeadlineExceeded, naming the ranks that do not call it.
         """
-        size = len(self._global_ranks)
+        size, timeout_s = len(self._global_ranks), timeout_s or self._timeout_s
         try:
-            return self._session.client.all_gather("agreed", self._rank, size, own, self._timeout_s)[0]
+            return self._session.client.all_gather(f"agreed/{method}", self._rank, size, own, timeout_s)[0]
         except WaitTimedOut as error:
             raise DeadlineExceeded(
-                f"trainer ranks {list(error.missing)} did not call update_async within {self._timeout_s:.0f} s; every "
-                "trainer rank must call it, look at their logs"
+                f"trainer ranks {list(error.missing)} did not call {method} within {timeout_s:.0f} s; every trainer "
+                "rank must call it, look at their logs"
             ) from None
 
     def cancel_update(self, cancelled: bool) -> None:
