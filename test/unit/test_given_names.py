@@ -5,7 +5,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from sglang_reshard.api.module_receiver import _StateDictModel
+from sglang_reshard.api.state_dict_model import StateDictModel
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import Mismatch, ReshardError
@@ -247,12 +247,12 @@ class Plain(torch.nn.Module):
 
 def serve_each(rank, _size, requests):
     """Engine rank 0 is an engine, engine rank 1 a plain module; both have version 1 first, and then all but `down`."""
-    model = ToyRank(0, 1) if rank == 0 else _StateDictModel(Plain())
+    model = ToyRank(0, 1) if rank == 0 else StateDictModel(Plain(), strict=False)
     model.load_weights(checkpoint(0).items())
     receiver = WeightReceiver(model, 0, 1, torch.device("cpu"))
     for number, request in enumerate(requests):
         requests.answer(receiver.update(request))
-        stock = ToyRank(0, 1) if rank == 0 else _StateDictModel(Plain())
+        stock = ToyRank(0, 1) if rank == 0 else StateDictModel(Plain(), strict=False)
         stock.load_weights((n, t + (number > 0 and "down" not in n)) for n, t in checkpoint(1).items())
         live = dict(model.named_parameters())
         assert all(torch.equal(live[name], p) for name, p in stock.named_parameters())
