@@ -95,7 +95,7 @@ def _sharding_groups(part: Any) -> list[list[int]]:
     mesh = getattr(part, "_device_mesh", None)
     if mesh is not None:
         placements = (Shard(0),) if replicas is None else (Replicate(), Shard(0))
-        ranks, placements = on_root_mesh(mesh, placements)
+        ranks, placements = on_root_mesh(mesh, placements, Replicate())
         (dim,) = [dim for dim, placement in enumerate(placements) if placement.is_shard()]
         groups: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
         return groups

@@ -26,6 +26,7 @@ from sglang_reshard.layout.source_layout import (
 )
 from sglang_reshard.sources.deepspeed import is_partitioned, partition
 from sglang_reshard.sources.dtensor import local_tensor, mesh_sharding
+from sglang_reshard.sources.dtensor_spec import ShardOrder, shard_order
 from sglang_reshard.sources.flat import FlatBuffer, split_flat
 from sglang_reshard.sources.fsdp import ShardedParameters
 from sglang_reshard.sources.fsdp1 import is_flattened
@@ -44,7 +45,7 @@ class TensorReader:
         self._trainer_rank_of = {g: t for t, g in enumerate(global_ranks)}
         self._replicated = MeshSharding(Mesh((self._ranks,), tuple(range(self._ranks))), (Placement(),))
         # Keyed by identity, as comparing device meshes is slow. The mesh is kept, so that its id stays unique.
-        self._known: dict[tuple[int, tuple[Any, ...]], tuple[Any, MeshSharding]] = {}
+        self._known: dict[tuple[Any, ...], tuple[Any, MeshSharding]] = {}
         self._checked: set[tuple[tuple[int, ...], Sharding]] = set()
         self._fsdp: ShardedParameters | None = None
 
@@ -106,14 +107,17 @@ class TensorReader:
             sharding = self._replicated if spec.mesh is None else self._on_mesh(where, spec.mesh, spec.placements)
             return tuple(spec.full_shape), sharding, tensor
         if isinstance(tensor, DTensor):
-            sharding = self._on_mesh(where, tensor.device_mesh, tensor.placements)
+            order = shard_order(where, tensor._spec)
+            sharding = self._on_mesh(where, tensor.device_mesh, tensor.placements, order)
             return tuple(tensor.shape), sharding, local_tensor(tensor)
         return tuple(tensor.shape), self._replicated, tensor
 
-    def _on_mesh(self, where: str, mesh: Any, placements: Any) -> MeshSharding:
-        key = id(mesh), tuple(placements)
+    def _on_mesh(
+        self, where: str, mesh: Any, placements: Any, order: ShardOrder = ShardOrder()
+    ) -> MeshSharding:
+        key = id(mesh), tuple(placements), tuple(map(type, placements)), order  # a subclass may equal its base
         if key not in self._known:
-            self._known[key] = mesh, mesh_sharding(where, mesh, key[1], self._trainer_rank_of)
+            self._known[key] = mesh, mesh_sharding(where, mesh, key[1], self._trainer_rank_of, order)
         return self._known[key][1]
 
     def _checked_shard_map(self, where: str, shape: tuple[int, ...], sharding: Sharding) -> ShardMap:
