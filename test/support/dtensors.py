@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -202,12 +203,14 @@ def viewed(mesh: DeviceMesh) -> Iterator[Case]:
             def make(whole: torch.Tensor, placements: Any = placements, shape: Any = shape) -> DTensor:
                 return distribute_tensor(whole.view(shape), mesh, placements, src_data_rank=None).view(whole.shape)
 
-            yield Case("a view that joins dimensions", tuple(mesh.shape), f"{shape} {placements}", counted((math.prod(shape),)), make)
+            whole, family = counted((math.prod(shape),)), "a view that joins dimensions"
+            yield Case(family, tuple(mesh.shape), f"{shape} {placements}", whole, make)
 
 
 def reduced(mesh: DeviceMesh) -> Iterator[Case]:
     """Placements whose shards have to be reduced."""
-    kinds = [Partial("sum"), Partial("avg"), Partial("max"), _MaskPartial(offset_shape=torch.Size((8, 4)), offset_dim=0)]
+    masked = _MaskPartial(offset_shape=torch.Size((8, 4)), offset_dim=0)
+    kinds = [Partial("sum"), Partial("avg"), Partial("max"), masked]
     for partial, place in itertools.product(kinds, range(mesh.ndim)):
         placements = [Replicate()] * mesh.ndim
         placements[place] = partial
@@ -222,13 +225,11 @@ def reduced(mesh: DeviceMesh) -> Iterator[Case]:
 
 
 def of_dtypes(mesh: DeviceMesh) -> Iterator[Case]:
-    """All dtypes of torch that are not quantized."""
-    found = {d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.itemsize <= 16}
+    """All dtypes of torch but quantized ones and those that are not whole bytes."""
+    found = {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
     for dtype in sorted(found, key=str):
         name = str(dtype).removeprefix("torch.")
-        if name.startswith(("q", "bits", "int1", "int2", "int3", "int4", "int5", "int7", "uint1", "uint2", "float4")) and (
-            name not in ("int16", "uint16")
-        ):
+        if name.startswith(("q", "bits")) or re.fullmatch(r"u?int[1-7]|float4.*", name):
             continue
         raw = torch.arange(8 * 4 * dtype.itemsize) % 2
         whole = raw.to(torch.uint8).view(dtype).view(8, 4)

@@ -3,7 +3,6 @@
 The truth is torch's own `full_tensor`, where torch has one.
 """
 
-
 import pytest
 
 from support import dtensors
@@ -22,7 +21,8 @@ def test_every_layout_is_read_as_torch_means_it_or_refused_by_name(mesh):
         seen.add(case.family)
         if (word := REFUSED_FAMILIES.get(case.family)) is not None:
             assert outcome.ours == REFUSED, case.what
-            assert outcome.message.startswith("trainer rank 0: w ") and word in outcome.message
+            assert outcome.message.startswith("trainer rank 0: w ")
+            assert word in outcome.message
         else:
             assert outcome.ours == SAME, (case.family, case.what, outcome.torchs, outcome.message)
     assert len(seen) >= (5 if MESHES[mesh] else 1)

@@ -105,5 +105,5 @@ def test_they_are_moved_as_bits(transport, delta, tmp_path):
 @pytest.mark.parametrize("other", [torch.int64, torch.int32, torch.uint8, torch.float32])
 def test_they_are_not_cast(dtype, other):
     for have, want in ((dtype, other), (other, dtype)):
-        with pytest.raises(Unsupported, match="w is .* would not preserve the values"):
+        with pytest.raises(Unsupported, match=r"w is .* would not preserve the values"):
             check_cast("w", have, "live", want)

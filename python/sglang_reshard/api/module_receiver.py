@@ -17,11 +17,12 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
+from sglang_reshard.api.state_dict_model import StateDictModel
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import ConnectionLost, DeadlineExceeded, Mismatch, TornWeights
 from sglang_reshard.observability.logs import configure, get_logger
@@ -34,6 +35,9 @@ _POLL_S = 1.0  # how long the background thread waits at a time: `stop` waits as
 class ModuleReceiver:
     """One process's end. `model` is any module; names of weights are those of its state dict.
 
+    Names that are one tensor in the module must be one in the trainer, or be ignored in the update. To autograd an
+    update is a write to each tensor, as by `copy_`.
+
     version  the `weight_version` of the weights that the module has; None before the first
     """
 
@@ -43,7 +47,8 @@ class ModuleReceiver:
         if device is None:
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.version: str | None = None
-        self._receiver = WeightReceiver(_StateDictModel(model), 0, 1, device)
+        self._model = StateDictModel(model)
+        self._receiver = WeightReceiver(self._model, 0, 1, device)
         self._mailbox: Mailbox | None = None
         self._applying = threading.Lock()
         self._stopped = threading.Event()
@@ -71,9 +76,12 @@ class ModuleReceiver:
         if request is None:
             return False
         with self._applying:
+            self._model.loads.ignored = request.ignore
             output = self._receiver.update(request)
             if output.success:
                 self.version = request.weight_version
+            if output.success or output.torn:
+                self._model.count_write()
         if not output.success:
             logger.warning("the weights were not applied: %s", output.message)
         try:
@@ -132,17 +140,3 @@ class ModuleReceiver:
     def _check_torn(self) -> None:
         if torn := self._receiver.torn:
             raise TornWeights(f"{torn}. The module's weights are torn: repeat the update before using it")
-
-
-class _StateDictModel(nn.Module):
-    """Gives a module the loader that an engine's model has."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        state = self.module.state_dict(keep_vars=True)
-        for name, tensor in weights:
-            if name in state:  # of others the caller is told by name
-                state[name].data.copy_(tensor)

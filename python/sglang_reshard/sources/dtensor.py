@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.shard_order import Orders, in_order, is_order_of, left_to_right, stated_by_strides
 from sglang_reshard.layout.source_layout import Mesh, MeshSharding, Placement
-from sglang_reshard.sources.dtensor_spec import ShardOrder
+from sglang_reshard.sources.dtensor_spec import LEFT_TO_RIGHT, ShardOrder
 
 T = TypeVar("T")
 _CURE = "pass what this trainer rank holds with an ExplicitSharding, or redistribute it"
@@ -31,7 +31,7 @@ def mesh_sharding(
     mesh: Any,
     placements: tuple[Any, ...],
     trainer_rank_of: Mapping[int, int],
-    order: ShardOrder = ShardOrder(),
+    order: ShardOrder = LEFT_TO_RIGHT,
 ) -> MeshSharding:
     """Returns the sharding over the root mesh. Raises Unsupported, starting with `where`.
 
@@ -97,11 +97,11 @@ def _orders(
 
 
 def _megatron_order(mesh: Any, orders: Orders) -> Orders:
-    """Returns the order that Megatron-FSDP writes on its meshes of two dimensions of data parallelism, if it has."""
-    listed: Sequence[int] | None = getattr(mesh, "_shard_order", None)
-    if listed is None:
+    """Returns the order that Megatron-FSDP writes on a mesh, where tensor parallelism splits first, if it has."""
+    listed: list[int] = list(getattr(mesh, "_shard_order", ()))
+    if not listed:
         return orders
-    return {dim: tuple(sorted(mesh_dims, key=list(listed).index)) for dim, mesh_dims in orders.items()}
+    return {dim: tuple(sorted(mesh_dims, key=listed.index)) for dim, mesh_dims in orders.items()}
 
 
 def on_root_mesh(mesh: Any, per_dim: tuple[T, ...], elsewhere: T) -> tuple[torch.Tensor, tuple[T, ...]]:

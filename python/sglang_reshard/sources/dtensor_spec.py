@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 from sglang_reshard.errors import Unsupported
@@ -24,13 +23,16 @@ class ShardOrder(NamedTuple):
     strides_are_order: bool = True
 
 
+LEFT_TO_RIGHT = ShardOrder()
+
+
 def shard_order(where: str, spec: Any) -> ShardOrder:
     """Returns the shard order of a DTensorSpec.
 
     Raises Unsupported, starting with `where` and naming it, for a field that this package does not know and whose
     value is not the one that torch gives it by default.
     """
-    unknown = {*_field_names(type(spec)), *vars(spec)} - _KNOWN
+    unknown = (_field_names(type(spec)) | vars(spec).keys()) - _KNOWN
     for name in sorted(n for n in unknown if not n.startswith("_") and not _is_default(spec, n)):
         raise Unsupported(
             f"{where} has a {type(spec).__name__} whose field {name} is {getattr(spec, name)!r}, which this version of "
@@ -51,6 +53,5 @@ def _is_default(spec: Any, name: str) -> bool:
         return False
 
 
-@functools.cache
-def _field_names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+def _field_names(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
