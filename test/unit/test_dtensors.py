@@ -13,10 +13,10 @@ REFUSED_FAMILIES = {"Partial": "Partial", "_MaskPartial": "_MaskPartial", "compl
 MESHES = {"x".join(map(str, shape)): shape for shape in dtensors.MESHES} | {"parts": None}
 
 
-@pytest.mark.parametrize("mesh", only(MESHES, {"2", "2x2", "3x2"}.__contains__))
+@pytest.mark.parametrize("mesh", only(MESHES, {"2", "2x2"}.__contains__))
 def test_every_layout_is_read_as_torch_means_it_or_refused_by_name(mesh):
     seen = set()
-    for outcome in dtensors.outcomes(MESHES[mesh], dtensors.SHAPES[1:3]):
+    for outcome in dtensors.outcomes(MESHES[mesh], dtensors.SHAPES[:2]):
         case = outcome.case
         seen.add(case.family)
         if (word := REFUSED_FAMILIES.get(case.family)) is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from sglang_reshard.errors import Mismatch
 from sglang_reshard.sources.versions import VersionCounters
 from sglang_reshard.transports.overlap import Written, written_once
 
@@ -42,7 +43,7 @@ class StateDictModel(nn.Module):
         """Writes weights to the entries of their names, and leaves out those that the module has no entry for.
 
         Of names that are one tensor in the module, all but one have to be tied in the trainer too, or to be ignored.
-        Raises Mismatch, naming both, for other entries that share memory.
+        Raises Mismatch, naming both, for other entries that share memory, and for shapes that differ.
         """
         state = self.module.state_dict(keep_vars=True)
         given = [(name, tensor) for name, tensor in weights if name in state]  # of others the caller is told by name
@@ -53,8 +54,14 @@ class StateDictModel(nn.Module):
         kept |= {name for name, _ in given if isinstance(state[name], DTensor)}
         self.loads.written = [(name, state[name]) for name, _ in given if name in kept]
         for name, tensor in given:
-            if name in kept:
-                state[name].data.copy_(tensor)
+            if name not in kept:
+                continue
+            if state[name].shape != tensor.shape:
+                raise Mismatch(
+                    f"{name} has the shape {tuple(state[name].shape)} in the receiver's module and "
+                    f"{tuple(tensor.shape)} in the trainer"
+                )
+            state[name].data.copy_(tensor)
 
     def _is_tied(self, _: str, other: str) -> bool:
         return self.loads.is_ignored(other)

@@ -6,6 +6,7 @@ rows. Each local tensor states its own place, in the way in which torch's distri
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +38,9 @@ def own_part(where: str, shape: tuple[int, ...], local: torch.Tensor) -> OwnPart
             f"{where} has a local tensor that states {len(chunks)} chunks; pass each with an ExplicitSharding"
         )
     start, sizes = (tuple(map(int, numbers)) for numbers in (chunks[0].offsets, chunks[0].sizes))
-    box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
-    if sizes != tuple(local.shape) or box.intersect(Box.whole(shape)) != box:
+    box = Box(start, tuple(map(operator.add, start, sizes)))
+    alike = len(start) == len(sizes) == len(shape) and sizes == tuple(local.shape)
+    if not alike or box.intersect(Box.whole(shape)) != box:
         raise Mismatch(
             f"{where} has a local tensor of shape {tuple(local.shape)} that states the chunk {sizes} at {start} of "
             f"global shape {shape}; call update_uneven_dtensor_chunk_metadata on it again, or pass an ExplicitSharding"
