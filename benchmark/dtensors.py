@@ -14,7 +14,7 @@ import sys
 from benchmark import results
 
 PATH = results.FOLDER / "dtensors.json"
-_COMMAND = "python -m benchmark.dtensors [PYTHON ...]"
+COMMAND = "python -m benchmark.dtensors [PYTHON ...]"
 
 
 def main(pythons: list[str]) -> None:
@@ -25,7 +25,7 @@ def main(pythons: list[str]) -> None:
         command = [python, "-m", "support.dtensors"]
         run = subprocess.run(command, env=environment, cwd=results.REPOSITORY, stdout=subprocess.PIPE, check=True)
         rows += json.loads(run.stdout)
-    results.save(PATH, results.header(_COMMAND, []), rows)
+    results.save(PATH, results.header(COMMAND, []), rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Every kind of DTensor that torch can make, read by this package and gathered by torch's own `full_tensor`.
 
 torch's LocalTensorMode runs all ranks of a mesh in one process, collectives included, so that thousands of layouts are
-compared in a minute. Runs with torch alone: `python -m support.dtensors` prints the outcomes as JSON.
+compared in a minute. Runs with torch alone: `python -m support.dtensors [MESH ...]` prints the outcomes as JSON.
 """
 
 from __future__ import annotations
@@ -289,11 +289,14 @@ def outcomes(mesh_shape: tuple[int, ...] | None, shapes: Sequence[tuple[int, ...
         yield from filter(None, (judged(case, size) for case in found))
 
 
-def rows() -> list[dict[str, Any]]:
-    """A row per family and mesh: how many cases there are, and what became of them."""
+NAMED = {"x".join(map(str, shape)): shape for shape in MESHES} | {"parts": None}
+
+
+def rows(meshes: Sequence[str]) -> list[dict[str, Any]]:
+    """A row per family and mesh: how many cases there are, and what became of them. `meshes` are names of NAMED."""
     counts: dict[tuple[str, str], collections.Counter[str]] = {}
-    for mesh_shape in (*MESHES, None):
-        for outcome in outcomes(mesh_shape):
+    for name in meshes or NAMED:
+        for outcome in outcomes(NAMED[name]):
             shape = "x".join(map(str, outcome.case.mesh_shape))
             counted_ = counts.setdefault((outcome.case.family, shape), collections.Counter())
             counted_["cases"] += 1
@@ -314,4 +317,4 @@ def rows() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    json.dump(rows(), sys.stdout)
+    json.dump(rows(sys.argv[1:]), sys.stdout)

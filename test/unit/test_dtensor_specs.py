@@ -97,6 +97,11 @@ def test_dimensions_counted_from_the_last_are_refused(mesh):
         describe([("w", WHOLE[:4], spec)], trainer_rank=1, global_ranks=(0, 1, 2, 3))
 
 
+def test_a_name_that_is_no_string_is_refused(mesh):
+    with pytest.raises(Unsupported, match=r"trainer rank 1: 7 is no name, but a int"):
+        describe([(7, WHOLE)], trainer_rank=1, global_ranks=(0, 1, 2, 3))
+
+
 def test_an_order_that_is_not_of_the_placements_is_refused(mesh):
     tensor = of_spec(mesh)
     object.__setattr__(tensor._spec, "shard_order", (ShardOrderEntry(0, (1,)),))

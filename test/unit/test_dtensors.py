@@ -6,17 +6,16 @@ The truth is torch's own `full_tensor`, where torch has one.
 import pytest
 
 from support import dtensors
-from support.dtensors import REFUSED, SAME
+from support.dtensors import NAMED, REFUSED, SAME
 from support.sweep import only
 
 REFUSED_FAMILIES = {"Partial": "Partial", "_MaskPartial": "_MaskPartial", "complex dtypes": "complex"}
-MESHES = {"x".join(map(str, shape)): shape for shape in dtensors.MESHES} | {"parts": None}
 
 
-@pytest.mark.parametrize("mesh", only(MESHES, {"2", "2x2"}.__contains__))
+@pytest.mark.parametrize("mesh", only(NAMED, {"2", "2x2"}.__contains__))
 def test_every_layout_is_read_as_torch_means_it_or_refused_by_name(mesh):
     seen = set()
-    for outcome in dtensors.outcomes(MESHES[mesh], dtensors.SHAPES[:2]):
+    for outcome in dtensors.outcomes(NAMED[mesh], dtensors.SHAPES[:2]):
         case = outcome.case
         seen.add(case.family)
         if (word := REFUSED_FAMILIES.get(case.family)) is not None:
@@ -25,4 +24,4 @@ def test_every_layout_is_read_as_torch_means_it_or_refused_by_name(mesh):
             assert word in outcome.message
         else:
             assert outcome.ours == SAME, (case.family, case.what, outcome.torchs, outcome.message)
-    assert len(seen) >= (5 if MESHES[mesh] else 1)
+    assert len(seen) >= (5 if NAMED[mesh] else 1)

@@ -57,6 +57,8 @@ class TensorReader:
         represents, which are views of the local tensor: one, or those of a fused tensor.
         """
         where = f"trainer rank {self._rank}: {name}"
+        if not isinstance(name, str):
+            raise Unsupported(f"{where} is no name, but a {type(name).__name__}; pass (name, tensor)")
         if not isinstance(given, torch.Tensor):
             raise Unsupported(f"{where} is a {type(given).__name__}, not a torch.Tensor; leave it out")
         if isinstance(sharding, FlatBuffer):
