@@ -70,6 +70,7 @@ def test_interleaved_and_empty_views_are_no_overlap():
 def test_many_tensors_take_little_time():
     memory = torch.zeros(100_000, 2)
     named = [(f"t{number}", row) for number, row in enumerate(memory)]
-    began = time.perf_counter()
-    assert len(check(*named)) == len(named)
-    assert time.perf_counter() - began < 5
+    written = [Written.of(name, row) for name, row in named]
+    began = time.process_time()
+    assert len(written_once(written, never, "")) == len(named)
+    assert time.process_time() - began < 10  # seconds; comparing all pairs would take hours

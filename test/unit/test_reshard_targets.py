@@ -160,6 +160,9 @@ def test_a_receiver_takes_one_of_tied_names(tied_name):
     model, program = program_of(("embed.weight", "head.weight", "memory"), (tied_name,))
     assert {copy.source for copy in program.copies} == {*other, "memory"}
     assert {name for name, _ in model.loads.written} == {*other, "memory"}
+    traced_for = model.goes_by()
+    model.loads.ignored = ()  # they are no longer tied: what was traced is not used again
+    assert model.goes_by() != traced_for
     before = model.module.embed.weight._version, model.module.memory._version
     model.count_write()
     model.count_write()

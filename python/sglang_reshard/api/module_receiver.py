@@ -48,7 +48,7 @@ class ModuleReceiver:
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.version: str | None = None
         self._model = StateDictModel(model)
-        self._receiver = WeightReceiver(self._model, 0, 1, device)
+        self._receiver = WeightReceiver(self._model, 0, 1, device, self._model.goes_by)
         self._mailbox: Mailbox | None = None
         self._applying = threading.Lock()
         self._stopped = threading.Event()

@@ -66,6 +66,10 @@ class StateDictModel(nn.Module):
     def _is_tied(self, _: str, other: str) -> bool:
         return self.loads.is_ignored(other)
 
+    def goes_by(self) -> bytes:
+        """Returns what the loader goes by: if it changes, a trace is not used again."""
+        return "\0".join(self.loads.ignored).encode()
+
     def count_write(self) -> None:
         """Increases the version counters of what has been written, as `copy_` would. One call for all of it."""
         if self.loads.written:  # since the loader ran

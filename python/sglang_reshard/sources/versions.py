@@ -19,7 +19,9 @@ class VersionCounters:
 
     def __init__(self, named_tensors: Iterable[tuple[Any, ...]]) -> None:
         sharded = ShardedParameters.of_this_process()
-        written: list[Any] = [sharded.of(name, tensor) for name, tensor, *_ in named_tensors]
+        written: list[Any] = []
+        for name, tensor, *sharding in named_tensors:
+            written.append(tensor if sharding and sharding[0] is not None else sharded.of(name, tensor))
         written += [tensor.ds_tensor for tensor in written if is_partitioned(tensor)]
         # What detach() returns has the same counter. Tensors of inference mode have none.
         self._sharing = [tensor.detach() for tensor in written if not tensor.is_inference()]
