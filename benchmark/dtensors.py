@@ -22,7 +22,7 @@ def main(pythons: list[str]) -> None:
     environment = {**os.environ, "PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
     rows = []
     for python in (sys.executable, *pythons):
-        command = [python, "-m", "support.dtensors"]
+        command = [python, "-m", "support.dtensor_rows"]
         run = subprocess.run(command, env=environment, cwd=results.REPOSITORY, stdout=subprocess.PIPE, check=True)
         rows += json.loads(run.stdout)
     results.save(PATH, results.header(COMMAND, []), rows)

@@ -1,19 +1,15 @@
 """Every kind of DTensor that torch can make, read by this package and gathered by torch's own `full_tensor`.
 
-torch's LocalTensorMode runs all ranks of a mesh in one process, collectives included, so that thousands of layouts are
-compared in a minute. Runs with torch alone: `python -m support.dtensors [MESH ...]` prints the outcomes as JSON.
+torch's LocalTensorMode runs all ranks of a mesh in one process, collectives included.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import itertools
-import json
 import logging
 import math
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -269,8 +265,10 @@ def cases_on(mesh_shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]] = SH
         mesh = init_device_mesh("cpu", mesh_shape)
     few = {1: shapes, 2: shapes, 3: shapes[:2], 4: shapes[1:2]}[mesh.ndim]
     yield from plain(mesh, few)
-    yield from ordered(mesh, few)
-    yield from strided(mesh, few)
+    # torch searches for a way to redistribute, which takes half a minute on four dimensions.
+    some = 12 if mesh.ndim == 4 else 1
+    yield from itertools.islice(ordered(mesh, few), 0, None, some)
+    yield from itertools.islice(strided(mesh, few), 0, None, some)
     yield from reduced(mesh)
     if mesh.ndim < 3:
         yield from viewed(mesh)
@@ -287,34 +285,3 @@ def outcomes(mesh_shape: tuple[int, ...] | None, shapes: Sequence[tuple[int, ...
         else:
             found = list(cases_on(mesh_shape, shapes))
         yield from filter(None, (judged(case, size) for case in found))
-
-
-NAMED = {"x".join(map(str, shape)): shape for shape in MESHES} | {"parts": None}
-
-
-def rows(meshes: Sequence[str]) -> list[dict[str, Any]]:
-    """A row per family and mesh: how many cases there are, and what became of them. `meshes` are names of NAMED."""
-    counts: dict[tuple[str, str], collections.Counter[str]] = {}
-    for name in meshes or NAMED:
-        for outcome in outcomes(NAMED[name]):
-            shape = "x".join(map(str, outcome.case.mesh_shape))
-            counted_ = counts.setdefault((outcome.case.family, shape), collections.Counter())
-            counted_["cases"] += 1
-            counted_[outcome.ours] += 1
-            counted_["torch"] += outcome.torchs == SAME
-            counted_["both"] += outcome.torchs == outcome.ours == SAME
-    version = torch.__version__.partition("+")[0]
-    names = ("cases", SAME, REFUSED, WRONG, "torch", "both")
-    return [
-        {
-            "torch_version": version,
-            "family": family,
-            "mesh": mesh,
-            **{name: found[name] for name in names},
-        }
-        for (family, mesh), found in counts.items()
-    ]
-
-
-if __name__ == "__main__":
-    json.dump(rows(sys.argv[1:]), sys.stdout)

@@ -6,7 +6,8 @@ The truth is torch's own `full_tensor`, where torch has one.
 import pytest
 
 from support import dtensors
-from support.dtensors import NAMED, REFUSED, SAME
+from support.dtensor_rows import NAMED
+from support.dtensors import REFUSED, SAME
 from support.sweep import only
 
 REFUSED_FAMILIES = {"Partial": "Partial", "_MaskPartial": "_MaskPartial", "complex dtypes": "complex"}
