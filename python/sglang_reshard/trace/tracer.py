@@ -59,8 +59,8 @@ def trace(
     model: torch.nn.Module,
     specs: Sequence[TensorSpec],
     start: Callable[[], EngineStart] | None = None,
-    may_stay: MayStay = _NOTHING,
     *,
+    may_stay: MayStay = _NOTHING,
     weightless: bool = False,
 ) -> Program:
     """Returns the program of `model.load_weights` for checkpoint tensors with these names, shapes and dtypes.

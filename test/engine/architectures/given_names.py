@@ -70,7 +70,7 @@ def text_trainer(model: torch.nn.Module, weights: Weights) -> dict[str, Any]:
     as_read = dict(zip(found.names or names, given.values(), strict=True))
     live = dict(model.named_parameters())
     before = {name: parameter.clone() for name, parameter in live.items()}
-    program = trace(model, specs_of(as_read), MayStay(frozen=[f"*{tower}*" for tower in TOWERS]))
+    program = trace(model, specs_of(as_read), may_stay=MayStay(frozen=[f"*{tower}*" for tower in TOWERS]))
     replay(program, as_read)
     after = {name: parameter.clone() for name, parameter in live.items()}
     with torch.no_grad():  # SGLang's own load of the same, in the same memory
