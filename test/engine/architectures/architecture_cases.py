@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from architectures import Architecture, text_generation
+from architectures import Architecture, generation
 from examination import Finding, examine, said
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
@@ -90,6 +90,7 @@ class Checkpoint(NamedTuple):
             architecture=self.architecture.name,
             variants=self.variants,
             fp8=self.fp8,
+            multimodal=self.architecture.multimodal,
         )
 
 
@@ -176,7 +177,7 @@ def main(paths: str, level: str, folder: str, *only: str) -> None:
 
     runs = {r.name: r for r in RUNS if r.gpu == gpu and (r.fast or not fast)}
     probe = Run("probe", tp_size=2 if gpu else 3, gpu=gpu)
-    architectures = [a for a in text_generation() if not only or a.name in only]
+    architectures = [a for a in generation() if not only or a.name in only]
     usual = _usual([a for a in architectures if a.writer], Path(folder), probe)
     for architecture in architectures:
         line = [architecture.name, architecture.writer, architecture.own, *usual.get(architecture, ((), ""))]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from support.checkpoints import has_experts
+from support.checkpoints import PUBLISHED, has_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Architecture:
 
     name: str
     writer: str | None
+    multimodal: bool = False
 
     @property
     def own(self) -> bool:
@@ -30,17 +31,22 @@ class Architecture:
         return self.writer is not None and _spelling(self.name) == _spelling(self.writer)
 
 
-def text_generation() -> list[Architecture]:
+def generation() -> list[Architecture]:
     """All of them, by SGLang's own predicates. Imports SGLang: choose_code_paths comes first."""
     from sglang.srt.configs.model_config import is_generation_model, is_multimodal_model
     from sglang.srt.models.registry import ModelRegistry
 
     names = sorted(n for n in ModelRegistry.get_supported_archs() if is_generation_model([n]))
-    names = [n for n in names if not is_multimodal_model([n])]
-    return [Architecture(n, _writer(n, ModelRegistry.models[n])) for n in names]
+    return [Architecture(n, _writer(n, ModelRegistry.models[n]), is_multimodal_model([n])) for n in names]
 
 
 def _writer(name: str, implementation: type) -> str | None:
+    import transformers
+
+    if name in PUBLISHED and PUBLISHED[name].writer:
+        return PUBLISHED[name].writer
+    if hasattr(transformers, name):
+        return name
     by_spelling = {_spelling(n): n for _, n in _language_models()}
     relatives = (by_spelling.get(_spelling(n)) for n in (name, *(c.__name__ for c in implementation.__mro__)))
     found = next(filter(None, relatives), None)

@@ -27,6 +27,8 @@ from support.checkpoints import read_weights
 from support.live_memory import differing, fill_with_garbage
 
 Weights = dict[str, torch.Tensor]
+# What the trace says of an engine that has never loaded a checkpoint.
+_LOAD_ONCE = "load a checkpoint from disk once first"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +60,14 @@ def examine(folder: str, *, weights_dtype: str | None = None, gpu: bool = True, 
         weights = {n: t.to(getattr(torch, weights_dtype)) if t.dtype.itemsize > 1 else t for n, t in weights.items()}
     config = json.loads((Path(folder) / "config.json").read_text())
     try:
-        return _examined(model, weights, config, folder)
+        found = _examined(model, weights, config, folder)
+        if found.outcome == "refused" and _LOAD_ONCE in found.why:
+            # The stock load that ended the examination was the engine's start from a checkpoint.
+            once = _examined(model, weights, config, folder)
+            found = once if once.outcome == "failed" else dataclasses.replace(once, why=once.why or found.why)
     except Exception as error:
         return Finding("failed", said(error, folder))
+    return found
 
 
 def built(folder: str, gpu: bool, build: dict[str, Any]) -> torch.nn.Module:
@@ -173,13 +180,17 @@ def verl_quantizer() -> Any:
 
 
 def _stock(model: torch.nn.Module, weights: Weights) -> dict[str, str] | Exception:
+    """Digests after stock loading, without further paths that it makes to memory which had one (a cache by name)."""
     fill_with_garbage(model)
+    paths = {name: storage_key(tensor) for name, tensor in live_tensors(model)}
     try:
         with torch.no_grad():
             model.load_weights(iter([(n, t.clone()) for n, t in weights.items()]))  # type: ignore[operator]
     except Exception as error:
         return error
-    return digests(model)
+    known = set(paths.values())
+    again = {name for name, t in live_tensors(model) if name not in paths and storage_key(t) in known}
+    return {name: digest for name, digest in digests(model).items() if name not in again}
 
 
 @dataclasses.dataclass(frozen=True)

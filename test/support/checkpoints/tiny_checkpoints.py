@@ -6,17 +6,22 @@ transformers itself writes them: it keeps experts stacked in memory, and reverts
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from support.checkpoints import block_fp8
-from support.checkpoints.published_configs import published, published_multimodal, published_weights
+from support.checkpoints.published import Published, merged
+from support.checkpoints.published_configs import published, published_multimodal
+from support.checkpoints.published_multimodal import MULTIMODAL
+from support.checkpoints.published_text import TEXT
 from support.checkpoints.tiny_configs import IN_BLOCKS, TINY, tiny, variant
 
 WEIGHTS = "model.safetensors"
+PUBLISHED = TEXT | MULTIMODAL
 
 
 def write_checkpoint(
@@ -50,23 +55,40 @@ def write_checkpoint(
     changes = [variant(writing.config_class, v, sizes) for v in variants]
     if None in changes:
         return None
-    other = {k: v for change in changes for k, v in (change or {}).items()} | (instead or {})
+    record = PUBLISHED.get(architecture or writer) or PUBLISHED.get(writer) or Published()
+    other = merged(record.instead, {k: v for change in changes for k, v in (change or {}).items()})
+    other = merged(other, instead or {})
     config = tiny(writing.config_class, sizes, **other)
-    with initialization.no_init_weights():
+    with initialization.no_init_weights(), _classes_of_transformers():
         model = writing._from_config(config, dtype=torch.bfloat16)
     model.tie_weights()
     block_fp8.mark_linear(model)
     model.save_pretrained(folder, max_shard_size="100GB")
-    saved = read_weights(folder)
-    weights = published_weights(writer, _randomised(saved, seed))
+    saved = record.tensors(read_weights(folder))
+    weights = _randomised(saved, seed)
     written = json.loads((folder / "config.json").read_text())
     as_published = published_multimodal if multimodal else published
     written = as_published(written | {"architectures": [architecture or writer]}, list(weights))
+    written = merged(written, record.config)
     if fp8:
         weights, written["quantization_config"] = block_fp8.quantized(weights, block_fp8.marked(saved))
     (folder / "config.json").write_text(json.dumps(written))
     write_weights(weights, folder)
     return str(folder)
+
+
+@contextmanager
+def _classes_of_transformers() -> Iterator[None]:
+    """Without the classes that SGLang has registered with AutoModel in their place."""
+    from transformers import AutoModel
+
+    registered = AutoModel._model_mapping._extra_content
+    others = dict(registered)
+    registered.clear()
+    try:
+        yield
+    finally:
+        registered.update(others)
 
 
 def read_weights(folder: str | Path) -> dict[str, torch.Tensor]:
