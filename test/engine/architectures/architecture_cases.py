@@ -90,7 +90,6 @@ class Checkpoint(NamedTuple):
             architecture=self.architecture.name,
             variants=self.variants,
             fp8=self.fp8,
-            multimodal=self.architecture.multimodal,
         )
 
 
@@ -108,7 +107,8 @@ def _usual(
             path = checkpoint.written(root)
         except Exception as error:
             return "unwritten", said(error, str(root))
-        return (_examined(probe, 0, path).outcome, "") if path else ("unwritten", "there is no such variant")
+        draft = checkpoint.architecture.is_draft
+        return (_examined(probe, 0, path, draft).outcome, "") if path else ("unwritten", "there is no such variant")
 
     outcomes: dict[Architecture, dict[str, tuple[str, ...]]] = {a: {} for a in architectures}
     reasons: dict[Architecture, str] = {}
@@ -121,16 +121,19 @@ def _usual(
     return {a: ((), reasons[a]) if variants is None else (variants, "") for a, variants in chosen.items()}
 
 
-def _applying(run: Run, usual: tuple[str, ...], config: dict[str, Any]) -> bool:
+def _applying(run: Run, architecture: Architecture, usual: tuple[str, ...], config: dict[str, Any]) -> bool:
+    if run.pp_size > 1 and architecture.is_draft:
+        return False  # SGLang has no pipeline with speculative decoding
     return run.variant not in usual and (run.ep_size == 1 or has_experts(config))
 
 
-def _examined(run: Run, rank: int, path: str) -> Finding:
+def _examined(run: Run, rank: int, path: str, draft: bool) -> Finding:
     stage, tp_rank = divmod(rank, run.tp_size)
     return examine(
         path,
         weights_dtype=run.weights_dtype,
         gpu=run.gpu,
+        draft=draft,
         tp_size=run.tp_size,
         tp_rank=tp_rank,
         ep_size=run.ep_size,
@@ -141,14 +144,14 @@ def _examined(run: Run, rank: int, path: str) -> Finding:
 
 def _cases(
     usual: dict[Architecture, tuple[tuple[str, ...], str]], runs: Sequence[Run], root: Path, fast: bool
-) -> Iterator[tuple[Case, str]]:
+) -> Iterator[tuple[Case, str, bool]]:
     checkpoints: dict[tuple[Architecture, Run], Checkpoint] = {}
     for architecture, (variants, why) in usual.items():
         if why:
             continue
         config = json.loads((Checkpoint(architecture, variants).folder(root) / "config.json").read_text())
         for run in runs:
-            if _applying(run, variants, config):
+            if _applying(run, architecture, variants, config):
                 extra = (run.variant,) if run.variant else ()
                 checkpoints[architecture, run] = Checkpoint(architecture, variants + extra, run.fp8)
 
@@ -166,7 +169,7 @@ def _cases(
         path = paths[checkpoint]
         if path is not None:
             for rank in run.fast if fast else range(run.tp_size * run.pp_size):
-                yield Case(architecture.name, run.name, rank), path
+                yield Case(architecture.name, run.name, rank), path, architecture.is_draft
 
 
 def main(paths: str, level: str, folder: str, *only: str) -> None:
@@ -183,7 +186,7 @@ def main(paths: str, level: str, folder: str, *only: str) -> None:
         line = [architecture.name, architecture.writer, architecture.own, *usual.get(architecture, ((), ""))]
         answer(ARCHITECTURE + json.dumps(line))
     jobs = list(_cases(usual, list(runs.values()), Path(folder), fast))
-    for (case, _), found in _forked(lambda job: _examined(runs[job[0].run], job[0].rank, job[1]), jobs):
+    for (case, *_), found in _forked(lambda job: _examined(runs[job[0].run], job[0].rank, *job[1:]), jobs):
         answer(CASE + json.dumps([case, dataclasses.asdict(found)]))
 
 

@@ -26,6 +26,11 @@ class Architecture:
     multimodal: bool = False
 
     @property
+    def is_draft(self) -> bool:
+        """Whether it is built and loaded with a target, by whose name its checkpoint goes."""
+        return self.name in PUBLISHED and PUBLISHED[self.name].draft is not None
+
+    @property
     def own(self) -> bool:
         """Whether the checkpoint is that of the architecture itself, not of a relative."""
         return self.writer is not None and _spelling(self.name) == _spelling(self.writer)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from drafts import sent_with_draft, with_draft
 from oracle.digests import digests
 from oracle.replay import replay
 from sglang_reshard.cli.plan.sglang_model import build_rank
@@ -50,12 +51,17 @@ class Finding:
     copies: int = 0
 
 
-def examine(folder: str, *, weights_dtype: str | None = None, gpu: bool = True, **build: Any) -> Finding:
+def examine(
+    folder: str, *, weights_dtype: str | None = None, gpu: bool = True, draft: bool = False, **build: Any
+) -> Finding:
+    """draft  the checkpoint is for a draft as well, which is built and loaded with its target"""
     try:
         model = built(folder, gpu, build)
+        if draft:
+            model = with_draft(model, folder)
     except (Exception, SystemExit) as error:
         return Finding("cannot", said(error, folder))
-    weights = read_weights(folder)
+    weights = sent_with_draft(folder) if draft else read_weights(folder)
     if weights_dtype is not None:
         weights = {n: t.to(getattr(torch, weights_dtype)) if t.dtype.itemsize > 1 else t for n, t in weights.items()}
     config = json.loads((Path(folder) / "config.json").read_text())

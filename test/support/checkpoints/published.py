@@ -17,6 +17,20 @@ Weights = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """That an architecture is the draft of another, which SGLang is told to build with it.
+
+    target   the architecture that config.json names
+    tensors  makes the draft's own checkpoint, in a folder of its own, out of the target's; None: it is in the target's
+    config   keys of the draft's own config.json, beside those of the target's
+    """
+
+    target: str
+    tensors: Callable[[Weights], Weights] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Published:
     """How to write a checkpoint of one architecture.
 
@@ -24,12 +38,14 @@ class Published:
     instead  values for keys of that class's config, where the tiny ones do not go together
     tensors  makes the checkpoint's tensors out of that class's
     config   keys of the published config.json, beside or instead of what that class writes; parts of it are merged
+    draft    of a draft model, which is built and loaded with its target
     """
 
     writer: str | None = None
     instead: Mapping[str, Any] = field(default_factory=dict)
     tensors: Callable[[Weights], Weights] = dict
     config: Mapping[str, Any] = field(default_factory=dict)
+    draft: Draft | None = None
 
 
 def renamed(*rules: tuple[str, str]) -> Callable[[Weights], Weights]:

@@ -14,7 +14,11 @@ def _experts_transposed(weights: Weights) -> Weights:
 
 MULTIMODAL: dict[str, Published] = {
     "Ernie4_5_VLMoeForConditionalGeneration": Published(
-        instead={"text_config": {"rope_parameters": {"mrope_section": [3, 3, 2], "rope_type": "default", "rope_theta": 5e5}}}
+        instead={
+            "text_config": {"rope_parameters": {"mrope_section": [3, 3, 2], "rope_type": "default", "rope_theta": 5e5}},
+            "vision_config": {"num_heads": 8},
+        },
+        config={"vision_config": {"embed_dim": 128, "mlp_ratio": 4}},
     ),
     "Gemma4ForConditionalGeneration": Published(
         instead={
@@ -27,7 +31,9 @@ MULTIMODAL: dict[str, Published] = {
                 "head_dim": 16,
                 "global_head_dim": 16,
             }
-        }
+        },
+        # SGLang itself turns round what it reads of a whole config.
+        config={"text_config": {"head_dim": 16}},
     ),
     "Gemma3ForConditionalGeneration": Published(
         instead={"vision_config": {"vision_use_head": False}},
@@ -43,7 +49,11 @@ MULTIMODAL: dict[str, Published] = {
         tensors=renamed((r"vision_tower\.", "vision_tower.vision_model.")),
     ),
     "LlavaForConditionalGeneration": Published(
-        instead={"tie_word_embeddings": False, "vision_config": {"model_type": "pixtral"}}
+        instead={
+            "tie_word_embeddings": False,
+            "vision_feature_select_strategy": "full",
+            "vision_config": {"model_type": "pixtral"},
+        }
     ),
     "Mistral3ForConditionalGeneration": Published(instead={"tie_word_embeddings": False}),
     "PaddleOCRVLForConditionalGeneration": Published(
@@ -55,6 +65,7 @@ MULTIMODAL: dict[str, Published] = {
     ),
     "Qwen3OmniMoeForConditionalGeneration": Published(
         instead={
+            "enable_audio_output": False,
             "thinker_config": {
                 "audio_config": {"encoder_attention_heads": 8, "encoder_layers": 2},
                 "vision_config": {"num_heads": 8},

@@ -16,12 +16,14 @@ import torch
 from support.checkpoints import block_fp8
 from support.checkpoints.published import Published, merged
 from support.checkpoints.published_configs import published, published_multimodal
+from support.checkpoints.published_drafts import DRAFTS
 from support.checkpoints.published_multimodal import MULTIMODAL
 from support.checkpoints.published_text import TEXT
 from support.checkpoints.tiny_configs import IN_BLOCKS, TINY, tiny, variant
 
 WEIGHTS = "model.safetensors"
-PUBLISHED = TEXT | MULTIMODAL
+DRAFT = "draft"  # the folder in a target's of a draft that has a checkpoint of its own
+PUBLISHED = TEXT | MULTIMODAL | DRAFTS
 
 
 def write_checkpoint(
@@ -32,7 +34,6 @@ def write_checkpoint(
     variants: Sequence[str] = (),
     instead: dict[str, Any] | None = None,
     fp8: bool = False,
-    multimodal: bool = False,
     seed: int = 0,
 ) -> str | None:
     """A model folder as the transformers class `writer` saves it, with random weights.
@@ -41,7 +42,6 @@ def write_checkpoint(
     variants      of the config (tiny_configs.variant); None is returned when it has no such variant
     instead       other values for keys of the config
     fp8           with linear layers in block-fp8
-    multimodal    a language model is one part of it
     """
     import transformers
     from transformers import initialization
@@ -67,14 +67,23 @@ def write_checkpoint(
     saved = record.tensors(read_weights(folder))
     weights = _randomised(saved, seed)
     written = json.loads((folder / "config.json").read_text())
-    as_published = published_multimodal if multimodal else published
-    written = as_published(written | {"architectures": [architecture or writer]}, list(weights))
+    as_published = published_multimodal if "text_config" in written else published
+    built = record.draft.target if record.draft else architecture or writer
+    written = as_published(written | {"architectures": [built]}, list(weights))
     written = merged(written, record.config)
     if fp8:
         weights, written["quantization_config"] = block_fp8.quantized(weights, block_fp8.marked(saved))
-    (folder / "config.json").write_text(json.dumps(written))
-    write_weights(weights, folder)
+    _write(folder, written, weights)
+    if record.draft and record.draft.tensors:
+        own = {"architectures": [architecture], "num_hidden_layers": 1, **record.draft.config}
+        _write(folder / DRAFT, written | own, _randomised(record.draft.tensors(weights), seed + 1))
     return str(folder)
+
+
+def _write(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    write_weights(weights, folder)
 
 
 @contextmanager
