@@ -28,7 +28,7 @@ from sglang_reshard.trace.coverage import check_coverage, check_order
 from sglang_reshard.trace.geometry import boxes_forgotten
 from sglang_reshard.trace.kv_scales import kv_scale_steps
 from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveWriteMode
-from sglang_reshard.trace.lowering import Lowering, drop_overwritten_fills
+from sglang_reshard.trace.lowering import Lowering, drop_overwritten_fills, drop_repeated_writes
 from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.post_load import DeferredCall, defer_post_load, post_load_steps
 from sglang_reshard.trace.program import Program
@@ -71,14 +71,15 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
                 found, quantized = _traced_in_blocks(model, specs, block, parameters)
             parts = split_records(repacked, found.recorder.storages, found.records)
             check_order(parts.writes)
-            check_coverage(model, found.recorder.storages, parts.all_written, parameters)
+            writes = drop_repeated_writes(parts.writes)
+            check_coverage(model, found.recorder.storages, drop_repeated_writes(parts.all_written), parameters)
         check_deferred(repacked, found.deferred)
         lowering = Lowering(found.recorder.device)
-        for record in parts.writes:
+        for record in writes:
             lowering.add(record)
         for record in parts.overwritten:
             lowering.read(record)
-        written = {record.storage.name for record in parts.writes}
+        written = {record.storage.name for record in writes}
         steps = (*lowering.steps, *kv_scale_steps(model, written), *post_load_steps(model, found.deferred))
         program = Program(tuple(lowering.copies), lowering.targets, steps)
         if repacked:

@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import transformers
+
 from support.checkpoints import PUBLISHED, has_experts
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +51,10 @@ def generation() -> list[Architecture]:
 
 
 def _writer(name: str, implementation: type) -> str | None:
-    import transformers
-
     if name in PUBLISHED and PUBLISHED[name].writer:
         return PUBLISHED[name].writer
-    if hasattr(transformers, name):
-        return name
-    by_spelling = {_spelling(n): n for _, n in _language_models()}
+    by_spelling = {_spelling(n): n for n in dir(transformers) if n.endswith("ForConditionalGeneration")}
+    by_spelling |= {_spelling(n): n for _, n in _language_models()}
     relatives = (by_spelling.get(_spelling(n)) for n in (name, *(c.__name__ for c in implementation.__mro__)))
     found = next(filter(None, relatives), None)
     if found is None:
@@ -72,7 +74,10 @@ def _wrapped(implementation: type) -> str | None:
     known = set(map(_spelling, ModelRegistry.models))
     for model_type, name in sorted(_language_models(), key=lambda pair: pair[1]):
         config: Any = CONFIG_MAPPING[model_type]
-        fits = config.base_model_tp_plan and has_experts(config().to_dict()) == issubclass(implementation, MoEMixin)
+        # How many experts there are, the wrapper finds under three names.
+        experts = has_experts(config().to_dict())
+        counted = not experts or any(hasattr(config(), key) for key in _EXPERTS)
+        fits = config.base_model_tp_plan and counted and experts == issubclass(implementation, MoEMixin)
         if fits and _spelling(name) not in known:
             return name
     return None

@@ -30,6 +30,7 @@ from support.live_memory import differing, fill_with_garbage
 Weights = dict[str, torch.Tensor]
 # What the trace says of an engine that has never loaded a checkpoint.
 _LOAD_ONCE = "load a checkpoint from disk once first"
+_MADE_ONCE = "the first load makes "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ def examine(
     config = json.loads((Path(folder) / "config.json").read_text())
     try:
         found = _examined(model, weights, config, folder)
-        if found.outcome == "refused" and _LOAD_ONCE in found.why:
+        if (found.outcome == "refused" and _LOAD_ONCE in found.why) or found.why.startswith(_MADE_ONCE):
             # The stock load that ended the examination was the engine's start from a checkpoint.
             once = _examined(model, weights, config, folder)
             found = once if once.outcome == "failed" else dataclasses.replace(once, why=once.why or found.why)
@@ -96,13 +97,13 @@ def _no_gpu() -> None:
 
 def _examined(model: torch.nn.Module, weights: Weights, config: dict[str, Any], folder: str) -> Finding:
     fill_with_garbage(model)
-    before, signature = digests(model), live_signature(model)
+    before, signature, paths = digests(model), live_signature(model), _paths(model)
     program, refusal = _traced(model, weights)
     wrote = differing(before, digests(model))
     complaints = [f"the trace wrote to {', '.join(wrote[:4])}"] if wrote else []
     complaints += [] if program is None else _missing_scales(model, weights, program)
     replays = None if program is None else Replays.of(model, program, weights)
-    complaints += [] if live_signature(model) == signature else ["live tensors have moved"]
+    complaints += [] if live_signature(model) == signature else [_moved(model, paths)]
     stock = _stock(model, weights)
     if not isinstance(stock, Exception):
         complaints += _unjustified(refusal, before, stock) if replays is None else replays.complaints(stock)
@@ -116,6 +117,17 @@ def _examined(model: torch.nn.Module, weights: Weights, config: dict[str, Any], 
         return Finding("refused", refusal)
     has = tuple(sorted(_features(config, weights, program)))
     return Finding("passed", has=has, copies=len(program.copies))
+
+
+def _paths(model: torch.nn.Module) -> dict[str, int]:
+    return {name: storage_key(tensor) for name, tensor in live_tensors(model)}
+
+
+def _moved(model: torch.nn.Module, before: dict[str, int]) -> str:
+    after = _paths(model)
+    made = [name for name in after if name not in before]
+    only_made = bool(made) and all(after.get(name) == key for name, key in before.items())
+    return f"{_MADE_ONCE}{made[0]}" if only_made else "live tensors have moved"
 
 
 def _unjustified(refusal: str, garbage: dict[str, str], stock: dict[str, str]) -> list[str]:
@@ -188,7 +200,7 @@ def verl_quantizer() -> Any:
 def _stock(model: torch.nn.Module, weights: Weights) -> dict[str, str] | Exception:
     """Digests after stock loading, without further paths that it makes to memory which had one (a cache by name)."""
     fill_with_garbage(model)
-    paths = {name: storage_key(tensor) for name, tensor in live_tensors(model)}
+    paths = _paths(model)
     try:
         with torch.no_grad():
             model.load_weights(iter([(n, t.clone()) for n, t in weights.items()]))  # type: ignore[operator]

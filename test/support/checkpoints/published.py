@@ -37,14 +37,15 @@ class Published:
     writer   the transformers class that writes what it is made of; None: the one of the architecture's name
     instead  values for keys of that class's config, where the tiny ones do not go together
     tensors  makes the checkpoint's tensors out of that class's
-    config   keys of the published config.json, beside or instead of what that class writes; parts of it are merged
+    config   keys of the published config.json, beside or instead of what that class writes; parts of it are merged.
+             Or what makes that out of what the class writes
     draft    of a draft model, which is built and loaded with its target
     """
 
     writer: str | None = None
     instead: Mapping[str, Any] = field(default_factory=dict)
     tensors: Callable[[Weights], Weights] = dict
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] | Callable[[dict[str, Any]], dict[str, Any]] = field(default_factory=dict)
     draft: Draft | None = None
 
 
@@ -133,3 +134,12 @@ def merged(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any
     """A config with the keys of another, in its parts, too."""
     parts = {k: merged(config[k], v) for k, v in other.items() if isinstance(v, dict) and isinstance(config.get(k), dict)}
     return {**config, **other, **parts}
+
+
+def config_within(key: str, **whole: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """What the class writes is the part of the config under `key`, with these keys beside it."""
+
+    def make(config: dict[str, Any]) -> dict[str, Any]:
+        return {"architectures": config["architectures"], key: config | whole.pop(key, {}), **whole}
+
+    return make

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from support.checkpoints.published import Draft, Published, Weights, after, renamed
+from support.checkpoints.published_text import TEXT
 
 HOT_TOKENS = 64  # of EAGLE-3's head
 
@@ -141,7 +142,9 @@ DRAFTS: dict[str, Published] = {
         config=_ONE_LAYER | {"mtp_hybrid_override_pattern": "*E"},
         draft=Draft("NemotronHForCausalLM"),
     ),
-    "Qwen2ForCausalLMEagle": Published("Qwen2ForCausalLM", draft=Draft("Qwen2ForCausalLM", _eagle)),
+    "Qwen2ForCausalLMEagle": Published(
+        "Qwen2ForCausalLM", draft=Draft("Qwen2ForCausalLM", _eagle, {"layer_types": ["full_attention"]})
+    ),
     "Qwen3NextForCausalLMMTP": Published(
         "Qwen3NextForCausalLM",
         tensors=copied("mtp.layers.0.", **_MTP),
@@ -152,5 +155,23 @@ DRAFTS: dict[str, Published] = {
         {"vision_config": {"deepstack_visual_indexes": []}},
         copied("mtp.layers.0.", prefix="model.language_model.", **_MTP),
         draft=Draft("Qwen3_5ForConditionalGeneration"),
+    ),
+    "Step3p5MTP": Published(
+        "Glm4MoeForCausalLM",
+        TEXT["Step3p5ForCausalLM"].instead,
+        after(
+            TEXT["Step3p5ForCausalLM"].tensors,
+            copied(
+                "model.layers.4.",
+                layer=0,
+                fusion="{}eh_proj.weight",
+                norms=("{}enorm.weight", "{}hnorm.weight", "{}transformer.shared_head.norm.weight"),
+            ),
+            lambda weights: weights
+            | {"model.layers.4.transformer.shared_head.output.weight": weights["lm_head.weight"].clone()},
+        ),
+        # SGLang takes the published model's 45 layers for granted.
+        {k: v * 12 if isinstance(v, list) else v for k, v in TEXT["Step3p5ForCausalLM"].config.items()} | _ONE_LAYER,
+        Draft("Step3p5ForCausalLM"),
     ),
 }

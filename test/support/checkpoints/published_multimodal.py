@@ -2,10 +2,49 @@
 
 from __future__ import annotations
 
-from support.checkpoints.published import Published, Weights, after, renamed, with_tensors
+from support.checkpoints.published import Published, Weights, after, config_within, renamed, with_tensors
 
 _HEADS = {"vision_config": {"num_heads": 8}}
 _NO_DEEPSTACK = {"vision_config": {"deepstack_visual_indexes": []}}
+
+_H = 128  # the width of tiny configs
+_NORM = {"weight": (_H,), "bias": (_H,)}
+
+
+def _parts(place: str, **layers: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Shapes of parameters by the names of their layers."""
+    return {f"{place}{layer}.{name}": shape for layer, shapes in layers.items() for name, shape in shapes.items()}
+
+
+def _linear(out: int, width: int = _H) -> dict[str, tuple[int, ...]]:
+    return {"weight": (out, width), "bias": (out,)}
+
+
+_MOON_VIT = _parts(
+    "vision_tower.patch_embed.", proj={"weight": (_H, 3, 14, 14), "bias": (_H,)}, pos_emb={"weight": (8, 8, _H)}
+) | _parts("vision_tower.encoder.", final_layernorm=_NORM)
+for _i in range(2):
+    _MOON_VIT |= _parts(
+        f"vision_tower.encoder.blocks.{_i}.", norm0=_NORM, norm1=_NORM, wqkv=_linear(3 * _H), wo=_linear(_H)
+    ) | _parts(f"vision_tower.encoder.blocks.{_i}.mlp.", fc0=_linear(192), fc1=_linear(_H, 192))
+_KIMI_PROJECTOR = _parts(
+    "multi_modal_projector.", pre_norm=_NORM, linear_1=_linear(4 * _H, 4 * _H), linear_2=_linear(_H, 4 * _H)
+)
+
+_INTERN_VIT: dict[str, tuple[int, ...]] = _parts(
+    "vision_model.embeddings.", patch_embedding={"weight": (_H, 3, 14, 14), "bias": (_H,)}
+) | {
+    "vision_model.embeddings.class_embedding": (1, 1, _H),
+    "vision_model.embeddings.position_embedding": (1, 17, _H),
+}
+for _i in range(2):
+    _INTERN_VIT |= _parts(f"vision_model.encoder.layers.{_i}.", norm1=_NORM, norm2=_NORM)
+    _INTERN_VIT |= {f"vision_model.encoder.layers.{_i}.ls{n}": (_H,) for n in (1, 2)}
+    _INTERN_VIT |= _parts(f"vision_model.encoder.layers.{_i}.attn.", qkv=_linear(3 * _H), proj=_linear(_H))
+    _INTERN_VIT |= _parts(f"vision_model.encoder.layers.{_i}.mlp.", fc1=_linear(192), fc2=_linear(_H, 192))
+_INTERN_VIT |= {f"mlp1.0.{name}": (4 * _H,) for name in ("weight", "bias")}
+_INTERN_VIT |= {f"mlp1.1.{n}": s for n, s in _linear(_H, 4 * _H).items()}
+_INTERN_VIT |= {f"mlp1.3.{n}": s for n, s in _linear(_H).items()}
 
 
 def _experts_transposed(weights: Weights) -> Weights:
@@ -18,7 +57,13 @@ MULTIMODAL: dict[str, Published] = {
             "text_config": {"rope_parameters": {"mrope_section": [3, 3, 2], "rope_type": "default", "rope_theta": 5e5}},
             "vision_config": {"num_heads": 8},
         },
-        config={"vision_config": {"embed_dim": 128, "mlp_ratio": 4}},
+        config={
+            "vision_config": {"embed_dim": 128, "mlp_ratio": 4},
+            "moe_layer_start_index": [1, 1],
+            "moe_layer_end_index": [3, 3],
+            "moe_num_experts": [8, 8],
+            "moe_intermediate_size": [64, 64],
+        },
     ),
     "Gemma4ForConditionalGeneration": Published(
         instead={
@@ -41,12 +86,81 @@ MULTIMODAL: dict[str, Published] = {
     ),
     "Glm4vForConditionalGeneration": Published(instead=_HEADS),
     "Glm4vMoeForConditionalGeneration": Published(instead=_HEADS),
+    "InternS1ForConditionalGeneration": Published(
+        "InternVLForConditionalGeneration",
+        tensors=renamed(
+            ("^language_model.model", "model.language_model"),
+            ("^language_model.lm_head", "lm_head"),
+            ("^(vision_tower|multi_modal_projector)", r"model.\1"),
+        ),
+        config={
+            "text_config": {"architectures": ["Qwen2ForCausalLM"]},
+            "vision_config": {
+                "drop_path_rate": 0.0,
+                "dropout": 0.0,
+                "qkv_bias": True,
+                "num_hidden_layers": 4,
+                "image_size": 56,
+                "patch_size": 14,
+                "initializer_factor": 0.1,
+            },
+        },
+    ),
+    "InternVLChatModel": Published(
+        "Qwen3ForCausalLM",
+        tensors=after(renamed(("^", "language_model.")), with_tensors(_INTERN_VIT)),
+        config=config_within(
+            "llm_config",
+            model_type="internvl_chat",
+            llm_config={"architectures": ["Qwen3ForCausalLM"]},
+            vision_config={
+                "architectures": ["InternVisionModel"],
+                "model_type": "intern_vit_6b",
+                "hidden_size": _H,
+                "image_size": 56,
+                "patch_size": 14,
+                "intermediate_size": 192,
+                "num_attention_heads": 8,
+                "num_hidden_layers": 2,
+                "norm_type": "layer_norm",
+                "qk_normalization": False,
+                "qkv_bias": True,
+            },
+            select_layer=-1,
+            force_image_size=56,
+            downsample_ratio=0.5,
+            ps_version="v2",
+        ),
+    ),
+    "KimiVLForConditionalGeneration": Published(
+        "DeepseekV3ForCausalLM",
+        {"q_lora_rank": None},
+        after(renamed(("^", "language_model.")), with_tensors(_MOON_VIT | _KIMI_PROJECTOR)),
+        config_within(
+            "text_config",
+            model_type="kimi_vl",
+            vision_config={
+                "model_type": "moonvit",
+                "hidden_size": _H,
+                "intermediate_size": 192,
+                "num_attention_heads": 8,
+                "num_hidden_layers": 2,
+                "patch_size": 14,
+                "init_pos_emb_height": 8,
+                "init_pos_emb_width": 8,
+                "merge_kernel_size": [2, 2],
+            },
+        ),
+    ),
     "Lfm2VlForConditionalGeneration": Published(
         instead={
             "text_config": {"layer_types": ["conv", "full_attention"] * 2},
             "vision_config": {"vision_use_head": False},
         },
         tensors=renamed((r"vision_tower\.", "vision_tower.vision_model.")),
+    ),
+    "LightOnOCRForConditionalGeneration": Published(
+        "LightOnOcrForConditionalGeneration", config={"vision_config": {"rope_theta": 10000.0}}
     ),
     "LlavaForConditionalGeneration": Published(
         instead={

@@ -64,13 +64,14 @@ def write_checkpoint(
     model.tie_weights()
     block_fp8.mark_linear(model)
     model.save_pretrained(folder, max_shard_size="100GB")
-    saved = record.tensors(read_weights(folder))
+    of_class = read_weights(folder)
+    saved = record.tensors(of_class)
     weights = _randomised(saved, seed)
     written = json.loads((folder / "config.json").read_text())
     as_published = published_multimodal if "text_config" in written else published
     built = record.draft.target if record.draft else architecture or writer
-    written = as_published(written | {"architectures": [built]}, list(weights))
-    written = merged(written, record.config)
+    written = as_published(written | {"architectures": [built]}, list(of_class))
+    written = record.config(written) if callable(record.config) else merged(written, record.config)
     if fp8:
         weights, written["quantization_config"] = block_fp8.quantized(weights, block_fp8.marked(saved))
     _write(folder, written, weights)
