@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,6 +19,7 @@ import transformers
 from support.checkpoints import PUBLISHED, has_experts
 
 
+# By these the wrapper finds how many experts there are.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -66,19 +67,23 @@ def _writer(name: str, implementation: type) -> str | None:
 def _wrapped(implementation: type) -> str | None:
     """The first model that SGLang has no class for, and that its wrapper can distribute."""
     from sglang.srt.models.registry import ModelRegistry
-    from sglang.srt.models.transformers import MoEMixin, TransformersBase
+    from sglang.srt.models.transformers import MoEMixin, MultiModalMixin, TransformersBase
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if not issubclass(implementation, TransformersBase):
         return None
     known = set(map(_spelling, ModelRegistry.models))
-    for model_type, name in sorted(_language_models(), key=lambda pair: pair[1]):
-        config: Any = CONFIG_MAPPING[model_type]
-        # How many experts there are, the wrapper finds under three names.
-        experts = has_experts(config().to_dict())
-        counted = not experts or any(hasattr(config(), key) for key in _EXPERTS)
-        fits = config.base_model_tp_plan and counted and experts == issubclass(implementation, MoEMixin)
-        if fits and _spelling(name) not in known:
+    of_images = issubclass(implementation, MultiModalMixin)
+    for model_type, name in sorted(_models_of_images() if of_images else _language_models(), key=lambda pair: pair[1]):
+        if _spelling(name) in known:
+            continue
+        whole = CONFIG_MAPPING[model_type]()
+        config: Any = getattr(whole, "text_config", None) if of_images else whole
+        if config is None or not config.base_model_tp_plan:
+            continue
+        experts = has_experts(config.to_dict())
+        counted = not experts or any(hasattr(config, key) for key in _EXPERTS)
+        if counted and experts == issubclass(implementation, MoEMixin):
             return name
     return None
 
@@ -86,14 +91,21 @@ def _wrapped(implementation: type) -> str | None:
 @cache
 def _language_models() -> tuple[tuple[str, str], ...]:
     """Model type and class, as transformers' own mapping has them for causal language models."""
+    from transformers.models.auto import modeling_auto as auto
 
-    def pairs() -> Iterator[tuple[str, str]]:
-        from transformers.models.auto import modeling_auto as auto
+    return _pairs(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
-        for model_type, names in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-            yield from ((model_type, name) for name in ([names] if isinstance(names, str) else names))
 
-    return tuple(pairs())
+@cache
+def _models_of_images() -> tuple[tuple[str, str], ...]:
+    from transformers.models.auto import modeling_auto as auto
+
+    return _pairs(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def _pairs(mapping: Mapping[str, str | Sequence[str]]) -> tuple[tuple[str, str], ...]:
+    found = ((kind, [names] if isinstance(names, str) else names) for kind, names in mapping.items())
+    return tuple((kind, name) for kind, names in found for name in names)
 
 
 def _spelling(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,13 @@ def draft_of(target: Any, folder: str) -> torch.nn.Module:
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_loader import get_model
+    from sglang.srt.model_loader.utils import get_model_architecture
     from sglang.srt.server_args import get_global_server_args
 
     config = ModelConfig.from_server_args(get_global_server_args(), model_path=folder, is_draft_model=True)
-    load = LoadConfig(load_format="dummy")
+    # Of a draft of several layers, each of which is a model.
+    takes_number = "draft_model_idx" in inspect.signature(get_model_architecture(config)[0]).parameters
+    load = LoadConfig(load_format="dummy", draft_model_idx=0 if takes_number else None)
     draft: Any = get_model(model_config=config, load_config=load, device_config=DeviceConfig("cpu", 0))
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None  # for a GPU, of which the next line frees memory
     embedding, head = target.get_embed_and_head()

@@ -25,7 +25,9 @@ def published(config: dict[str, Any], tensors: Iterable[str]) -> dict[str, Any]:
     names = list(tensors)
     config = {k: _part(v) if isinstance(v, dict) and "model_type" in v else v for k, v in config.items()}
     old = _of_tensors(config, names) | _of_layer_kinds(config) | _of_rope(config) | _of_names(config)
-    return old | config | _of_meaning(config)
+    # SGLang's wrapper of models that it has no class for reads transformers' own config.
+    wrapped = any(name.startswith("Transformers") for name in config.get("architectures") or ())
+    return old | config | ({} if wrapped else _of_meaning(config))
 
 
 def published_multimodal(config: dict[str, Any], tensors: Iterable[str]) -> dict[str, Any]:

@@ -47,11 +47,59 @@ _INTERN_VIT |= {f"mlp1.1.{n}": s for n, s in _linear(_H, 4 * _H).items()}
 _INTERN_VIT |= {f"mlp1.3.{n}": s for n, s in _linear(_H).items()}
 
 
+_DOTS_VIT: dict[str, tuple[int, ...]] = _parts(
+    "vision_tower.patch_embed.patchifier.", proj={"weight": (_H, 3, 14, 14), "bias": (_H,)}, norm={"weight": (_H,)}
+) | {"vision_tower.post_trunk_norm.weight": (_H,)}
+for _i in range(2):
+    _DOTS_VIT |= {f"vision_tower.blocks.{_i}.norm{n}.weight": (_H,) for n in (1, 2)}
+    _DOTS_VIT |= {f"vision_tower.blocks.{_i}.attn.{n}.weight": (out, _H) for n, out in (("qkv", 3 * _H), ("proj", _H))}
+    _DOTS_VIT |= {f"vision_tower.blocks.{_i}.mlp.fc{n}.weight": (192, _H) for n in (1, 3)}
+    _DOTS_VIT |= {f"vision_tower.blocks.{_i}.mlp.fc2.weight": (_H, 192)}
+_DOTS_VIT |= _parts("vision_tower.merger.", ln_q=_NORM) | _parts(
+    "vision_tower.merger.mlp.", **{"0": _linear(4 * _H, 4 * _H), "2": _linear(_H, 4 * _H)}
+)
+
+_AUDIO_TOWER: dict[str, tuple[int, ...]] = _parts(
+    "thinker.audio_tower.",
+    conv2d1={"weight": (32, 1, 3, 3), "bias": (32,)},
+    conv2d2={"weight": (32, 32, 3, 3), "bias": (32,)},
+    conv2d3={"weight": (32, 32, 3, 3), "bias": (32,)},
+    conv_out={"weight": (_H, 512)},
+    ln_post=_NORM,
+    proj1=_linear(_H),
+    proj2=_linear(_H),
+)
+for _i in range(2):
+    _layer = f"thinker.audio_tower.layers.{_i}."
+    _AUDIO_TOWER |= _parts(_layer, self_attn_layer_norm=_NORM, final_layer_norm=_NORM)
+    _AUDIO_TOWER |= _parts(_layer, fc1=_linear(192), fc2=_linear(_H, 192))
+    _AUDIO_TOWER |= _parts(f"{_layer}self_attn.", **{f"{x}_proj": _linear(_H) for x in ("q", "k", "v", "out")})
+
+
 def _experts_transposed(weights: Weights) -> Weights:
     return {n: t.mT.contiguous() if ".experts." in n else t for n, t in weights.items()}
 
 
 MULTIMODAL: dict[str, Published] = {
+    "DotsOCRForCausalLM": Published(
+        "Qwen2ForCausalLM",
+        tensors=with_tensors(_DOTS_VIT),
+        config={
+            "model_type": "dots_ocr",
+            "vision_config": {
+                "embed_dim": _H,
+                "hidden_size": _H,
+                "intermediate_size": 192,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 8,
+                "patch_size": 14,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 1,
+                "use_bias": False,
+                "post_norm": True,
+            },
+        },
+    ),
     "Ernie4_5_VLMoeForConditionalGeneration": Published(
         instead={
             "text_config": {"rope_parameters": {"mrope_section": [3, 3, 2], "rope_type": "default", "rope_theta": 5e5}},
@@ -59,6 +107,12 @@ MULTIMODAL: dict[str, Published] = {
         },
         config={
             "vision_config": {"embed_dim": 128, "mlp_ratio": 4},
+            "pixel_hidden_size": 128,
+            "spatial_conv_size": 2,
+            "temporal_conv_size": 2,
+            "use_temporal_conv": True,
+            "moe_k": 2,
+            "moe_num_shared_experts": 2,
             "moe_layer_start_index": [1, 1],
             "moe_layer_end_index": [3, 3],
             "moe_num_experts": [8, 8],
@@ -86,26 +140,6 @@ MULTIMODAL: dict[str, Published] = {
     ),
     "Glm4vForConditionalGeneration": Published(instead=_HEADS),
     "Glm4vMoeForConditionalGeneration": Published(instead=_HEADS),
-    "InternS1ForConditionalGeneration": Published(
-        "InternVLForConditionalGeneration",
-        tensors=renamed(
-            ("^language_model.model", "model.language_model"),
-            ("^language_model.lm_head", "lm_head"),
-            ("^(vision_tower|multi_modal_projector)", r"model.\1"),
-        ),
-        config={
-            "text_config": {"architectures": ["Qwen2ForCausalLM"]},
-            "vision_config": {
-                "drop_path_rate": 0.0,
-                "dropout": 0.0,
-                "qkv_bias": True,
-                "num_hidden_layers": 4,
-                "image_size": 56,
-                "patch_size": 14,
-                "initializer_factor": 0.1,
-            },
-        },
-    ),
     "InternVLChatModel": Published(
         "Qwen3ForCausalLM",
         tensors=after(renamed(("^", "language_model.")), with_tensors(_INTERN_VIT)),
@@ -169,6 +203,9 @@ MULTIMODAL: dict[str, Published] = {
             "vision_config": {"model_type": "pixtral"},
         }
     ),
+    "MiniCPMV4_6ForConditionalGeneration": Published(
+        instead={"text_config": {"model_type": "qwen3_5_text"}, "vision_config": {"model_type": "minicpmv4_6_vision"}}
+    ),
     "Mistral3ForConditionalGeneration": Published(instead={"tie_word_embeddings": False}),
     "PaddleOCRVLForConditionalGeneration": Published(
         # transformers leaves out what it does not use.
@@ -185,6 +222,27 @@ MULTIMODAL: dict[str, Published] = {
                 "vision_config": {"num_heads": 8},
             }
         }
+    ),
+    "Qwen3ASRForConditionalGeneration": Published(
+        "Qwen3ForCausalLM",
+        tensors=after(renamed(("^", "thinker.")), with_tensors(_AUDIO_TOWER)),
+        config=lambda written: {
+            "architectures": written["architectures"],
+            "model_type": "qwen3_asr",
+            "thinker_config": {
+                "model_type": "qwen3_asr",
+                "text_config": written,
+                "audio_config": {
+                    "d_model": _H,
+                    "encoder_layers": 2,
+                    "encoder_attention_heads": 8,
+                    "encoder_ffn_dim": 192,
+                    "downsample_hidden_size": 32,
+                    "output_dim": _H,
+                    "num_mel_bins": 128,
+                },
+            },
+        },
     ),
     "Qwen3VLMoeForConditionalGeneration": Published(tensors=_experts_transposed),
     "Qwen3_5ForConditionalGeneration": Published(instead=_NO_DEEPSTACK),

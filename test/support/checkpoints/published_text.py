@@ -203,7 +203,7 @@ TEXT: dict[str, Published] = {
             "hybrid_layer_pattern": [0, 1, 1, 1],
             "topk_method": "noaux_tc",
             "scoring_func": "sigmoid",
-            "n_shared_experts": None,
+            "n_shared_experts": 0,
             "layernorm_epsilon": 1e-5,
             "v_head_dim": _HEAD,
             "swa_num_attention_heads": _HEADS,
