@@ -1,8 +1,9 @@
-"""The architectures to try: what SGLang's own registry calls text generation, and whose checkpoints they load.
+"""The architectures to try: SGLang's own registry of models that generate, and whose checkpoints they load.
 
-Nothing is listed by hand. transformers writes the checkpoints, so an architecture needs a class there: one
-of its own name; or that of an architecture which its SGLang class inherits from; or one for the config that
-its SGLang class says it takes; or, for SGLang's wrapper of models that it has no class for, such a model.
+transformers writes the checkpoints, so an architecture needs a class there: one of its own name; or that of an
+architecture which its SGLang class inherits from; or one for the config that its SGLang class says it takes; or, for
+SGLang's wrapper of models that it has no class for, such a model. Where a published checkpoint is otherwise than what
+any of them writes, support/checkpoints/published_*.py say how.
 """
 
 from __future__ import annotations
@@ -25,11 +26,23 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A name in SGLang's registry, and the transformers class that writes its checkpoint (None: there is none)."""
+    """A name in SGLang's registry, and the transformers class that writes its checkpoint (None: there is none).
+
+    multimodal  it reads images or sound
+    """
 
     name: str
     writer: str | None
     multimodal: bool = False
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether its tensors can be of whole blocks: some of those of a relative's have sizes of their own."""
+        return self.kind == "text" and (self.name not in PUBLISHED or PUBLISHED[self.name].writer is None)
+
+    @property
+    def kind(self) -> str:
+        return "draft" if self.is_draft else "multimodal" if self.multimodal else "text"
 
     @property
     def is_draft(self) -> bool:
@@ -43,7 +56,7 @@ class Architecture:
 
 
 def generation() -> list[Architecture]:
-    """All of them, by SGLang's own predicates. Imports SGLang: choose_code_paths comes first."""
+    """All that generate, by SGLang's own predicates. Imports SGLang: choose_code_paths comes first."""
     from sglang.srt.configs.model_config import is_generation_model, is_multimodal_model
     from sglang.srt.models.registry import ModelRegistry
 

@@ -101,8 +101,12 @@ MULTIMODAL: dict[str, Published] = {
         },
     ),
     "Ernie4_5_VLMoeForConditionalGeneration": Published(
+        tensors=renamed((r"^model\.vision_model", "vision_model")),
         instead={
-            "text_config": {"rope_parameters": {"mrope_section": [3, 3, 2], "rope_type": "default", "rope_theta": 5e5}},
+            "text_config": {
+                "moe_intermediate_size": [64, 64],
+                "rope_parameters": {"mrope_section": [3, 3, 2], "rope_type": "default", "rope_theta": 5e5},
+            },
             "vision_config": {"num_heads": 8},
         },
         config={
