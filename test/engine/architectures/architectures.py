@@ -19,7 +19,6 @@ import transformers
 
 from support.checkpoints import PUBLISHED, has_experts
 
-
 # By these the wrapper finds how many experts there are.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 

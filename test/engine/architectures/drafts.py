@@ -46,4 +46,3 @@ def draft_of(target: Any, folder: str) -> torch.nn.Module:
     else:
         draft.set_embed(embedding)
     return draft
-

@@ -1,7 +1,8 @@
-"""What a published checkpoint has otherwise than that which transformers writes: its record, and helpers for its tensors.
+"""What a published checkpoint has otherwise than that which transformers writes, and helpers for its tensors.
 
-The rows are in published_text.py and published_multimodal.py. Names are those of the checkpoint's own model card or
-modeling code; values are random anyway, so that joined tensors need their shape only.
+The rows are in published_dense.py, published_experts.py, published_multimodal.py and published_drafts.py. Names are
+those of the checkpoint's own model card or modeling code; values are random anyway, so that joined tensors need their
+shape only.
 """
 
 from __future__ import annotations
@@ -110,12 +111,12 @@ def with_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Callable[[Weights], W
     return add
 
 
-def with_layers(layers: Iterable[int], shapes: Callable[[int], dict[str, tuple[int, ...]]]) -> Callable[[Weights], Weights]:
+def with_layers(layers: Iterable[int], shapes: Mapping[str, tuple[int, ...]]) -> Callable[[Weights], Weights]:
     """Tensors of these shapes for each of these layers, by their names in the layer; ones, which count as linear."""
 
     def add(weights: Weights) -> Weights:
         like = next(iter(weights.values()))
-        own = {f"model.layers.{i}.{n}": like.new_ones(shape) for i in layers for n, shape in shapes(i).items()}
+        own = {f"model.layers.{i}.{n}": like.new_ones(shape) for i in layers for n, shape in shapes.items()}
         return weights | own
 
     return add
@@ -132,7 +133,9 @@ def after(*steps: Callable[[Weights], Weights]) -> Callable[[Weights], Weights]:
 
 def merged(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """A config with the keys of another, in its parts, too."""
-    parts = {k: merged(config[k], v) for k, v in other.items() if isinstance(v, dict) and isinstance(config.get(k), dict)}
+    parts = {
+        k: merged(config[k], v) for k, v in other.items() if isinstance(v, dict) and isinstance(config.get(k), dict)
+    }
     return {**config, **other, **parts}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from support.checkpoints.published import Draft, Published, Weights, after, renamed
-from support.checkpoints.published_text import TEXT
+from support.checkpoints.published_experts import EXPERTS
 
 HOT_TOKENS = 64  # of EAGLE-3's head
 
@@ -158,20 +158,21 @@ DRAFTS: dict[str, Published] = {
     ),
     "Step3p5MTP": Published(
         "Glm4MoeForCausalLM",
-        TEXT["Step3p5ForCausalLM"].instead,
+        EXPERTS["Step3p5ForCausalLM"].instead,
         after(
-            TEXT["Step3p5ForCausalLM"].tensors,
+            EXPERTS["Step3p5ForCausalLM"].tensors,
             copied(
                 "model.layers.4.",
                 layer=0,
                 fusion="{}eh_proj.weight",
                 norms=("{}enorm.weight", "{}hnorm.weight", "{}transformer.shared_head.norm.weight"),
             ),
-            lambda weights: weights
-            | {"model.layers.4.transformer.shared_head.output.weight": weights["lm_head.weight"].clone()},
+            lambda weights: (
+                weights | {"model.layers.4.transformer.shared_head.output.weight": weights["lm_head.weight"].clone()}
+            ),
         ),
         # SGLang takes the published model's 45 layers for granted.
-        {k: v * 12 if isinstance(v, list) else v for k, v in TEXT["Step3p5ForCausalLM"].config.items()} | _ONE_LAYER,
+        {k: v * 12 if isinstance(v, list) else v for k, v in EXPERTS["Step3p5ForCausalLM"].config.items()} | _ONE_LAYER,
         Draft("Step3p5ForCausalLM"),
     ),
 }

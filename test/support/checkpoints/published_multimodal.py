@@ -224,7 +224,7 @@ MULTIMODAL: dict[str, Published] = {
             "thinker_config": {
                 "audio_config": {"encoder_attention_heads": 8, "encoder_layers": 2},
                 "vision_config": {"num_heads": 8},
-            }
+            },
         }
     ),
     "Qwen3ASRForConditionalGeneration": Published(

@@ -16,14 +16,15 @@ import torch
 from support.checkpoints import block_fp8
 from support.checkpoints.published import Published, merged
 from support.checkpoints.published_configs import published, published_multimodal
+from support.checkpoints.published_dense import DENSE
 from support.checkpoints.published_drafts import DRAFTS
+from support.checkpoints.published_experts import EXPERTS
 from support.checkpoints.published_multimodal import MULTIMODAL
-from support.checkpoints.published_text import TEXT
 from support.checkpoints.tiny_configs import IN_BLOCKS, TINY, tiny, variant
 
 WEIGHTS = "model.safetensors"
 DRAFT = "draft"  # the folder in a target's of a draft that has a checkpoint of its own
-PUBLISHED = TEXT | MULTIMODAL | DRAFTS
+PUBLISHED = DENSE | EXPERTS | MULTIMODAL | DRAFTS
 
 
 def write_checkpoint(
@@ -68,7 +69,7 @@ def write_checkpoint(
     saved = record.tensors(of_class)
     weights = _randomised(saved, seed)
     written = json.loads((folder / "config.json").read_text())
-    as_published = published_multimodal if "text_config" in written else published
+    as_published = published_multimodal if isinstance(written.get("text_config"), dict) else published
     built = record.draft.target if record.draft else architecture or writer
     written = as_published(written | {"architectures": [built]}, list(of_class))
     written = record.config(written) if callable(record.config) else merged(written, record.config)
