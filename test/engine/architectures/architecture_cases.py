@@ -25,8 +25,8 @@ from support.checkpoints import has_experts, write_checkpoint
 from support.scripts import answer
 
 ARCHITECTURE, CASE = "architecture: ", "case: "
-# Variants of the config: the first that passes is the usual one, the first that is refused if none does.
 RESULTS = Path(__file__).parents[3] / "benchmark" / "results" / "architectures.json"
+# Variants of the config: the first that passes is the usual one, the first that is refused if none does.
 USUAL = ((), ("ungrouped",), ("biases",))
 _DEADLINE_SECONDS = 3000
 

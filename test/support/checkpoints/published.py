@@ -140,9 +140,10 @@ def merged(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any
 
 
 def config_within(key: str, **whole: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """What the class writes is the part of the config under `key`, with these keys beside it."""
+    """What the class writes is the part under `key`, with what `whole` has there; the rest of that is beside it."""
+    part = whole.get(key, {})
 
     def make(config: dict[str, Any]) -> dict[str, Any]:
-        return {"architectures": config["architectures"], key: config | whole.pop(key, {}), **whole}
+        return {**whole, "architectures": config["architectures"], key: config | part}
 
     return make
