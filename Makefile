@@ -62,6 +62,19 @@ $(NIXL_STAMP): | $(STAMP)
 	  --target $(VENV)/nixl nixl==$(NIXL) nixl-cu13==$(NIXL)
 	touch $@
 
+# TorchRL with the TensorDict that it wants, for the example of its collectors: 36 MB. `make test-all` runs it.
+TORCHRL := 0.14.1
+TORCHRL_STAMP := $(VENV)/torchrl/.$(TORCHRL)
+
+.PHONY: setup-torchrl
+setup-torchrl: $(TORCHRL_STAMP)
+
+$(TORCHRL_STAMP): | $(STAMP)
+	rm -rf $(VENV)/torchrl
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --no-deps --compile-bytecode --target $(VENV)/torchrl \
+	  torchrl==$(TORCHRL) tensordict==0.14.3 hoptorch==0.1.4 pyvers==0.2.3
+	touch $@
+
 # Megatron-Bridge with the transformers that it wants, for the tests of its converters: 137 MB, without the packages for
 # GPUs. `make test-all` runs them.
 BRIDGE := 0.3.1
@@ -139,7 +152,7 @@ test-verl: setup
 # every engine that the architectures are tried with. It writes benchmark/results/architectures.json and its
 # page in docs/results, and benchmark/results/test-all.json: counts, minutes and the slowest tests, unless PYTEST_ARGS
 # chooses a part.
-test-all: setup setup-bridge
+test-all: setup setup-bridge setup-torchrl
 	SGLANG_RESHARD_SWEEP=1 $(if $(PYTEST_ARGS),,SGLANG_RESHARD_SUMMARY=benchmark/results/test-all.json) \
 	  $(BIN)/python -m pytest $(PYTEST_ARGS)
 	$(if $(PYTEST_ARGS),,$(BIN)/python -m benchmark.pages test-all)

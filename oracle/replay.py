@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 import torch
 
+from sglang_reshard.derived import DerivedState
 from sglang_reshard.trace.program import Program
 from sglang_reshard.transports.arrivals import ArrivalMemory
 
 
-def replay(program: Program, weights: Mapping[str, torch.Tensor]) -> None:
-    """Makes every copy of `program` from full checkpoint tensors, then runs its steps."""
+def replay(program: Program, weights: Mapping[str, torch.Tensor], derived: DerivedState | None = None) -> None:
+    """Makes every copy of `program` from full checkpoint tensors, then runs its steps, and renews derived state."""
     arrivals = ArrivalMemory(program, torch.device("cpu"), 0)
     arrivals.place([program.arrivals], ())
     with torch.no_grad():
@@ -21,3 +22,5 @@ def replay(program: Program, weights: Mapping[str, torch.Tensor]) -> None:
     if program.arrivals:
         arrivals.finish(0)
     program.run_steps()
+    if derived is not None:
+        derived.renew()

@@ -1,7 +1,8 @@
 """Computes the digests that every engine rank has after a stock `load_weights`, without starting an engine.
 
-A worker process imports SGLang once and forks a child for each rank; each child builds its rank's model
-and loads one checkpoint after the other, as an engine that is updated would.
+A worker process imports SGLang once and forks a child for each rank; each child starts its rank's model on the first
+checkpoint, by SGLang's own loader, and loads one checkpoint after the other, as an engine that is updated would. So
+what no checkpoint has is as the model's constructor leaves it, and not as dummy weights would have it.
 """
 
 from __future__ import annotations
@@ -90,9 +91,11 @@ def _serve(job: dict[str, Any]) -> None:
     import_before_forks()
 
     def load(rank: int) -> list[dict[str, str]]:
-        model = build_rank(job["model_path"], tp_rank=rank, **job["build"])
-        found = []
-        for folder in job["checkpoints"]:
+        first, *others = job["checkpoints"]
+        next(_weights(first))  # names a folder without weights
+        model = build_rank(job["model_path"], tp_rank=rank, weights=first, **job["build"])
+        found = [digests(model)]
+        for folder in others:
             with torch.no_grad():
                 model.load_weights(_weights(folder))  # type: ignore[operator]
             found.append(digests(model))

@@ -8,12 +8,14 @@ A request of an update passes:
     process_watch.py            fails calls, and not the trainer, if a process of an embedded engine dies
     tokenizer_manager.py        pause and writer locks, weight_version
     weights_info.py             records which weights are live
+    stock_weights.py            notes when SGLang itself loads or releases them all
     weights_sharing.py          POST /pull_weights and /share_weights: from one server to another, without a trainer
     scheduler.py                checks the scheduler's state; flushes the cache; catches all exceptions
     pipeline.py                 lets all stages of a pipelined engine handle it together
     tp_worker.py                forwards to the model runner
     model_runner.py             the live parameters: `sglang_reshard.engine.receiver.WeightReceiver`
     repacking.py                whose modules are remembered as SGLang built them, before it repacked them
+    engine_start.py             how the engine was started; spares persistent buffers on dummy weights
     expert_location.py          which expert is where, which EPLB changes
     draft_models.py             with the draft models of speculative decoding
     lora_adapters.py            or a LoRA adapter, which lora_names.py registers: also by a `WeightReceiver`
@@ -24,8 +26,8 @@ custom_group.py joins the groups in which trainers broadcast.
 
 Nothing that SGLang defines is replaced; pipeline.py wraps two methods of a pipelined engine's schedulers. One list is
 appended to (the tokenizer manager's communicators), and some methods get hooks before, after or around them through
-SGLang's own hook registry (entry-point group `sglang.srt.plugins`): all but those in torn_weights.py and
-weights_info.py run after. Everything else is new methods and routes, and a middleware of the server that passes
+SGLang's own hook registry (entry-point group `sglang.srt.plugins`): all but those in torn_weights.py, weights_info.py
+and engine_start.py run after. Everything else is new methods and routes, and a middleware of the server that passes
 everything through while the weights are sound.
 """
 
@@ -40,6 +42,7 @@ def install() -> None:
     from sglang_reshard.observability.logs import configure
     from sglang_reshard.patches import (
         engine,
+        engine_start,
         http_server,
         metrics,
         model_runner,
@@ -57,6 +60,7 @@ def install() -> None:
 
     for module in (
         repacking,
+        engine_start,
         model_runner,
         tp_worker,
         scheduler,

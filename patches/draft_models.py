@@ -44,6 +44,8 @@ class TargetAndDrafts(torch.nn.Module):
     the drafts alone, without the prefix, and they get no others.
     """
 
+    reshard_main = "target"  # see `trace.kept`
+
     def __init__(self, target: torch.nn.Module, drafts: Iterable[torch.nn.Module]) -> None:
         super().__init__()
         self.target, self.draft_models = target, torch.nn.ModuleList(drafts)

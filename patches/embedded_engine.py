@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from sglang_reshard.errors import EngineRefused, Unsupported
+from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.patches.launch import without_torchrun_variables
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, PauseMode
 from sglang_reshard.protocol.weights_info import WeightsInfo
@@ -54,9 +55,10 @@ class EmbeddedEngine:
         return self.engine.update_weights_distributed(request)
 
     def weights_info(self) -> WeightsInfo:
-        from sglang_reshard.patches import weights_info
+        return self.engine.weights_info()
 
-        return weights_info.current(self.engine.tokenizer_manager)
+    def record_probe(self, summary: ProbeSummary) -> None:
+        self.engine.record_probe(summary)
 
     def generate(self, **arguments: Any) -> Any:
         return self.engine.generate(**arguments)

@@ -1,4 +1,9 @@
-"""sglang.srt.entrypoints.engine: adds `Engine.update_weights_distributed`, checks and ends embedded engines."""
+"""sglang.srt.entrypoints.engine: adds methods to `Engine`, checks and ends embedded engines.
+
+Engine.update_weights_distributed(request)
+Engine.weights_info()
+Engine.record_probe(summary)
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,13 @@ import psutil
 
 from sglang_reshard.errors import EngineDied, Unsupported
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.patches import hook_check
+from sglang_reshard.observability.probe_report import ProbeSummary
+from sglang_reshard.patches import hook_check, metrics, weights_info
 from sglang_reshard.patches.process_watch import EngineProcesses, unwatch
 from sglang_reshard.patches.shared_segments import is_engine_only, remove, segments_of, unregister
 from sglang_reshard.patches.supported_engine import unsupported_reason, warn_if_unsupported
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.protocol.weights_info import WeightsInfo
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -32,6 +39,8 @@ def apply() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     Engine.update_weights_distributed = update_weights_distributed
+    Engine.weights_info = current_weights
+    Engine.record_probe = record_probe
     # Every start calls one of them: Ray's only the second, the Rust server's only the first.
     for start in ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"):
         HookRegistry.register(f"{_ENGINE}.{start}", _check_arguments, HookType.BEFORE)
@@ -53,6 +62,16 @@ def update_weights_distributed(self: Engine, request: DistributedUpdateWeightsRe
         return self.loop.run_until_complete(self.tokenizer_manager.update_weights_distributed(request))
     except EngineDied as error:
         return DistributedUpdateWeightsOutput(success=False, message=str(error))
+
+
+def current_weights(self: Engine) -> WeightsInfo:
+    """Describes the live weights, and the update that brought them."""
+    return weights_info.current(self.tokenizer_manager)
+
+
+def record_probe(self: Engine, summary: ProbeSummary) -> None:
+    """Adds the outcome of a probe to the engine's metrics."""
+    metrics.observe_probe(self.tokenizer_manager, summary)
 
 
 def end(engine: Engine) -> None:

@@ -4,6 +4,7 @@
     POST /pull_weights                  take the live weights of another server, see `weights_sharing`
     POST /share_weights                 the request that such a server makes of the other one
     GET  /weights_info                  which weights are live
+    POST /record_probe                  what a trainer's probe has found, for the metrics
     503                                 in place of any answer that depends on torn weights
 
 Their client is `sglang_reshard.protocol.server_client`. All require the admin key, or the API key if there is no admin
@@ -21,7 +22,8 @@ import msgspec
 
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.decoders import json_decoder
-from sglang_reshard.patches import torn_weights, weights_info
+from sglang_reshard.observability.probe_report import ProbeSummary
+from sglang_reshard.patches import metrics, torn_weights, weights_info
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PATH, _INFO = "/update_weights_distributed", "/weights_info"
-_PULL, _SHARE = "/pull_weights", "/share_weights"
+_PULL, _SHARE, _PROBE = "/pull_weights", "/share_weights", "/record_probe"
 _HEALTH = ("/health", "/health_generate")
 
 
@@ -109,6 +111,15 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
     async def get_weights_info(_request: Any) -> Response:
         return response(weights_info.current(manager))
 
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def record_probe(request: Any) -> Response:
+        try:
+            metrics.observe_probe(manager, json_decoder(ProbeSummary).decode(await request.body()))
+        except msgspec.MsgspecError as error:
+            return outcome(malformed(error))
+        return response(None)
+
+    app.add_route(_PROBE, record_probe, methods=["POST"])
     app.add_route(_PATH, update_weights_distributed, methods=["POST"])
     app.add_route(_PULL, pull_weights, methods=["POST"])
     app.add_route(_SHARE, share_weights, methods=["POST"])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_reshard.engine.context import Phase
+from sglang_reshard.observability.probe_report import OUTCOMES, ProbeSummary
 from sglang_reshard.observability.report import bytes_per_second, peak_extra_bytes, received_bytes, slowest_seconds
 from sglang_reshard.patches import sglang_versions
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
@@ -76,6 +77,20 @@ SUCCEEDED = Metric(
 )
 VERSION = Metric("sglang_reshard_weights_info", "version", "1, labelled with the live weights' version.", ("version",))
 TORN = Metric("sglang_reshard_torn", "gauge", "1 while the weights are torn and requests are refused, else 0.")
+PROBES = Metric("sglang_reshard_probes_total", "counter", "Number of probes, by outcome.", ("outcome",))
+PROBE_MEAN = Metric(
+    "sglang_reshard_probe_mean_difference",
+    "gauge",
+    "Mean difference between the engine's and the trainer's log-probabilities in the last probe, in nats.",
+)
+PROBE_LARGEST = Metric(
+    "sglang_reshard_probe_largest_difference",
+    "gauge",
+    "Largest difference between the engine's and the trainer's log-probabilities in the last probe, in nats.",
+)
+PROBE_SECONDS = Metric(
+    "sglang_reshard_probe_seconds", "histogram", "Duration of probes in seconds, the trainer's part included."
+)
 
 METRICS = (
     UPDATES,
@@ -88,6 +103,10 @@ METRICS = (
     SUCCEEDED,
     VERSION,
     TORN,
+    PROBES,
+    PROBE_MEAN,
+    PROBE_LARGEST,
+    PROBE_SECONDS,
 )
 
 
@@ -114,6 +133,8 @@ def initialize(manager: TokenizerManager) -> None:
     collectors = _collectors()
     for phase in FAILURE_PHASES:
         collectors[FAILURES.name].labels(phase)
+    for outcome in OUTCOMES:
+        collectors[PROBES.name].labels(outcome)
     set_torn(manager, False)
     set_version(manager)
 
@@ -148,6 +169,18 @@ def observe(manager: TokenizerManager, output: DistributedUpdateWeightsOutput, s
     collectors[PEAK.name].set(peak_extra_bytes(output.ranks))
     collectors[SUCCEEDED.name].set(time.time())
     set_version(manager)
+
+
+def observe_probe(manager: TokenizerManager, summary: ProbeSummary) -> None:
+    """Records what a probe of the live weights has found. One that was skipped leaves the differences as they were."""
+    if not _enabled(manager):
+        return
+    collectors = _collectors()
+    collectors[PROBES.name].labels(summary.outcome).inc()
+    if summary.outcome != "skipped":
+        for metric, found in ((PROBE_MEAN, summary.mean_difference), (PROBE_LARGEST, summary.largest_difference)):
+            collectors[metric.name].set(float("inf") if found is None else found)
+        collectors[PROBE_SECONDS.name].observe(summary.seconds)
 
 
 def _enabled(manager: TokenizerManager) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_reshard.derived import remember_loaded
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.patches import expert_location, repacking
+from sglang_reshard.patches import engine_start, expert_location, repacking, sglang_versions
 from sglang_reshard.patches.draft_models import TargetAndDrafts
 from sglang_reshard.patches.engine_rank import engine_rank
 from sglang_reshard.protocol.messages import (
@@ -16,6 +18,7 @@ from sglang_reshard.protocol.messages import (
     ShareWeightsReq,
     Step,
 )
+from sglang_reshard.trace.built_modules import note_copies
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from sglang_reshard.engine.receiver import WeightReceiver
     from sglang_reshard.replicas.share import LiveWeights
 
+_LOAD = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 _IN_PROGRESS = DistributedUpdateWeightsOutput(success=True, message="", under_way=True)
 # On the model runner:
 _RECEIVER, _REPACKED, _LIVE = "_reshard_receiver", "_reshard_repacked", "_reshard_live"
@@ -31,9 +35,16 @@ _DRAFTS = "_reshard_drafts"  # the draft models that the receiver updates
 
 def apply() -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     ModelRunner.update_weights_distributed = update_weights_distributed
     ModelRunner.share_weights = share_weights
+    HookRegistry.register(_LOAD, _remember, HookType.AFTER)
+
+
+def _remember(_result: Any, runner: ModelRunner, *_: Any, **__: Any) -> None:
+    note_copies(runner.model)
+    remember_loaded(runner.model)
 
 
 def update_weights_distributed(
@@ -48,7 +59,7 @@ def update_weights_distributed(
     receiver = _receiver(self, request, drafts, device)
     if step == "staged":
         return receiver.staged() or _IN_PROGRESS
-    refusal = refusal or _refusal(self, request) or next(filter(None, map(repacking.refusal, drafts)), "")
+    refusal = refusal or _refusal(self, request) or next(filter(None, map(_draft_refusal, drafts)), "")
     if step == "stage":
         return receiver.stage(request, refusal)
     # A forward pass in flight still reads the old weights. Not every one runs in SGLang's forward_stream: without the
@@ -91,7 +102,11 @@ def _receiver(
 
         rank, size = engine_rank(runner)
         model = TargetAndDrafts(runner.model, drafts) if drafts else runner.model
-        receiver = WeightReceiver(model, rank, size, device, expert_location.placement)
+        start = functools.partial(engine_start.engine_start, runner, drafts)
+        graphs = sglang_versions.holds_graphs(runner)
+        receiver = WeightReceiver(
+            model, rank, size, device, expert_location.placement, start=start, addresses_stay=graphs
+        )
         setattr(runner, _RECEIVER, receiver)
         setattr(runner, _DRAFTS, drafts)
     return receiver
@@ -108,4 +123,9 @@ def _refusal(runner: ModelRunner, request: DistributedUpdateWeightsReq) -> str:
     if known is None:
         known = repacking.refusal(runner.model)
         setattr(runner, _REPACKED, known)
-    return known
+    # SGLang's own can change: some flags are set by a forward pass.
+    return known or sglang_versions.online_updates_refused(runner.model)
+
+
+def _draft_refusal(draft: torch.nn.Module) -> str:
+    return repacking.refusal(draft) or sglang_versions.online_updates_refused(draft)

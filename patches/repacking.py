@@ -11,6 +11,7 @@ import torch
 
 from sglang_reshard.trace.built_modules import built_module
 from sglang_reshard.trace.built_modules import remember as remember_module
+from sglang_reshard.trace.folded import remember_built
 
 _INITIALIZE = "sglang.srt.model_loader.loader._initialize_model"
 
@@ -23,6 +24,7 @@ def apply() -> None:
 
 def remember(model: torch.nn.Module, *_: Any, **__: Any) -> None:
     """Must be called with a model that has just been built."""
+    remember_built(model)
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         # Scales of the KV cache are taken over by themselves, see `trace.kv_scales`.

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from packaging.version import InvalidVersion, Version
 
 from sglang_reshard.errors import Unsupported
@@ -164,3 +165,22 @@ def data_parallel_rank(runner: ModelRunner) -> int:
     from sglang.srt.runtime_context import get_parallel
 
     return get_parallel().dp_rank or 0
+
+
+def holds_graphs(runner: ModelRunner) -> bool:
+    """Returns whether CUDA graphs hold addresses. Until 0.5.14 or so one runner has all graphs, then one each kind."""
+    names = ("graph_runner", "piecewise_cuda_graph_runner", "decode_cuda_graph_runner", "prefill_cuda_graph_runner")
+    return any(getattr(runner, name, None) is not None for name in names)
+
+
+def online_updates_refused(model: torch.nn.Module) -> str:
+    """Returns why SGLang refuses its own online updates of a model; empty if it does not.
+
+    From 0.5.17 on it knows caches of weights that an update leaves as they are. Modules declare some by an attribute.
+    """
+    for name, module in model.named_modules():
+        if reason := getattr(module, "_derived_weight_cache_error", None):
+            return f"{name or type(module).__name__}: {reason}"
+    updater = sys.modules.get("sglang.srt.model_executor.model_runner_components.weight_updater")
+    known = getattr(updater, "_unsupported_derived_weight_cache_error", None)
+    return (known(model) or "") if known is not None else ""

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sglang_reshard.errors import DeadlineExceeded, Unsupported
-from sglang_reshard.patches import hook_check, lora_names, metrics, sglang_versions, torn_weights, weights_info
+from sglang_reshard.patches import (
+    hook_check,
+    lora_names,
+    metrics,
+    sglang_versions,
+    stock_weights,
+    torn_weights,
+    weights_info,
+)
 from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
 from sglang_reshard.patches.supported_engine import unsupported_reason
 from sglang_reshard.patches.update_observer import observed
@@ -56,6 +64,7 @@ async def run_update(self: TokenizerManager, request: DistributedUpdateWeightsRe
     if not await weights_info.unshared(self, request.timeout_s):
         message = f"another engine has been reading the live weights for {request.timeout_s:.0f} s; repeat the update"
         return DistributedUpdateWeightsOutput(success=False, message=message)
+    request = stock_weights.told(self, request)
     if request.lora is None:
         return await _update(self, request)
     async with self.lora_update_lock:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_reshard.errors import TornWeights
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.patches import metrics, sglang_versions
+from sglang_reshard.patches import metrics, sglang_versions, stock_weights
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -129,4 +129,5 @@ async def _update_from_disk(
     outcome = await stock(manager, *args, **kwargs)
     if outcome[0]:
         heal(manager)
+        stock_weights.loaded(manager)
     return outcome

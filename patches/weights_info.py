@@ -14,7 +14,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sglang_reshard.patches import sglang_versions, torn_weights
+import msgspec
+
+from sglang_reshard.patches import sglang_versions, stock_weights, torn_weights
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.weights_info import LayoutInfo, WeightsInfo
 from sglang_reshard.version import __version__
@@ -87,6 +89,8 @@ def current(manager: TokenizerManager) -> WeightsInfo:
         package_version=__version__,
         torn=torn_reason,
         under_way=bool(getattr(manager, RUNNING, "")),
+        paused=bool(manager.is_pause),
+        data_parallel_ranks=manager.server_args.dp_size,
     )
     live: tuple[DistributedUpdateWeightsReq, DistributedUpdateWeightsOutput] | None = getattr(manager, _LIVE, None)
     return now if live is None or torn_reason else _with(now, *live)
@@ -95,10 +99,8 @@ def current(manager: TokenizerManager) -> WeightsInfo:
 def _with(
     now: WeightsInfo, request: DistributedUpdateWeightsReq, output: DistributedUpdateWeightsOutput
 ) -> WeightsInfo:
-    return WeightsInfo(
-        version=now.version,
-        package_version=now.package_version,
-        under_way=now.under_way,
+    return msgspec.structs.replace(
+        now,
         digest=output.digest,
         verified=request.verify,
         session=request.address.session,
@@ -106,6 +108,7 @@ def _with(
         transport=output.transport,
         engine_ranks=len(output.ranks),
         layout=LayoutInfo(request.layout, len(request.trainer_hosts), output.tensors, output.source_bytes),
+        kept=output.kept,
     )
 
 
@@ -126,5 +129,6 @@ async def _around_release(stock: Stock, manager: TokenizerManager, *args: Any, *
     tags = (args[0] if args else kwargs["obj"]).tags
     releases_weights = not tags or "weights" in tags  # no tags mean all
     if releases_weights:
+        stock_weights.released(manager)
         return await _around_write(stock, manager, *args, **kwargs)
     return await stock(manager, *args, **kwargs)

@@ -11,6 +11,7 @@ in every actor worker, every rollout worker and the driver, where it hooks into 
     training_engine_weights.py     training engines' `get_per_tensor_param`: its result refers to the engine
     server_adapter.py     SGLang's `ServerAdapter.update_weights`: receives the shards instead of gathered tensors
     driver_hooks.py       `CheckpointEngineManager.update_weights` and `add_replicas`, `Tracking.log`
+    rollout_difference.py `calculate_debug_metrics`, to which it adds metrics
 
 verl also allows registering an engine class or a rollout class. But it chooses them before it imports this module, and
 silently uses its own if a registration comes too late; hooks on the chosen classes always apply.

@@ -50,13 +50,19 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """The participants of one sync. `replica` is the one that a rollout worker belongs to, `left_out` take no part."""
+    """The participants of one sync, as one worker is told them.
+
+    replica     the one that a rollout worker belongs to
+    left_out    replicas that take no part
+    is_trainer  whether the worker is a trainer rank
+    """
 
     address: Address
     sync: int
     replicas: tuple[str, ...]
     replica: str = ""
     left_out: tuple[str, ...] = ()
+    is_trainer: bool = False
 
 
 @CheckpointEngineRegistry.register(BACKEND)
@@ -64,7 +70,8 @@ class ReshardCheckpointEngine(CheckpointEngine):
     """The checkpoint engine of one worker, on either side.
 
     bucket_size  verl's, for staging whole tensors; not used
-    is_master    passed to trainer ranks only
+    is_master    True on trainer rank 0. A worker that is not given any is a trainer rank or a rollout worker, as the
+                 first `build_topology` says: False is the default of verl's engines
     settings     `engine_kwargs.reshard`, see `Settings`
     """
 
@@ -72,29 +79,29 @@ class ReshardCheckpointEngine(CheckpointEngine):
 
     def __init__(self, bucket_size: int, is_master: bool | None = None, **settings: Any) -> None:
         self._settings = Settings.of(settings)
-        self._is_trainer = is_master is not None
+        self._is_trainer = False
         self._sender: ReplicaSender | None = None
         self._topology: Topology | None = None
         self._channel: SyncChannel | None = None
         self._sync = 0
         self._left_out = LeftOut()
         # A restarted replica has new workers, and therefore another name.
-        is_first = not self._is_trainer and int(os.environ.get("RANK", "0")) == 0
+        is_first = is_master is None and int(os.environ.get("RANK", "0")) == 0
         self._replica = secrets.token_hex(8) if is_first else ""
-        if self._is_trainer:
-            install()
+        if is_master is not None:
+            self._become_trainer()
         # Does not import SGLang into a trainer that hosts no rollout.
         if not self._is_trainer or server_adapter.STOCK_MODULE in sys.modules:
             server_adapter.install()
 
+    def _become_trainer(self) -> None:
+        self._is_trainer, self._replica = True, ""
+        install()
+
     def prepare(self) -> dict[str, Any]:
         address = None
         if self._is_trainer:
-            settings = self._settings
-            self._sender = self._sender or ReplicaSender(
-                settings, settings.on_failure, relay=settings.relay, asynchronous=settings.asynchronous
-            )
-            address = self._sender.host()
+            address = self._trainer_sender().host()
             self._sync += 1
         return msgspec.to_builtins(WorkerInfo(address, self._sync, self._replica, self._left_out.replicas))
 
@@ -106,7 +113,11 @@ class ReshardCheckpointEngine(CheckpointEngine):
         trainers, workers = infos[:actor_wg_world_size], infos[actor_wg_world_size:]
         rank0 = next((info for info in trainers if info.address is not None), None)
         if rank0 is None or rank0.address is None:
-            raise Unsupported("no actor worker is trainer rank 0; were actor workers and rollout workers swapped?")
+            raise Unsupported(
+                "no actor worker is trainer rank 0: pass is_master=(torch.distributed.get_rank() == 0) to the "
+                "checkpoint engine of every actor worker, as verl's own do; or were actor workers and rollout workers "
+                "swapped?"
+            )
         replica, replica_of = "", []
         for info in workers:  # one replica after the other, each with its first worker first
             replica = info.replica or replica
@@ -116,27 +127,58 @@ class ReshardCheckpointEngine(CheckpointEngine):
         taking_part = tuple(name for name in present if name not in left_out)
         topology = Topology(rank0.address, rank0.sync, taking_part, left_out=left_out)
         own = [msgspec.to_builtins(msgspec.structs.replace(topology, replica=replica)) for replica in replica_of]
-        return {"topology": [msgspec.to_builtins(topology)] * len(trainers)}, {"topology": own}
+        of_trainers = msgspec.to_builtins(msgspec.structs.replace(topology, is_trainer=True))
+        return {"topology": [of_trainers] * len(trainers)}, {"topology": own}
 
     def init_process_group(self, **kwargs: Any) -> None:
         """`topology` is what `build_topology` returned for this worker."""
         self._topology = topology = msgspec.convert(kwargs["topology"], Topology)
+        if topology.is_trainer != self._is_trainer:
+            self._change_side(topology)
         if self._channel is None or self._channel.address != topology.address:
             self._channel = SyncChannel(topology.address, self._settings.timeout)
-        if self._sender is not None:
-            is_rank0 = self._sender.rank == 0
-            sends = {name: self._send_to(self._channel, name) if is_rank0 else None for name in topology.replicas}
-            self._sender.set_replicas(topology.address, sends)
+        if self._is_trainer:
+            sender, channel = self._trainer_sender(), self._channel
+            sends = {name: self._send_to(channel, name) if sender.rank == 0 else None for name in topology.replicas}
+            sender.set_replicas(topology.address, sends)
+
+    def _change_side(self, topology: Topology) -> None:
+        """Makes a worker that was not given `is_master` a trainer rank. Raises Unsupported for any other change."""
+        if self._is_trainer:
+            raise Unsupported(
+                "this checkpoint engine was given is_master, which is for actor workers, and serves a rollout worker; "
+                "leave is_master out there"
+            )
+        self._become_trainer()
+        self._sync = topology.sync
+
+    def _trainer_sender(self) -> ReplicaSender:
+        settings = self._settings
+        if self._sender is None:
+            self._sender = ReplicaSender(
+                settings, settings.on_failure, relay=settings.relay, asynchronous=settings.asynchronous
+            )
+        return self._sender
+
+    def _joined(self, method: str, *, is_trainer: bool) -> tuple[Topology, SyncChannel]:
+        """Returns the sync that `method` takes part in. Raises Unsupported too early, and on the other side."""
+        if self._topology is None or self._channel is None:
+            raise Unsupported(
+                f"{method} was called before init_process_group; a sync is prepare, build_topology, "
+                "init_process_group, and then send_weights on actor workers and receive_weights on rollout workers"
+            )
+        if self._is_trainer != is_trainer:
+            side, other = ("actor", "a rollout") if is_trainer else ("rollout", "an actor")
+            raise Unsupported(f"{method} is for {side} workers, and this is the checkpoint engine of {other} worker")
+        return self._topology, self._channel
 
     def finalize(self) -> None:
         return
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
         """Returns the metrics of the sync on trainer rank 0, and an empty dict on the others."""
-        sender, topology, channel = self._sender, self._topology, self._channel
-        assert sender is not None
-        assert topology is not None
-        assert channel is not None
+        topology, channel = self._joined("send_weights", is_trainer=True)
+        sender = self._trainer_sender()
         failure = None
         try:
             engine = engine_of(weights)
@@ -158,9 +200,8 @@ class ReshardCheckpointEngine(CheckpointEngine):
         return metrics
 
     def receive_weights(self, global_steps: int | None = None) -> PendingSync:
-        assert self._topology is not None
-        assert self._channel is not None
-        return PendingSync(self._channel, self._topology.sync, self._topology.replica, bool(self._replica))
+        topology, channel = self._joined("receive_weights", is_trainer=False)
+        return PendingSync(channel, topology.sync, topology.replica, bool(self._replica))
 
     def _send_to(self, channel: SyncChannel, replica: str) -> Send:
         timeout = self._settings.timeout

@@ -1,7 +1,7 @@
 """Hooks verl's driver.
 
-It refuses syncs that cannot take place, logs the metrics of colocated ones, which verl drops, and lets replicas that
-are added take the weights of those that are there.
+It refuses syncs that cannot take place, logs the metrics of colocated ones, which verl drops, lets replicas that are
+added take the weights of those that are there, and adds metrics to verl's comparison of rollout and actor.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from verl.utils.ray_utils import auto_await
 
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.verl import rollout_difference
 from sglang_reshard.verl.hooks import around
 from sglang_reshard.verl.replica_weights import pull_weights
 from sglang_reshard.verl.settings import BACKEND
@@ -27,6 +28,7 @@ def install() -> None:
     around(CheckpointEngineManager, "update_weights", _update_weights, decorator=auto_await)
     around(CheckpointEngineManager, "add_replicas", _add_replicas)
     around(Tracking, "log", _log)
+    rollout_difference.install()
 
 
 async def _update_weights(stock: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

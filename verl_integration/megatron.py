@@ -43,7 +43,11 @@ class Megatron:
 
         def values(parameter: torch.Tensor) -> torch.Tensor:
             found = copies.values(parameter)
-            assert found is not None, "the parameters must be loaded if has_values is False"
+            if found is None:
+                raise Unsupported(
+                    f"{_name(engine, parameter)} has no memory on this trainer rank, and verl's host copy of it is not "
+                    "found: something else than verl's param_offload has freed it. Load the parameters before the sync"
+                )
             return found
 
         return self._traced(engine).tensors(values)
@@ -53,6 +57,11 @@ class Megatron:
             _check(engine)
             self._parameters = TracedParameters(_conversions(engine), self._all_gather)
         return self._parameters
+
+
+def _name(engine: Any, parameter: torch.Tensor) -> str:
+    named = (pair for chunk in engine.module for pair in chunk.named_parameters())
+    return next((name for name, of in named if of is parameter), "a parameter")
 
 
 def _check(engine: Any) -> None:

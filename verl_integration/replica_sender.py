@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address
+from sglang_reshard.errors import Unsupported
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.protocol.session import Session
@@ -24,14 +25,17 @@ from sglang_reshard.verl.metrics import sync_metrics, transport_reasons
 from sglang_reshard.verl.settings import Settings
 
 logger = logging.getLogger(__name__)
+_NO_REPLICAS = "this trainer rank knows no replicas yet: init_process_group comes before the first sync"
 # Of the last sync in this process; verl drops what a colocated sync returns, so `driver_hooks` asks for it.
 _last_metrics: dict[str, float] = {}
 
 
 def world() -> dist.ProcessGroup:
-    """Returns the group of all trainer ranks. In verl it has a gloo backend for CPU tensors."""
-    assert dist.group.WORLD is not None, "verl's actor workers have a process group"
-    return dist.group.WORLD
+    """Returns the group of all trainer ranks. In verl it has a gloo backend for CPU tensors. Raises Unsupported."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is None:
+        raise Unsupported("this actor worker has no process group; call torch.distributed.init_process_group first")
+    return group
 
 
 class _Background(NamedTuple):
@@ -56,7 +60,7 @@ class ReplicaSender:
         self._settings, self._on_failure, self._relay = settings, on_failure, relay
         self._asynchronous = asynchronous
         self.failed: dict[str, str] = {}  # in the last sync: replica -> why
-        self.rank = dist.get_rank()
+        self.rank = dist.get_rank(world())
         self._host: Session | None = None
         self._sender: MultiEngineSender | None = None
         self._adapter_sender: MultiEngineSender | None = None
@@ -85,7 +89,8 @@ class ReplicaSender:
 
     def update(self, engine: Any, global_steps: int | None) -> dict[str, float]:
         """Updates all replicas to the training engine's weights. Returns the sync's metrics. Collective."""
-        assert self._sender is not None, "call set_replicas first"
+        if self._sender is None:
+            raise Unsupported(_NO_REPLICAS)
         started = time.perf_counter()
         with self._shards.tensors(engine) as (named_tensors, temporary):
             return self._sync(self._sender, engine, named_tensors, temporary, global_steps, started)
@@ -97,7 +102,8 @@ class ReplicaSender:
         started = time.perf_counter()
         config, named_tensors, temporary = lora_adapter(engine)
         if self._adapter_sender is None:
-            assert self._address is not None, "call set_replicas first"
+            if self._address is None:
+                raise Unsupported(_NO_REPLICAS)
             lora = LoraAdapter(SGLANG_LORA_NAME, config)
             self._adapter_sender = self._multi_sender(self._address.named("lora"), lora=lora)
         self._adapter_sender.set_engines(self._replicas)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from sglang_reshard.api.remote_engine import RemoteEngine
     from sglang_reshard.api.verl_engine import VerlEngine
     from sglang_reshard.api.weight_sender import WeightSender
+    from sglang_reshard.observability.probe_report import ProbeReport
     from sglang_reshard.observability.report import UpdateReport
+    from sglang_reshard.probe.probe import Probe
     from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
     from sglang_reshard.protocol.weights_info import WeightsInfo
     from sglang_reshard.realloc import ReshardPlan, reshard
@@ -33,6 +35,8 @@ _DEFINED_IN = {
     "ModuleSender": "api.module_sender",
     "MultiEngineSender": "api.multi_engine",
     "ParameterStream": "api.parameter_stream",
+    "Probe": "probe.probe",
+    "ProbeReport": "observability.probe_report",
     "RemoteEngine": "api.remote_engine",
     "ReshardPlan": "realloc",
     "SnapshotFollower": "snapshots.follower",
@@ -50,6 +54,8 @@ __all__ = [
     "ModuleSender",
     "MultiEngineSender",
     "ParameterStream",
+    "Probe",
+    "ProbeReport",
     "RemoteEngine",
     "ReshardPlan",
     "SnapshotFollower",

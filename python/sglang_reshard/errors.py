@@ -1,5 +1,14 @@
 """Defines the exceptions of this package. Messages state what is wrong, which tensor, which rank, what to do next."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sglang_reshard.observability.report import UpdateReport
+
 
 class ReshardError(RuntimeError):
     """Base class of all exceptions that this package raises on purpose."""
@@ -43,3 +52,14 @@ class Unauthorized(ReshardError):
 
 class EngineDied(ReshardError):
     """A process of the engine has died. Shut the engine down and start a new one."""
+
+
+class ProbeMismatch(ReshardError):
+    """A probe found that the engine computes something else than the trainer. The new weights are live and serving.
+
+    reports  engine -> report of the update, with its `probe`
+    """
+
+    def __init__(self, message: str, reports: Mapping[str, UpdateReport] | None = None) -> None:
+        super().__init__(message)
+        self.reports = dict(reports or {})

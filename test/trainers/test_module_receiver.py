@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from sglang_reshard import ModuleReceiver, ModuleSender
 from sglang_reshard.control import ControlServer
-from sglang_reshard.errors import DeadlineExceeded, EngineRefused, Mismatch, TornWeights
+from sglang_reshard.errors import EngineRefused, Mismatch, TornWeights
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.request_mail import Mailbox, MailRoom
 from support.world import run_world
@@ -166,8 +166,7 @@ def collect_and_leave(receiver, policy, metadata):
     with pytest.raises(Mismatch, match="init was called before"):
         receiver.init(metadata)
     first = receiver.receive(30), torch.equal(policy(TOKENS), expected(1, TOKENS))
-    with pytest.raises(DeadlineExceeded, match="did the trainer call update"):
-        receiver.receive(0.05)
+    assert receiver.receive(0.05) is None
     assert receiver.poll_and_apply() is False
     dist.barrier()
     receiver.close()

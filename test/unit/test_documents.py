@@ -194,6 +194,7 @@ RUN_BY = {
     r"make test PYTEST_ARGS=test/unit": ".ci/run",
     r"(.* )?make demo( .*)?|(\.venv/bin/)?sglang-reshard demo( --help)?": "test/engine/test_demo_run.py",
     r"make test-verl|\.venv/bin/python -m pytest test/verl/.*": "test/verl/test_megatron.py",
+    r"make setup-torchrl": "test/trainers/test_torchrl.py",
     r"make setup-bridge|.*pytest test/verl/test_megatron_bridge\.py": "test/verl/test_megatron_bridge.py",
     r"make test-trainers": "test/trainers/test_fsdp1.py",
     r"\.venv/bin/python -m pytest test/trainers/test_megatron_live\.py": "test/trainers/test_megatron_live.py",

@@ -16,7 +16,7 @@ from sglang_reshard.cli.plan.models import presets, with_layers
 from sglang_reshard.cli.plan.rank_model import Outline
 from sglang_reshard.cli.plan.request import Source, Target
 from sglang_reshard.cli.plan.sources import layout_of
-from sglang_reshard.errors import Mismatch
+from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.plan import ClusterTopology, choose_strategy, rank_demand
 from sglang_reshard.plan.p2p import send_request
@@ -232,3 +232,27 @@ def test_a_model_on_the_meta_device_is_traced_as_one_in_memory(rank):
         n: (t.shape, t.dtype) for n, t in real.targets.items()
     }
     assert all(t.device.type == "meta" for t in found.targets.values())
+
+
+class InHostMemory(torch.nn.Module):
+    """Names a device for one of its parameters, whatever the default is."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(4, 3))
+        self.bias = torch.nn.Parameter(torch.empty(4, device="cpu"))
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            getattr(self, name).data.copy_(tensor)
+
+
+def test_a_module_that_names_a_device_itself_is_traced_as_one_in_memory():
+    specs = [TensorSpec("weight", (4, 3), "float32"), TensorSpec("bias", (4,), "float32")]
+    real = trace(InHostMemory(), specs)
+    with torch.device("meta"):
+        model = InHostMemory()
+    assert {p.device.type for p in model.parameters()} == {"meta", "cpu"}
+    assert trace(model, specs, weightless=True).copies == real.copies
+    with pytest.raises(Unsupported, match="neither a parameter, a buffer"):
+        trace(model, specs)  # of a live engine meta tensors are left out

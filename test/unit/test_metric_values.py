@@ -17,6 +17,7 @@ pytest.importorskip("prometheus_client")
 
 from sglang_reshard.control import Address
 from sglang_reshard.engine.context import Phase
+from sglang_reshard.observability.probe_report import OUTCOMES, ProbeSummary
 from sglang_reshard.observability.report import RankReport
 from sglang_reshard.patches import metrics
 from sglang_reshard.patches.update_observer import observed
@@ -32,6 +33,11 @@ SUCCESS = DistributedUpdateWeightsOutput(
     ),
 )
 FAILURE = DistributedUpdateWeightsOutput(success=False, message="move, engine rank 1: no", torn=True, phase="move")
+PROBES = (
+    ProbeSummary("passed", 0.5, 1.0, 2.0),
+    ProbeSummary("mismatch", 0.25, None, 4.0),
+    ProbeSummary("skipped", 0.0, 0.0, 60.0),
+)
 REFUSED = DistributedUpdateWeightsOutput(success=False, message="not now")
 
 
@@ -94,6 +100,8 @@ def shown(shared: bool) -> dict[str, float]:
 def main(shared: bool, enabled: bool) -> None:
     """In a process of its own: prometheus_client decides at its import whether there are several."""
     play([SUCCESS, FAILURE, REFUSED, asyncio.CancelledError(), SUCCESS], enabled)
+    for probe in PROBES:
+        metrics.observe_probe(Manager(enabled), probe)
     print(json.dumps(shown(shared)))
 
 
@@ -131,6 +139,14 @@ def test_every_outcome_is_counted_and_the_old_version_goes_away(found: dict[str,
     versions = [key for key in found if key.startswith("sglang_reshard_weights_info")]
     assert versions == ["sglang_reshard_weights_info{version=version 4}"]
     assert found["sglang_reshard_last_success_timestamp_seconds"] > 1e9
+
+
+def test_probes_are_counted_and_one_that_was_skipped_shows_no_difference(found: dict[str, float]) -> None:
+    for outcome in OUTCOMES:
+        assert found[f"sglang_reshard_probes_total{{outcome={outcome}}}"] == 1
+    assert found["sglang_reshard_probe_mean_difference"] == 0.25
+    assert found["sglang_reshard_probe_largest_difference"] == float("inf")
+    assert (found["sglang_reshard_probe_seconds_count"], found["sglang_reshard_probe_seconds_sum"]) == (2, 6.0)
 
 
 def test_what_is_shown_is_what_is_declared(found: dict[str, float]) -> None:

@@ -19,6 +19,7 @@ from sglang_reshard import __version__
 from sglang_reshard.api.remote_engine import ADMIN_API_KEY, API_KEY, URL, RemoteEngine
 from sglang_reshard.control import Address
 from sglang_reshard.errors import EngineRefused, Mismatch, TornWeights, Unauthorized, Unsupported
+from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.weights_info import LayoutInfo, WeightsInfo
 
@@ -112,6 +113,7 @@ def test_each_call_has_the_key_that_the_server_asks_for(server, keys, generating
     engine.pause_generation("retract")
     engine.continue_generation()
     engine.flush_cache()
+    engine.record_probe(ProbeSummary("passed", 0.5, None, 2.0))
     body = {"text": "Say yes", "sampling_params": {"temperature": 0}, "return_logprob": False}
     assert server.asked == [
         ("POST", "/generate", generating, body),
@@ -120,6 +122,12 @@ def test_each_call_has_the_key_that_the_server_asks_for(server, keys, generating
         ("POST", "/pause_generation", controlling, {"mode": "retract"}),
         ("POST", "/continue_generation", controlling, {}),
         ("POST", "/flush_cache", controlling, None),
+        (
+            "POST",
+            "/record_probe",
+            controlling,
+            {"outcome": "passed", "mean_difference": 0.5, "largest_difference": None, "seconds": 2.0},
+        ),
     ]
 
 

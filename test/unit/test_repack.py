@@ -6,6 +6,7 @@ import torch
 from oracle.replay import replay
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.block_fp8 import quantize_blocks
+from sglang_reshard.trace.built_modules import note_copies
 from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.tracer import trace
 from sglang_reshard.transports.arrivals import ArrivalMemory
@@ -30,6 +31,32 @@ def test_an_update_leaves_what_a_start_leaves_and_keeps_addresses():
         assert differing(model, started(Repacking(LAYERS, ROWS), given)) == []
     assert live_signature(model) == signature
     assert all(live_tensors(model)[name] is t for name, t in before.items() if not name.endswith("largest"))
+
+
+class Copying:
+    """Leaves the parameters as they are, and keeps the weight in float32, too."""
+
+    def process_weights_after_loading(self, layer):
+        layer.register_buffer("wide", layer.weight.data.float() * 2, persistent=False)
+
+
+def test_a_copy_that_post_processing_keeps_is_computed_again():
+    def engine(version):
+        model = Repacking(LAYERS, ROWS, method=Copying)
+        model.load_weights(weights(version, LAYERS, ROWS).items())
+        for layer in model.layers:
+            process(layer)
+        note_copies(model)
+        return model
+
+    model = engine(1)
+    before = [layer.wide for layer in model.layers]
+    given = weights(2, LAYERS, ROWS) | {f"layers.{n}.steps": torch.ones(3) for n in range(LAYERS)}
+    replay(trace(model, specs_of(given)), given)
+    for layer, wide, expected in zip(model.layers, before, engine(2).layers, strict=True):
+        assert layer.wide is wide
+        assert torch.equal(wide, expected.wide)
+        assert torch.equal(layer.weight, expected.weight)
 
 
 def test_the_live_module_is_not_touched_before_its_results_are_there():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.patches import hook_check, sglang_versions
@@ -155,3 +157,30 @@ def test_a_process_without_them_is_named(state: dict[str, str], says: str) -> No
 def test_so_is_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hook_check, "installed_version", lambda: f"{__version__} without a.hook")
     assert "the tokenizer manager has" in hook_check.mismatch([{VERSION_KEY: __version__}])
+
+
+def test_sglang_s_own_refusals_of_online_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules declare some by an attribute; its weight updater, from 0.5.17 on, knows the others."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    assert sglang_versions.online_updates_refused(model) == ""
+    updater = "sglang.srt.model_executor.model_runner_components.weight_updater"
+    asked = SimpleNamespace(_unsupported_derived_weight_cache_error=lambda of: "mHC" if of is model else None)
+    monkeypatch.setitem(sys.modules, updater, asked)
+    assert sglang_versions.online_updates_refused(model) == "mHC"
+    asked._unsupported_derived_weight_cache_error = lambda _: None
+    assert sglang_versions.online_updates_refused(model) == ""
+    model[0]._derived_weight_cache_error = "packed"
+    assert sglang_versions.online_updates_refused(model) == "0: packed"
+
+
+@pytest.mark.parametrize(
+    ("runners", "holds"),
+    [
+        ({"graph_runner": None, "piecewise_cuda_graph_runner": None}, False),
+        ({"graph_runner": object()}, True),
+        ({"decode_cuda_graph_runner": None, "prefill_cuda_graph_runner": object()}, True),
+        ({}, False),
+    ],
+)
+def test_who_holds_cuda_graphs(runners: dict[str, Any], holds: bool) -> None:
+    assert sglang_versions.holds_graphs(SimpleNamespace(**runners)) is holds

@@ -215,6 +215,22 @@ def test_a_fill_that_is_loaded_over():
     one(load, (4, 6), t=random(2, 4))
 
 
+def test_what_was_loaded_is_moved_within_its_memory():
+    """DeepSeek-V4's compressors: an element is written where another is read."""
+
+    def turned(w, ws):
+        w.data.copy_(ws["t"])
+        w.data.copy_(w.data.t().clone())
+
+    def halves(w, ws):
+        w.data.copy_(ws["t"])
+        left, right = torch.chunk(w.data, 2, dim=-1)
+        w.data.copy_(torch.cat([left, right], dim=0).view(4, 6))
+
+    one(turned, (5, 5), t=random(5, 5))
+    one(halves, (4, 6), t=random(4, 6))
+
+
 def test_reading_back_what_was_loaded():
     """Gemma: a buffer is rebound to weight + 1; its memory is kept."""
 

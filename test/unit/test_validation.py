@@ -119,6 +119,9 @@ class Request(msgspec.Struct, frozen=True):
     bucket_bytes: int = 1
     timeout_s: float = 1.0
     ignore: tuple[str, ...] = ()
+    apart: dict[str, str] = {}
+    frozen: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
     staged: bool = False
     lora: LoraAdapter | None = None
     relay: Relay | None = None
@@ -141,6 +144,10 @@ class Request(msgspec.Struct, frozen=True):
         ({"timeout_s": float("inf")}, "timeout_s=inf"),
         ({"timeout_s": -1.0}, "timeout_s=-1.0"),
         ({"ignore": ("x" * 5000,)}, "a name of 5,000 characters"),
+        ({"apart": {"x" * 5000: ""}}, "a name of 5,000 characters"),
+        ({"apart": {"x": "y" * 5000}}, "a name of 5,000 characters"),
+        ({"frozen": ("x" * 5000,)}, "a name of 5,000 characters"),
+        ({"only": ("x" * 5000,)}, "a name of 5,000 characters"),
         ({"lora": LoraAdapter("policy", "x" * 5000)}, "a name of 5,000 characters"),
         ({"relay": RELAY}, "no others"),
         ({"relay": RELAY, "transport": "nixl", "staged": True}, "no others"),

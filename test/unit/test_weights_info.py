@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from sglang_reshard import __version__
@@ -42,7 +43,8 @@ ALL = WeightsInfo(
 @pytest.fixture
 def manager():
     """SGLang's tokenizer manager, as far as it is looked at, after an update."""
-    it = SimpleNamespace(enable_metrics=False, is_pause=False, server_args=SimpleNamespace(weight_version="42"))
+    arguments = SimpleNamespace(weight_version="42", dp_size=1)
+    it = SimpleNamespace(enable_metrics=False, is_pause=False, server_args=arguments)
     weights_info.record(it, REQUEST, OUTPUT)
     return it
 
@@ -56,8 +58,11 @@ async def fails(manager, *_):
 
 
 def test_before_any_update_only_the_version_is_known():
-    fresh = SimpleNamespace(server_args=SimpleNamespace(weight_version="default"))
-    assert weights_info.current(fresh) == WeightsInfo(version="default", package_version=__version__)
+    arguments = SimpleNamespace(weight_version="default", dp_size=2)
+    fresh = SimpleNamespace(is_pause=False, server_args=arguments)
+    assert weights_info.current(fresh) == WeightsInfo(
+        version="default", package_version=__version__, data_parallel_ranks=2
+    )
 
 
 def test_an_update_is_described_without_the_key(manager):
@@ -78,6 +83,11 @@ def test_an_update_under_way_is_told(manager):
     assert weights_info.current(manager).digest == "d1"
     setattr(manager, weights_info.RUNNING, "")
     assert weights_info.current(manager) == ALL
+
+
+def test_a_pause_is_told(manager):
+    manager.is_pause = True
+    assert weights_info.current(manager) == msgspec.structs.replace(ALL, paused=True)
 
 
 def test_an_update_by_others_is_forgotten_at_once_and_for_good(manager):

@@ -34,6 +34,10 @@ class JobTrainer:
         """`call(worker, *arguments)` in every worker, all at once; what it returned, by trainer rank."""
         return ray.get([worker.__ray_call__.remote(call, *arguments) for worker in self.group.workers])
 
+    def leave_out_is_master(self) -> None:
+        """Gives trainer ranks but the first new checkpoint engines, with the default of `is_master`."""
+        self.each(leave_out_is_master)
+
     def perturb(self, seed: int, only: str = "") -> None:
         self.each(perturb, seed, only)
 
@@ -67,6 +71,13 @@ def perturb(worker: Any, seed: int, only: str = "") -> None:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {worker.rank} {name}".encode()))
             local.mul_(1 + 0.1 * torch.rand(local.shape, generator=generator))
             local.add_(0.01 * torch.randn(local.shape, generator=generator))
+
+
+def leave_out_is_master(worker: Any) -> None:
+    if worker.rank != 0:
+        config = worker.config.rollout.checkpoint_engine
+        settings = config.engine_kwargs.get(config.backend, {})
+        worker.checkpoint_engine = type(worker.checkpoint_engine)(bucket_size=1, **settings)
 
 
 def save_checkpoint(worker: Any, folder: str) -> None:

@@ -176,6 +176,14 @@ def test_megatrons_parameters_without_a_copy_like_them_are_loaded_as_verl_does(
     assert megatron.moves == ["cuda", "cpu"]
 
 
+@pytest.mark.usefixtures("_not_fsdp2")
+def test_a_megatron_parameter_that_something_else_has_freed_is_named(megatron: Any) -> None:
+    megatron.is_param_offload_enabled = False
+    megatron.chunk.module.layer.untyped_storage().resize_(0)
+    with pytest.raises(Unsupported, match=r"module\.embedding has no memory on this trainer rank.*Load the parameters"):
+        seen(EngineShards(alone), megatron)
+
+
 # -- FSDP2
 
 

@@ -37,10 +37,15 @@ def test_together_every_update_arrives_until_one_is_lost() -> None:
     assert "the update after step 2 is lost" in run.log
     assert after_the_lost_one < 0.9
     assert run.steps[0]["reshard/bytes_per_rank"] > 0
+    means = [step["reshard/logprob_diff_mean"] for step in run.steps]
+    assert max(means[:2]) < 0.05 < means[2]
+    assert all(step["reshard/logprob_diff_max"] >= mean for step, mean in zip(run.steps, means, strict=True))
+    assert [step["reshard/logprob_diff_max_version"] for step in run.steps[:2]] == [0, 1]
 
 
 def test_apart_every_update_arrives() -> None:
     with verl_folder() as folder:
         run = run_ppo(folder, LARGE_STEPS, *APART, steps=2)
     assert min(run.correlations) > 0.99
+    assert max(step["reshard/logprob_diff_mean"] for step in run.steps) < 0.05
     assert run.steps[1]["reshard/bytes_per_rank"] > 0

@@ -13,18 +13,23 @@ is sent what it lacks, as an engine rank does.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator
 
+import msgspec
 import torch
 from torch import nn
 
+from sglang_reshard.api.state_dict_model import StateDictModel
 from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.errors import ConnectionLost, DeadlineExceeded, Mismatch, TornWeights
+from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, TornWeights
 from sglang_reshard.observability.logs import configure, get_logger
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.request_mail import Mailbox, from_metadata
 
 logger = get_logger(__name__)
@@ -34,64 +39,87 @@ _POLL_S = 1.0  # how long the background thread waits at a time: `stop` waits as
 class ModuleReceiver:
     """One process's end. `model` is any module; names of weights are those of its state dict.
 
-    version  the `weight_version` of the weights that the module has; None before the first
+    version  the `weight_version` of the weights that the module has; None before the first, and after an update that
+             was given none
     """
 
-    def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
-        """`device` is the one that the model is on; by default that of its first parameter."""
+    def __init__(self, model: nn.Module, device: torch.device | None = None, *, strict: bool = True) -> None:
+        """Takes weights into the parameters and persistent buffers of `model`, in place.
+
+        device  the one that the model is on; by default that of its first parameter
+        strict  whether the names that are sent must be those of the module's state dict, as for `load_state_dict`: an
+                update is refused, by name, that lacks one of the module's tensors, or has one that the module lacks.
+                False ignores the latter, and leaves the former at the values that they have
+        """
         configure()
         if device is None:
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.version: str | None = None
-        self._receiver = WeightReceiver(_StateDictModel(model), 0, 1, device)
+        self._strict = strict
+        self._receiver = WeightReceiver(StateDictModel(model, strict=strict), 0, 1, device)
         self._mailbox: Mailbox | None = None
-        self._applying = threading.Lock()
+        self._applying, self._waiting = threading.Lock(), threading.Lock()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def init(self, metadata: str, *, timeout_s: float = 300.0) -> None:
         """Connects to the `ModuleSender` whose metadata this is. Its next update includes this receiver.
 
-        Raises DeadlineExceeded if it does not answer, and Unauthorized for a wrong key.
+        May be called again once the sender has ended, or the connection to it: the module keeps its weights until the
+        next update. Raises DeadlineExceeded if the sender does not answer, Unauthorized for a wrong key, and Mismatch
+        for what is no metadata, or while this receiver is connected.
         """
+        address = from_metadata(metadata)
         if self._mailbox is not None:
-            raise Mismatch("init was called before; make another ModuleReceiver, or close this one")
+            if not self._mailbox.is_lost:
+                raise Mismatch("init was called before; make another ModuleReceiver, or close this one")
+            self.close()
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._mailbox = Mailbox(from_metadata(metadata), name, timeout_s)
+        self._mailbox = Mailbox(address, name, timeout_s)
 
-    def poll_and_apply(self, timeout: float = 0.0) -> bool:
-        """Applies new weights if they are there within `timeout` seconds. Returns whether it has applied any.
+    def poll_and_apply(self, timeout: float | None = 0.0) -> bool:
+        """Applies new weights if they are there within `timeout` seconds; None waits for them without a limit.
 
-        Raises TornWeights if they were written only in part: the module must not be used before the next ones. An
-        update that fails before anything is written is reported to the trainer; the module keeps the weights it has.
+        Returns whether any were applied: False at a timeout, for an update that fails before anything is written (the
+        trainer is told; the module keeps the weights it has), and when another thread calls `close`.
+
+        Raises TornWeights if weights were written only in part: the module must not be used before the next ones.
+        Raises ConnectionLost once the sender has ended, and Mismatch while another thread waits for weights.
         """
-        if self._mailbox is None:
-            raise Mismatch("call init first")
-        request = self._mailbox.request(timeout)
-        if request is None:
-            return False
-        with self._applying:
-            output = self._receiver.update(request)
-            if output.success:
-                self.version = request.weight_version
-        if not output.success:
-            logger.warning("the weights were not applied: %s", output.message)
+        mailbox = self._connected()
+        if timeout is not None and math.isnan(timeout):
+            raise Mismatch("timeout is no number of seconds; pass None to wait without a limit")
+        if not self._waiting.acquire(blocking=False):
+            raise Mismatch("another thread waits for weights already, of start() perhaps; stop it, or use its weights")
         try:
-            self._mailbox.answer(output)
-        finally:  # torn weights are an error whether or not the trainer can be told
-            self._check_torn()
-        return output.success
+            request = self._next_request(mailbox, timeout)
+            return request is not None and self._apply(request, mailbox)
+        finally:
+            self._waiting.release()
 
-    def receive(self, timeout: float = 300.0) -> str | None:
-        """Waits for the next weights and applies them. Returns their version. Raises DeadlineExceeded if none come."""
-        if not self.poll_and_apply(timeout):
-            raise DeadlineExceeded(f"no weights arrived within {timeout:.0f} s; did the trainer call update?")
-        return self.version
+    def receive(self, timeout: float | None = None) -> str | None:
+        """Waits until weights have been applied. Returns their version, "" for an update that was given none.
+
+        Returns None if none have been within `timeout` seconds, or when another thread calls `close`. Without a timeout
+        it waits until then, or until the sender ends. Updates that fail are waited past: their trainer is told.
+
+        Raises what `poll_and_apply` does.
+        """
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        mailbox = self._connected()
+        while self._mailbox is mailbox:
+            left_s = end - time.monotonic()
+            if self.poll_and_apply(None if math.isinf(left_s) else left_s):
+                return self.version or ""
+            if left_s <= 0:
+                break
+        return None
 
     def start(self) -> None:
         """Applies weights in a thread from now on, whenever no block of `reading` runs."""
-        if self._mailbox is None:
-            raise Mismatch("call init first")
+        self._connected()
+        if self._thread is not None and self._thread.is_alive():
+            raise Mismatch("start was called before; its thread applies weights until stop is called")
         self._stopped.clear()
         self._thread = threading.Thread(target=self._run, name="sglang-reshard receiver", daemon=True)
         self._thread.start()
@@ -111,13 +139,50 @@ class ModuleReceiver:
             yield self.version
 
     def close(self) -> None:
-        """Leaves; the trainer's next update is without this receiver."""
+        """Leaves, and ends a wait of another thread; the trainer's next update is without this receiver."""
         self.stop()
         mailbox, self._mailbox = self._mailbox, None
         if mailbox is not None:
             mailbox.close()
         # Else the end of the session would drop it in another thread, which the end of this process could interrupt.
         self._receiver.close()
+
+    def _connected(self) -> Mailbox:
+        if self._mailbox is None:
+            raise Mismatch("call init first")
+        return self._mailbox
+
+    def _next_request(self, mailbox: Mailbox, timeout: float | None) -> DistributedUpdateWeightsReq | None:
+        try:
+            request = mailbox.request(timeout)
+        except ConnectionLost as error:
+            raise ConnectionLost(
+                f"{error}. The module keeps its weights; call init with the metadata of the trainer's next ModuleSender"
+            ) from error
+        if request is None or self._strict:
+            return request
+        return msgspec.structs.replace(request, ignore=("*",))
+
+    def _apply(self, request: DistributedUpdateWeightsReq, mailbox: Mailbox) -> bool:
+        try:
+            with self._applying:
+                output = self._receiver.update(request)
+                if output.success:
+                    self.version = request.weight_version
+        except BaseException as error:  # Ctrl-C: else the trainer would wait until its timeout
+            why = f"the receiver was interrupted by {type(error).__name__} while it applied the weights"
+            with contextlib.suppress(ReshardError):
+                mailbox.answer(
+                    DistributedUpdateWeightsOutput(success=False, message=why, torn=bool(self._receiver.torn))
+                )
+            raise
+        if not output.success:
+            logger.warning("the weights were not applied: %s", output.message)
+        try:
+            mailbox.answer(output)
+        finally:  # torn weights are an error whether or not the trainer can be told
+            self._check_torn()
+        return output.success
 
     def _run(self) -> None:
         try:
@@ -132,17 +197,3 @@ class ModuleReceiver:
     def _check_torn(self) -> None:
         if torn := self._receiver.torn:
             raise TornWeights(f"{torn}. The module's weights are torn: repeat the update before using it")
-
-
-class _StateDictModel(nn.Module):
-    """Gives a module the loader that an engine's model has."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        state = self.module.state_dict(keep_vars=True)
-        for name, tensor in weights:
-            if name in state:  # of others the caller is told by name
-                state[name].data.copy_(tensor)

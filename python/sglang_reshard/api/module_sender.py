@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address, ControlServer
+from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.decoders import convert
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DEFAULT_TIMEOUT_S
@@ -42,7 +43,8 @@ class ModuleSender:
         options    transport, bucket_bytes, timeout_s, delta and delta_device, see `WeightSender`
         """
         group = group or dist.group.WORLD
-        assert group is not None, "init_process_group has not been called"
+        if group is None:
+            raise Mismatch("a ModuleSender needs torch.distributed: call init_process_group on all trainer ranks first")
         self._group, self._timeout_s = group, float(options.get("timeout_s", DEFAULT_TIMEOUT_S))
         self._server: ControlServer | None = None
         self._mail: MailRoom | None = None
@@ -82,10 +84,10 @@ class ModuleSender:
         return names
 
     def close(self) -> None:
-        """Ends all sessions. Collective."""
+        """Ends all sessions: receivers that wait raise ConnectionLost. Collective."""
         self._sender.close()
         if self._mail is not None:
-            self._mail.close()
+            self._mail.end()
         if self._server is not None:
             self._server.close()
 

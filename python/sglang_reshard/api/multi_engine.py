@@ -14,11 +14,12 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from sglang_reshard._deprecated import renamed_keywords
+from sglang_reshard.api.probed import Update, probed
 from sglang_reshard.api.snapshot_methods import SnapshotMethods
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, ReshardError, TornWeights, Unsupported
@@ -31,6 +32,9 @@ from sglang_reshard.trainer.background import BackgroundUpdates, UpdateHandle
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateOptions
 from sglang_reshard.trainer.relay_requests import RelayRequests
 from sglang_reshard.trainer.update_sender import UpdateSender
+
+if TYPE_CHECKING:
+    from sglang_reshard.probe.probe import Probe
 
 logger = get_logger(__name__)
 _SESSION = "engines"
@@ -70,6 +74,7 @@ class MultiEngineSender(SnapshotMethods):
         self._config = SenderConfig(transport, bucket_bytes, timeout_s, lora, delta, delta_device)
         self._relays = RelayRequests(address, timeout_s) if relay else None
         self._engines: dict[str, tuple[int, Send | None]] = {}  # with their numbers in the session
+        self._given: dict[str, Send | None] = {}  # as `set_engines` was given them; relayed requests go through others
         self._excluded: dict[str, str] = {}
         self._numbers = itertools.count()
         self._sender: UpdateSender | None = None
@@ -94,6 +99,7 @@ class MultiEngineSender(SnapshotMethods):
         """
         self._excluded = {name: why for name, why in self._excluded.items() if name in engines}
         wanted = [name for name in engines if name not in self._excluded]
+        self._given = dict(engines)
         known = self._engines
         for name in sorted(set(wanted) - known.keys()):  # the same order on all trainer ranks
             send = engines[name]
@@ -121,6 +127,7 @@ class MultiEngineSender(SnapshotMethods):
         named_tensors: NamedTensors | torch.nn.Module,
         *,
         on_failure: Literal["raise", "exclude"] = "raise",
+        probe: Probe | None = None,
         **options: Any,
     ) -> dict[str, UpdateReport]:
         """Updates all engines to these weights, and returns a report of each; see `WeightSender.update`. Collective.
@@ -128,11 +135,13 @@ class MultiEngineSender(SnapshotMethods):
         on_failure  "raise": see below. "exclude": an engine that fails has a report with success=False and the reason
                     as its message, and is left out of further updates, see `excluded`. It refuses requests if its
                     weights are torn, and otherwise serves those that it had; it can pull them from another engine
+        probe       of all engines that were updated. One that differs is not left out
 
         Raises what the update of an engine raises, with the names of all engines that failed; TornWeights if any of
         them is torn. The other engines have the new weights then. With on_failure="exclude", only if all have failed.
         """
-        return self._update_engines(named_tensors, self._options(on_failure, options), on_failure)
+        weights, update = self._probed(probe, named_tensors, self._options(on_failure, options), on_failure)
+        return update(weights)
 
     def update_async(
         self,
@@ -141,6 +150,7 @@ class MultiEngineSender(SnapshotMethods):
         on_failure: Literal["raise", "exclude"] = "raise",
         latest_only: bool = False,
         shadow_device: torch.device | None = None,
+        probe: Probe | None = None,
         **options: Any,
     ) -> UpdateHandle[dict[str, UpdateReport]]:
         """Updates all engines from a copy of the shards, while the trainer goes on; see `WeightSender.update_async`.
@@ -150,12 +160,9 @@ class MultiEngineSender(SnapshotMethods):
         chosen = self._options(on_failure, options)
         of_copy = dataclasses.replace(chosen, unmap_after=False)
         assert self._sender is not None, "there are engines"
-
-        def run(weights: TrainerState | NamedTensors) -> dict[str, UpdateReport]:
-            return self._update_engines(weights, of_copy, on_failure)
-
+        weights, update = self._probed(probe, named_tensors, of_copy, on_failure)
         return self._background.start(
-            self._sender, run, named_tensors, chosen, latest_only=latest_only, shadow_device=shadow_device
+            self._sender, update, weights, chosen, latest_only=latest_only, shadow_device=shadow_device
         )
 
     def wait_for_background(self) -> None:
@@ -175,6 +182,22 @@ class MultiEngineSender(SnapshotMethods):
         if self._relays is not None and options.get("staged"):
             raise Unsupported("staged=True is not supported with relay=True: engines pass on live weights")
         return UpdateOptions.of(options)
+
+    def _probed(
+        self,
+        probe: Probe | None,
+        weights: NamedTensors | torch.nn.Module,
+        options: UpdateOptions,
+        on_failure: Literal["raise", "exclude"],
+    ) -> tuple[Any, Update]:
+        def update(weights: Any) -> dict[str, UpdateReport]:
+            return self._update_engines(weights, options, on_failure)
+
+        if probe is None:
+            return weights, update
+        assert self._sender is not None, "there are engines"
+        engines = {name: self._given[name] for name in self._engines}
+        return probed(probe, self._sender, engines, weights, update)
 
     def _update_engines(
         self,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_reshard.sources import NamedTensors, TrainerState
+from sglang_reshard.sources.names import Renaming
 from sglang_reshard.trainer.background import BackgroundUpdates, UpdateHandle
 from sglang_reshard.trainer.coordinator import UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender
@@ -36,7 +37,7 @@ class SnapshotMethods:
         delta       also write what has changed since the snapshot before, for those who have it: `SnapshotFollower`
         upload      URL below which the snapshot is copied by fsspec, as an object store's
         dtype       of tensors with a floating-point dtype, "bfloat16" for example; by default each one's own
-        partial     see `update`
+        partial, rename   see `update`
         keep        how many snapshots stay in `folder`, the newest; by default all
         copy_from   the model's folder, whose config and tokenizer files the snapshot gets
         file_bytes  of a file of weights, at most, unless one tensor has more
@@ -60,7 +61,7 @@ class SnapshotMethods:
         For the rest see `snapshot` and `update_async`, of which only one of either runs at a time.
         """
         sender = self._snapshots_of()
-        copied = UpdateOptions(name, partial=bool(options.get("partial")))
+        copied = UpdateOptions(name, partial=bool(options.get("partial")), rename=Renaming.of(options.get("rename")))
 
         def run(weights: TrainerState | NamedTensors) -> SnapshotReport:
             return sender.write_snapshot(weights, Path(folder), name, options)

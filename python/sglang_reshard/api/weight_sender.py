@@ -12,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from sglang_reshard._deprecated import renamed_keywords
+from sglang_reshard.api.probed import Update, probed
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.api.snapshot_methods import SnapshotMethods
 from sglang_reshard.control import Address
@@ -28,12 +29,16 @@ from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Delta, LoraAdapter, Verify
 from sglang_reshard.protocol.session import LOOPBACK, Session
 from sglang_reshard.sources import NamedTensors, TrainerState
+from sglang_reshard.sources.names import Rename, Renaming, patterns
 from sglang_reshard.trainer.background import BackgroundUpdates, UpdateHandle
 from sglang_reshard.trainer.collectives import on_first_rank
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateOptions
-from sglang_reshard.trainer.update_sender import UpdateSender, repeatable
+from sglang_reshard.trainer.update_sender import UpdateSender, raising, repeatable
 
-_ENGINE = 0  # its number in the session
+if TYPE_CHECKING:
+    from sglang_reshard.probe.probe import Probe
+
+_ENGINE, _NAME = 0, "engine"  # its number in the session, and its name for a probe
 _FALLBACKS = 3  # snapshots that stay in the folder of `fallback`
 
 
@@ -73,7 +78,8 @@ class WeightSender(SnapshotMethods, UpdateSender):
         Mismatch for a server with another version of the package.
         """
         group = group or dist.group.WORLD
-        assert group is not None, "init_process_group has not been called"
+        if group is None:
+            raise Mismatch("a WeightSender needs torch.distributed: call init_process_group on all trainer ranks first")
         remote, reached = connect_server(group, url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=timeout_s)
         send = remote.update_weights_distributed if remote is not None else None
         config = SenderConfig(transport, bucket_bytes, timeout_s, None, delta, delta_device)
@@ -143,13 +149,17 @@ class WeightSender(SnapshotMethods, UpdateSender):
         unmap_after: bool = False,
         partial: bool = False,
         draft: bool = True,
+        rename: Rename | None = None,
+        frozen: Sequence[str] = (),
+        only: Sequence[str] = (),
+        probe: Probe | None = None,
         fallback: Literal["raise", "disk"] = "raise",
         fallback_folder: str | Path | None = None,
     ) -> UpdateReport:
         """Updates the engine to these weights. Collective: all trainer ranks pass the same names in the same order.
 
-        named_tensors   (name, tensor) pairs, or the module itself, see `sglang_reshard.sources.describe`; the shards
-                        are not gathered
+        named_tensors   (name, tensor) pairs, a state dict, or the module itself, see `sglang_reshard.sources.describe`;
+                        the shards are not gathered
         weight_version  the engine's weight_version from now on; None leaves it unchanged
         ignore          fnmatch patterns ("model.layers.61.*") of names that the engine need not read. Any other name
                         that it does not read is refused, unless it is tied to a tensor that is sent
@@ -165,6 +175,13 @@ class WeightSender(SnapshotMethods, UpdateSender):
                         shardings are agreed on by metadata only; in an unchanged update, by a hash of each rank
         draft           update the draft models of speculative decoding too, from these tensors, or from those named
                         "draft.<name>" if there are any. False leaves them as they are
+        rename          the names to send the tensors under: a dict of prefixes, old -> new, or a function from name to
+                        name. Pass the same function object in every update. `ignore` refers to the new names
+        frozen          fnmatch patterns ("visual.*") of the engine's parameters that may keep their live values, if
+                        nothing that is sent reaches them. Those that do are the report's `kept`
+        only            fnmatch patterns of the engine's parameters that must be written; all others are as `frozen`
+        probe           compare the engine's log-probabilities of a few tokens with the trainer's once the weights are
+                        live, see `probe.Probe`; the report's `probe` says how far they differ
         fallback        "disk": if the engine's server does not answer, write a snapshot named `weight_version` to
                         `fallback_folder` instead of raising, see `snapshot`; the report has success=False then, and
                         transport="disk". Whoever follows the folder gives it to the engine, see `snapshots.follower`
@@ -172,30 +189,40 @@ class WeightSender(SnapshotMethods, UpdateSender):
         Raises, on every trainer rank: Unsupported or Mismatch for weights that cannot be sent, DeadlineExceeded for a
         rank that does not participate, EngineRefused for what the engine refuses. The old weights keep serving then,
         except after TornWeights: only a successful update restores the engine. Raises Aborted or ConnectionLost if a
-        rank has died before the engine answered; if its weights are torn, it refuses to generate.
+        rank has died before the engine answered; if its weights are torn, it refuses to generate. Raises ProbeMismatch
+        after an update that has succeeded, if a probe's threshold is exceeded.
         """
         options = UpdateOptions(
             weight_version,
             flush_cache,
             abort_all_requests,
-            tuple(ignore),
+            patterns(ignore) if ignore else (),
             check_finite,
             verify,
             staged,
             unmap_after,
             partial,
             draft,
+            Renaming.of(rename) if rename is not None else None,
+            patterns(frozen) if frozen else (),
+            patterns(only) if only else (),
         )
         if fallback == "raise":
-            return self._update_engine(named_tensors, options)
+            weights, update = self._probed(probe, named_tensors, options)
+            return update(weights)[_NAME]
         if fallback != "disk" or fallback_folder is None or weight_version is None:
             raise Unsupported("fallback must be 'raise', or 'disk' with a fallback_folder and a weight_version")
-        again = repeatable(named_tensors)
+        again: NamedTensors | torch.nn.Module
         try:
-            return self._update_engine(again, options)
+            again = repeatable(named_tensors)
+        except Exception as error:
+            again = raising(error)
+        weights, update = self._probed(probe, again, options)
+        try:
+            return update(weights)[_NAME]
         except EngineUnreachable as error:
             written = self.snapshot(
-                again, fallback_folder, name=weight_version, partial=partial, keep=_FALLBACKS, delta=True
+                again, fallback_folder, name=weight_version, partial=partial, rename=rename, keep=_FALLBACKS, delta=True
             )
             message = f"{error} The weights are in {written.path}"
             return msgspec.structs.replace(UpdateReport.failed(message, weight_version), transport="disk")
@@ -206,6 +233,7 @@ class WeightSender(SnapshotMethods, UpdateSender):
         *,
         latest_only: bool = False,
         shadow_device: torch.device | None = None,
+        probe: Probe | None = None,
         **options: Any,
     ) -> UpdateHandle[UpdateReport]:
         """Copies this rank's shards, and updates the engine from the copy while the trainer goes on. Collective.
@@ -218,6 +246,7 @@ class WeightSender(SnapshotMethods, UpdateSender):
                        end: the handle says so, and the next one names it
         shadow_device  where the copy is; by default on the device of each shard. It takes as much memory as the shards
                        of this rank, and is kept for the next call until `release` or `close`
+        probe          of `update`: the trainer computes its part before this returns, the engine after the update
         options        of `update`; with `unmap_after`, views of the shards are dropped once they are copied, for a
                        trainer that offloads or frees them now, and engine ranks keep the copy mapped
 
@@ -226,14 +255,12 @@ class WeightSender(SnapshotMethods, UpdateSender):
         call methods of a sender; of those only handles' may be called while the update runs.
         """
         chosen = UpdateOptions.of(options)
-        of_copy = dataclasses.replace(chosen, unmap_after=False)
+        weights, update = self._probed(probe, named_tensors, dataclasses.replace(chosen, unmap_after=False))
 
-        def run(weights: TrainerState | NamedTensors) -> UpdateReport:
-            return self._update_engine(weights, of_copy)
+        def run(copy: TrainerState | NamedTensors) -> UpdateReport:
+            return update(copy)[_NAME]
 
-        return self._background.start(
-            self, run, named_tensors, chosen, latest_only=latest_only, shadow_device=shadow_device
-        )
+        return self._background.start(self, run, weights, chosen, latest_only=latest_only, shadow_device=shadow_device)
 
     def release(self) -> None:
         """Drops views of the shards, see `UpdateSender.release`, and the copy of `update_async`, once it has ended."""
@@ -242,6 +269,12 @@ class WeightSender(SnapshotMethods, UpdateSender):
 
     def _snapshots_of(self) -> UpdateSender:
         return self
+
+    def _probed(self, probe: Probe | None, weights: Any, options: UpdateOptions) -> tuple[Any, Update]:
+        def update(weights: Any) -> dict[str, UpdateReport]:
+            return {_NAME: self._update_engine(weights, options)}
+
+        return (weights, update) if probe is None else probed(probe, self, {_NAME: self._send}, weights, update)
 
     def _update_engine(
         self, weights: NamedTensors | torch.nn.Module | TrainerState, options: UpdateOptions

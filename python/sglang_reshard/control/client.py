@@ -199,6 +199,11 @@ class ControlClient:
 
     # -- the end
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the server, the session or the connection has ended: every method raises ConnectionLost."""
+        return self._lost is not None
+
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Calls `callback()` once, in a new thread, when the server, the session or the connection ends."""
         self._add_callback(None, lambda _: callback())

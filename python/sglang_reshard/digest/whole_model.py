@@ -2,7 +2,8 @@
 
 The sum, modulo 2^64, of the checksums of all that engine ranks keep, with each element counted once and each tensor's
 checksum multiplied by an odd number derived from its name. It depends on names, shapes and the bits of the elements in
-the engine's dtype, and not on the engine's size, the trainer's layout or the order of the tensors.
+the engine's dtype, and not on the engine's size, the trainer's layout or the order of the tensors. Parameters that an
+update leaves as they are count by their names alone.
 """
 
 from __future__ import annotations
@@ -60,6 +61,18 @@ def model_digest(parts: Iterable[bytes]) -> str:
         if len(part) != _BYTES:
             return ""
         total += int.from_bytes(part, "little")
+    return f"{total % MODULUS:0{2 * _BYTES}x}"
+
+
+def with_kept(digest: str, kept: Iterable[str]) -> str:
+    """Returns the digest of weights of which the parameters `kept` were left as they are: it has their names.
+
+    Their values are in no checkpoint tensor that was sent, and in shards that depend on the engine. An empty digest
+    stays empty.
+    """
+    if not digest:
+        return ""
+    total = int(digest, 16) + sum(_name_coefficient(f"kept {name}") for name in set(kept))
     return f"{total % MODULUS:0{2 * _BYTES}x}"
 
 

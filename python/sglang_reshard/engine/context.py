@@ -57,24 +57,32 @@ class Vote(msgspec.Struct, frozen=True):
     error              why it failed; empty if it succeeded
     reusable           prepare: the transfer of an earlier update can be used again
     is_base            prepare: the live weights are what the offered deltas change
+    names_open         prepare: it failed while the loader was traced, which tensors under other names may mend
+    names              prepare: digest of the names that its loader was given, and whether others were looked for
     has_communicators  prepare: this rank has this session's broadcast communicators
     plan               plan: digest of the strategy, which must be the same on all ranks
     regions            plan: content hash of the regions that this rank wants checksums of
+    kept               plan: names of the parameters that this rank leaves as they are
     report, read_bytes commit: see `RankReport` and `DistributedUpdateWeightsOutput`
     digest             commit: of all weights, by engine rank 0
     relay_lost         commit: see `DistributedUpdateWeightsOutput`
+    remark             commit: for the trainer's report
     """
 
     error: str = ""
     reusable: bool = False
     is_base: bool = False
+    names_open: bool = False
+    names: str = ""
     has_communicators: bool = False
     plan: str = ""
     regions: str = ""
+    kept: tuple[str, ...] = ()
     report: RankReport | None = None
     read_bytes: dict[int, int] = {}
     digest: str = ""
     relay_lost: str = ""
+    remark: str = ""
 
 
 @dataclass(slots=True)
@@ -108,7 +116,7 @@ class UpdateContext:
             with spans.span(f"reshard.{phase}", parent=self.request.traceparent, engine_rank=self.rank):
                 yield
         finally:
-            self.seconds[phase.value] = time.perf_counter() - started
+            self.seconds[phase.value] = self.seconds.get(phase.value, 0.0) + time.perf_counter() - started
 
     def all_gather(self, name: str, message: T) -> list[T]:
         """Returns every engine rank's message; raises as `EngineChannel.all_gather` does."""
@@ -116,7 +124,10 @@ class UpdateContext:
 
     def all_gather_votes(self, phase: Phase, vote: Vote) -> list[Vote]:
         """Returns all ranks' votes. Raises PhaseFailed on all of them, with the first error, if any rank failed."""
-        votes = self.all_gather(phase.value, vote)
+        return self.check_votes(phase, self.all_gather(phase.value, vote))
+
+    def check_votes(self, phase: Phase, votes: list[Vote]) -> list[Vote]:
+        """Returns the votes. Raises PhaseFailed with the first error, if any rank failed."""
         failed = [rank for rank, v in enumerate(votes) if v.error]
         if failed:
             raise PhaseFailed(phase, failure_message(phase.value, failed, votes[failed[0]].error))

@@ -22,6 +22,7 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, Dis
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.validation import check_request
 from sglang_reshard.trace.program import Program
+from sglang_reshard.trace.stock_load import EngineStart
 
 logger = get_logger(__name__)
 _IDLE_S = 1.0  # for what is left of an update that has ended
@@ -49,10 +50,18 @@ class WeightReceiver:
         size: int,
         device: torch.device,
         placement: Callable[[], bytes] = lambda: b"",
+        start: Callable[[], EngineStart] | None = None,
+        addresses_stay: bool = False,
     ) -> None:
-        """`rank` is the engine rank among `size`. `placement` returns what the loader goes by beside the model."""
+        """Must be called before the model's first forward pass, unless `derived.remember_loaded` was.
+
+        rank            the engine rank, of `size`
+        placement       returns the expert placement, which the loader depends on in addition to the model
+        start           returns how the engine was started, see `trace.tracer.trace`
+        addresses_stay  CUDA graphs hold the addresses of the model's tensors
+        """
         self._rank, self._size, self._device = rank, size, device
-        self._executor = UpdateExecutor(model, rank, size, device, placement)
+        self._executor = UpdateExecutor(model, rank, size, device, placement, start, addresses_stay)
         self._session: Session | None = None
         self._engine = 0  # this one's number in the session
         self._lock = threading.Lock()  # held during an update, and while a session that has ended is dropped

@@ -8,20 +8,23 @@ transfer  PreparedTransfer  the transport with its views and buffers; kept while
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 import torch
 
 from sglang_reshard.delta.section import Sections
 from sglang_reshard.delta.target import DeltaTarget
 from sglang_reshard.digest.target import TargetChecksums
+from sglang_reshard.engine.loader_names import LoaderNames
 from sglang_reshard.engine.relay import RelayMember
 from sglang_reshard.engine.shadow_weights import ShadowWeights, check_room, shadow_bytes
 from sglang_reshard.engine.trainer_memory import TrainerMemory
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.announce import rank_device
+from sglang_reshard.layout.names import renamed
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.plan import (
@@ -40,7 +43,9 @@ from sglang_reshard.plan.p2p import send_request
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, PrepareSend
 from sglang_reshard.protocol.session import Link, Session
 from sglang_reshard.protocol.validation import check_layout
+from sglang_reshard.trace.kept import MayStay
 from sglang_reshard.trace.program import Program
+from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from sglang_reshard.transports.arrivals import ArrivalMemory
 from sglang_reshard.transports.base import Transport, TransportContext
@@ -53,29 +58,37 @@ from sglang_reshard.transports.relay import Relays
 
 logger = get_logger(__name__)
 _SHOWN_NAMES = 5
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class TargetPlan:
     """An engine rank's traced loader and read plan.
 
-    Valid for one source layout (by content hash), one set of live addresses, one set of trainer ranks' hosts and GPUs,
-    and one set of trainer ranks whose memory cannot be mapped.
+    Valid for one source layout (by content hash), its names for the loader, one rule of what may stay, one set of live
+    addresses, one set of trainer ranks' hosts and GPUs, and one set of trainer ranks whose memory cannot be mapped.
     """
 
     layout: str
     signature: int | str
+    may_stay: MayStay
+    names: LoaderNames
     trainers: tuple[object, ...]
     tensor_index: TensorIndex
     program: Program
     read_plan: ReadPlan
     demand: RankDemand
 
-    def is_current(self, request: DistributedUpdateWeightsReq, signature: int | str) -> bool:
-        return self._is_traced(request, signature) and self.trainers == _trainers(request)
+    def is_current(self, request: DistributedUpdateWeightsReq, signature: int | str, names: LoaderNames) -> bool:
+        return self._is_traced(request, signature, names) and self.trainers == _trainers(request)
 
-    def _is_traced(self, request: DistributedUpdateWeightsReq, signature: int | str) -> bool:
-        return (self.layout, self.signature) == (request.layout, signature)
+    def _is_traced(self, request: DistributedUpdateWeightsReq, signature: int | str, names: LoaderNames) -> bool:
+        known = self.layout, self.signature, self.may_stay, self.names.digest
+        return known == (request.layout, signature, MayStay(request.frozen, request.only), names.digest)
+
+    def unread(self, demands: Sequence[RankDemand]) -> tuple[str, ...]:
+        """Returns the names, as the trainer has them, of tensors that no engine rank reads."""
+        return self.names.trainer_names(unread_tensors(self.tensor_index, demands))
 
     @classmethod
     def of(
@@ -89,6 +102,8 @@ class TargetPlan:
         device: torch.device,
         transfers: TransferCache,
         known: TargetPlan | None,
+        names: LoaderNames,
+        start: Callable[[], EngineStart] | None = None,
     ) -> TargetPlan:
         """Traces and plans for engine rank `rank` of `size` on `device`.
 
@@ -96,12 +111,18 @@ class TargetPlan:
                    for weights that the loader refuses
         known      an earlier plan, whose trace is reused for a trainer that has the same tensors elsewhere, and which
                    is returned if nothing has changed
+        names      of the layout's tensors, as the loader reads them
+        start      see `trace`
         """
-        if known is not None and known._is_traced(request, signature):
+        if known is not None and known._is_traced(request, signature, names):
             tensor_index, program = known.tensor_index, known.program
         else:
             layout = get_layout(request, session)
-            program = trace(model, [t.spec for t in layout.tensors])
+            if names.names:
+                layout = renamed(layout, names.names)
+            program = trace(model, [t.spec for t in layout.tensors], start, MayStay(request.frozen, request.only))
+            if program.left_alone:
+                logger.info("engine rank %d: %s", rank, left_alone_remark(program))
             tensor_index, known = TensorIndex.of(layout), None
         host, gpu = host_identity(), rank_device(device)
         location = RankLocation(rank, size, host, request.trainer_hosts, gpu, request.trainer_devices)
@@ -120,7 +141,9 @@ class TargetPlan:
         if known is not None and known.read_plan is read_plan and known.demand.unreadable == unreadable:
             return known
         demand = rank_demand(tensor_index, read_plan, host, len(os.sched_getaffinity(0)), gpu, unreadable)
-        return cls(request.layout, signature, _trainers(request), tensor_index, program, read_plan, demand)
+        may_stay = MayStay(request.frozen, request.only)
+        trainers = _trainers(request)
+        return cls(request.layout, signature, may_stay, names, trainers, tensor_index, program, read_plan, demand)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +154,9 @@ class TransferPlan:
     prepare_send  command to the trainer ranks, if any of them sends
     checksums     of this rank's weights, if they are verified; the regions are in the session
     regions       content hash of these regions
+    names         content hash of the names by which the digest counts tensors; empty for the layout's own
     remark        on the plan, for the trainer's report
+    kept          names of the parameters that any engine rank leaves as they are
     """
 
     strategy: Strategy
@@ -139,7 +164,9 @@ class TransferPlan:
     prepare_send: PrepareSend | None
     checksums: TargetChecksums | None
     regions: str
+    names: str
     remark: str
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -286,8 +313,8 @@ class TransferCache:
         Raises Mismatch for names that no engine rank reads, and Unsupported for an infeasible transport or
         insufficient memory.
         """
-        unread = unread_tensors(target.tensor_index, demands)
-        check_unread(unread, request.ignore)
+        unread = target.unread(demands)
+        check_unread(unread, request.ignore, request.apart)
         topology = ClusterTopology.of(demands, request.trainer_hosts, request.trainer_devices)
         index, bucket_bytes = target.tensor_index, request.bucket_bytes
         strategy = choose_strategy(request.transport, index, demands, topology, bucket_bytes, delta=request.delta)
@@ -313,11 +340,13 @@ class TransferCache:
                 asked = send_request(target.read_plan, trainer_rank, dtypes, delta=can_apply)
                 session.put_send_request(Link(request.engine, self._rank, trainer_rank), target.demand.digest, asked)
         self._allocate_shadow(request, demands, target)
-        checksums, regions = None, ""
+        checksums, regions, names = None, "", ""
         if request.verify != "off":
+            names = session.put_names(target.names.names) if target.names.names else ""
             checksums = TargetChecksums(target.tensor_index, self._program(target))
             regions = session.put_regions(checksums.regions)
-        return TransferPlan(strategy, memory, prepare_send, checksums, regions, unread_remark(unread))
+        remark = "; ".join(filter(None, (unread_remark(unread), target.names.remark)))
+        return TransferPlan(strategy, memory, prepare_send, checksums, regions, names, remark)
 
     def connect(
         self,
@@ -405,7 +434,7 @@ def _options(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:
     """Returns what must be equal for a prepared transfer to be used again."""
     relay = request.relay and (request.relay.address, request.relay.engines, request.relay.own)
     chosen = request.bucket_bytes, request.transport, request.staged, request.verify != "off", request.delta
-    return request.handles, chosen, relay
+    return request.handles, chosen, relay, request.ignore, request.apart
 
 
 def _trainer_ranks_read(strategy: Strategy, target: TargetPlan, engine_rank: int) -> tuple[int, ...]:
@@ -419,13 +448,20 @@ def _trainer_ranks_read(strategy: Strategy, target: TargetPlan, engine_rank: int
     return tuple(sorted(led | set(plan.trainer_ranks[read_alone].tolist())))
 
 
-def check_unread(unread: Sequence[str], ignore: Sequence[str]) -> None:
+def check_unread(unread: Sequence[str], ignore: Sequence[str], apart: Mapping[str, str] = _NOTHING) -> None:
     """Raises Mismatch unless each name that no engine rank reads matches one of the patterns in `ignore`.
 
     A loader skips what it does not know and what it does not need (a tied head, a layer for speculative decoding)
     alike, without reporting which. So the trainer declares what it means to be skipped.
+
+    apart  why a tensor is not the embedding that an engine would read in its place, see `trainer.tied_heads`
     """
-    mistaken = [name for name in unread if not any(fnmatchcase(name, pattern) for pattern in ignore)]
+    mistaken = not_ignored(unread, ignore)
+    if untied := next((apart[name] for name in mistaken if name in apart), ""):
+        raise Mismatch(
+            f"{untied}, but the engine ties the two: no rank's loader reads the head. Tie them in the trainer, too, or "
+            "start the engine on a checkpoint whose config has tie_word_embeddings=false"
+        )
     if mistaken:
         raise Mismatch(
             f"{unread_remark(mistaken)}: no rank's loader reads it. Correct the name, or if it is meant to be skipped, "
@@ -433,9 +469,24 @@ def check_unread(unread: Sequence[str], ignore: Sequence[str]) -> None:
         )
 
 
+def not_ignored(names: Sequence[str], ignore: Sequence[str]) -> list[str]:
+    return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in ignore)]
+
+
 def unread_remark(unread: Sequence[str]) -> str:
     """Returns the report's remark on names that no engine rank reads; empty if there are none."""
     if not unread:
         return ""
-    more = f" and {len(unread) - _SHOWN_NAMES} more" if len(unread) > _SHOWN_NAMES else ""
-    return f"the engine does not read {', '.join(unread[:_SHOWN_NAMES])}{more}"
+    return f"the engine does not read {_some(unread)}"
+
+
+def left_alone_remark(program: Program) -> str:
+    """Returns the report's remark on parameters that an update does not write; empty if there are none."""
+    if not program.left_alone:
+        return ""
+    return f"left as in an engine started on its checkpoint, of which no tensor reaches: {_some(program.left_alone)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return f"{', '.join(names[:_SHOWN_NAMES])}{more}"

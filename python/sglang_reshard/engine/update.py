@@ -7,7 +7,8 @@
     staged   a staged update has arrived in the shadow weights, and is verified
     move     bytes arrive in the live parameters, or in the shadow weights of a staged update
     verify   checksums of what has arrived are compared with the trainer's, if requested
-    commit   shadow weights are copied to the live ones; the loader's local steps run
+    commit   shadow weights are copied to the live ones; the loader's local steps run; what forward passes have derived
+             from the old weights is dropped, or computed again
 
 All engine ranks vote between the phases, and so proceed or fail together. The first byte is written to live memory
 after all ranks have voted that they are ready: before `move`, or before `commit` of a staged update. A failure before
@@ -17,7 +18,7 @@ which nothing has changed goes from `prepare` straight to `move`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -25,10 +26,23 @@ import msgspec
 import numpy as np
 import torch
 
+from sglang_reshard.derived import DerivedState
 from sglang_reshard.digest.selection import Selection
+from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_error
+from sglang_reshard.engine.loader_names import LoaderNames
+from sglang_reshard.engine.name_search import search_names
 from sglang_reshard.engine.received_tensors import ReceivedTensors
-from sglang_reshard.engine.transfer import PreparedTransfer, TargetPlan, TransferCache, TransferPlan, get_layout
+from sglang_reshard.engine.sound_weights import LastWrite, check_kept
+from sglang_reshard.engine.transfer import (
+    PreparedTransfer,
+    TargetPlan,
+    TransferCache,
+    TransferPlan,
+    get_layout,
+    left_alone_remark,
+    not_ignored,
+)
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.runtime import runtime
@@ -41,9 +55,11 @@ from sglang_reshard.protocol.messages import (
     RequestChecksums,
     StartTransfer,
 )
-from sglang_reshard.trace.live_signature import LiveSignature
 from sglang_reshard.trace.program import Program
+from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.version import check_same_version
+
+_GIVEN = LoaderNames()
 
 
 class UpdateExecutor:
@@ -53,15 +69,26 @@ class UpdateExecutor:
     """
 
     def __init__(
-        self, model: torch.nn.Module, rank: int, size: int, device: torch.device, placement: Callable[[], bytes]
+        self,
+        model: torch.nn.Module,
+        rank: int,
+        size: int,
+        device: torch.device,
+        placement: Callable[[], bytes],
+        start: Callable[[], EngineStart] | None = None,
+        addresses_stay: bool = False,
     ) -> None:
         """See `WeightReceiver`."""
         self._model, self._rank, self._size, self._device = model, rank, size, device
-        self._live_signature, self._placement = LiveSignature(model), placement
+        self._derived, self._placement = DerivedState(model, addresses_stay), placement
+        self._start = start
+        self._remarked: Program | None = None  # whose remark is in an earlier report
         self._placed = b""  # when the update under way was prepared
         self._target: TargetPlan | None = None
         self._live: TargetPlan | None = None  # by which the live weights, and scratch memory, were written
         self.transfers = TransferCache(rank, device, live=not isinstance(model, ReceivedTensors))
+        self._written = LastWrite()
+        self._names = LoaderNames()
         self.torn = ""  # why the weights are partly written; empty if they are sound
 
     def prepare(self, context: UpdateContext, refusal: str) -> None:
@@ -70,14 +97,12 @@ class UpdateExecutor:
             self._prepare(context, refusal)
 
     def _prepare(self, context: UpdateContext, refusal: str) -> None:
-        vote = Vote(error=refusal)
-        if not refusal:
-            try:
-                vote = self._prepare_target(context)
-            except Exception as error:
-                vote = Vote(error=describe_error(error))
+        vote = Vote(error=refusal) if refusal else self._target_vote(context)
         with self._torn_if_vote_is_lost(context, may_write=vote.reusable and not context.request.staged):
-            votes = context.all_gather_votes(Phase.PREPARE, vote)
+            votes = context.all_gather(Phase.PREPARE.value, vote)
+        if not all(v.reusable for v in votes) and _names_are_open(votes):
+            votes = self._find_names(context)
+        context.check_votes(Phase.PREPARE, votes)
         if all(v.reusable for v in votes):
             context.delta = all(v.is_base for v in votes)
             context.kept_bytes = self.transfer.held_bytes
@@ -113,6 +138,7 @@ class UpdateExecutor:
     def write(self, context: UpdateContext) -> DistributedUpdateWeightsOutput:
         """Writes the live weights: everything that a failure leaves torn."""
         self.torn, self._live, target = _torn(context.request), None, self.transfer.target
+        self._written = LastWrite(context.request.stock_changes, target.program.kept)
         error = ""
         try:
             if self.transfer.shadow is None:
@@ -122,6 +148,7 @@ class UpdateExecutor:
                 if self.transfer.shadow is not None:
                     self.transfer.shadow.copy_to_live()
                 self.transfer.target.program.run_steps()
+                self._derived.renew()
                 self._synchronize()
         except Exception as failure:
             error = context.abort_because(failure)
@@ -129,7 +156,7 @@ class UpdateExecutor:
         if context.request.unmap_after:
             self.unmap()  # before the vote: after it the trainer may be answered, and free its memory
         votes = context.all_gather_votes(Phase.COMMIT, vote)
-        self.torn, self._live = "", target
+        self.torn, self._live, self._remarked = "", target, target.program
         return _with_votes(output, votes)
 
     def live_program(self) -> tuple[Program, dict[str, tuple[int, ...]]]:
@@ -144,6 +171,11 @@ class UpdateExecutor:
             raise Unsupported(
                 f"engine rank {self._rank}: live parameters were replaced since the last update, or experts moved; "
                 "update it again"
+            )
+        if live.program.kept:
+            raise Unsupported(
+                f"engine rank {self._rank}: the last update left {live.program.kept[0]} and others as they "
+                "were, so that nothing tells which checkpoint tensors they hold; send this engine all weights once"
             )
         return live.program, {tensor.name: tensor.shape for tensor in live.tensor_index.layout.tensors}
 
@@ -182,19 +214,53 @@ class UpdateExecutor:
             read_bytes=moved.read_bytes,
             digest=context.digest,
             relay_lost=transfer.relays.outcome.lost if transfer.relays is not None else self.transfers.relay.lost,
+            remark="" if self._remarked is transfer.target.program else left_alone_remark(transfer.target.program),
         )
         strategy, tensor_index = transfer.plan.strategy, transfer.target.tensor_index
         output = DistributedUpdateWeightsOutput(
             success=True,
-            message="; ".join(filter(None, (transfer.plan.remark, self.transfers.relay.remark))),
+            message="; ".join(filter(None, (transfer.plan.remark, self.transfers.relay.remark, self._derived.remark))),
             transport=strategy.name,
             transport_reason=strategy.reason,
             predicted_seconds=strategy.predicted_seconds,
             tensors=len(tensor_index.layout.tensors),
             source_bytes=tensor_index.nbytes,
             delta=context.delta,
+            kept=transfer.plan.kept,
         )
         return output, vote
+
+    def _target_vote(self, context: UpdateContext) -> Vote:
+        """Prepares the target. Returns this rank's vote, whether that has succeeded or not."""
+        found = self._names_of(context.request)
+        searched = found is self._names
+        names = f"{searched}{found.digest}"
+        try:
+            return msgspec.structs.replace(self._prepare_target(context), names=names)
+        except Exception as error:
+            in_trace = context.phase is Phase.TRACE and isinstance(error, ReshardError)
+            return Vote(error=self._described(context, error), names_open=in_trace and not searched, names=names)
+
+    def _find_names(self, context: UpdateContext) -> list[Vote]:
+        """Finds other names for what the loader does not read as given, and prepares the target for them. Collective.
+
+        Returns the votes of all engine ranks, none of which has anything to use again.
+        """
+        try:
+            with context.enter(Phase.TRACE):
+                self._names = search_names(context, self._model, get_layout(context.request, context.session))
+            vote = msgspec.structs.replace(self._target_vote(context), reusable=False, is_base=False)
+        except Mismatch as error:  # the same on all ranks
+            vote = Vote(error=str(error))
+        return context.all_gather("prepare/names", vote)
+
+    def _names_of(self, request: DistributedUpdateWeightsReq) -> LoaderNames:
+        """Returns what was found for this layout; the names that are given, as long as nothing was looked for."""
+        return self._names if self._names.layout == request.layout else _GIVEN
+
+    def _described(self, context: UpdateContext, error: Exception) -> str:
+        hint = self._names_of(context.request).hint
+        return f"{describe_error(error)}. {hint}" if hint else describe_error(error)
 
     def _prepare_target(self, context: UpdateContext) -> Vote:
         """Traces and plans this rank's reads, unless that was done for the same layout and live parameters."""
@@ -206,8 +272,9 @@ class UpdateExecutor:
         if isinstance(self._model, ReceivedTensors) and (self._target is None or self._target.layout != request.layout):
             self._model.allocate([t.spec for t in get_layout(request, context.session).tensors])
         signature, self._placed = self._signature(), self._placement()
+        names = self._names_of(request)
         target, tried_handles = self._target, self.transfers.trainer_memory.tried_handles
-        if target is None or not target.is_current(request, signature) or tried_handles != request.handles:
+        if target is None or not target.is_current(request, signature, names) or tried_handles != request.handles:
             with context.enter(Phase.TRACE):
                 self._target = target = TargetPlan.of(
                     self._model,
@@ -219,7 +286,11 @@ class UpdateExecutor:
                     self._device,
                     self.transfers,
                     known=target,
+                    names=names,
+                    start=self._start,
                 )
+        if target.program.kept:
+            check_kept(target.program.kept, request, self._rank, self._written, torn=bool(self.torn))
         transfer = self.transfers.transfer
         reusable = transfer is not None and transfer.is_current(request, target)
         is_base = False
@@ -236,15 +307,23 @@ class UpdateExecutor:
         plan, vote = None, Vote()
         with context.enter(Phase.PLAN):
             demands = context.all_gather("demands", target.demand)
+        searched = self._names_of(context.request) is self._names
+        if not searched and not_ignored(target.unread(demands), context.request.ignore):
+            context.check_votes(Phase.PREPARE, self._find_names(context))
+            target = self._target
+            assert target is not None
+            demands = context.all_gather("demands/names", target.demand)
+        with context.enter(Phase.PLAN):
             try:
                 plan = self.transfers.plan(context.request, demands, context.session, target)
-                vote = Vote(plan=plan.strategy.digest(), regions=plan.regions)
+                vote = Vote(plan=plan.strategy.digest(), regions=plan.regions, kept=target.program.kept)
             except Exception as error:
-                vote = Vote(error=describe_error(error))
+                vote = Vote(error=self._described(context, error))
             votes = context.all_gather_votes(Phase.PLAN, vote)
         if plan is None or len({v.plan for v in votes}) > 1:
             raise ReshardError("engine ranks made different plans; this is a bug, please report it")
-        return plan, tuple(v.regions for v in votes)
+        kept = tuple(sorted({name for v in votes for name in v.kept}))
+        return replace(plan, kept=kept), tuple(v.regions for v in votes)
 
     def _connect(self, context: UpdateContext, plan: TransferPlan, regions: tuple[str, ...]) -> None:
         request, channel, target = context.request, context.channel, self._target
@@ -303,11 +382,11 @@ class UpdateExecutor:
                     "this host's memory or its network"
                 )
             if self._rank == 0 and request.verify == "full":
-                context.digest = digest
+                context.digest = with_kept(digest, self.transfer.plan.kept)
 
     def _signature(self) -> int:
         """Returns a number that changes when the loader must be traced again."""
-        return hash((self._live_signature.current(), self._placement()))
+        return hash((self._derived.signature(), self._placement()))
 
     def _synchronize(self) -> None:
         runtime().synchronize([self._device])
@@ -332,6 +411,12 @@ class UpdateExecutor:
             raise
 
 
+def _names_are_open(votes: Sequence[Vote]) -> bool:
+    """Returns whether ranks that failed may succeed with other names, or ranks do not know of the same ones."""
+    failed = [vote for vote in votes if vote.error]
+    return all(vote.names_open for vote in failed) and (bool(failed) or len({vote.names for vote in votes}) > 1)
+
+
 def _torn(request: DistributedUpdateWeightsReq) -> str:
     return f"update {request.update} broke off while weights were being written"
 
@@ -342,7 +427,7 @@ def _selection(request: DistributedUpdateWeightsReq) -> Selection:
 
 
 def _checksums_requested(request: DistributedUpdateWeightsReq, transfer: PreparedTransfer) -> RequestChecksums:
-    return RequestChecksums(transfer.regions, _selection(request))
+    return RequestChecksums(transfer.regions, _selection(request), transfer.plan.names)
 
 
 def _with_votes(output: DistributedUpdateWeightsOutput, votes: list[Vote]) -> DistributedUpdateWeightsOutput:
@@ -352,6 +437,7 @@ def _with_votes(output: DistributedUpdateWeightsOutput, votes: list[Vote]) -> Di
             read_bytes[trainer_rank] = read_bytes.get(trainer_rank, 0) + n
     return msgspec.structs.replace(
         output,
+        message="; ".join(dict.fromkeys(filter(None, (output.message, *(vote.remark for vote in votes))))),
         digest=votes[0].digest,
         read_bytes=read_bytes,
         relay_lost=next((vote.relay_lost for vote in votes if vote.relay_lost), ""),

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sglang_reshard.observability.probe_report import ProbeReport
+
 if TYPE_CHECKING:
     from rich.table import Table
 
 _MAX_ROWS = 8  # ranks of one side that are shown one by one
 _WIDTH = 100
-_TRAINER_PHASES = ("publish", "total")  # measured by trainer rank 0
+_TRAINER_PHASES = ("publish", "total", "probe")  # measured by trainer rank 0
 
 
 class RankReport(msgspec.Struct, frozen=True):
@@ -98,7 +100,10 @@ class UpdateReport(msgspec.Struct, frozen=True):
                        unless verified == "full"
     message            a note to the trainer, such as names that the engine does not use
     predicted_seconds  the cost model's prediction of `move`
-    seconds            phase -> seconds: `publish` and `total` on trainer rank 0, the others on the slowest engine rank
+    kept               names of the engine's parameters that nothing was sent for and that keep their values: `frozen`
+    seconds            phase -> seconds: `publish`, `total` and `probe` (not part of `total`) on trainer rank 0, the
+                       others on the slowest engine rank
+    probe              what a probe found, see `probe.Probe`; None without one
     """
 
     success: bool
@@ -114,6 +119,8 @@ class UpdateReport(msgspec.Struct, frozen=True):
     verified: str = "off"
     digest: str = ""
     delta: bool = False
+    kept: tuple[str, ...] = ()
+    probe: ProbeReport | None = None
 
     @classmethod
     def failed(cls, message: str, weight_version: str | None) -> UpdateReport:
@@ -202,6 +209,8 @@ def _overview(report: UpdateReport) -> Table:
         ("rate", f"{format_bytes(report.bytes_per_second)}/s during the slowest rank's move"),
         ("bucket", format_bytes(report.bucket_bytes)),
     ]
+    if report.probe is not None:
+        rows.append(("probe", report.probe.line()))
     if report.message:
         rows.append(("note", report.message))
     overview = Table.grid(padding=(0, 2))
@@ -217,7 +226,7 @@ def _phases(report: UpdateReport) -> Table:
     table.add_column("phase")
     for column in ("min", "median", "max", "slowest rank"):
         table.add_column(column, justify="right")
-    for phase in sorted(report.seconds, key=lambda phase: (phase == "total") - (phase == "publish")):
+    for phase in sorted(report.seconds, key=_order):
         by_rank = [(rank.seconds[phase], rank.rank) for rank in report.engine_ranks if phase in rank.seconds]
         if phase in _TRAINER_PHASES or not by_rank:
             table.add_row(phase, "", "", f"{report.seconds[phase]:.4f}", "trainer rank 0")
@@ -226,6 +235,10 @@ def _phases(report: UpdateReport) -> Table:
         slowest = f"engine rank {max(by_rank)[1]}"
         table.add_row(phase, *(f"{s:.4f}" for s in (min(seconds), median(seconds), max(seconds))), slowest)
     return table
+
+
+def _order(phase: str) -> int:
+    return {"publish": -1, "total": 1, "probe": 2}.get(phase, 0)
 
 
 def _ranks(side: str, columns: Sequence[str], ranks: Sequence[tuple[int, tuple[int, ...]]]) -> Table:

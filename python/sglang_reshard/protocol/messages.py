@@ -71,6 +71,10 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     bucket_bytes     size of a bucket; a rank holds at most two
     timeout_s        seconds that any one wait of this update may last
     ignore           fnmatch patterns of names that no engine rank needs to read
+    apart            name -> why it is not its embedding bit for bit, of tensors that no engine rank may read then
+    frozen, only     fnmatch patterns of the engine's parameters that may stay as they are, see `trace.kept.MayStay`
+    stock_changes    how often all weights were loaded or released otherwise than by updates, since the engine's start
+    stock_loaded     the last of these loaded weights. Both are added by the engine's tokenizer manager
     verify           compare checksums of the weights with the trainer's: "off", "sample" or "full"
     staged           receive into shadow weights, and commit them once all have arrived and been verified
     unmap_after      unmap the trainer ranks' memory at the end; the next update maps it again
@@ -98,6 +102,11 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     flush_cache: bool = True
     abort_all_requests: bool = False
     ignore: tuple[str, ...] = ()
+    apart: dict[str, str] = {}
+    frozen: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    stock_changes: int = 0
+    stock_loaded: bool = True
     verify: Verify = "off"
     staged: bool = False
     unmap_after: bool = False
@@ -178,6 +187,7 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     read_bytes         trainer rank -> bytes that engine ranks read from its memory, or are sent
     delta              only what had changed was sent
     relay_lost         why weights that other engines were to pass on came from the trainer; empty if none did
+    kept               names of the engine's parameters that were left as they are
     phase              in which the update failed, see `engine.context.Phase`; empty if it did not, or before the first
     """
 
@@ -195,6 +205,7 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankReport, ...] = ()
     delta: bool = False
     relay_lost: str = ""
+    kept: tuple[str, ...] = ()
     phase: str = ""
 
 
@@ -233,6 +244,7 @@ class TrainerStatus(msgspec.Struct, frozen=True):
     prepared  engine -> `PrepareSend.transfer` of the transfer that it is still prepared to send, if there is one
     device    its GPU
     sections  engine -> engine rank -> what has changed, for engines to which it could send that only
+    heads     name -> why it is not its embedding bit for bit, empty if it is; see `trainer.tied_heads`
     """
 
     host: str
@@ -242,6 +254,7 @@ class TrainerStatus(msgspec.Struct, frozen=True):
     prepared: dict[int, str] = {}
     device: RankDevice = RankDevice()
     sections: dict[int, dict[int, DeltaSection]] = {}
+    heads: dict[str, str] = {}
 
 
 class ListedTensors(msgspec.Struct, frozen=True):
@@ -293,10 +306,12 @@ class RequestChecksums(msgspec.Struct, frozen=True, tag="request_checksums"):
 
     regions    content hash of each engine rank's region set in the session
     selection  the elements that are compared
+    names      content hash of the names by which the digest counts the tensors; empty for the layout's own
     """
 
     regions: tuple[str, ...]
     selection: Selection
+    names: str = ""
 
 
 Command = PrepareSend | ConnectPeers | StartTransfer | RequestChecksums

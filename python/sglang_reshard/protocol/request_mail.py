@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import time
 
 import msgspec
 
 from sglang_reshard.control import Address, ControlClient, WaitTimedOut
-from sglang_reshard.errors import Aborted, DeadlineExceeded, EngineRefused, Mismatch, ReshardError
+from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, EngineRefused, Mismatch, ReshardError
 from sglang_reshard.layout.decoders import json_decoder
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
@@ -22,6 +24,7 @@ from sglang_reshard.protocol.messages import (
 )
 
 _SESSION, _RECEIVERS = "receivers", "names"
+_WAIT_S = 60.0  # at a time: a wait without a limit is many of these
 
 
 def to_metadata(address: Address) -> str:
@@ -30,9 +33,10 @@ def to_metadata(address: Address) -> str:
 
 
 def from_metadata(metadata: str) -> Address:
+    """Raises Mismatch for anything else than what `to_metadata` returns."""
     try:
         return json_decoder(Address).decode(metadata)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, TypeError) as error:
         raise Mismatch(f"this is no metadata of a ModuleSender: {error}") from None
 
 
@@ -42,25 +46,52 @@ class Mailbox:
     def __init__(self, address: Address, name: str, timeout_s: float) -> None:
         """Connects, and registers `name`, which no other receiver may have."""
         self._client = ControlClient(address.named(_SESSION), timeout_s)
-        self._name, self._number = name, 0
-        self._client.enter(_scope(name), f"receiver {name}")
-        self._client.append(_RECEIVERS, name.encode())
-
-    def request(self, timeout_s: float) -> DistributedUpdateWeightsReq | None:
-        """Returns the next request; None if there is none within `timeout_s`. Raises Aborted if there will be none."""
+        self._name, self._number, self._closed = name, 0, False
         try:
-            (data,) = self._client.get([_request(self._name, self._number)], timeout_s, _scope(self._name))
-        except WaitTimedOut:
-            return None
-        return decode(data, DistributedUpdateWeightsReq)
+            self._client.enter(_scope(name), f"receiver {name}")
+            self._client.append(_RECEIVERS, name.encode())
+        except BaseException:
+            self._client.close()
+            raise
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the sender has ended, or the connection to it: no request will come any more."""
+        return self._client.is_lost
+
+    def request(self, timeout_s: float | None) -> DistributedUpdateWeightsReq | None:
+        """Returns the next request; None if there is none within `timeout_s`, or if this is closed meanwhile.
+
+        Raises Aborted if the sender says that there will be none, and ConnectionLost if it has ended.
+
+        timeout_s  None to wait without a limit
+        """
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            wait_s = min(max(end - time.monotonic(), 0.0), _WAIT_S)
+            try:
+                (data,) = self._client.get([_request(self._name, self._number)], wait_s, _scope(self._name))
+                return decode(data, DistributedUpdateWeightsReq)
+            except WaitTimedOut:
+                if time.monotonic() >= end:
+                    return None
+            except (Aborted, ConnectionLost):
+                if self._closed:
+                    return None
+                raise
 
     def answer(self, output: DistributedUpdateWeightsOutput) -> None:
-        """Answers the request that `request` returned last."""
-        self._client.set({_answer(self._name, self._number): encode(output)})
+        """Answers the request that `request` returned last, unless this is closed."""
+        try:
+            self._client.set({_answer(self._name, self._number): encode(output)})
+        except ConnectionLost:
+            if not self._closed:
+                raise
         self._number += 1
 
     def close(self) -> None:
-        """Leaves: the sender no longer counts with this receiver."""
+        """Leaves: the sender no longer counts with this receiver. Ends a wait of another thread."""
+        self._closed = True
         with contextlib.suppress(ReshardError):
             self._client.cancel(_scope(self._name), f"receiver {self._name} has left")
         self._client.close()
@@ -121,6 +152,12 @@ class MailRoom:
         """Tells a receiver that no request will come, and why."""
         with contextlib.suppress(ReshardError):
             self._client.cancel(_scope(name), reason)
+
+    def end(self) -> None:
+        """Tells all receivers that the sender has ended: their waits raise ConnectionLost."""
+        with contextlib.suppress(ReshardError):
+            self._client.end_session()
+        self.close()
 
     def close(self) -> None:
         self._client.close()

@@ -11,6 +11,7 @@ import msgspec
 
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, Mismatch, TornWeights, Unauthorized, Unsupported
 from sglang_reshard.layout.decoders import json_decoder
+from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.protocol.messages import (
     DEFAULT_TIMEOUT_S,
     WAITS,
@@ -96,6 +97,10 @@ class ServerClient:
         """
         request = PullWeightsReq(url=url, api_key=api_key, admin_api_key=admin_api_key, **options)
         return self._outcome("/pull_weights", request)
+
+    def record_probe(self, summary: ProbeSummary) -> None:
+        """Adds the outcome of a probe to the server's metrics. Does nothing on a server without --enable-metrics."""
+        self._ask("POST", "/record_probe", summary)
 
     def close(self) -> None:
         """Closes this client; the server keeps running."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -174,6 +174,16 @@ class Session:
 
     def get_regions(self, engine_rank: int, digest: str, timeout_s: float) -> RegionSet:
         return self._get(f"regions/{digest}", digest, f"the regions of engine rank {engine_rank}", RegionSet, timeout_s)
+
+    def put_names(self, names: Sequence[str]) -> str:
+        """Publishes the names under which an engine's loader reads a layout's tensors. Returns their content hash."""
+        digest, blob = pack_blob(tuple(names))
+        self.client.set({f"names/{digest}": blob})
+        return digest
+
+    def get_names(self, digest: str, timeout_s: float) -> tuple[str, ...]:
+        name = "the names that the engine's loader reads"
+        return self._get(f"names/{digest}", digest, name, tuple[str, ...], timeout_s)
 
     # -- published by trainer ranks whose memory is read by NIXL, before each is ready
 

@@ -36,6 +36,9 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     session, update  the session's name (not its key), and the number of the update in it
     transport        that moved the weights
     engine_ranks     number of engine ranks that hold them
+    kept             names of parameters that the update left as they were; the digest has their names, not their values
+    paused           True while generation is paused: requests wait
+    data_parallel_ranks  number of ranks among which requests are distributed
     """
 
     version: str
@@ -49,3 +52,6 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = ""
     engine_ranks: int = 0
     layout: LayoutInfo | None = None
+    kept: tuple[str, ...] = ()
+    paused: bool = False
+    data_parallel_ranks: int = 1

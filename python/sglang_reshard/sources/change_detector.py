@@ -134,7 +134,7 @@ class ChangeDetector:
 
         It is not if FSDP2's unsharded copies stand for sharded parameters, for example.
         """
-        local_tensors = list(map(_own_memory, map(_tensor, named_tensors)))
+        local_tensors = list(map(own_memory, map(_tensor, named_tensors)))
         own = _PLAIN_TYPES.issuperset(map(type, local_tensors)) and all(
             local.data_ptr() == found.data_ptr() for local, found in zip(local_tensors, read, strict=True)
         )
@@ -183,7 +183,7 @@ def _selectors(chosen: Iterable[bool]) -> list[bool]:
     return found if any(found) else []
 
 
-def _own_memory(tensor: Any) -> Any:
+def own_memory(tensor: Any) -> Any:
     """Returns the tensor that has the memory of what is passed."""
     if isinstance(tensor, DTensor):
         return tensor._local_tensor

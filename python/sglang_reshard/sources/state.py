@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,9 +12,12 @@ from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.shard_map import ShardMap
 from sglang_reshard.layout.source_layout import EXPLICIT, Mesh, Placement, Sharding, SourceLayout, SourceTensor
 from sglang_reshard.sources.module import named_shards
+from sglang_reshard.sources.names import pairs
 from sglang_reshard.sources.reader import TensorReader
 
-NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor] | tuple[str, torch.Tensor, Any]]
+NamedTensors: TypeAlias = (
+    Iterable[tuple[str, torch.Tensor] | tuple[str, torch.Tensor, Any]] | Mapping[str, torch.Tensor]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +51,15 @@ def describe(
     trainer_rank: int,
     global_ranks: tuple[int, ...],
     partial: bool = False,
+    rename: Callable[[str], str] | None = None,
 ) -> TrainerState:
     """Reads a training state. Moves, gathers and copies nothing.
 
     named_tensors  (name, tensor) with a DTensor, or a plain tensor that every rank holds in full; or (name, tensor,
-                   sharding). A module is read as its `named_shards`
+                   sharding). A module is read as its `named_shards`, a dict as its items
     global_ranks   the global rank of each trainer rank
     partial        the shardings may state less than all elements: what other trainer ranks hold, they state themselves
+    rename         returns the name of a checkpoint tensor, given the name that it was passed under
 
     The sharding is one of
 
@@ -73,14 +78,15 @@ def describe(
     """
     reader, tables = TensorReader(trainer_rank, global_ranks, partial), _LayoutTables()
     tensors, shards, inputs = [], [], []
-    names: set[str] = set()
+    passed: dict[str, str] = {}  # the name of each checkpoint tensor -> the name it was passed under
     for name, given, *sharding in as_list(named_tensors, trainer_rank):
         local, dtype, local_shards = reader.read(name, given, sharding[0] if sharding else None)
         for shard in local_shards:
-            if shard.name in names:
-                raise Mismatch(f"trainer rank {trainer_rank}: the name {shard.name} was passed twice")
-            names.add(shard.name)
-            tensors.append(SourceTensor(shard.name, shard.shape, dtype, *tables.indices(shard.sharding)))
+            new = shard.name if rename is None else rename(shard.name)
+            if new in passed:
+                raise Mismatch(f"trainer rank {trainer_rank}: {_twice(new, passed[new], shard.name)}")
+            passed[new] = shard.name
+            tensors.append(SourceTensor(new, shard.shape, dtype, *tables.indices(shard.sharding)))
             shards.append(shard.tensor)
         inputs.append(local)
     if not tensors:
@@ -89,13 +95,22 @@ def describe(
 
 
 def as_list(named_tensors: NamedTensors | torch.nn.Module, trainer_rank: int) -> list[tuple[Any, ...]]:
-    """Returns the named tensors, or a module's `named_shards`, as a list. Raises Unsupported as `named_shards` does."""
+    """Returns the named tensors, a dict's items, or a module's `named_shards`, as a list.
+
+    Raises Unsupported as `named_shards` does.
+    """
     if not isinstance(named_tensors, torch.nn.Module):
-        return list(named_tensors)
+        return list(named_tensors if isinstance(named_tensors, list) else pairs(named_tensors))
     try:
         return list(named_shards(named_tensors))
     except Unsupported as error:
         raise Unsupported(f"trainer rank {trainer_rank}: {error}") from error
+
+
+def _twice(name: str, first: str, second: str) -> str:
+    if first == second:
+        return f"the name {name} was passed twice"
+    return f"{first} and {second} are both sent as {name}; pass a rename that keeps them apart, or leave one out"
 
 
 def tied_names(layout: SourceLayout, shards: Sequence[torch.Tensor]) -> dict[str, str]:

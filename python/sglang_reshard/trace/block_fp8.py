@@ -50,10 +50,13 @@ def wider(specs: Sequence[TensorSpec]) -> set[str]:
 
 def sources_of_fp8(records: Iterable[Record]) -> set[str]:
     """Returns the names of the checkpoint tensors that are written as float8_e4m3fn."""
-    return {tensor.spec.name for record in records if record.dtype == FP8 for tensor in _tensors(record.content)}
+    return {
+        tensor.spec.name for record in records if record.dtype == FP8 for tensor in checkpoint_tensors(record.content)
+    }
 
 
-def _tensors(content: object) -> Iterator[CheckpointTensor]:
+def checkpoint_tensors(content: object) -> Iterator[CheckpointTensor]:
+    """Yields the checkpoint tensors that a record's content depends on."""
     if isinstance(content, CheckpointTensor):
         yield content
     elif isinstance(content, VersionedView):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class BuiltModule:
     helpers     class and attributes of the objects in `HELPERS`, by name
     process     the post-processing
     reorders    returns whether it has moved elements of a live module although its parameters look as they were
+    copied      it keeps a copy of a parameter in another form, see `note_copies`
     """
 
     attributes: dict[str, Any]
@@ -39,9 +40,10 @@ class BuiltModule:
     helpers: dict[str, tuple[type, dict[str, Any]]]
     process: Callable[[torch.nn.Module], None]
     reorders: Callable[[torch.nn.Module], bool]
+    copied: bool = False
 
     def differs(self, module: torch.nn.Module) -> bool:
-        """Returns whether the live module no longer has the layout that loaders know."""
+        """Returns whether the live module has another layout than loaders know, or more than they fill."""
         live = module._parameters
         if live.keys() != self.parameters.keys():
             return True
@@ -50,7 +52,7 @@ class BuiltModule:
                 return True
             if built is not None and now is not None and (_layout(built) != _layout(now) or _lacks(now, built)):
                 return True
-        return self.reorders(module)
+        return self.copied or self.reorders(module)
 
     def kind(self, module: torch.nn.Module) -> object:
         """Returns what is equal for modules whose post-processing makes tensors of the same shapes and dtypes."""
@@ -90,6 +92,29 @@ def remember(
     states = {name: (type(helper), dict(vars(helper))) for name, helper in helpers.items()}
     built = BuiltModule(attributes, twins, dict(module._buffers), states, process, reorders)
     vars(module)[_BUILT] = built  # not in a dictionary by module, which what is kept of it would keep alive
+
+
+def note_copies(model: torch.nn.Module) -> None:
+    """Must be called when `model` has been post-processed, before its first forward pass.
+
+    A quantization method may leave a module's parameters as loaders know them, and keep one more tensor that it has
+    computed from them: a weight in another dtype. It is recognized by its size.
+    """
+    for module in model.modules():
+        built = built_module(module)
+        if built is None or built.copied:
+            continue
+        before = {id(t) for t in (*built.attributes.values(), *built.buffers.values()) if isinstance(t, torch.Tensor)}
+        parameters = [p for p in module._parameters.values() if p is not None and p.numel() > 1]
+        sizes, memory = {p.numel() for p in parameters}, set(map(storage_key, parameters))
+        if any(
+            isinstance(tensor, torch.Tensor)
+            and id(tensor) not in before
+            and tensor.numel() in sizes
+            and storage_key(tensor) not in memory
+            for tensor in (*vars(module).values(), *module._buffers.values())
+        ):
+            vars(module)[_BUILT] = replace(built, copied=True)
 
 
 def built_module(module: torch.nn.Module) -> BuiltModule | None:

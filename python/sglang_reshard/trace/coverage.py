@@ -6,9 +6,11 @@ are compared as boxes on a grid, whose cells end only where a write begins or en
 
 from __future__ import annotations
 
+import functools
+import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -25,8 +27,10 @@ from sglang_reshard.trace.geometry import (
 )
 from sglang_reshard.trace.kv_scales import is_default_scale
 from sglang_reshard.trace.lazy_storage import CheckpointTensor, LiveStorage, VersionedView, leaves, names_of
+from sglang_reshard.trace.left_alone import LeftAlone
 from sglang_reshard.trace.live import storage_key
 from sglang_reshard.trace.memory import Record, geometry_of
+from sglang_reshard.trace.stock_load import StockLoad
 
 _MAX_CELLS = 50_000_000
 
@@ -36,56 +40,101 @@ def check_coverage(
     storages: dict[int, LiveStorage],
     records: Sequence[Record],
     as_built: Collection[int] = (),
-) -> None:
-    """Raises Unsupported unless every parameter is written exactly once.
+    stock: StockLoad | None = None,
+    may_stay: Callable[[str], bool] = lambda name: False,
+) -> tuple[list[LeftAlone], list[str]]:
+    """Raises Unsupported unless every parameter is written exactly once, or may stay as it is.
+
+    A model that has `keeps_unsent` set may have parameters that are not written at all.
 
     as_built  keys of storages that nothing at all may write: `repack` checks whether anybody reads them
+    stock     says which elements a start on the engine's checkpoint does not write either
+    may_stay  returns whether nothing at all may write the parameter of this name
+
+    Returns the parameters with elements that neither this nor a start writes, and the names of those that stay.
     """
+    left: list[LeftAlone] = []
+    kept: list[str] = []
     written: dict[LiveStorage, list[Record]] = defaultdict(list)
+    must_be_full = {storages[key] for key in as_built if key in storages}  # what repacks them reads all of it
     for record in records:
-        if not _updates_in_place(record):
+        if _updates_in_place(record):
+            must_be_full.add(record.storage)  # each update would change again what it does not write
+        else:
             written[record.storage].append(record)
     parameters: dict[LiveStorage, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         key = storage_key(parameter)
         if parameter.numel() and (key in storages or parameter.device.type != "meta"):
             parameters[storages[key]].append((name, parameter.data))
+    keeps_unsent = getattr(model, "keeps_unsent", False)
     for storage in dict.fromkeys((*parameters, *written)):
-        if storage not in written and storage_key(storage.tensor) in as_built:
+        if storage not in written and (keeps_unsent or storage_key(storage.tensor) in as_built):
             continue
-        _check_storage(storage, parameters[storage], written[storage])
+        names = [name for name, _ in parameters[storage]]
+        if storage not in written and all(map(may_stay, names)):
+            kept += names
+            continue
+        of_stock = None if storage in must_be_full else stock
+        left += _check_storage(storage, parameters[storage], written[storage], of_stock)
+    return left, kept
 
 
 def _updates_in_place(record: Record) -> bool:
-    """Returns True if the record writes the very elements that it reads, as `p.mul_(2)` does."""
+    """Returns True if the record reads the very elements that it writes, as `p.mul_(2)` does."""
     if not isinstance(record.content, VersionedView):
         return False
-    target = IndexMap.flattening(record.index_map.written_view).simplified().read_view
-    return any(
-        leaf.storage.base is record.storage
-        and leaf.dtype == record.dtype
-        and IndexMap.flattening(leaf.geometry).simplified().read_view == target
+    written = record.index_map.written_view
+    target = IndexMap.flattening(written).simplified().read_view
+    read = [
+        leaf.geometry
         for leaf in leaves(record.content)
-    )
+        if leaf.storage.base is record.storage and leaf.dtype == record.dtype
+    ]
+    if any(IndexMap.flattening(geometry).simplified().read_view == target for geometry in read):
+        return True
+    return bool(read) and _covers(read, written)
 
 
-def _check_storage(storage: LiveStorage, parameters: list[tuple[str, torch.Tensor]], records: list[Record]) -> None:
+def _covers(read: Sequence[Geometry], written: Geometry) -> bool:
+    """Returns whether every element of `written` is in one of `read`; False if there are too many to look."""
+    begin, end = written.span
+    if end - begin > _MAX_CELLS:
+        return False
+    missing = torch.zeros(max(end, *(geometry.span[1] for geometry in read)), dtype=torch.bool)
+    missing.as_strided(written.size, written.stride, written.offset).fill_(True)
+    for geometry in read:
+        missing.as_strided(geometry.size, geometry.stride, geometry.offset).fill_(False)
+    return not missing.any()
+
+
+def _check_storage(
+    storage: LiveStorage,
+    parameters: list[tuple[str, torch.Tensor]],
+    records: list[Record],
+    stock: StockLoad | None,
+) -> list[LeftAlone]:
+    hint = functools.partial(stock.hint, storage.name) if stock is not None else str
     if not records:
-        missing = [name for name, parameter in parameters if not is_default_scale(name, parameter)]
-        if missing:
+        missing = [(name, parameter) for name, parameter in parameters if not is_default_scale(name, parameter)]
+        if not missing:
+            return []
+        loads = stock.writes() if stock is not None else None
+        if loads is None or storage.name in loads:
             raise Unsupported(
-                f"{missing[0]} is not written by the loader at all: no tensor of the checkpoint reaches it. Compare "
+                f"{missing[0][0]} is not written by the loader at all: no tensor of the checkpoint reaches it. Compare "
                 "the names that are sent with those of the model's Hugging Face checkpoint; a quantized weight needs "
-                "its scale."
+                f"its scale.{hint()}"
             )
-        return
+        return [LeftAlone(name, parameter) for name, parameter in missing]
     # In elements, or in units of the smallest dtype that the storage is written as.
     unit = min(storage.tensor.dtype.itemsize, *(r.dtype.itemsize for r in records))
     wanted = [_scaled(geometry_of(p), p.element_size() // unit) for _, p in parameters]
     writes = [_scaled(r.index_map.written_view, r.dtype.itemsize // unit) for r in records]
     if _runs_cover(wanted, writes):
-        return
-    maps = [IndexMap.flattening(g).simplified() for g in (*wanted, *writes)]
+        return []
+    loaded = _of_stock(storage, wanted, writes, unit, stock)
+    maps = [IndexMap.flattening(g).simplified() for g in (*wanted, *writes, *(loaded or ()))]
     strides = {loop.read for index_map in maps for loop in index_map.loops}
     grid = grid_shape(storage.tensor.untyped_storage().nbytes() // unit, strides)
     try:
@@ -94,19 +143,26 @@ def _check_storage(storage: LiveStorage, parameters: list[tuple[str, torch.Tenso
         raise _too_fragmented(storage) from None
     cells = _Cells(storage, grid, [box for found in boxes for box in found])
     counts = cells.zeros()
-    of_parameters, of_writes = boxes[: len(wanted)], boxes[len(wanted) :]
+    of_parameters, of_writes = boxes[: len(wanted)], boxes[len(wanted) : len(wanted) + len(writes)]
     for written in of_writes:
         for box in written:
             counts[cells.slices(box)] += 1
+    needed = np.ones_like(counts, dtype=bool) if loaded is None else np.zeros_like(counts, dtype=bool)
+    for box in (box for found in boxes[len(wanted) + len(writes) :] for box in found):
+        needed[cells.slices(box)] = True
+    left = []
     for covered, (name, tensor) in zip(of_parameters, parameters, strict=True):
-        empty = sum(cells.volume(counts[s] == 0, s) for s in map(cells.slices, covered))
+        slices = [cells.slices(box) for box in covered]
+        empty = sum(cells.volume((counts[s] == 0) & needed[s], s) for s in slices)
         if empty:
             scale = tensor.element_size() // unit
             raise Unsupported(
                 f"{name} is not written completely: {empty // scale} of its {tensor.numel()} elements come from no "
                 f"checkpoint tensor; written by {_some(map(_label, records))}. A tensor is missing among "
-                "those sent, or the loader does not support this model."
+                f"those sent, or the loader does not support this model.{hint()}"
             )
+        if any(bool((counts[s] == 0).any()) for s in slices):
+            left.append(LeftAlone(name, tensor, tuple(r.index_map.written_view for r in records)))
     if (counts > 1).any():
         cell = tuple(int(x) for x in np.argwhere(counts > 1)[0])
         names = (
@@ -118,6 +174,28 @@ def _check_storage(storage: LiveStorage, parameters: list[tuple[str, torch.Tenso
             f"{storage.name} has elements that are written more than once while loading, by {_some(names)}. Send "
             "each weight once, under one name."
         )
+    return left
+
+
+def _of_stock(
+    storage: LiveStorage, wanted: Sequence[Geometry], writes: Sequence[Geometry], unit: int, stock: StockLoad | None
+) -> list[Geometry] | None:
+    """Returns what a start on the checkpoint writes, in units; None if all that is wanted must be written.
+
+    It is asked for storages that are not full only, as it may cost a trace.
+    """
+    if stock is None or sum(map(_numel, writes)) >= sum(map(_numel, wanted)):
+        return None
+    if unit != storage.tensor.dtype.itemsize or (found := stock.writes()) is None:
+        return None
+    records = found.get(storage.name, ())
+    if any(record.dtype.itemsize != unit for record in records):
+        return None
+    return [record.index_map.written_view for record in records]
+
+
+def _numel(geometry: Geometry) -> int:
+    return math.prod(geometry.size)
 
 
 def _runs_cover(wanted: Sequence[Geometry], writes: Sequence[Geometry]) -> bool:

@@ -13,12 +13,16 @@ _NAMES = ("k_scale", "v_scale")
 _HOOK = "process_weights_after_loading"
 
 
+def is_scale(name: str, parameter: torch.Tensor) -> bool:
+    return name.rpartition(".")[2] in _NAMES and parameter.numel() == 1
+
+
 def is_default_scale(name: str, parameter: torch.Tensor) -> bool:
     """Returns whether a parameter is a scale as SGLang leaves it for a checkpoint without one: 1, or not yet set.
 
     Any other value was loaded, and an update that does not bring one would leave it stale.
     """
-    if name.rpartition(".")[2] not in _NAMES or parameter.numel() != 1:
+    if not is_scale(name, parameter):
         return False
     return parameter.device.type == "meta" or float(parameter) == 1.0 or float(parameter) < 0.0
 

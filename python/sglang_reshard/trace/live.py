@@ -44,15 +44,18 @@ def storage_key(tensor: torch.Tensor) -> int:
         return 0
 
 
-def live_storages(model: torch.nn.Module, as_built: Collection[int] = ()) -> dict[int, LiveStorage]:
+def live_storages(
+    model: torch.nn.Module, as_built: Collection[int] = (), *, weightless: bool = False
+) -> dict[int, LiveStorage]:
     """Returns every live storage by `storage_key`, named after the first path that leads to it.
 
     Meta tensors are left out, unless the whole model was built on the meta device, to be traced without memory.
 
-    as_built  keys of storages on the meta device that count as live, see `repack`
+    as_built    keys of storages on the meta device that count as live, see `repack`
+    weightless  the model was built on the meta device, and modules of it that name a device themselves are elsewhere
     """
     storages: dict[int, LiveStorage] = {}
-    on_meta = {p.device.type for p in model.parameters() if p.numel() > 1} == {"meta"}
+    on_meta = weightless or {p.device.type for p in model.parameters() if p.numel() > 1} == {"meta"}
     for name, tensor in live_tensors(model):
         if tensor.numel() == 0:
             continue

@@ -15,6 +15,7 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap
+from sglang_reshard.trace.folded import UNFOLD
 from sglang_reshard.trace.geometry import BoxMapping
 from sglang_reshard.trace.program import Copy, Program
 from sglang_reshard.trace.shard_view import shard_view
@@ -54,6 +55,8 @@ def readable_shards(
 ) -> tuple[list[LiveShard], dict[str, str]]:
     """Returns the shards of tensors that can be read back, and why others cannot, by name."""
     changed = {step.target for step in program.steps if step.description.startswith("from ")} | set(program.arrivals)
+    folded = tuple(f"{step.target}." if step.target else "" for step in program.steps if step.description == UNFOLD)
+    changed |= {target for target in program.targets if target.startswith(folded)} if folded else set()
     copies: dict[str, list[Copy]] = {}
     for copy in program.copies:
         copies.setdefault(copy.source, []).append(copy)

@@ -47,15 +47,19 @@ class LiveSignature:
 
     While all names and types are unchanged, tensors are at the same positions among the values and under the same
     paths. They need not be the same objects then, only at the same addresses.
+
+    walk  number of the last walk over all modules: another one has found a difference
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._known = False
         self._signature = 0
+        self.walk = 0
 
     def current(self) -> int:
         if not self._known or not self._unchanged():
+            self.walk += 1
             tensors = list(live_tensors(self._model))
             self._signature = _signature(tensors)
             # A tensor that is not strided has no address to be recognized by.

@@ -66,6 +66,8 @@ class Lowering:
         if isinstance(content, VersionedView):
             view = VersionedView(content.storage, content.version, index_map.read_view, content.dtype)
             value = self._compile(view)
+            if not view.writes and view.storage.base is record.storage:
+                value = _cloned(value)  # it is written where it is read
             self.steps.append(Step(target, f"from {names_of(content)}", _call(lambda: to.copy_(value({})))))
         else:
             self.steps.append(Step(target, f"fill {content}", _call(lambda: to.fill_(content))))
@@ -198,6 +200,10 @@ def _call(function: Callable[[], object]) -> Callable[[], None]:
 
 def _constant(tensor: torch.Tensor) -> Expression:
     return lambda values: tensor
+
+
+def _cloned(value: Expression) -> Expression:
+    return lambda values: value(values).clone()
 
 
 def _strided(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:

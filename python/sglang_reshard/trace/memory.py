@@ -50,10 +50,10 @@ class Record(NamedTuple):
 class TraceMemory:
     """The memory of one trace. `records` has the loader's writes to live storages, in order."""
 
-    def __init__(self, model: torch.nn.Module, as_built: Collection[int] = ()) -> None:
-        """`as_built`: see `live_storages`."""
+    def __init__(self, model: torch.nn.Module, as_built: Collection[int] = (), *, weightless: bool = False) -> None:
+        """`as_built`, `weightless`: see `live_storages`."""
         self.records: list[Record] = []
-        self.storages = live_storages(model, as_built)
+        self.storages = live_storages(model, as_built, weightless=weightless)
         devices = [s.tensor.device for key, s in self.storages.items() if key not in as_built]
         self.device = devices[0] if devices else torch.device("cpu")
         self.scalars = Scalars()
@@ -206,6 +206,8 @@ def _copies(storage: LiveStorage, dtype: torch.dtype, content: VersionedView, in
         base, base_dtype = origin.storage.base, origin.storage.dtype
         repeats = math.prod(loop.size for loop in part.loops if loop.read == 0)
         if not equals_one_cast((origin.dtype, *casts, dtype)) or repeats > MAX_REPEATS:
+            raise NotPlainCopy
+        if base is storage:  # moved within it: one part would be written where another one is read
             raise NotPlainCopy
         if not isinstance(base, CheckpointTensor):
             yield Record(storage, dtype, part, origin)

@@ -46,7 +46,8 @@ class Copy:
 class Step:
     """Local work after all copies: a fill, an expression over live and scratch tensors, or a post_load_weights call.
 
-    description  "fill VALUE", "from NAMES" (of the tensors that an expression depends on) or "post_load_weights"
+    description  "fill VALUE", "from NAMES" (of the tensors that an expression depends on), "post_load_weights", or
+                 "unfold", see `folded`
     """
 
     target: str
@@ -86,6 +87,8 @@ class Program:
     seconds   that the trace took
     arrivals  what is converted when all copies to that target have been made, and before the steps. The target is a
               meta tensor until a transport has placed it in memory, see `transports.arrivals`
+    left_alone  names of the parameters of which it does not write all: neither does a start on the checkpoint
+    kept        names of tensors that it does not write, in order, see `trace.kept`
     """
 
     copies: tuple[Copy, ...]
@@ -93,6 +96,8 @@ class Program:
     steps: tuple[Step, ...] = ()
     seconds: float = 0.0
     arrivals: Mapping[str, Arrival] = field(default_factory=dict)
+    left_alone: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     @property
     def scratch_bytes(self) -> int:

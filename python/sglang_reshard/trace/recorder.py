@@ -22,11 +22,16 @@ from sglang_reshard.trace.scalars import TracedScalar
 
 
 class Recorder(TraceMemory):
-    """Records one trace. `failure` is the first error in an operator, which the loader may have caught."""
+    """Records one trace.
 
-    def __init__(self, model: torch.nn.Module, as_built: Collection[int] = ()) -> None:
-        super().__init__(model, as_built)
+    failure   the first error in an operator, which the loader may have caught
+    received  name of the last tensor that the loader was given
+    """
+
+    def __init__(self, model: torch.nn.Module, as_built: Collection[int] = (), *, weightless: bool = False) -> None:
+        super().__init__(model, as_built, weightless=weightless)
         self.failure: Exception | None = None
+        self.received = "none yet"
         self._lock = threading.RLock()
         self._thread = threading.get_ident()
 

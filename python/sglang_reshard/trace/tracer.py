@@ -25,54 +25,82 @@ from sglang_reshard.trace.block_fp8 import (
 )
 from sglang_reshard.trace.built_modules import modules_as_built
 from sglang_reshard.trace.coverage import check_coverage, check_order
+from sglang_reshard.trace.folded import flags_of, label, unfold_steps
 from sglang_reshard.trace.geometry import boxes_forgotten
+from sglang_reshard.trace.kept import MayStay, engine_name, kept_modules, names_kept
 from sglang_reshard.trace.kv_scales import kv_scale_steps
 from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveWriteMode
+from sglang_reshard.trace.left_alone import check_buffers, restoring_steps
 from sglang_reshard.trace.lowering import Lowering, drop_overwritten_fills, drop_repeated_writes
 from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.post_load import DeferredCall, defer_post_load, post_load_steps
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.recorder import Recorder
 from sglang_reshard.trace.repack import (
+    RepackedModule,
     check_deferred,
     repack_on_arrival,
     repacked_modules,
     split_records,
 )
 from sglang_reshard.trace.snapshot import ABSENT, AttributeSnapshot, Change
+from sglang_reshard.trace.stock_load import EngineStart, StockLoad
 
 # What torch says of a tensor without memory, or of a subclass.
 _NEEDS_MEMORY = (
     "data pointer", "on meta tensors", "doesn't have storage", "incompatible tensor type", "tensor subclasses"
 )  # fmt: skip
 
+_NOTHING = MayStay()
 _one_at_a_time = threading.Lock()  # what a trace replaces meanwhile is the whole process's
 
 
-def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
+def trace(
+    model: torch.nn.Module,
+    specs: Sequence[TensorSpec],
+    start: Callable[[], EngineStart] | None = None,
+    may_stay: MayStay = _NOTHING,
+    *,
+    weightless: bool = False,
+) -> Program:
     """Returns the program of `model.load_weights` for checkpoint tensors with these names, shapes and dtypes.
+
+    start       returns how the engine was started; asked only if something is not written. Without it every parameter
+                must be, and every persistent buffer that the loader takes
+    may_stay    says which parameters may stay as they are, if nothing writes them
+    weightless  the model was built on the meta device, see `live_storages`
 
     Writes nothing to the model and restores its attributes, also after an error. Weights for a block-fp8 engine that
     have more bits are quantized by the program, see `block_fp8`, and modules that were repacked after loading are
     repacked again, see `repack`.
+
+    may_stay  parameters that may be left as they are: the program's `kept`
 
     Raises Mismatch if the loader rejects the tensors, and Unsupported if what it does cannot be repeated as copies
     followed by steps.
     """
     began = time.perf_counter()
     _check_names(specs)
-    with _one_at_a_time, torch.no_grad(), garbage_collector_paused(), boxes_forgotten():
-        block, quantized = block_size(model), set[str]()
+    with tracing():
+        block = block_size(model)
         repacked = repacked_modules(model)
         with modules_as_built([(m.module, m.built) for m in repacked]) as parameters:
-            if block is None:
-                found = _traced(model, specs, parameters)
-            else:
-                found, quantized = _traced_in_blocks(model, specs, block, parameters)
-            parts = split_records(repacked, found.recorder.storages, found.records)
+            loader = _Loader(model, block, parameters, weightless)
+            found, quantized = loader.run(specs)
+            storages = found.recorder.storages
+            staying = kept_modules(model, repacked, storages, found.records, may_stay)
+            repacked = [module for module in repacked if module not in staying]
+            parts = split_records(repacked, storages, found.records)
             check_order(parts.writes)
-            writes = drop_repeated_writes(parts.writes)
-            check_coverage(model, found.recorder.storages, drop_repeated_writes(parts.all_written), parameters)
+            writes, every = drop_repeated_writes(parts.writes), drop_repeated_writes(parts.all_written)
+
+            def stays(name: str) -> bool:
+                return may_stay(engine_name(model, name))
+
+            stock = _stock_load(loader, repacked, specs, every, start)
+            left, kept = check_coverage(model, storages, every, parameters, stock, stays)
+            all_written = {record.storage for record in every}
+            kept += check_buffers(model, storages, all_written, stock, stays)
         check_deferred(repacked, found.deferred)
         lowering = Lowering(found.recorder.device)
         for record in writes:
@@ -80,8 +108,20 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
         for record in parts.overwritten:
             lowering.read(record)
         written = {record.storage.name for record in writes}
-        steps = (*lowering.steps, *kv_scale_steps(model, written), *post_load_steps(model, found.deferred))
-        program = Program(tuple(lowering.copies), lowering.targets, steps)
+        steps = (
+            *restoring_steps(model, left, stock),
+            *unfold_steps(flags_of(model), found.flags),
+            *lowering.steps,
+            *kv_scale_steps(model, written),
+            *post_load_steps(model, found.deferred),
+        )
+        program = Program(
+            tuple(lowering.copies),
+            lowering.targets,
+            steps,
+            left_alone=tuple(dict.fromkeys(one.name for one in left)),
+            kept=names_kept(model, kept, staying),
+        )
         if repacked:
             program = repack_on_arrival(program, repacked, parts.constants)
         if block is not None and quantized:
@@ -90,42 +130,85 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Program:
     return replace(program, seconds=time.perf_counter() - began)
 
 
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Around a run of a loader over lazy tensors: one at a time, without gradients."""
+    with _one_at_a_time, torch.no_grad(), garbage_collector_paused(), boxes_forgotten():
+        yield
+
+
 class _Traced(NamedTuple):
-    """A loader's writes of checkpoint tensors, and the calls of post_load_weights that it made."""
+    """A loader's writes of checkpoint tensors, the calls of post_load_weights that it made, and flags that it set."""
 
     recorder: Recorder
     records: list[Record]
     deferred: list[DeferredCall]
+    flags: set[str]
 
 
-def _traced(model: torch.nn.Module, specs: Sequence[TensorSpec], as_built: Collection[int]) -> _Traced:
-    recorder = Recorder(model, as_built)
-    deferred = _run_loader(model, specs, recorder)
-    return _Traced(recorder, drop_overwritten_fills(recorder.records), deferred)
+class _Loader(NamedTuple):
+    """A model's loader, while modules are as they were built.
 
+    block     the block size of a block-fp8 model
+    as_built  storages of repacked modules' parameters, see `modules_as_built`
+    """
 
-def _traced_in_blocks(
-    model: torch.nn.Module, specs: Sequence[TensorSpec], block: tuple[int, int], as_built: Collection[int]
-) -> tuple[_Traced, set[str]]:
-    """Traces a block-fp8 model. Returns the names, too, of what it was given in fp8 although `specs` have more bits."""
-    candidates, refusal = wider(specs), None
-    try:
-        found = _traced(model, specs, as_built)
-        names = sources_of_fp8(found.records) & candidates
-        if not names:
-            return found, names
-    except ReshardError as error:
-        refusal = error  # of a loader that checks dtypes itself, perhaps
-    if refusal is not None:
+    model: torch.nn.Module
+    block: tuple[int, int] | None
+    as_built: Collection[int]
+    weightless: bool
+
+    def run(self, specs: Sequence[TensorSpec], last: list[str] | None = None) -> tuple[_Traced, set[str]]:
+        """Runs it. Returns the names, too, of what a block-fp8 model was given in fp8 although `specs` have more.
+
+        last  gets the name of the last tensor that the loader received
+        """
+        last = [] if last is None else last
+        if self.block is None:
+            return self._once(specs, last), set()
+        candidates, refusal = wider(specs), None
         try:
-            in_8_bits = [in_fp8(spec) if spec.name in candidates else spec for spec in specs]
-            given = _traced(model, in_8_bits, as_built)
-        except ReshardError:
-            raise refusal from None
-        names = sources_of_fp8(given.records) & candidates
-        if not names:
-            raise refusal
-    return _traced(model, as_quantized(specs, names, block), as_built), names
+            found = self._once(specs, last)
+            names = sources_of_fp8(found.records) & candidates
+            if not names:
+                return found, names
+        except ReshardError as error:
+            refusal = error  # of a loader that checks dtypes itself, perhaps
+        if refusal is not None:
+            try:
+                in_8_bits = [in_fp8(spec) if spec.name in candidates else spec for spec in specs]
+                given = self._once(in_8_bits, last)
+            except ReshardError:
+                raise refusal from None
+            names = sources_of_fp8(given.records) & candidates
+            if not names:
+                raise refusal
+        return self._once(as_quantized(specs, names, self.block), last), names
+
+    def _once(self, specs: Sequence[TensorSpec], last: list[str]) -> _Traced:
+        recorder = Recorder(self.model, self.as_built, weightless=self.weightless)
+        try:
+            deferred, flags = run_loader(self.model, specs, recorder)
+        finally:
+            last[:] = [recorder.received]
+        return _Traced(recorder, drop_overwritten_fills(recorder.records), deferred, flags)
+
+
+def _stock_load(
+    loader: _Loader,
+    repacked: Sequence[RepackedModule],
+    specs: Sequence[TensorSpec],
+    records: Sequence[Record],
+    start: Callable[[], EngineStart] | None,
+) -> StockLoad:
+    """Returns what tells of a start on the engine's checkpoint. Must be asked while modules are as they were built."""
+
+    def records_of(others: Sequence[TensorSpec], last: list[str]) -> Sequence[Record]:
+        _check_names(others)
+        found, _ = loader.run(others, last)
+        return split_records(repacked, found.recorder.storages, found.records).all_written
+
+    return StockLoad(specs, records, start, records_of)
 
 
 def _check_names(specs: Sequence[TensorSpec]) -> None:
@@ -136,16 +219,22 @@ def _check_names(specs: Sequence[TensorSpec]) -> None:
         seen.add(spec.name)
 
 
-def _run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: Recorder) -> list[DeferredCall]:
+def run_loader(
+    model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: Recorder
+) -> tuple[list[DeferredCall], set[str]]:
+    """Records what the loader writes. Returns its calls of post_load_weights, and the flags that it sets, by `label`.
+
+    Restores the model's attributes. Raises Mismatch and Unsupported as `trace`; the recorder has then what was written
+    before.
+    """
     tensors = [(spec.name, recorder.checkpoint_tensor(spec)) for spec in specs]
-    last = ["none yet"]
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
-            last[0] = name
+            recorder.received = name
             yield name, tensor
 
-    snapshot = AttributeSnapshot(model)
+    snapshot, flags = AttributeSnapshot(model), flags_of(model)
     changes: list[Change] = []
     try:
         # The snapshot is restored last, after the hooks on the model are gone.
@@ -154,16 +243,19 @@ def _run_loader(model: torch.nn.Module, specs: Sequence[TensorSpec], recorder: R
             deferred = stack.enter_context(defer_post_load(model))
             stack.enter_context(_inline_thread_pools())
             stack.enter_context(LiveWriteMode(recorder))
+            for flag in flags:
+                flag.put(False)
             model.load_weights(weights())  # type: ignore[operator]
+            set_flags = {label(flag) for flag in flags if flag.is_set}
         if recorder.failure is not None:
             raise recorder.failure
     except ReshardError as error:
-        raise type(error)(f"{error} (Last tensor that the loader received: {last[0]}.)") from error
+        raise type(error)(f"{error} (Last tensor that the loader received: {recorder.received}.)") from error
     except Exception as error:
-        raise _explained(error, last[0], model) from error
+        raise _explained(error, recorder.received, model) from error
     for change in changes:
         _write_rebound(recorder, change)
-    return deferred
+    return deferred, set_flags
 
 
 def _explained(error: Exception, tensor: str, model: torch.nn.Module) -> ReshardError:

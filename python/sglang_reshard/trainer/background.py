@@ -7,20 +7,20 @@ trainer. What fails is raised by the handle, or else by the next call.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
-from sglang_reshard.errors import DeadlineExceeded, ReshardError
+from sglang_reshard.errors import DeadlineExceeded
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.trainer.coordinator import UpdateOptions
 from sglang_reshard.trainer.shadow_shards import ShadowShards
-from sglang_reshard.trainer.update_sender import UpdateSender
+from sglang_reshard.trainer.update_sender import UpdateSender, raising
 
 T = TypeVar("T")
 _GO, _SKIP = b"go", b"skip"
@@ -116,12 +116,12 @@ class BackgroundUpdates(Generic[T]):
         weights: TrainerState | NamedTensors
         try:
             shadow = self._shadow_on(sender, shadow_device)
-            weights = shadow.take(named_tensors, partial=options.partial)
+            weights = shadow.take(named_tensors, partial=options.partial, rename=options.rename)
             if options.unmap_after:
                 runtime().synchronize(runtime().used_devices())  # the copies may still be under way
                 shadow.drop_sources()
         except Exception as error:
-            weights = _raising(error)  # so that the other ranks hear of it
+            weights = raising(error)  # so that the other ranks hear of it
         copied_s = time.perf_counter() - began - waited_s
         gpu = runtime().current_device() if runtime().uses_gpu() else None
         future = self._thread.submit(_on_gpu, gpu, run, weights)
@@ -153,7 +153,7 @@ class BackgroundUpdates(Generic[T]):
     def _may_go(self, sender: UpdateSender) -> bool:
         """Returns whether no update runs any more, as trainer rank 0 sees it: the ranks have to agree."""
         idle = self._last is None or self._last.done()
-        return sender.agree(_GO if idle else _SKIP) == _GO
+        return sender.agree(_GO if idle else _SKIP, "update_async") == _GO
 
     def _shadow_on(self, sender: UpdateSender, device: torch.device | None) -> ShadowShards:
         if self._shadow is None or self._shadow.device != device:
@@ -170,11 +170,3 @@ def _on_gpu(
 ) -> T:
     with nullcontext() if gpu is None else runtime().using(gpu):  # a new thread starts at GPU 0
         return run(weights)
-
-
-def _raising(error: Exception) -> Iterator[Any]:
-    """An iterable of named tensors whose reading fails."""
-    if not isinstance(error, ReshardError):
-        error = ReshardError(f"{type(error).__name__}: {error}")
-    raise error
-    yield

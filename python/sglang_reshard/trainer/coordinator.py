@@ -34,7 +34,9 @@ from sglang_reshard.protocol.messages import (
 )
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import ANSWER_S, TrainerChannel
+from sglang_reshard.sources.names import Renaming, patterns
 from sglang_reshard.trainer.publisher import PublishedShards
+from sglang_reshard.trainer.tied_heads import judged
 from sglang_reshard.version import __version__
 
 _TORN = "The engine's weights are torn: repeat the update before generating"
@@ -56,11 +58,15 @@ class UpdateOptions:
     unmap_after: bool = False
     partial: bool = False
     draft: bool = True
+    rename: Renaming | None = None
+    frozen: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> UpdateOptions:
-        """Returns the options that a user has given by name; `ignore` is any iterable."""
-        return cls(**{**options, "ignore": tuple(options.get("ignore", ()))})
+        """Returns the options that a user has given by name. Raises Mismatch for a `rename` that is none."""
+        chosen = {name: patterns(options.get(name, ())) for name in ("ignore", "frozen", "only")}
+        return cls(**{**options, **chosen, "rename": Renaming.of(options.get("rename"))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +205,8 @@ class UpdateCoordinator:
     ) -> DistributedUpdateWeightsOutput:
         """Sends an engine the request, which carries metadata only, and returns its answer."""
         tied = tuple(glob.escape(name) for name in published.tied)
+        heads = [status.heads for status in statuses]
+        equal, apart = judged(heads) if any(heads) else ((), {})
         with spans.span("reshard.request"):
             output = self._engines[engine](
                 DistributedUpdateWeightsReq(
@@ -216,7 +224,10 @@ class UpdateCoordinator:
                     timeout_s=self._config.timeout_s,
                     flush_cache=options.flush_cache,
                     abort_all_requests=options.abort_all_requests,
-                    ignore=options.ignore + tied,
+                    ignore=options.ignore + tied + equal,
+                    apart=apart,
+                    frozen=options.frozen,
+                    only=options.only,
                     verify=options.verify,
                     staged=options.staged or self._config.lora is not None,  # it costs an adapter nothing
                     unmap_after=options.unmap_after,
@@ -286,6 +297,7 @@ def _report(
         predicted_seconds=output.predicted_seconds,
         digest=output.digest,
         delta=output.delta,
+        kept=output.kept,
         bucket_bytes=config.bucket_bytes,
         seconds=seconds | slowest_seconds(output.ranks),
         engine_ranks=output.ranks,

@@ -22,8 +22,10 @@ from sglang_reshard.sources import (
     first_not_finite,
     tied_names,
 )
-from sglang_reshard.sources.change_detector import ChangeDetector, NamedTensorList
+from sglang_reshard.sources.change_detector import ChangeDetector, NamedTensorList, own_memory
+from sglang_reshard.sources.names import Renaming
 from sglang_reshard.trainer.stages import Stages
+from sglang_reshard.trainer.tied_heads import TiedHeads
 from sglang_reshard.transports.memory import Handles, MemoryExporter
 
 
@@ -79,6 +81,9 @@ class ShardPublisher:
         self._handles: Handles | None = None
         self._stages: Stages | None = None
         self._partial = False  # whether trainer ranks list different tensors
+        self._rename: Renaming | None = None
+        self._heads = TiedHeads((), ())
+        self.heads: dict[str, str] = {}  # see `TiedHeads.compare`, of what was published last
 
     def publish(
         self,
@@ -86,12 +91,14 @@ class ShardPublisher:
         *,
         check_finite: bool,
         exchange: Callable[[str], Sequence[str]] | None = None,
+        rename: Renaming | None = None,
     ) -> PublishedShards:
         """Publishes what has changed, and makes the shards' memory readable by other processes.
 
         named_tensors  a `TrainerState` counts as unchanged while it is the same object
         exchange  for trainer ranks that list different tensors: given the content hash of this rank's layout, returns
                   those of all ranks. Collective; it is called once
+        rename    names to publish the tensors under; a `TrainerState` has them already
 
         Waits for work on the shards that is under way on GPUs: no stream orders those who read from other processes.
 
@@ -101,17 +108,20 @@ class ShardPublisher:
         if self._owns_memory:
             self._memory.begin_update()
         with garbage_collector_paused():
-            return self._published_now(named_tensors, check_finite, exchange)
+            return self._published_now(named_tensors, check_finite, exchange, rename)
 
     def _published_now(
         self,
         named_tensors: NamedTensors | torch.nn.Module | TrainerState,
         check_finite: bool,
         exchange: Callable[[str], Sequence[str]] | None,
+        rename: Renaming | None,
     ) -> PublishedShards:
         """See `publish`."""
-        changed = self._changed(named_tensors, always=check_finite or (exchange is None) != (self._stages is None))
-        state, self._partial = None, exchange is not None
+        other = (exchange is None) != (self._stages is None) or rename != self._rename
+        listed = self._listed(named_tensors)
+        changed = listed if self._has_changed(listed, always=check_finite or other) else None
+        state, self._partial, self._rename = None, exchange is not None, rename
         if changed is not None:
             self._changes = self._read = None
             state = self._described(changed)
@@ -123,11 +133,14 @@ class ShardPublisher:
             layout = None if state is None else state.layout
             self._stages, same = Stages.of(self._session, layout, self._stages, exchange)
             if not same and state is None:  # others list something else than before
-                changed = self._listed(named_tensors)
+                changed = listed
                 self._changes, self._read, state = None, None, self._described(changed)
         if state is not None:
             assert changed is not None
-            self._published = self._publish(state if self._stages is None else state.within(self._stages.layout))
+            whole = state if self._stages is None else state.within(self._stages.layout)
+            self._published = self._publish(whole)
+            self._heads = TiedHeads.of(whole, self._rank)
+            self.heads = self._heads.compare(dict(enumerate(whole.inputs)))
             if isinstance(changed, TrainerState):
                 self._read = changed
             else:
@@ -136,6 +149,8 @@ class ShardPublisher:
         assert self._published is not None  # the first call publishes
         runtime().synchronize(self._published.devices)
         self._memory.refresh()
+        if self._heads.pairs:
+            self.heads = self._heads.compare(_inputs(listed, self._heads.inputs))
         return self._published
 
     def shards(self, named_tensors: NamedTensors | torch.nn.Module | TrainerState) -> tuple[torch.Tensor, ...]:
@@ -146,7 +161,13 @@ class ShardPublisher:
     def _described(self, named_tensors: NamedTensors | torch.nn.Module | TrainerState) -> TrainerState:
         if isinstance(named_tensors, TrainerState):
             return named_tensors
-        return describe(named_tensors, trainer_rank=self._rank, global_ranks=self._global_ranks, partial=self._partial)
+        return describe(
+            named_tensors,
+            trainer_rank=self._rank,
+            global_ranks=self._global_ranks,
+            partial=self._partial,
+            rename=self._rename,
+        )
 
     def release(self) -> None:
         """Drops the `TrainerState` that was published last, if it was given as one. The next call publishes again."""
@@ -160,16 +181,13 @@ class ShardPublisher:
     def _listed(self, named_tensors: NamedTensors | torch.nn.Module | TrainerState) -> NamedTensorList | TrainerState:
         return named_tensors if isinstance(named_tensors, TrainerState) else as_list(named_tensors, self._rank)
 
-    def _changed(
-        self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, always: bool
-    ) -> NamedTensorList | TrainerState | None:
-        """Returns the tensors as a list; None if they are what was published last, unless `always` is set."""
-        tensors = self._listed(named_tensors)
+    def _has_changed(self, tensors: NamedTensorList | TrainerState, always: bool) -> bool:
+        """Returns False if the tensors are what was published last, unless `always` is set."""
         if isinstance(tensors, TrainerState):
             unchanged = tensors is self._read
         else:
             unchanged = self._changes is not None and self._changes.unchanged(tensors)
-        return None if unchanged and not always and self._memory.is_current() else tensors
+        return always or not unchanged or not self._memory.is_current()
 
     def _publish(self, state: TrainerState) -> PublishedShards:
         known, self._published = self._published, None
@@ -192,6 +210,13 @@ class ShardPublisher:
             self._session.delete_handles(self._rank, known.handles)
         self._handles = handles
         return published
+
+
+def _inputs(listed: NamedTensorList | TrainerState, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
+    """Returns the local tensors of the inputs of these numbers."""
+    if isinstance(listed, TrainerState):
+        return {number: listed.inputs[number] for number in numbers}
+    return {number: own_memory(listed[number][1]) for number in numbers}
 
 
 def _devices(shards: Sequence[torch.Tensor]) -> tuple[torch.device, ...]:

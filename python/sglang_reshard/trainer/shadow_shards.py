@@ -12,6 +12,7 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.sources import NamedTensors, TrainerState, as_list, describe
 from sglang_reshard.sources.change_detector import ChangeDetector
+from sglang_reshard.sources.names import Renaming
 from sglang_reshard.transports.copies import CopyList
 
 _ALIGN_BYTES = 256
@@ -25,23 +26,27 @@ class ShadowShards:
         self._rank, self._global_ranks, self.device = trainer_rank, global_ranks, device
         self._changes: ChangeDetector | None = None
         self._partial = False
+        self._rename: Renaming | None = None
         self._state: TrainerState | None = None
         self._memory: tuple[torch.Tensor, ...] = ()
         self._copies = CopyList()
         self.nbytes = 0
 
-    def take(self, named_tensors: NamedTensors | torch.nn.Module, *, partial: bool) -> TrainerState:
+    def take(
+        self, named_tensors: NamedTensors | torch.nn.Module, *, partial: bool, rename: Renaming | None = None
+    ) -> TrainerState:
         """Copies the shards, see `sources.describe`, and returns the copy: the same object until the layout changes.
 
         Raises what `describe` raises, and Unsupported, with the bytes, if there is no memory for it.
         """
         listed = as_list(named_tensors, self._rank)
         with garbage_collector_paused():
-            changes = self._changes if partial == self._partial else None
+            changes = self._changes if (partial, rename) == (self._partial, self._rename) else None
             unchanged = changes is not None and changes.unchanged(listed)
         if not unchanged:
-            self._changes, self._partial = None, partial
-            given = describe(listed, trainer_rank=self._rank, global_ranks=self._global_ranks, partial=partial)
+            self._changes, self._partial, self._rename = None, partial, rename
+            rank, ranks = self._rank, self._global_ranks
+            given = describe(listed, trainer_rank=rank, global_ranks=ranks, partial=partial, rename=rename)
             self._prepare(given)
             self._changes = ChangeDetector.of(listed, given.inputs, kept_alive=True)  # by views, for the copies
         assert self._state is not None

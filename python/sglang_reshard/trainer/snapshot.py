@@ -31,6 +31,7 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.snapshots.manifest import DELTA, SnapshotFile
 from sglang_reshard.snapshots.upload import SnapshotStore
 from sglang_reshard.sources import NamedTensors, TrainerState, describe
+from sglang_reshard.sources.names import Renaming
 from sglang_reshard.trainer.snapshot_files import DEFAULT_FILE_BYTES, SnapshotFiles, SnapshotFolder, write_boxes
 from sglang_reshard.trainer.stages import Stages
 
@@ -66,6 +67,7 @@ class SnapshotOptions:
     file_bytes: int = DEFAULT_FILE_BYTES
     delta: bool = False
     upload: str | None = None
+    rename: Renaming | None = None
 
 
 class SnapshotWriter:
@@ -82,7 +84,7 @@ class SnapshotWriter:
         began = time.perf_counter()
         if options.keep is not None and options.keep < 1:
             raise Mismatch(f"keep={options.keep} would keep no snapshot at all")
-        state = self._described(named_tensors, options.partial)
+        state = self._described(named_tensors, options.partial, options.rename)
         files = SnapshotFiles.of(state.layout, options.dtype, options.file_bytes)
         target: SnapshotFolder | None = None
         partial = folder / f".{options.name}.partial"
@@ -136,14 +138,16 @@ class SnapshotWriter:
             if self._rank == 0:
                 store.publish(folder.name, keep)
 
-    def _described(self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, partial: bool) -> TrainerState:
+    def _described(
+        self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, partial: bool, rename: Renaming | None
+    ) -> TrainerState:
         """Returns this rank's shards in the layout of all ranks."""
         with self._phase("describe") as phase:
             if isinstance(named_tensors, TrainerState):
                 state = named_tensors
             else:
                 rank, ranks = self._rank, self._global_ranks
-                state = describe(named_tensors, trainer_rank=rank, global_ranks=ranks, partial=partial)
+                state = describe(named_tensors, trainer_rank=rank, global_ranks=ranks, partial=partial, rename=rename)
             phase.said = self._session.put_layout(state.layout)
         if partial:
             stages, _ = Stages.of(self._session, state.layout, None, lambda _: phase.heard)

@@ -26,6 +26,7 @@ from sglang_reshard.protocol.messages import Failure, ListedTensors, TrainerStat
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import TrainerChannel
 from sglang_reshard.sources import NamedTensors, TrainerState
+from sglang_reshard.sources.names import Renaming, is_mapping
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateCoordinator, UpdateOptions
 from sglang_reshard.trainer.engine_transfers import Shards
 from sglang_reshard.trainer.publisher import PublishedShards, ShardPublisher
@@ -125,18 +126,31 @@ class UpdateSender:
         """The trainer rank, and the global rank of each trainer rank."""
         return self._rank, self._global_ranks
 
-    def agree(self, own: bytes) -> bytes:
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
+    @property
+    def last_update(self) -> tuple[str, int, str | None]:
+        """The session's name, the number of its last update, and the LoRA adapter that it updates, if it does."""
+        lora = self._config.lora
+        return self._session.address.session, self._update, None if lora is None else lora.name
+
+    def agree(self, own: bytes, method: str, timeout_s: float | None = None) -> bytes:
         """Returns what trainer rank 0 passes. Collective.
+
+        method     what the ranks call at the same time, for the name of the exchange and the error
+        timeout_s  by default the sender's
 
         Raises DeadlineExceeded, naming the ranks that do not call it.
         """
-        size = len(self._global_ranks)
+        size, timeout_s = len(self._global_ranks), timeout_s or self._timeout_s
         try:
-            return self._session.client.all_gather("agreed", self._rank, size, own, self._timeout_s)[0]
+            return self._session.client.all_gather(f"agreed/{method}", self._rank, size, own, timeout_s)[0]
         except WaitTimedOut as error:
             raise DeadlineExceeded(
-                f"trainer ranks {list(error.missing)} did not call update_async within {self._timeout_s:.0f} s; every "
-                "trainer rank must call it, look at their logs"
+                f"trainer ranks {list(error.missing)} did not call {method} within {timeout_s:.0f} s; every trainer "
+                "rank must call it, look at their logs"
             ) from None
 
     def cancel_update(self, cancelled: bool) -> None:
@@ -198,6 +212,8 @@ class UpdateSender:
 
         if (source := options.get("copy_from")) is not None:
             options = {**options, "copy_from": Path(source)}
+        if (rename := options.get("rename")) is not None:
+            options = {**options, "rename": Renaming.of(rename)}
         writer = SnapshotWriter(self._session, self._rank, self._global_ranks, self._timeout_s)
         return writer.write(weights, folder, SnapshotOptions(name, **options))
 
@@ -269,13 +285,14 @@ class UpdateSender:
                 published = self._publisher.publish(
                     named_tensors,
                     check_finite=options.check_finite,
+                    rename=options.rename,
                     exchange=exchange if options.partial else None,
                 )
             if self._config.delta == "auto":
                 with self._span("reshard.encode"):
                     sections = self._worker.encode(published, self._update)
         except Exception as error:
-            failure = Failure.of(error)
+            failure = Failure.on(self._rank, error)
             if not exchanged:  # the others wait for it
                 with contextlib.suppress(ReshardError):
                     exchange("", failure)
@@ -286,7 +303,14 @@ class UpdateSender:
         else:
             prepared = self._worker.prepared_transfers(published)
             status = TrainerStatus(
-                self._host, published.layout, published.handles, None, prepared, published.device, sections
+                self._host,
+                published.layout,
+                published.handles,
+                None,
+                prepared,
+                published.device,
+                sections,
+                self._publisher.heads,
             )
         channel.publish_status(self._rank, status)
         return published, functools.partial(self._publisher.shards, named_tensors)
@@ -295,8 +319,16 @@ class UpdateSender:
 def repeatable(named_tensors: T) -> T:
     """Returns tensors that can be iterated over twice: to publish them, and to send them."""
     given: Any = named_tensors
-    found: Any = given if isinstance(given, (torch.nn.Module, Collection, TrainerState)) else list(given)
-    return cast(T, found)
+    is_repeatable = isinstance(given, (Collection, torch.nn.Module, TrainerState)) or is_mapping(given)
+    return cast(T, given if is_repeatable else list(given))
+
+
+def raising(error: Exception) -> Iterator[Any]:
+    """Returns named tensors whose reading fails: in an update, where all trainer ranks learn of it."""
+    if not isinstance(error, ReshardError):
+        error = ReshardError(f"{type(error).__name__}: {error}")
+    raise error
+    yield
 
 
 def _outcome(result: UpdateResult) -> UpdateReport | ReshardError:

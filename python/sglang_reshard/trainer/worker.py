@@ -18,6 +18,7 @@ from sglang_reshard.digest.regions import RegionSet
 from sglang_reshard.digest.source import SourceChecksums
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
 from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.layout.names import renamed
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import (
     ChecksumPart,
@@ -33,8 +34,9 @@ from sglang_reshard.trainer.engine_transfers import DeltaSources, EngineTransfer
 from sglang_reshard.trainer.publisher import PublishedShards
 
 logger = get_logger(__name__)
-# What checksums were computed for: content hashes of the regions of all engine ranks, and `PublishedShards.identity`.
-_ChecksumKey = tuple[tuple[str, ...], tuple[object, ...]]
+# What checksums were computed for: content hashes of the regions of all engine ranks and of names, and
+# `PublishedShards.identity`.
+_ChecksumKey = tuple[tuple[str, ...], str, tuple[object, ...]]
 
 
 class TrainerWorker:
@@ -101,7 +103,7 @@ class TrainerWorker:
             elif engine in commands.called:
                 transfers.release()
         self._checksums = self._checksums or known
-        used = {digest for regions, _ in self._checksums for digest in regions}
+        used = {digest for regions, *_ in self._checksums for digest in regions}
         self._regions = {digest: self._regions[digest] for digest in self._regions.keys() & used}
         return results
 
@@ -145,14 +147,17 @@ class TrainerWorker:
         shards: Shards,
         known: dict[_ChecksumKey, SourceChecksums],
     ) -> SourceChecksums:
-        key = command.regions, published.identity
+        key = command.regions, command.names, published.identity
         if key not in self._checksums:
             if key not in known:
                 for rank, digest in enumerate(command.regions):
                     if digest not in self._regions:
                         self._regions[digest] = self._session.get_regions(rank, digest, self._timeout_s)
                 regions = [self._regions[digest] for digest in command.regions]
-                known[key] = SourceChecksums(published.source, shards(), self._rank, regions)
+                source = published.source
+                if command.names:
+                    source = renamed(source, self._session.get_names(command.names, self._timeout_s))
+                known[key] = SourceChecksums(source, shards(), self._rank, regions)
             self._checksums[key] = known[key]
         return self._checksums[key]
 

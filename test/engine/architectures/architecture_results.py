@@ -16,6 +16,7 @@ from architecture_cases import RESULTS, RUNS
 from benchmark import marked
 
 REPOSITORY = Path(__file__).parents[3]
+FORWARDS = RESULTS.with_name("forwards.json")
 PAGE = REPOSITORY / "docs" / "results" / "architectures.md"
 NAME = "architectures"
 
@@ -86,6 +87,18 @@ def save(found: Mapping[str, Any]) -> None:
 
 def saved() -> dict[str, Any]:
     return json.loads(RESULTS.read_text())["architectures"] if RESULTS.exists() else {}
+
+
+def save_forwards(found: Mapping[str, Any]) -> None:
+    """Saves what forward_cases.py has found, an architecture a line."""
+    head = {"made by": "make test-all", "sglang": version("sglang"), "transformers": version("transformers")}
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    entries = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name])}" for name in sorted(found))
+    FORWARDS.write_text("{\n" + ",\n".join([*lines, f'"architectures": {{\n{entries}\n}}']) + "\n}\n")
+
+
+def saved_forwards() -> dict[str, Any]:
+    return json.loads(FORWARDS.read_text())["architectures"] if FORWARDS.exists() else {}
 
 
 def table(found: Mapping[str, Any]) -> str:

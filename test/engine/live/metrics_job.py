@@ -16,8 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from demo import tiny_model
 from demo.trainer import Trainer
-from sglang_reshard import WeightSender
+from sglang_reshard import Probe, WeightSender
+from sglang_reshard.probe import module_logprobs
 from support.refusals import refusal_of
+
+SEQUENCES = [[*range(20, 52)], [4098, 0, 1500, 3]]
 
 
 def update_a_server_that_counts(job: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +33,9 @@ def update_a_server_that_counts(job: dict[str, Any]) -> dict[str, Any]:
     sender = WeightSender(url, timeout_s=60)
     seen = {"before": _metrics(url)}
     named = dict(trainer.model.named_parameters())
-    reports = [sender.update(named.items(), weight_version=f"step {step}") for step in range(1, 4)]
+    probe = Probe(SEQUENCES, trainer.model)
+    probes = (None, probe, Probe(SEQUENCES, lambda ids: one_nat_less(trainer.model, ids), on_mismatch="warn"))
+    reports = [sender.update(named.items(), weight_version=f"step {n}", probe=p) for n, p in enumerate(probes, 1)]
     seen["same version"] = refusal_of(lambda: sender.update(named.items(), weight_version="step 3"))
     more = {**named, "nobody.wants.this": torch.ones(2)}
     seen["unknown name"] = refusal_of(lambda: sender.update(more.items(), weight_version="step 4"))
@@ -43,6 +48,11 @@ def update_a_server_that_counts(job: dict[str, Any]) -> dict[str, Any]:
     provider.shutdown()
     seen["session"] = sender._session.address.session
     return seen
+
+
+def one_nat_less(model: torch.nn.Module, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """What a trainer of other weights would say."""
+    return [logprobs - 1 for logprobs in module_logprobs(model, sequences)]
 
 
 def _export_spans_to(url: str) -> TracerProvider:

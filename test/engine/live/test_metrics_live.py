@@ -13,6 +13,7 @@ import pytest
 
 from demo import tiny_model
 from sglang_reshard import __version__
+from sglang_reshard.observability.probe_report import OUTCOMES
 from sglang_reshard.testing import cpu_host
 from support.collector import Collector, collecting
 from support.servers import launch, serving
@@ -86,6 +87,14 @@ def test_metrics_and_log_tell_of_updates(seen: dict[str, Any], folder: Path) -> 
     moved = sum(report["seconds"]["move"] for report in seen["reports"])
     assert after['sglang_reshard_phase_seconds_sum{phase="move"}'] == pytest.approx(moved)
     assert after["sglang_reshard_torn"] == 0
+    by_outcome = {outcome: f'sglang_reshard_probes_total{{outcome="{outcome}"}}' for outcome in OUTCOMES}
+    assert [before[name] for name in by_outcome.values()] == [0, 0, 0]
+    assert {outcome: after[name] for outcome, name in by_outcome.items()} == {"passed": 1, "mismatch": 1, "skipped": 0}
+    _, passed, differs = (report["probe"] for report in seen["reports"])
+    assert passed["largest_difference"] < 1e-3, "float32 on both sides"
+    assert differs["mean_difference"] == pytest.approx(1.0, abs=1e-3)
+    assert after["sglang_reshard_probe_mean_difference"] == pytest.approx(differs["mean_difference"])
+    assert after["sglang_reshard_probe_seconds_count"] == 2
     assert versions(after) == {'sglang_reshard_weights_info{version="step 3"}'}
     assert versions(loaded) == {'sglang_reshard_weights_info{version="loaded"}'}, "SGLang's own updates are seen"
     told = [json.loads(line) for line in (folder / "log").read_text().splitlines() if line.startswith('{"time"')]

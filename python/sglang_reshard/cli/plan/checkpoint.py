@@ -17,14 +17,10 @@ import torch
 
 from sglang_reshard.cli.plan.models import CONFIG
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout.regions import ITEM_BYTES, TensorSpec
+from sglang_reshard.layout.checkpoint_headers import folder_specs
+from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.sources.module import named_shards
 
-_DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
-    "I8": "int8", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
 _QUANTIZED = torch.float8_e4m3fn
 
 
@@ -35,10 +31,14 @@ def specs_of(folder: Path) -> list[TensorSpec]:
     decoding, which a trainer does not send. Raises Unsupported when neither files nor config tell.
     """
     config = json.loads((folder / CONFIG).read_text())
-    files = sorted(folder.glob("*.safetensors"))
-    found = _of_files(files) if files else _of_config(config)
+    found = folder_specs(folder) if has_files(folder) else _of_config(config)
     layers = config.get("text_config", config).get("num_hidden_layers")
     return sorted((s for s in found if not _is_beyond(s.name, layers)), key=lambda spec: spec.name)
+
+
+def has_files(folder: Path) -> bool:
+    """Returns whether a model folder has the checkpoint itself, and not only its config."""
+    return any(folder.glob("*.safetensors"))
 
 
 def dtype_of(config: dict[str, Any]) -> str:
@@ -51,19 +51,6 @@ def dtype_of(config: dict[str, Any]) -> str:
 def _is_beyond(name: str, layers: int | None) -> bool:
     found = re.search(r"\blayers\.(\d+)\.", name)
     return layers is not None and found is not None and int(found[1]) >= layers
-
-
-def _of_files(files: list[Path]) -> Iterator[TensorSpec]:
-    from safetensors import safe_open
-
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (it is no dict)
-                of = opened.get_slice(name)
-                dtype = _DTYPES.get(of.get_dtype())
-                if dtype not in ITEM_BYTES:
-                    raise Unsupported(f"{file.name}: {name} is of dtype {of.get_dtype()}, which cannot be planned")
-                yield TensorSpec(name, tuple(of.get_shape()), dtype)
 
 
 def _of_config(config: dict[str, Any]) -> Iterator[TensorSpec]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,13 +10,15 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.cli.plan.checkpoint import dtype_of
+from sglang_reshard.cli.plan.checkpoint import dtype_of, has_files
 from sglang_reshard.cli.plan.models import CONFIG
 from sglang_reshard.cli.plan.request import PlanRequest
 from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.layout.checkpoint_headers import folder_specs
 from sglang_reshard.plan import RankDemand, RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
 from sglang_reshard.trace.program import Arrival, Program
+from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 
 
@@ -65,7 +68,8 @@ def model_rank(request: PlanRequest, index: TensorIndex, cores: int, engine_rank
     except (Exception, SystemExit) as error:
         return Refusal("SGLang's own start", f"{type(error).__name__}: {error}")
     try:
-        program = trace(model, [t.spec for t in index.layout.tensors])
+        specs = [t.spec for t in index.layout.tensors]
+        program = trace(model, specs, functools.partial(_start, request), weightless=True)
     except ReshardError as error:
         return Refusal("prepare", str(error))
     host, device = request.engine_hosts[engine_rank], request.engine_devices[engine_rank]
@@ -105,6 +109,14 @@ def _build(request: PlanRequest, engine_rank: int, **server_args: Any) -> torch.
         weightless=True,
         **server_args,
     )
+
+
+def _start(request: PlanRequest) -> EngineStart:
+    """Returns how an engine starts on the folder that is planned for."""
+    folder = Path(request.folder)
+    if not has_files(folder):
+        return EngineStart(None, f"{folder} has no safetensors")
+    return EngineStart(folder_specs(folder))
 
 
 def _no_gpu() -> None:

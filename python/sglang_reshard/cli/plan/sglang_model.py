@@ -62,11 +62,13 @@ def build_rank(
     pp_rank: int = 0,
     dtype: str = "bfloat16",
     weightless: bool = False,
+    weights: str | None = None,
     **server_args: Any,
 ) -> torch.nn.Module:
     """Returns the model that this engine rank would hold, with dummy weights in host memory.
 
     weightless  build on the meta device instead, without memory for weights
+    weights     a folder of safetensors, which SGLang loads as it starts an engine on them
     """
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
@@ -80,7 +82,7 @@ def build_rank(
     from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
 
     defaults: dict[str, Any] = {
-        "load_format": "dummy",
+        "load_format": "dummy" if weights is None else "auto",
         "skip_tokenizer_init": True,
         "max_running_requests": 4,
         "sampling_backend": "pytorch",
@@ -110,10 +112,12 @@ def build_rank(
         # As ModelRunner does on a CPU: heads that the ranks do not divide are padded, not repeated.
         config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(load_format="dummy"), tp_size)
     initialize_dp_attention(server_args=args, model_config=config)
-    device = DeviceConfig("cpu", 0)
+    device, load = DeviceConfig("cpu", 0), LoadConfig(load_format=args.load_format)
     if weightless:
         build_on_meta(device)
-    model = get_model(model_config=config, load_config=LoadConfig(load_format="dummy"), device_config=device)
+    if weights is not None:
+        config.model_path = weights
+    model = get_model(model_config=config, load_config=load, device_config=device)
     # What ModelRunner does next; it changes the length of a buffer.
     reserve_rope_cache_for_long_sequences(model, args, config)
     return model

@@ -44,7 +44,8 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
     names = (request.layout, request.transport, version, request.package_version, request.traceparent)
     lora = (request.lora.name, request.lora.config, request.lora.lora_id) if request.lora is not None else ()
     gpus = [text for device in request.trainer_devices for text in _texts(device)]
-    for name in (*names, *lora, *request.handles, *request.trainer_hosts, *gpus, *request.prepared, *request.ignore):
+    patterns = (*request.apart, *request.apart.values(), *request.ignore, *request.frozen, *request.only)
+    for name in (*names, *lora, *request.handles, *request.trainer_hosts, *gpus, *request.prepared, *patterns):
         if len(name) > _MAX_NAME_LENGTH:
             raise _invalid_request(f"a name of {len(name):,} characters is too long: {name[:40]!r}...")
 

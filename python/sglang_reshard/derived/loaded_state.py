@@ -1,0 +1,110 @@
+"""Remembers a model's state when it has just been loaded, and finds what has appeared since.
+
+What appears later was made by a forward pass, or set by the engine: nothing of it is in a model that has been loaded
+just now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_reshard.derived.laziness import is_lazy
+from sglang_reshard.derived.reachable import MISSING, Table, tables, tensors_in
+from sglang_reshard.trace.live import storage_key
+
+_LOADED = "_reshard_loaded"  # the attribute of a model that has its LoadedState
+_RESTORABLE = (type(None), bool, int, float, str)
+_OTHER = object()  # a value that is not kept, as it is not restored
+
+
+class Appeared(NamedTuple):
+    """A value that a table did not have when the model had been loaded.
+
+    before  the value that it had then; `MISSING` if it had none
+    lazy    the model's code makes it again, once it is gone
+    """
+
+    table: Table
+    key: Any
+    before: Any
+    lazy: bool
+
+    @property
+    def path(self) -> str:
+        return self.table.name(self.key)
+
+    def restore(self) -> None:
+        self.table.put(self.key, self.before)
+
+
+class LoadedState:
+    """What `model` kept when it had just been loaded. Keeps no tensor alive that the model drops later."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._known: dict[int, tuple[Any, dict[Any, Any] | int]] = {}
+        for table in tables(model):
+            values: dict[Any, Any] | int
+            if isinstance(table.entries, list):
+                values = len(table.entries)
+            else:
+                values = {k: v if isinstance(v, _RESTORABLE) or v is MISSING else _OTHER for k, v in table.items()}
+            # What the key is the id of is referred to, so that it stays its id.
+            self._known[_key(table)] = _identified(table), values
+
+    def appeared(self, model: torch.nn.Module) -> Iterator[Appeared]:
+        """Yields what has appeared since and has memory of its own: no parameter's, and no known tensor's."""
+        found, known = [], _Memory(model)
+        for table in tables(model):
+            before = self._known.get(_key(table))
+            if before is None:
+                continue  # what leads to it has appeared
+            for key, value in table.items():
+                was = self._value(before[1], key)
+                if was is _OTHER:
+                    known.add(value)
+                elif value is not was and not isinstance(value, _RESTORABLE):
+                    found.append((table, key, was, value))
+        for table, key, was, value in found:
+            if any(not known.has(tensor) for tensor in tensors_in(value)):
+                yield Appeared(table, key, was, is_lazy(table, key))
+
+    @staticmethod
+    def _value(before: dict[Any, Any] | int, key: Any) -> Any:
+        if isinstance(before, int):
+            return _OTHER if key < before else MISSING
+        return before.get(key, MISSING)
+
+
+def _identified(table: Table) -> Any:
+    return table.owner if table.kind == "closure" else table.entries  # a closure's cells are listed anew each time
+
+
+def _key(table: Table) -> int:
+    return id(_identified(table))
+
+
+class _Memory:
+    """Storages that a model had when it had been loaded."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._storages = {storage_key(p) for p in model.parameters()}
+
+    def add(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._storages.add(storage_key(value))
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() == 0 or storage_key(tensor) in self._storages
+
+
+def remember_loaded(model: torch.nn.Module) -> None:
+    """Must be called when `model` has been loaded, before its first forward pass."""
+    vars(model)[_LOADED] = LoadedState(model)
+
+
+def loaded_state(model: torch.nn.Module) -> LoadedState | None:
+    """Returns what `remember_loaded` has kept; None if it was not called."""
+    return vars(model).get(_LOADED)

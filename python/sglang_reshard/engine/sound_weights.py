@@ -1,0 +1,52 @@
+"""Refuses to leave parameters as they are where nothing has brought them.
+
+An engine that starts on random values (`load_format="dummy"`), or whose weights were released, has none; nor has one
+of which an update broke off. An update that keeps parameters (`trace.kept`) must not call such an engine complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+
+_SHOWN_NAMES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LastWrite:
+    """The last update that wrote this engine rank's weights; by default none.
+
+    stock_changes  as of its request
+    kept           names of the parameters that it left as they were
+    """
+
+    stock_changes: int = 0
+    kept: tuple[str, ...] = ()
+
+
+def check_kept(
+    kept: Collection[str], request: DistributedUpdateWeightsReq, engine_rank: int, last: LastWrite, *, torn: bool
+) -> None:
+    """Raises Mismatch if an update would keep a parameter that nothing has brought.
+
+    kept  names of the parameters that the update leaves as they are
+    torn  whether the last update broke off while it wrote
+    """
+    unsound: Collection[str] = ()
+    if request.stock_changes != last.stock_changes:  # SGLang itself has loaded or released all since
+        unsound = () if request.stock_loaded else kept
+    elif torn:
+        unsound = set(kept) - set(last.kept)
+    if not unsound:
+        return
+    names = sorted(unsound)
+    shown = ", ".join(names[:_SHOWN_NAMES])
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    raise Mismatch(
+        f"engine rank {engine_rank}: {shown}{more} would stay as they are, and nothing has brought them: the engine "
+        "was started with load_format='dummy', its weights were released, or an update of them broke off. Send them "
+        "once, without frozen= and only=, or start the engine on a checkpoint"
+    )

@@ -1,0 +1,21 @@
+"""Gives the tensors of a layout other names, as the two sides of an update may have different ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.layout.source_layout import SourceLayout
+
+
+def renamed(layout: SourceLayout, names: Sequence[str]) -> SourceLayout:
+    """Returns the layout with `names`, in its order. Raises Mismatch unless there is one for each tensor."""
+    if len(names) != len(layout.tensors):
+        raise Mismatch(
+            f"there are {len(names)} names for the {len(layout.tensors)} tensors of the source layout; trainer and "
+            "engine must run the same version of sglang-reshard"
+        )
+    tensors = (msgspec.structs.replace(t, name=name) for t, name in zip(layout.tensors, names, strict=True))
+    return msgspec.structs.replace(layout, tensors=tuple(tensors))

@@ -1,0 +1,162 @@
+"""Runs the probe of one update on all trainer ranks: the trainer's numbers before it, the engines' after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from sglang_reshard.errors import DeadlineExceeded, ProbeMismatch, ReshardError
+from sglang_reshard.observability.logs import get_logger, log_context
+from sglang_reshard.observability.probe_report import ProbeReport
+from sglang_reshard.observability.report import UpdateReport
+from sglang_reshard.probe.comparison import compare, probed_token
+from sglang_reshard.probe.engine import Expected, NotProbed, ProbedEngine
+from sglang_reshard.probe.probe import Probe
+from sglang_reshard.probe.trainer import trainer_logprobs
+from sglang_reshard.protocol.messages import decode, encode
+from sglang_reshard.trainer.update_sender import raising
+
+if TYPE_CHECKING:
+    from sglang_reshard.trainer.coordinator import Send
+    from sglang_reshard.trainer.update_sender import UpdateSender
+
+logger = get_logger(__name__)
+_RECORD_S = 10.0  # metrics are not worth a longer wait
+
+
+class Probing:
+    """One update's probe. `begin`, then the update, then `finish`, on every trainer rank."""
+
+    def __init__(self, probe: Probe, sender: UpdateSender, engines: Mapping[str, Send | None]) -> None:
+        """`engines`: name -> function that sends requests to the engine, on trainer rank 0; None on the others."""
+        self._probe, self._sender = probe, sender
+        self._sends = dict(engines)
+        self._engines: dict[str, ProbedEngine] = {}
+        self._trainer: tuple[tuple[float, ...], ...] = ()
+        self._trainer_seconds = 0.0
+
+    def begin(self, weights: Any) -> Any:
+        """Computes the trainer's log-probabilities. Collective, as the module is. Returns what the update is to send.
+
+        That is `weights`; if this rank has failed, an iterable that raises the reason, so that all ranks hear of it
+        before anything is written.
+        """
+        rank, _ = self._sender.ranks
+        began = time.perf_counter()
+        try:
+            if rank == 0:
+                named = self._sends.items()
+                self._engines = {n: ProbedEngine(self._probe.engine_named(n, send)) for n, send in named}
+            self._trainer = trainer_logprobs(self._probe)
+        except ReshardError as error:
+            return raising(error)
+        except Exception as error:
+            logger.exception("trainer rank %d: logprobs of the probe failed", rank)
+            return raising(
+                ReshardError(f"trainer rank {rank}: logprobs of the probe failed: {type(error).__name__}: {error}")
+            )
+        self._trainer_seconds = time.perf_counter() - began
+        return weights
+
+    def finish(self, reports: Mapping[str, UpdateReport]) -> dict[str, UpdateReport]:
+        """Asks the engines that were updated, and returns their reports with what was found. Collective.
+
+        Raises ProbeMismatch on every rank, unless on_mismatch="warn", and DeadlineExceeded naming ranks that do not
+        probe this update. The weights are live by then.
+        """
+        rank, _ = self._sender.ranks
+        updated = {name: report for name, report in reports.items() if report.success}
+        found = self._ask(updated) if rank == 0 and updated else {}
+        probes = decode(self._agree(encode(found)), dict[str, ProbeReport])
+        complete = {name: _with(report, probes.get(name)) for name, report in reports.items()}
+        if rank == 0:
+            self._tell(probes)
+        if self._probe.on_mismatch == "raise":
+            _raise_mismatch(probes, complete)
+        return complete
+
+    def _agree(self, own: bytes) -> bytes:
+        """Returns what trainer rank 0 passes."""
+        try:
+            return self._sender.agree(own, "update with probe=", self._timeout_s + self._sender.timeout_s)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"the update has succeeded and the weights are live, but {error}") from None
+
+    @property
+    def _timeout_s(self) -> float:
+        return self._probe.timeout_s or self._sender.timeout_s
+
+    def _ask(self, reports: Mapping[str, UpdateReport]) -> dict[str, ProbeReport]:
+        """Asks all engines at the same time. Runs on trainer rank 0."""
+        with ThreadPoolExecutor(len(reports), "sglang-reshard probe") as threads:
+            return dict(zip(reports, threads.map(self._probed, reports, reports.values()), strict=True))
+
+    def _probed(self, name: str, report: UpdateReport) -> ProbeReport:
+        sequences, version = self._probe.token_ids(), report.weight_version
+        session, update, lora = self._sender.last_update
+        began = time.perf_counter()
+        try:
+            engine = self._engines[name].logprobs(sequences, Expected(session, update, version, lora), self._timeout_s)
+        except NotProbed as error:
+            seconds = self._trainer_seconds + time.perf_counter() - began
+            return ProbeReport(version, str(error), trainer_seconds=self._trainer_seconds, seconds=seconds)
+        found = compare(self._trainer, engine)
+        engine_seconds = time.perf_counter() - began
+        return ProbeReport(
+            weight_version=version,
+            sequences=tuple(map(tuple, sequences)),
+            trainer=self._trainer,
+            engine=engine,
+            tokens=found.tokens,
+            mean_difference=found.mean,
+            largest_difference=found.largest,
+            worst=probed_token(sequences, self._trainer, engine, found.largest_at),
+            mean_threshold=self._probe.mean_threshold,
+            largest_threshold=self._probe.largest_threshold,
+            trainer_seconds=self._trainer_seconds,
+            engine_seconds=engine_seconds,
+            seconds=self._trainer_seconds + engine_seconds,
+        )
+
+    def _tell(self, probes: Mapping[str, ProbeReport]) -> None:
+        """Logs what was found, and adds it to the engines' metrics. Runs on trainer rank 0."""
+        session, update, _ = self._sender.last_update
+        for name, probe in probes.items():
+            which = f"probe of update {update}" if len(probes) == 1 else f"probe of update {update}, engine {name}"
+            log = logger.info if probe.passed else logger.warning
+            with log_context(session=session, update=update, version=probe.weight_version or ""):
+                log("%s: %s", which, probe.line())
+                try:
+                    self._engines[name].record(probe.summary(), min(_RECORD_S, self._timeout_s))
+                except NotProbed as error:
+                    logger.warning("%s is not in the engine's metrics: %s", which, error)
+
+
+def _with(report: UpdateReport, probe: ProbeReport | None) -> UpdateReport:
+    if probe is None:
+        return report
+    return msgspec.structs.replace(report, probe=probe, seconds=report.seconds | {"probe": probe.seconds})
+
+
+def _raise_mismatch(probes: Mapping[str, ProbeReport], reports: Mapping[str, UpdateReport]) -> None:
+    differing = {name: probe for name, probe in probes.items() if probe.outcome == "mismatch"}
+    if not differing:
+        return
+    which = "; ".join(
+        (f"{name}: " if len(probes) > 1 else "") + f"{probe.exceeded()}, over {probe.tokens} tokens; largest at "
+        f"{probe.worst}"
+        for name, probe in differing.items()
+    )
+    version = next(iter(differing.values())).weight_version
+    raise ProbeMismatch(
+        f"the engine computes something else than the trainer after the update to version {version!r}, whose weights "
+        f"are live and serving: {which}. Repeat the update with verify='full'. If that succeeds, the weights are right "
+        "and the engine computes with a copy or a cache that no update writes, or with another configuration than the "
+        "trainer's module. If it is rounding, raise mean_threshold and largest_threshold. Until the cause is known, "
+        "start the engine from a checkpoint of these weights",
+        reports,
+    )

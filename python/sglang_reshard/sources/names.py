@@ -1,0 +1,72 @@
+"""Reads the names of a training state: mappings of names to tensors, renamings, and fnmatch patterns of names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from sglang_reshard.errors import Mismatch
+
+Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
+
+
+def pairs(named_tensors: Any) -> Iterable[tuple[Any, ...]]:
+    """Returns (name, tensor) pairs of a mapping, such as a state dict or a TensorDict, and other iterables as given.
+
+    The names of nested TensorDicts are joined with dots, as a module's are.
+    """
+    if hasattr(named_tensors, "flatten_keys"):
+        named_tensors = named_tensors.flatten_keys(".")
+    found: Iterable[tuple[Any, ...]] = named_tensors.items() if is_mapping(named_tensors) else named_tensors
+    return found
+
+
+def is_mapping(named_tensors: Any) -> bool:
+    """Returns True for a mapping of names to tensors. A TensorDict is one, and no `Mapping`."""
+    return isinstance(named_tensors, Mapping) or hasattr(named_tensors, "flatten_keys")
+
+
+def patterns(given: Iterable[str]) -> tuple[str, ...]:
+    """Returns fnmatch patterns as a tuple; a string is one pattern."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """Gives the trainer's tensors other names. Two that are equal give the same names.
+
+    prefixes  (old, new), the longest old prefix first; the first one that a name begins with is replaced, once
+    function  takes the place of `prefixes`
+    """
+
+    prefixes: tuple[tuple[str, str], ...] = ()
+    function: Callable[[str], str] | None = None
+
+    @classmethod
+    def of(cls, rename: Rename | Renaming | None) -> Renaming | None:
+        """Returns the renaming that a user gave, a dict of prefixes or a function. Raises Mismatch for others."""
+        if rename is None or isinstance(rename, Renaming):
+            return rename
+        if isinstance(rename, Mapping):
+            if not all(isinstance(text, str) for pair in rename.items() for text in pair):
+                raise Mismatch(
+                    f"rename={dict(rename)!r} is no dict of prefixes: pass strings, old prefix -> new prefix"
+                )
+            ordered = sorted(rename.items(), key=lambda pair: (-len(pair[0]), pair[0]))
+            return cls(prefixes=tuple(ordered)) if ordered else None
+        if callable(rename):
+            return cls(function=rename)
+        raise Mismatch(f"rename is a {type(rename).__name__}; pass a dict of prefixes or a function from name to name")
+
+    def __call__(self, name: str) -> str:
+        """Returns the new name. Raises Mismatch if the function returns none."""
+        if self.function is not None:
+            new = self.function(name)
+            if not isinstance(new, str) or not new:
+                raise Mismatch(f"rename returned {new!r} for {name}; return the name to send it under")
+            return new
+        for old, replacement in self.prefixes:
+            if name.startswith(old):
+                return replacement + name[len(old) :]
+        return name

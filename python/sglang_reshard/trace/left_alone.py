@@ -1,0 +1,170 @@
+"""Live tensors that an update does not write: which are refused, and which are as after a start on the checkpoint.
+
+A parameter may be left alone where a start on the engine's own checkpoint leaves it alone too (`stock_load`). It then
+gets the value that its constructor gave it, if the engine was started on dummy weights (`initial_values`). Persistent
+buffers must be sent if a start would load them, and are as constructed otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.trace.geometry import Geometry
+from sglang_reshard.trace.initial_values import InitialValues, kept_values, persistent_buffers
+from sglang_reshard.trace.lazy_storage import LiveStorage
+from sglang_reshard.trace.live import flat_view, storage_key
+from sglang_reshard.trace.program import Step
+from sglang_reshard.trace.stock_load import StockLoad, source_names
+
+_RESTART = "Start the engine on the checkpoint (load_format='auto'), by one of SGLang's own loaders, or send the tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class LeftAlone:
+    """A parameter of which an update writes nothing, or no more than `written`, in elements of its storage."""
+
+    name: str
+    parameter: torch.Tensor
+    written: tuple[Geometry, ...] = ()
+
+
+def check_buffers(
+    model: torch.nn.Module,
+    storages: Mapping[int, LiveStorage],
+    written: Collection[LiveStorage],
+    stock: StockLoad,
+    may_stay: Callable[[str], bool],
+) -> list[str]:
+    """Raises Unsupported, naming it, for a tensor that a start would load, and an update does not write.
+
+    may_stay  returns whether nothing at all may write the tensor of this name. Returns the names of those that stay
+
+    That is a persistent buffer. If one must be looked for in the engine's own checkpoint, attributes and other buffers
+    that it fills are found, too. Also raises Unsupported for a persistent buffer that nobody loads, if the engine's
+    start has randomized it.
+    """
+    parameters = {storage_key(parameter) for parameter in model.parameters()}
+    unwritten: dict[str, tuple[str, torch.Tensor]] = {}
+    for name, buffer in persistent_buffers(model):
+        storage = storages.get(storage_key(buffer))
+        if buffer.numel() and storage is not None and storage not in written and storage_key(buffer) not in parameters:
+            unwritten.setdefault(storage.name, (name, buffer))
+    if not unwritten:
+        return []
+    loaded = _loaded(storages, written, unwritten, stock, parameters)
+    kept: list[str] = []
+    for storage_name, source in loaded.items():
+        name = unwritten[storage_name][0] if storage_name in unwritten else storage_name
+        if may_stay(name):
+            kept.append(name)
+            continue
+        unsure = f" (Whether the model's checkpoint has it is not known: {stock.unknown}.)" if stock.unknown else ""
+        raise Unsupported(
+            f"{name} is a buffer that the loader fills from {source}, which was not sent: named_parameters() has no "
+            f"buffers. Pass model.state_dict().items(), or the module itself, which have them.{unsure}"
+        )
+    for name, buffer in unwritten.values():
+        if buffer.is_floating_point() and any(_within(model, name, stock.randomized)):
+            raise Unsupported(
+                f"{name} is a buffer that no tensor of the checkpoint reaches, and the engine's start on dummy weights "
+                f"has overwritten it with random values. {_RESTART}"
+            )
+    return kept
+
+
+def _loaded(
+    storages: Mapping[int, LiveStorage],
+    written: Collection[LiveStorage],
+    unwritten: Mapping[str, tuple[str, torch.Tensor]],
+    stock: StockLoad,
+    parameters: Collection[int],
+) -> dict[str, str]:
+    """Returns live storage -> what would be loaded to it, for those that an update does not write."""
+    writes = stock.writes()
+    if writes is None:
+        tensors = {storage_name: buffer for storage_name, (_, buffer) in unwritten.items()}
+        return stock.takes(tensors)
+    others = {s.name for key, s in storages.items() if key not in parameters and s not in written}
+    sources = {name: source_names(records) for name, records in writes.items() if name in others}
+    return {name: names[0] for name, names in sources.items() if names}
+
+
+def restoring_steps(model: torch.nn.Module, left: Sequence[LeftAlone], stock: StockLoad) -> list[Step]:
+    """Returns the step that gives parameters their initial values once, where a dummy start has overwritten them.
+
+    Raises Unsupported, naming the parameter, where the initial value is not known and matters, see `initial_values`.
+    """
+    found: list[tuple[LeftAlone, torch.Tensor]] = []
+    roots = list(_kept_by_roots(model)) if left else []
+    for one in left:
+        if not one.parameter.is_floating_point():  # these are not randomized
+            continue
+        if any(_within(model, one.name, stock.randomized)):
+            raise _unknown(one.name)
+        for root, values in roots:
+            if one.name.startswith(root):
+                initial = _initial(model, one, root, values)
+                if initial is not None:
+                    found.append((one, initial))
+    return [Step(found[0][0].name, "initial values", _Restore(found))] if found else []
+
+
+def _initial(model: torch.nn.Module, one: LeftAlone, root: str, values: InitialValues) -> torch.Tensor | None:
+    """Returns the value to be restored; None for what is undefined in an engine started on the checkpoint, too."""
+    # SGLang wraps layers that LoRA adapters are for once the model is loaded.
+    initial = values.parameters.get(one.name.removeprefix(root).replace(".base_layer.", "."))
+    if initial is None:
+        owner = model.get_submodule(one.name.rpartition(".")[0])
+        if getattr(owner, "quant_method", None) is None:
+            raise _unknown(one.name)
+        return None
+    if initial.dim() and initial.shape != one.parameter.shape:
+        raise _unknown(one.name)
+    if not bool(initial.float().isfinite().all()):  # no constructor has written that: it is uninitialised memory
+        return None
+    return initial
+
+
+class _Restore:
+    """Writes initial values to the elements that updates leave alone, when it is first called."""
+
+    def __init__(self, values: Sequence[tuple[LeftAlone, torch.Tensor]]) -> None:
+        self._values = values
+
+    def __call__(self) -> None:
+        for one, initial in self._values:
+            live = one.parameter
+            value = initial.to(live.device).expand(live.shape)
+            if one.written:
+                flat = flat_view(live, live.dtype)
+                loaded = torch.zeros(len(flat), dtype=torch.bool, device=live.device)
+                for geometry in one.written:
+                    loaded.as_strided(geometry.size, geometry.stride, geometry.offset).fill_(True)
+                of_live = loaded.as_strided(live.shape, live.stride(), live.storage_offset())
+                value = torch.where(of_live, live, value)
+            live.copy_(value)
+        self._values = ()
+
+
+def _kept_by_roots(model: torch.nn.Module) -> Iterator[tuple[str, InitialValues]]:
+    """Yields the beginning of the names of each model that SGLang has built, and its initial values."""
+    for path, module in model.named_modules():
+        if (values := kept_values(module)) is not None:
+            yield f"{path}." if path else "", values
+
+
+def _within(model: torch.nn.Module, name: str, roots: Sequence[torch.nn.Module]) -> Iterator[bool]:
+    for path, module in model.named_modules() if roots else ():
+        if any(module is root for root in roots):
+            yield not path or name.startswith(f"{path}.")
+
+
+def _unknown(name: str) -> Unsupported:
+    return Unsupported(
+        f"{name} is not written by the loader at all. A start on the engine's checkpoint leaves it as it was "
+        f"constructed, but this engine's start on dummy weights has overwritten that. {_RESTART}"
+    )

@@ -1,0 +1,48 @@
+"""Finds out which names a model's loader reads, without asking whether that is all it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.trace.block_fp8 import block_size, checkpoint_tensors, in_fp8, wider
+from sglang_reshard.trace.built_modules import modules_as_built
+from sglang_reshard.trace.recorder import Recorder
+from sglang_reshard.trace.repack import repacked_modules
+from sglang_reshard.trace.tracer import run_loader, tracing
+
+
+class NamesRead(NamedTuple):
+    """What a loader did with checkpoint tensors.
+
+    read     names of those that reach a live tensor
+    refused  the name at which the loader raised; empty if it did not
+    """
+
+    read: frozenset[str]
+    refused: str
+
+
+def names_read(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> NamesRead:
+    """Runs `model.load_weights` as a trace does, and returns what it reads. Raises nothing that the loader raises."""
+    with tracing(), modules_as_built([(m.module, m.built) for m in repacked_modules(model)]) as parameters:
+        found = _names_read(model, specs, parameters)
+        if found.refused and block_size(model) is not None:  # its loader may take fp8 only
+            candidates = wider(specs)
+            in_8_bits = [in_fp8(spec) if spec.name in candidates else spec for spec in specs]
+            found = max(found, _names_read(model, in_8_bits, parameters), key=lambda one: len(one.read))
+    return found
+
+
+def _names_read(model: torch.nn.Module, specs: Sequence[TensorSpec], as_built: Collection[int]) -> NamesRead:
+    recorder, refused = Recorder(model, as_built), ""
+    try:
+        run_loader(model, specs, recorder)
+    except ReshardError:
+        refused = recorder.received
+    read = (tensor.spec.name for record in recorder.records for tensor in checkpoint_tensors(record.content))
+    return NamesRead(frozenset(read), refused)

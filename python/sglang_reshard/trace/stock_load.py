@@ -1,0 +1,204 @@
+"""Finds out what the engine's own start loads: which live tensors a checkpoint fills, and which it leaves alone.
+
+An update must write all that a start on the model's checkpoint writes, and need not write more. What that is, two
+sources tell. Neither costs anything while an update writes every parameter and every persistent buffer.
+
+    the engine's checkpoint   the loader is traced once more, with the names and shapes in the headers of the files that
+                              the engine was started with. Decides, if the checkpoint is complete
+    a probe                   without these files. The loader is traced with one more tensor for each persistent buffer
+                              that was not written, to see whether it takes it
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.trace.lazy_storage import CheckpointTensor, VersionedView, leaves
+from sglang_reshard.trace.memory import Record
+
+_SHOWN = 4  # names in an error message
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStart:
+    """How an engine was started.
+
+    specs       the tensors of its own checkpoint, under the names that its loader gets; None if they are not known
+    unknown     why not
+    randomized  the models whose start on dummy weights was not seen by `keep_initial_values`
+    """
+
+    specs: Sequence[TensorSpec] | None
+    unknown: str = ""
+    randomized: Sequence[torch.nn.Module] = ()
+
+
+class TraceRecords(Protocol):
+    def __call__(self, specs: Sequence[TensorSpec], last: list[str], /) -> Sequence[Record]:
+        """Traces the loader with `specs`. `last` gets the name of each tensor that it receives."""
+
+
+class StockLoad:
+    """What the loader writes with the engine's own checkpoint. Traces at most once, when it is asked.
+
+    unknown  why nothing is known; empty if it is, or before it is asked
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        records: Sequence[Record],
+        start: Callable[[], EngineStart] | None,
+        trace: TraceRecords,
+    ) -> None:
+        """`records` are those of an update that sends `specs`."""
+        self._specs, self._records, self._trace = specs, records, trace
+        self._start = functools.cache(start if start is not None else lambda: EngineStart(None))
+        self._found: Mapping[str, Sequence[Record]] | None = None
+        self._asked = False
+        self.unknown = ""
+
+    @property
+    def randomized(self) -> Sequence[torch.nn.Module]:
+        """See `EngineStart`."""
+        return self._start().randomized
+
+    def writes(self) -> Mapping[str, Sequence[Record]] | None:
+        """Returns the writes of each live storage, by its name; None if the checkpoint is not known."""
+        if not self._asked:
+            self._asked = True
+            try:
+                self._found = self._traced(self._start())
+            except ReshardError as error:
+                self.unknown = f"the loader cannot be traced with the engine's own checkpoint: {error}"
+        return self._found
+
+    def _traced(self, start: EngineStart) -> Mapping[str, Sequence[Record]] | None:
+        if start.specs is None:
+            self.unknown = start.unknown
+            return None
+        if {(s.name, s.shape) for s in start.specs} == {(s.name, s.shape) for s in self._specs}:
+            return _by_storage(self._records)
+        found = _by_storage(self._trace(start.specs, []))
+        # A checkpoint that lacks what a trainer has proves nothing about what else it lacks.
+        if lacking := next((r.storage.name for r in self._records if r.storage.name not in found), None):
+            self.unknown = f"none of the tensors of the engine's own checkpoint reaches {lacking}, which is sent"
+            return None
+        return found
+
+    def hint(self, storage: str) -> str:
+        """Returns what is known about a live storage that is not written completely, as the end of an error message."""
+        writes = self.writes()
+        if writes is not None and (names := source_names(writes.get(storage, ()))):
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            return f" The engine's own checkpoint fills it from {', '.join(names[:_SHOWN])}{more}."
+        if self.unknown:
+            return (
+                " If a start on the model's checkpoint does not write it either, have the complete checkpoint in the "
+                f"engine's model_path, whose headers show that ({self.unknown})."
+            )
+        return ""
+
+    def takes(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """Returns live tensor -> name under which the loader takes it, for those that it takes.
+
+        tensors  by path, none of them written. Each is tried under its path and, if the checkpoint's names differ from
+                 the model's, as its neighbours are named
+        """
+        names = _names_in_checkpoint(tensors, self._records)
+        known = {spec.name for spec in self._specs}
+        probes = {
+            name: TensorSpec(name, tuple(tensors[path].shape), str(tensors[path].dtype).removeprefix("torch."))
+            for path, candidates in names.items()
+            for name in candidates
+            if name not in known
+        }
+        while probes:
+            last: list[str] = []
+            try:
+                records = self._trace((*self._specs, *probes.values()), last)
+            except ReshardError:
+                # The loader does not know the name that it got last, so that it knows none of this kind.
+                refused = _kind(last[-1]) if last else ""
+                left = {name: spec for name, spec in probes.items() if _kind(name) != refused}
+                if len(left) == len(probes):
+                    return {}
+                probes = left
+                continue
+            return {
+                record.storage.name: name
+                for record in records
+                for name in _sources(record)
+                if name in probes and record.storage.name in tensors
+            }
+        return {}
+
+
+def source_names(records: Iterable[Record]) -> list[str]:
+    """Returns the names of the checkpoint tensors that are written, without duplicates."""
+    return list(dict.fromkeys(name for record in records for name in _sources(record)))
+
+
+def _by_storage(records: Iterable[Record]) -> dict[str, list[Record]]:
+    found: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        found[record.storage.name].append(record)
+    return dict(found)
+
+
+def _sources(record: Record) -> Iterable[str]:
+    if isinstance(record.content, CheckpointTensor):
+        yield record.content.spec.name
+    elif isinstance(record.content, VersionedView):
+        for leaf in leaves(record.content):
+            if isinstance(leaf.storage.base, CheckpointTensor):
+                yield leaf.storage.base.spec.name
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _names_in_checkpoint(paths: Collection[str], records: Iterable[Record]) -> dict[str, list[str]]:
+    """Returns the names that live tensors could have in the checkpoint.
+
+    That is their own, and their own with the beginning that the name of the nearest parameter has there.
+    """
+    nearest: dict[str, tuple[str, str]] = {}  # path of a module -> beginnings of a parameter below it: live, in names
+    for record in records:
+        if isinstance(record.content, CheckpointTensor):
+            beginnings = _different_beginnings(record.storage.name, record.content.spec.name)
+            module = record.storage.name
+            while module:
+                module = module.rpartition(".")[0]
+                # The shortest: a fused parameter's name differs from its parts' close to the end.
+                if module not in nearest or len(beginnings[0]) < len(nearest[module][0]):
+                    nearest[module] = beginnings
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        module, candidates = path.rpartition(".")[0], [path]
+        while module and module not in nearest:
+            module = module.rpartition(".")[0]
+        live, name = nearest.get(module, ("", ""))
+        if path.startswith(live):
+            candidates.append(name + path[len(live) :])
+        found[path] = list(dict.fromkeys(candidates))
+    return found
+
+
+def _different_beginnings(live: str, name: str) -> tuple[str, str]:
+    """Returns what two dotted names begin with before their common end."""
+    a, b = live.split("."), name.split(".")
+    while a and b and a[-1] == b[-1]:
+        a.pop()
+        b.pop()
+    return ".".join(a) + "." * bool(a), ".".join(b) + "." * bool(b)

@@ -1,0 +1,233 @@
+"""Forward passes of engines that were updated, and of engines that started on the same checkpoint.
+
+Run as a script by test_forwards.py, on SGLang's CPU code paths. One engine rank per fork, by SGLang's own ModelRunner
+in the checkpoint's dtype, with the plugin:
+
+    fresh      loads checkpoint B by stock, and runs a prefill and a decode step
+    updated    loads checkpoint A by stock and does the same, is updated to B, and does it again
+    unrenewed  like `updated`, but what forward passes have derived from weights stays
+
+    forward_cases.py FOLDER [ARCHITECTURE ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from architecture_cases import USUAL
+from architectures import Architecture, generation
+from examination import said
+from oracle.digests import digest
+from oracle.replay import replay
+from sglang_reshard.cli.plan.forked_jobs import run_in_forks
+from sglang_reshard.derived import DerivedState
+from sglang_reshard.derived.reachable import tables, tensors_in
+from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.testing import cpu_host
+from sglang_reshard.trace.tracer import trace
+from support.checkpoints import read_weights, write_checkpoint
+from support.scripts import answer
+
+CASE = "case: "
+PROMPTS = [[5, 6, 7, 8, 9, 10], [100, 200, 30, 40, 50, 60]]
+A, B = 1, 2  # seeds of checkpoints
+_DEADLINE_SECONDS = 3000
+# Changes to the usual config, until SGLang's CPU code runs it: its latent attention runs where the latent cache is as
+# wide as heads.
+_CONFIGS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({"kv_lora_rank": 32, "qk_nope_head_dim": 32}, ()),
+    ({}, ()),
+    *(({}, variants) for variants in USUAL if variants),
+)
+
+
+class Run(NamedTuple):
+    architecture: str
+    kind: str  # "fresh", "updated" or "unrenewed"
+    folders: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a run has computed with checkpoint B, and what the model keeps afterwards.
+
+    logits     digests of a prefill's and a decode step's
+    finite     whether all logits are finite numbers
+    reachable  digests of all tensors that the model reaches, by path
+    first      `logits`, with checkpoint A
+    derived    paths of what was computed again
+    remark     what nobody knows about
+    error      of a run that has come to no end
+    """
+
+    logits: tuple[str, ...] = ()
+    finite: bool = True
+    reachable: dict[str, str] = field(default_factory=dict)
+    first: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
+    remark: str = ""
+    error: str = ""
+
+
+def run(job: Run) -> Seen:
+    try:
+        return _run(job)
+    except (Exception, SystemExit) as error:
+        return Seen(error=said(error, str(Path(job.folders[0]).parent)))
+
+
+def _run(job: Run) -> Seen:
+    at_a, at_b = job.folders
+    if job.kind == "fresh":
+        runner = _runner(at_b)
+        logits, finite = _forward(runner)
+        return Seen(logits, finite, _reachable(runner.torch_runner.model))
+    runner = _runner(at_a)
+    model = runner.torch_runner.model
+    first, _ = _forward(runner)
+    derived = DerivedState(model)
+    derived.signature()
+    weights = read_weights(at_b)
+    specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
+    if job.kind == "unrenewed":
+        _forward(runner)
+        replay(trace(model, specs), weights)
+    else:
+        replay(trace(model, specs), weights, derived)
+    logits, finite = _forward(runner)
+    return Seen(logits, finite, _reachable(model), first, tuple(a.path for a in derived._lazy), derived.remark)
+
+
+def _runner(folder: str) -> Any:
+    from sglang import bench_one_batch
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    dtype = json.loads((Path(folder) / "config.json").read_text()).get("dtype", "bfloat16")
+    arguments = cpu_host.engine_arguments(dtype=dtype)
+    server_args = ServerArgs(model_path=folder, skip_tokenizer_init=True, log_level="error", **arguments)
+    bench_one_batch.get_tokenizer = lambda *_, **__: None
+    torch.manual_seed(0)
+    return bench_one_batch.load_model(server_args, PortArgs.init_new(server_args), 0, 0)[0]
+
+
+def _forward(runner: Any) -> tuple[tuple[str, ...], bool]:
+    from sglang import bench_one_batch
+
+    runner.clear()
+    requests = bench_one_batch.prepare_synthetic_inputs_for_latency_test(len(PROMPTS), len(PROMPTS[0]), PROMPTS)
+    tokens, prefill, batch = runner.extend(requests)
+    _, decode = runner.decode(tokens, batch)
+    return (digest(prefill), digest(decode)), bool(prefill.isfinite().all() and decode.isfinite().all())
+
+
+def _reachable(model: torch.nn.Module) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for table in tables(model):
+        if table.kind in ("globals", "cache") or table.path.startswith("sglang."):
+            continue  # what the whole process keeps
+        for key, value in table.items():
+            for number, tensor in enumerate(tensors_in(value)):
+                if tensor.device.type != "meta" and tensor.layout is torch.strided and tensor.numel():
+                    found[f"{table.name(key)}/{number}"] = digest(tensor)
+    return found
+
+
+def _written(architecture: Architecture, root: Path) -> Iterator[tuple[str, str]]:
+    """Yields the folders of both checkpoints, for one config after the other that transformers takes."""
+    assert architecture.writer is not None
+    tried: list[dict[str, Any]] = []
+    for number, (instead, variants) in enumerate(_CONFIGS):
+        folders = [root / architecture.name / f"{number}-{seed}" for seed in (A, B)]
+        try:
+            for folder, seed in zip(folders, (A, B), strict=True):
+                write_checkpoint(
+                    architecture.writer,
+                    folder,
+                    architecture=architecture.name,
+                    variants=variants,
+                    instead=instead,
+                    seed=seed,
+                )
+        except Exception:
+            continue
+        if not (folders[0] / "config.json").exists():
+            continue  # there is no such variant
+        config = json.loads((folders[0] / "config.json").read_text())
+        if config not in tried:  # keys that a class does not have change nothing
+            tried.append(config)
+            yield str(folders[0]), str(folders[1])
+
+
+def examine(architecture: Architecture, root: Path) -> dict[str, Any]:
+    """Runs in a child; each of its runs in a fork of it."""
+    reasons: list[str] = []
+    for folders in _written(architecture, root):
+        fresh = _in_fork(run, Run(architecture.name, "fresh", folders))
+        if fresh.error:
+            reasons.append(fresh.error)
+            continue
+        if not fresh.finite:
+            reasons.append("logits that are no finite numbers")
+            continue
+        runs = {kind: _in_fork(run, Run(architecture.name, kind, folders)) for kind in ("updated", "unrenewed")}
+        if (found := verdict(fresh, **runs))["outcome"] != "refused":
+            return found
+        reasons.append(found["why"])
+    return {"outcome": "cannot", "why": next(iter(reasons), "no checkpoint could be written")}
+
+
+def verdict(fresh: Seen, updated: Seen, unrenewed: Seen) -> dict[str, Any]:
+    """Compares an updated engine with a fresh one.
+
+    needed  whether the engine computes something else if derived state is left as it was
+    """
+    differing = [n for n, d in fresh.reachable.items() if updated.reachable.get(n) != d]
+    differing += sorted(updated.reachable.keys() - fresh.reachable.keys())
+    if updated.error:
+        outcome, why = "refused", updated.error
+    elif updated.first == fresh.logits:
+        outcome, why = "cannot", "logits that are the same for all weights"
+    elif updated.logits != fresh.logits:
+        outcome, why = "failed", f"other logits than a fresh engine's; {len(differing)} tensors differ: {differing[:3]}"
+    elif differing:
+        outcome, why = "failed", f"{len(differing)} reachable tensors differ: {', '.join(differing[:3])}"
+    else:
+        outcome, why = "passed", ""
+    needed = unrenewed.logits != fresh.logits
+    return {"outcome": outcome, "why": why, "derived": list(updated.derived), "needed": needed, "left": updated.remark}
+
+
+def _in_fork(work: Callable[[Any], Any], job: Any) -> Any:
+    ((_, result),) = run_in_forks(lambda _: asdict(work(job)), [0], processes=1, deadline_seconds=300)
+    return Seen(**{k: tuple(v) if isinstance(v, list) else v for k, v in result.items()})
+
+
+def main(folder: str, *only: str) -> None:
+    cpu_host.activate(1, 1)
+    torch.set_num_threads(1)
+    from sglang import bench_one_batch  # noqa: F401
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    architectures: Sequence[Architecture] = [
+        a for a in generation() if a.kind == "text" and a.writer is not None and (not only or a.name in only)
+    ]
+    jobs = run_in_forks(
+        lambda architecture: examine(architecture, Path(folder)),
+        architectures,
+        processes=2,
+        deadline_seconds=_DEADLINE_SECONDS,
+    )
+    for architecture, found in jobs:
+        answer(CASE + json.dumps([architecture.name, found]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,300 @@
+"""Layers that compute something from their weight in their first forward pass and keep it, each in another place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+SIZE = 6
+
+
+class Linear(nn.Module):
+    """y = x @ f(weight); what f returns is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SIZE, SIZE, dtype=torch.bfloat16))
+
+    def load_weights(self, weights: Any) -> None:
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor)
+
+
+class InAttribute(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self._wide: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._wide is None:
+            self._wide = self.weight.float()
+        return x @ self._wide
+
+
+class InMissingAttribute(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "_wide"):
+            self._wide = self.weight.float()
+        return x @ self._wide
+
+
+class InBuffer(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("_transposed", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._transposed is None:
+            self._transposed = self.weight.data.t().float().contiguous()
+        return x @ self._transposed
+
+
+class ByMethod(Linear):
+    """The method that computes it needs no input, and the forward pass uses its input before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._padded: torch.Tensor | None = None
+
+    def pad(self) -> None:
+        self._padded = nn.functional.pad(self.weight.float(), (0, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        if self._padded is None:
+            self.pad()
+        return x @ self._padded
+
+
+class InCachedProperty(Linear):
+    @functools.cached_property
+    def wide(self) -> torch.Tensor:
+        return self.weight.data.float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.wide
+
+
+class InDictionary(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "wide" not in self.cache:
+            self.cache["wide"] = self.weight.float()
+        return x @ self.cache["wide"]
+
+
+class _Method:
+    """A quantization method that keeps a product on the layer, or on itself."""
+
+    def __init__(self) -> None:
+        self.scaled: torch.Tensor | None = None
+
+    def apply(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        if self.scaled is None:
+            self.scaled = layer.weight.float() * 3
+        return x @ self.scaled
+
+
+class InHelper(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant_method = _Method()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.quant_method.apply(self, x)
+
+
+class _MethodOfLayers:
+    def apply(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        if layer._scaled is None:
+            layer._scaled = layer.weight.float() * 3
+        return x @ layer._scaled
+
+
+class ByHelper(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant_method, self._scaled = _MethodOfLayers(), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.quant_method.apply(self, x)
+
+
+def _keeping() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    wide = None
+
+    def apply(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        nonlocal wide
+        if wide is None:
+            wide = weight.float()
+        return x @ wide
+
+    return apply
+
+
+class InClosure(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.apply_weight = _keeping()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.apply_weight(self.weight, x)
+
+
+_BY_ID: dict[int, torch.Tensor] = {}
+
+
+class InGlobalById(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if id(self.weight) not in _BY_ID:
+            _BY_ID[id(self.weight)] = self.weight.float()
+        return x @ _BY_ID[id(self.weight)]
+
+
+_WIDE: torch.Tensor | None = None
+
+
+def _wide(weight: torch.Tensor) -> torch.Tensor:
+    global _WIDE
+    if _WIDE is None:
+        _WIDE = weight.float()
+    return _WIDE
+
+
+class InGlobal(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ _wide(self.weight)
+
+
+@functools.lru_cache
+def _transposed(layer: nn.Module) -> torch.Tensor:
+    return layer.weight.data.float().t().contiguous()
+
+
+class InLruCache(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ _transposed(self)
+
+
+class InHiddenModule(Linear):
+    """The layer that keeps it is in a list, and so no child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [InAttribute()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.parts[0].weight = self.weight
+        return self.parts[0](x)
+
+
+class Folded(Linear):
+    """The first forward pass scales the weight in place, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folded = False
+
+    def fold(self) -> None:
+        if not self.folded:
+            self.weight.data.mul_(0.5)
+            self.folded = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.fold()
+        return x @ self.weight.float()
+
+
+class FoldedByLoader(Linear):
+    """Loading ends with a change in place, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.converted = False
+
+    def load_weights(self, weights: Any) -> None:
+        super().load_weights(weights)
+        self.post_load_weights()
+
+    def post_load_weights(self) -> None:
+        if not self.converted:
+            self.convert()
+
+    def convert(self) -> None:
+        self.converted = True
+        self.weight.data.copy_(self.weight.data.t().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.float()
+
+
+class FoldedByParameterLoader(FoldedByLoader):
+    """The change is part of writing the parameter, and not repeated at the end."""
+
+    def load_weights(self, weights: Any) -> None:
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor)
+            self.convert()
+        self.post_load_weights()
+
+
+class OfNoWeight(Linear):
+    """It keeps memory to compute in, whose address others may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._workspace: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._workspace is None:
+            self._workspace = torch.zeros(SIZE, SIZE)
+        return torch.matmul(x, self.weight.float() + self._workspace)
+
+
+class FromOutside(Linear):
+    """The engine sets it when it starts; no method makes it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copy: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight.float() if self.copy is None else self.copy)
+
+
+class OfInputs(Linear):
+    """What it keeps depends on weight and input: no run without the input makes it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scaled: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._scaled is None:
+            self._scaled = self.weight.float() * x.max()
+        return x @ self._scaled
+
+
+LAZY = (
+    InAttribute,
+    InMissingAttribute,
+    InBuffer,
+    ByMethod,
+    InCachedProperty,
+    InDictionary,
+    InHelper,
+    ByHelper,
+    InClosure,
+    InGlobalById,
+    InGlobal,
+    InLruCache,
+    InHiddenModule,
+    Folded,
+)

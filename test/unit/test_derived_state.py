@@ -1,0 +1,150 @@
+"""An update leaves nothing that a forward pass has derived from the weights before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from oracle.replay import replay
+from sglang_reshard.derived import DerivedState
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.trace.folded import remember_built
+from sglang_reshard.trace.live_shards import live_shards
+from sglang_reshard.trace.live_signature import live_signature
+from sglang_reshard.trace.tracer import trace
+from support import deriving
+from toy_loader import specs_of
+
+X = torch.arange(2.0 * deriving.SIZE).reshape(2, deriving.SIZE)
+
+
+def weights(seed: int) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [("weight", torch.randn(deriving.SIZE, deriving.SIZE, generator=generator).bfloat16())]
+
+
+def update(layer: nn.Module, given: list[tuple[str, torch.Tensor]], derived: DerivedState) -> None:
+    replay(trace(layer, specs_of(dict(given))), dict(given), derived)
+
+
+def of_fresh(kind: type[nn.Module], seed: int) -> torch.Tensor:
+    """What a layer says that was built on these weights. Those that keep state in globals have none then."""
+    layer = kind()
+    layer.load_weights(weights(seed))
+    deriving._BY_ID.clear()
+    deriving._WIDE = None
+    deriving._transposed.cache_clear()
+    return layer(X)
+
+
+@pytest.mark.parametrize("kind", deriving.LAZY)
+@pytest.mark.parametrize("updates", [1, 3])
+def test_an_update_leaves_no_state_of_the_weights_before(kind, updates):
+    expected = [of_fresh(kind, seed) for seed in range(updates + 1)]
+    assert not torch.equal(expected[0], expected[1])
+    of_fresh(kind, 0)  # and its globals are as they were when they were imported
+    deriving._BY_ID.clear()
+    deriving._WIDE = None
+    deriving._transposed.cache_clear()
+
+    layer = kind()
+    layer.load_weights(weights(0))
+    derived = DerivedState(layer)
+    signature = derived.signature()
+    for seed in range(updates + 1):
+        if seed:
+            assert derived.signature() == signature  # nothing has to be traced again
+            update(layer, weights(seed), derived)
+        assert torch.equal(layer(X), expected[seed])
+        assert torch.equal(layer(X), expected[seed])
+
+
+@pytest.mark.parametrize("kind", [deriving.InAttribute, deriving.InBuffer, deriving.ByMethod])
+def test_what_cuda_graphs_read_is_computed_again_where_it_is(kind):
+    layer = kind()
+    layer.load_weights(weights(0))
+    derived = DerivedState(layer, addresses_stay=True)
+    layer(X)
+    (name,) = {k for k, v in {**vars(layer), **layer._buffers}.items() if isinstance(v, torch.Tensor)}
+    kept = getattr(layer, name)
+    derived.signature()
+    assert getattr(layer, name) is kept
+    update(layer, weights(1), derived)
+    assert getattr(layer, name) is kept
+    assert torch.equal(layer(X), of_fresh(kind, 1))
+
+
+@pytest.mark.parametrize("kind", [deriving.OfInputs, deriving.InDictionary, deriving.Folded])
+def test_what_cuda_graphs_read_and_no_method_computes_again_is_refused(kind):
+    layer = kind()
+    layer.load_weights(weights(0))
+    derived = DerivedState(layer, addresses_stay=True)
+    layer(X)
+    before = layer.weight.clone(), layer(X)
+    with pytest.raises(Unsupported, match=r"(_scaled|cache\.wide|set folded).*disable_cuda_graph=True"):
+        derived.signature()
+    assert torch.equal(layer.weight, before[0])  # a rehearsal changes nothing
+    assert torch.equal(layer(X), before[1])
+
+
+@pytest.mark.parametrize("kind", [deriving.FoldedByLoader, deriving.FoldedByParameterLoader])
+@pytest.mark.parametrize("dummy", [False, True], ids=["loaded", "dummy"])
+@pytest.mark.parametrize("addresses_stay", [False, True])
+def test_what_loading_does_once_it_does_again_on_new_weights(kind, dummy, addresses_stay):
+    """A loader changes what it has loaded in place, and sets a flag. After a dummy start the first update is first."""
+    layer = kind()
+    remember_built(layer)
+    if not dummy:
+        layer.load_weights(weights(0))
+    derived = DerivedState(layer, addresses_stay)
+    for seed in (1, 2, 3):
+        derived.signature()
+        update(layer, weights(seed), derived)
+        fresh = kind()
+        fresh.load_weights(weights(seed))
+        assert torch.equal(layer(X), fresh(X))
+
+
+def test_weights_that_were_changed_after_they_were_loaded_are_not_passed_on():
+    layer = deriving.FoldedByLoader()
+    program = trace(layer, specs_of(dict(weights(0))))
+    with pytest.raises(Unsupported, match="weight cannot be read from the live weights"):
+        live_shards(program, {"weight": (deriving.SIZE, deriving.SIZE)}, 0)
+
+
+def test_memory_that_no_weight_is_in_keeps_its_address_for_cuda_graphs():
+    layer = deriving.OfNoWeight()
+    derived = DerivedState(layer, addresses_stay=True)
+    layer(X)
+    kept = layer._workspace
+    derived.signature()
+    derived.renew()
+    assert layer._workspace is kept
+    assert derived.remark == ""
+
+
+def test_what_the_engine_has_set_is_left_and_named():
+    layer = nn.Sequential(deriving.FromOutside())
+    derived = DerivedState(layer)
+    layer[0].copy = layer[0].weight.float()
+    derived.signature()
+    assert layer[0].copy is not None
+    assert "0.copy" in derived.remark
+
+
+def test_a_view_of_a_parameter_is_no_derived_state():
+    layer = deriving.FromOutside()
+    derived = DerivedState(layer)
+    layer.copy = layer.weight.data.t()
+    derived.signature()
+    assert layer.copy is not None
+    assert derived.remark == ""
+
+
+def test_without_a_forward_pass_nothing_is_searched_twice(monkeypatch):
+    layer = nn.Sequential(*(kind() for kind in deriving.LAZY))
+    derived = DerivedState(layer)
+    assert derived.signature() == live_signature(layer)
+    monkeypatch.setattr(DerivedState, "_search", lambda _self: pytest.fail("searched again"))
+    derived.signature()
