@@ -115,9 +115,7 @@ def main() -> None:
     import_before_forks()
 
     def work(name: str) -> dict[str, Any]:
-        multimodal = "ConditionalGeneration" in name
-        instead = {"vision_config": {"vision_use_head": False}} if "Gemma3" in name else {}
-        write_checkpoint(name, root / name, multimodal=multimodal, instead=instead)
+        write_checkpoint(name, root / name)
         return look(str(root / name))
 
     for name, found in run_in_forks(work, names, processes=2, deadline_seconds=DEADLINE_S):
