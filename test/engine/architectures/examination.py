@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from sglang_reshard.trace.live import live_tensors, storage_key
 from sglang_reshard.trace.live_shards import live_shards
 from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.program import Copy, Program
+from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights
 from support.live_memory import differing, fill_with_garbage
@@ -30,6 +32,7 @@ from support.live_memory import differing, fill_with_garbage
 Weights = dict[str, torch.Tensor]
 # What the trace says of an engine that has never loaded a checkpoint.
 _LOAD_ONCE = "load a checkpoint from disk once first"
+_NEVER_WRITTEN = "is not written by the loader at all"
 _MADE_ONCE = "the first load makes "
 
 
@@ -99,6 +102,9 @@ def _examined(model: torch.nn.Module, weights: Weights, config: dict[str, Any], 
     fill_with_garbage(model)
     before, signature, paths = digests(model), live_signature(model), _paths(model)
     program, refusal = _traced(model, weights)
+    if program is None and _NEVER_WRITTEN in refusal:
+        # An engine knows its own checkpoint, and what a start on it leaves alone.
+        program, refusal = _traced(model, weights, functools.partial(EngineStart, _specs(weights)))
     wrote = differing(before, digests(model))
     complaints = [f"the trace wrote to {', '.join(wrote[:4])}"] if wrote else []
     complaints += [] if program is None else _missing_scales(model, weights, program)
@@ -116,7 +122,9 @@ def _examined(model: torch.nn.Module, weights: Weights, config: dict[str, Any], 
     if program is None:
         return Finding("refused", refusal)
     has = tuple(sorted(layout_kinds(config, weights, program)))
-    return Finding("passed", has=has, copies=len(program.copies))
+    left = f"{program.left_alone[0]} and {len(program.left_alone) - 1} more" if program.left_alone else ""
+    why = f"a start on the checkpoint leaves {left} as they are, too" if left else ""
+    return Finding("passed", why, has=has, copies=len(program.copies))
 
 
 def _paths(model: torch.nn.Module) -> dict[str, int]:
@@ -133,16 +141,21 @@ def _moved(model: torch.nn.Module, before: dict[str, int]) -> str:
 def _unjustified(refusal: str, garbage: dict[str, str], stock: dict[str, str]) -> list[str]:
     """What the trace says that the loader never writes must be the garbage of before after stock loading."""
     name, _, what = refusal.partition(" ")
-    if what.startswith("is not written by the loader at all") and stock[name] != garbage[name]:
+    if what.startswith(_NEVER_WRITTEN) and stock[name] != garbage[name]:
         return [f"stock loading writes {name}, and the trace refuses it as never written"]
     return []
 
 
-def _traced(model: torch.nn.Module, weights: Weights) -> tuple[Program | None, str]:
+def _specs(weights: Weights) -> list[TensorSpec]:
+    return [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
+
+
+def _traced(
+    model: torch.nn.Module, weights: Weights, start: Callable[[], EngineStart] | None = None
+) -> tuple[Program | None, str]:
     """The program, and why the trace refused."""
-    specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
     try:
-        return trace(model, specs), ""
+        return trace(model, _specs(weights), start), ""
     except ReshardError as error:
         return None, str(error)
 
