@@ -116,8 +116,8 @@ def table(found: Mapping[str, Any]) -> str:
             f"{count['cannot']} stock SGLang does not build or load here, and for {count['no checkpoint']} no "
             "checkpoint could be written.",
             "",
-            "| architecture | " + " | ".join(runs) + " |",
-            "|---" * (len(runs) + 1) + "|",
+            "| architecture | " + " | ".join([*runs, "forward"]) + " |",
+            "|---" * (len(runs) + 2) + "|",
         ]
         lines += [_row(name, entry, runs, numbers) for name, entry in of_kind.items() if entry["runs"]]
         lines += [""]
@@ -145,10 +145,21 @@ def _row(name: str, entry: Mapping[str, Any], runs: list[str], numbers: dict[str
         if result and result.get("why"):
             cell += f" ({numbers.setdefault(_short(result['why']), len(numbers) + 1)})"
         cells.append(cell)
+    cells.append(_forward(saved_forwards().get(name), numbers))
     notes = [f"checkpoint of {entry['checkpoint']}"] if not entry["own"] else []
     notes += [f"config with {' and '.join(entry['config'])}"] if entry["config"] else []
     note = f" ({', '.join(notes)})" if notes else ""
     return f"| {name}{note} | " + " | ".join(cells) + " |"
+
+
+def _forward(case: Mapping[str, Any] | None, numbers: dict[str, int]) -> str:
+    """The cell for what forward_cases.py has found."""
+    if case is None:
+        return ""
+    if case["outcome"] == "passed":
+        kept = sorted({path.rpartition(".")[2] for path in case["derived"]})
+        return f"yes, {', '.join(f'`{name}`' for name in kept)} again" if kept else "yes"
+    return f"{_WORDS[case['outcome']]} ({numbers.setdefault(_short(case['why']), len(numbers) + 1)})"
 
 
 def _short(reason: str) -> str:
