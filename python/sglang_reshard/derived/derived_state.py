@@ -90,7 +90,7 @@ class DerivedState:
         weights = {storage_key(t) for t in (*self._model.parameters(), *self._model.buffers())}
         for model, state in self._loaded:
             for found in state.appeared(model):
-                key = id(found.table.entries), found.key
+                key = id(found.table.identity), found.key
                 if key in self._judged or (_is_global(found.table) and not self._resembles_weights(found)):
                     continue
                 if not found.lazy:
@@ -103,8 +103,8 @@ class DerivedState:
                 else:
                     found.restore()
                     self._lazy.append(found)
-        own = {id(vars(module)) for module in self._model.modules()}
-        others = [t for t in tables(self._model) if id(t.entries) not in own]
+        modules = {id(module) for module in self._model.modules()}  # `_live` sees their attributes
+        others = [t for t in tables(self._model) if id(t.owner) not in modules or t.kind != "attributes"]
         self._dicts = [t.entries for t in others if isinstance(t.entries, dict) and t.kind != "closure"]
         self._lists = [t.entries for t in others if isinstance(t.entries, list)]
         self._cells = list(_flatten(t.entries.values() for t in others if t.kind == "closure"))

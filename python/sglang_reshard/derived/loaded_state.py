@@ -51,14 +51,14 @@ class LoadedState:
                 values = len(table.entries)
             else:
                 values = {k: v if isinstance(v, _RESTORABLE) or v is MISSING else _OTHER for k, v in table.items()}
-            # What the key is the id of is referred to, so that it stays its id.
-            self._known[_key(table)] = _identified(table), values
+            # The object is referred to, so that its id stays its own.
+            self._known[id(table.identity)] = table.identity, values
 
     def appeared(self, model: torch.nn.Module) -> Iterator[Appeared]:
         """Yields what has appeared since and has memory of its own: no parameter's, and no known tensor's."""
         found, known = [], _Memory(model)
         for table in tables(model):
-            before = self._known.get(_key(table))
+            before = self._known.get(id(table.identity))
             if before is None:
                 continue  # what leads to it has appeared
             for key, value in table.items():
@@ -76,14 +76,6 @@ class LoadedState:
         if isinstance(before, int):
             return _OTHER if key < before else MISSING
         return before.get(key, MISSING)
-
-
-def _identified(table: Table) -> Any:
-    return table.owner if table.kind == "closure" else table.entries  # a closure's cells are listed anew each time
-
-
-def _key(table: Table) -> int:
-    return id(_identified(table))
 
 
 class _Memory:

@@ -53,6 +53,11 @@ class Table:
     kind: str
     keeper: tuple[Any, str] | None = None
 
+    @property
+    def identity(self) -> Any:
+        """The object by whose id the table is known again: the cells of a closure are listed anew each time."""
+        return self.owner if self.kind == "closure" else self.entries
+
     def items(self) -> list[tuple[Any, Any]]:
         if self.kind == "cache":
             return [("cache", self.get("cache"))]

@@ -20,6 +20,7 @@ from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import build_rank, choose_code_paths, import_before_forks
 from sglang_reshard.derived import DerivedState
 from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.trace.folded import flags_of, label
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights, write_checkpoint
 from support.scripts import answer
@@ -65,6 +66,16 @@ def routed(job: Job) -> dict[str, Any]:
     return {"says": says, "before": before, "stayed": getattr(router, attribute) is kept, "remark": derived.remark}
 
 
+def compressor_flags() -> list[str]:
+    """Returns the flags of DeepSeek-V4's compressor that are put back before its loader's work in place."""
+    from sglang.srt.layers.attention.dsv4.compressor import Compressor
+
+    made: Any = object.__new__(Compressor)  # its constructor wants a GPU
+    torch.nn.Module.__init__(made)
+    made.ape, made.ape_converted = torch.nn.Parameter(torch.zeros(2, 8)), False
+    return [label(flag) for flag in flags_of(made)]
+
+
 def main(folder: str) -> None:
     choose_code_paths(1, gpu=False)
     torch.set_num_threads(1)
@@ -72,6 +83,7 @@ def main(folder: str) -> None:
     jobs = [Job(a, kind, f"{folder}/{a}") for a in ROUTERS for kind in ("fresh", "dropped", "in place")]
     for job, found in run_in_forks(routed, jobs, processes=2, deadline_seconds=300):
         answer(json.dumps([job.architecture, job.kind, found]))
+    answer(json.dumps(["DeepseekV4ForCausalLM", "flags", compressor_flags()]))
 
 
 if __name__ == "__main__":

@@ -87,3 +87,7 @@ def test_a_router_says_what_that_of_a_fresh_model_says(routed, architecture, kin
     assert case["says"] != case["before"]
     assert case["stayed"] == (kind == "in place")
     assert case["remark"] == ""
+
+
+def test_what_loading_does_to_a_weight_once_is_known_by_its_flag(routed):
+    assert routed["DeepseekV4ForCausalLM", "flags"] == ["ape_converted"]
