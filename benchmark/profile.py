@@ -54,7 +54,7 @@ CASES = {
 STEPS: tuple[tuple[str, str, str, str, str], ...] = (
     ("trainer", "update", "sglang_reshard.trainer.update_sender", "UpdateSender", "update_engines"),
     ("trainer", "publish", "sglang_reshard.trainer.publisher", "ShardPublisher", "publish"),
-    ("trainer", "compare with the last update", "sglang_reshard.trainer.publisher", "ShardPublisher", "_changed"),
+    ("trainer", "compare with the last update", "sglang_reshard.trainer.publisher", "ShardPublisher", "_has_changed"),
     ("trainer", "status to rank 0", "sglang_reshard.protocol.update_channel", "TrainerChannel", "publish_status"),
     ("trainer", "all statuses", "sglang_reshard.protocol.update_channel", "TrainerChannel", "collect_statuses"),
     ("trainer", "request and answer", "sglang_reshard.trainer.coordinator", "UpdateCoordinator", "_request"),
