@@ -63,7 +63,7 @@ STEPS: tuple[tuple[str, str, str, str, str], ...] = (
     ("engine", "update", "sglang_reshard.engine.receiver", "WeightReceiver", "update"),
     ("engine", "join", "sglang_reshard.engine.receiver", "WeightReceiver", "_begin"),
     ("engine", "look", "sglang_reshard.engine.update", "UpdateExecutor", "_prepare_target"),
-    ("engine", "votes", "sglang_reshard.engine.context", "UpdateContext", "all_gather_votes"),
+    ("engine", "votes", "sglang_reshard.engine.context", "UpdateContext", "all_gather"),
     ("engine", "trace", "sglang_reshard.engine.transfer", "TargetPlan", "of"),
     ("engine", "plan", "sglang_reshard.engine.transfer", "TransferCache", "plan"),
     ("engine", "connect", "sglang_reshard.engine.transfer", "TransferCache", "connect"),
