@@ -118,7 +118,7 @@ test-serving: setup
 	$(BIN)/python -m pytest test/engine/live/test_many_ranks_server.py test/engine/live/test_reshard_models.py \
 	  test/engine/live/test_draft_models.py test/engine/live/test_repacking_engines.py test/engine/live/test_images.py \
 	  test/engine/test_pipeline.py test/engine/test_hooks.py test/engine/architectures/test_draft_layers.py \
-	  test/engine/architectures/test_multimodal.py test/engine/architectures/test_quantization.py \
+	  test/engine/architectures/test_quantization.py \
 	  test/engine/architectures/test_moved_experts.py test/unit/test_expert_placement.py \
 	  test/unit/test_block_fp8.py test/unit/test_block_fp8_updates.py test/unit/test_repack.py \
 	  test/unit/test_repack_updates.py \

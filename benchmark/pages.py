@@ -272,6 +272,28 @@ def trainers(path: Path) -> str:
     return "\n".join(lines)
 
 
+def dtensors(path: Path) -> str:
+    """A row for each family of DTensors and version of torch, over all meshes."""
+    head, rows = results.load(path)
+    counted = ("cases", "torch", "same", "refused", "wrong")
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        total = found.setdefault((row["family"], row["torch_version"]), {"meshes": [], **dict.fromkeys(counted, 0)})
+        total["meshes"].append(row["mesh"])
+        for name in counted:
+            total[name] += row[name]
+    lines = [
+        f"{_measured_by(head, path)}.",
+        "",
+        "| DTensors | torch | meshes | cases | `full_tensor` is the whole | read as the whole | refused | wrong |",
+        "|---|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for (family, version), total in sorted(found.items()):
+        cells = [family, version, ", ".join(total["meshes"]), *(f"{total[name]:,}" for name in counted)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def faults(path: Path) -> str:
     head, rows = results.load(path)
     lines = [
@@ -467,6 +489,7 @@ TABLES: dict[str, Table] = {
     "hosts": Table("docs/results/hosts.md", results.FOLDER / "hosts.json", hosts),
     "verl": Table("docs/results/verl.md", results.FOLDER / "verl.json", verl),
     "trainers": Table("docs/results/trainers.md", results.FOLDER / "trainers.json", trainers),
+    "dtensors": Table("docs/results/dtensors.md", results.FOLDER / "dtensors.json", dtensors),
     "faults": Table("docs/results/faults.md", results.FOLDER / "faults.json", faults),
     "fuzz": Table("docs/results/fuzz.md", results.FOLDER / "fuzz.json", fuzz),
     "gpu": Table("docs/results/gpu.md", results.FOLDER / "gpu.json", gpu),

@@ -110,7 +110,8 @@ def collect_thrice(receiver, policy, metadata):
         seen = []
         for _ in range(3):
             version = receiver.receive(30)
-            seen.append((version, torch.equal(policy(TOKENS), expected(int(version), TOKENS))))
+            alike = torch.equal(policy(TOKENS), expected(int(version), TOKENS))
+            seen.append((version, alike, policy.scale._version))  # a write to autograd
         receiver.close()
         return seen
     receiver.start()
@@ -132,7 +133,7 @@ def test_two_collectors_take_what_the_trainer_has_each_in_its_own_way():
         assert len(reports) == 6
         assert all(received == least for received, least, _ in reports)
         assert [planned for *_, planned in reports] == [True, True, False, False, False, False]
-    assert told[TRAINERS] == [("1", True), ("2", True), ("3", True)]
+    assert told[TRAINERS] == [("1", True, 1), ("2", True, 2), ("3", True, 3)]
     assert told[TRAINERS + 1] == ("3", 0)
 
 

@@ -30,7 +30,7 @@ from support.world import run_world
 pytest.importorskip("triton")
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]
-DTYPES += [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int16, torch.complex128]
+DTYPES += [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int16, torch.complex128]
 MIB = 1 << 20
 EXAMPLES = 200 if os.environ.get("SGLANG_RESHARD_SWEEP") == "1" else 12
 

@@ -24,7 +24,7 @@ from support.plans import copies_of, loaded, meshed_layouts, shards, values
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32,
-    torch.int32, torch.int64, torch.float64,
+    torch.int32, torch.int64, torch.float64, torch.uint16, torch.uint32, torch.uint64,
 ]  # fmt: skip
 MASK = (1 << 64) - 1
 

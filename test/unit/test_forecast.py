@@ -18,6 +18,7 @@ from sglang_reshard.cli.plan.request import Source, Target
 from sglang_reshard.cli.plan.sources import layout_of
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.layout.source_layout import Mesh
 from sglang_reshard.plan import ClusterTopology, choose_strategy, rank_demand
 from sglang_reshard.plan.p2p import send_request
 from sglang_reshard.protocol.validation import check_layout
@@ -138,11 +139,11 @@ SPECS = [
 def placed(source):
     layout = layout_of(SPECS, source)
     check_layout(layout, source.trainer_ranks)
-    return {t.name.removeprefix("model.layers.0."): layout.placements[t.placements] for t in layout.tensors}
+    return {t.name.removeprefix("model.layers.0."): layout.sharding(t) for t in layout.tensors}
 
 
 def test_tensor_parallel_splits_rows_into_a_block_and_columns_out_of_it():
-    dims = {name: placements[0].dim for name, placements in placed(Source(tensor_parallel=2)).items()}
+    dims = {name: sharding.placements[0].dim for name, sharding in placed(Source(tensor_parallel=2)).items()}
     assert [dims[n] for n in ("model.embed_tokens.weight", "self_attn.q_proj.weight", "self_attn.q_proj.bias")] == [
         0
     ] * 3
@@ -153,10 +154,12 @@ def test_tensor_parallel_splits_rows_into_a_block_and_columns_out_of_it():
 
 def test_fsdp_splits_what_tensor_parallelism_has_left():
     of = placed(Source(shards=4, tensor_parallel=2))
-    assert of["self_attn.q_proj.weight"] == (Placement(0, 2), Placement(0))
-    assert of["self_attn.o_proj.weight"] == (Placement(0), Placement(1))
-    assert of["input_layernorm.weight"] == (Placement(0), Placement())
-    assert of["scale"] == (Placement(), Placement())
+    mesh = Mesh((4, 2), tuple(range(8)))
+    tensor_parallel_first = Mesh((2, 4), (0, 2, 4, 6, 1, 3, 5, 7))
+    assert of["self_attn.q_proj.weight"] == (tensor_parallel_first, (Placement(0), Placement(0)))
+    assert of["self_attn.o_proj.weight"] == (mesh, (Placement(0), Placement(1)))
+    assert of["input_layernorm.weight"] == (mesh, (Placement(0), Placement()))
+    assert of["scale"] == (mesh, (Placement(), Placement()))
 
 
 def test_copies_hold_the_same():

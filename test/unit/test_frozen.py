@@ -227,7 +227,7 @@ def test_a_repacked_module_stays_as_a_whole_as_it_was_repacked():
     given = without_layer_1(1)
     with pytest.raises(Unsupported, match=r"layers\.1\."):
         trace(model, specs_of(given))
-    program = trace(model, specs_of(given), MayStay(frozen=("layers.1.*",)))
+    program = trace(model, specs_of(given), may_stay=MayStay(frozen=("layers.1.*",)))
     assert program.kept == ("layers.1.bound", "layers.1.steps", "layers.1.weight")
     replay(program, given)
     right = live_tensors(started(Repacking(3, 8), weights(0, 3, 8) | given))
@@ -239,7 +239,7 @@ def test_a_repacked_module_of_which_a_part_is_sent_is_refused():
     given = without_layer_1(1, "layers.1.left.bound", "layers.1.right.bound")
     assert "layers.1.left.bound" in given
     with pytest.raises(Unsupported, match=r"layers\.1\.\w+ is not written by the loader at all"):
-        trace(model, specs_of(given), MayStay(frozen=("*",)))
+        trace(model, specs_of(given), may_stay=MayStay(frozen=("*",)))
 
 
 def specs_of(given):

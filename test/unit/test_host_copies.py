@@ -18,10 +18,13 @@ def list_of(pairs, movable=()):
     return copies
 
 
+DTYPES = [torch.int8, torch.bfloat16, torch.uint16, torch.float32, torch.uint32, torch.int64, torch.uint64]
+
+
 @st.composite
 def pairs_of_views(draw):
     """Views of two storages, in pairs of one shape: slices of rows, columns and steps, of one dtype or cast."""
-    dtype = draw(st.sampled_from([torch.int8, torch.bfloat16, torch.float32, torch.int64]))
+    dtype = draw(st.sampled_from(DTYPES))
     kept = draw(st.sampled_from([dtype, torch.float32]))
     rows, columns = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     source, destination = (

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout.shard_order import in_order_of_strides
 from sglang_reshard.layout.source_layout import compute_local_shapes, compute_shard_map
 from sglang_reshard.sources import Mesh, Placement, describe
 
@@ -62,7 +63,7 @@ def check_against_torch(shape, mesh_shape, placements):
     world = world_of(mesh_shape)
     tensor = torch.arange(torch.Size(shape).numel()).view(shape)
     mesh = Mesh(mesh_shape, tuple(range(world)))
-    of_mesh = shape, mesh, tuple(map(ours, placements))
+    of_mesh = shape, *in_order_of_strides(mesh, tuple(map(ours, placements)))
     held, shapes = compute_shard_map(*of_mesh), compute_local_shapes(*of_mesh)
     for rank in range(world):
         with as_rank(rank, world):
@@ -93,7 +94,8 @@ def test_strided_shard_is_fsdp2_over_tensor_parallelism(mesh_shape, dim):
 
 @pytest.mark.parametrize(("length", "dp", "tp"), [(7, 3, 2), (10, 3, 4), (9, 2, 2), (5, 4, 3)])
 def test_uneven_fsdp2_over_tp_splits_tp_first(length, dp, tp):
-    held = compute_shard_map((length,), Mesh((dp, tp), tuple(range(dp * tp))), (Placement(0, tp), Placement(0)))
+    mesh = Mesh((dp, tp), tuple(range(dp * tp)))
+    held = compute_shard_map((length,), *in_order_of_strides(mesh, (Placement(0, tp), Placement(0))))
     rows = torch.arange(length)
     for rank in range(dp * tp):
         tp_shards = rows.chunk(tp)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from oracle.replay import replay
+from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.tracer import trace
 from support.live_memory import fill_with_garbage
 from toy_loader import Toy, check, contents, specs_of
@@ -420,3 +421,38 @@ def test_plain_attributes_and_lists_are_live():
         return toy
 
     assert set(check(make, {"t": random(4, dtype=torch.float32)}).targets) >= {"plain", "several.1"}
+
+
+def test_what_a_loader_writes_twice_from_the_same_tensor_is_copied_once():
+    """As a draft does that shares its target's embedding."""
+
+    def load(m, ws):
+        tensors = dict(ws)
+        for _ in range(2):
+            m.w.data[:3].copy_(tensors["t"])
+            m.w.data[3:].fill_(0)
+
+    program = check(lambda: Toy(load, w=(4, 8)), {"t": random(3, 8)})
+    assert [c.source for c in program.copies] == ["t"]
+
+
+def test_what_a_loader_writes_twice_from_two_tensors_is_refused():
+    def load(m, ws):
+        for _, tensor in ws:
+            m.w.data.copy_(tensor)
+
+    with pytest.raises(Unsupported, match="more than once while loading, by a, b"):
+        trace(Toy(load, w=(4,)), specs_of({"a": random(4), "b": random(4, seed=1)}))
+
+
+def test_a_module_that_the_loader_deletes_is_put_back_in_its_place():
+    def load(m, ws):
+        m.first.w.data.copy_(dict(ws)["t"])
+        del m.first
+
+    toy = Toy(load, w=(4,))
+    toy.first, toy.second = Toy(load, w=(4,)), Toy(load, w=(2,))
+    before = [name for name, _ in toy.named_parameters()]
+    with pytest.raises(Unsupported, match="not written by the loader"):
+        trace(toy, specs_of({"t": random(4)}))
+    assert [name for name, _ in toy.named_parameters()] == before

@@ -39,6 +39,9 @@ _POLL_S = 1.0  # how long the background thread waits at a time: `stop` waits as
 class ModuleReceiver:
     """One process's end. `model` is any module; names of weights are those of its state dict.
 
+    Names that are one tensor in the module must be one in the trainer, or be ignored in the update. To autograd an
+    update is a write to each tensor, as by `copy_`.
+
     version  the `weight_version` of the weights that the module has; None before the first, and after an update that
              was given none
     """
@@ -56,7 +59,8 @@ class ModuleReceiver:
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.version: str | None = None
         self._strict = strict
-        self._receiver = WeightReceiver(StateDictModel(model, strict=strict), 0, 1, device)
+        self._model = StateDictModel(model, strict=strict)
+        self._receiver = WeightReceiver(self._model, 0, 1, device, self._model.goes_by)
         self._mailbox: Mailbox | None = None
         self._applying, self._waiting = threading.Lock(), threading.Lock()
         self._stopped = threading.Event()
@@ -154,21 +158,22 @@ class ModuleReceiver:
 
     def _next_request(self, mailbox: Mailbox, timeout: float | None) -> DistributedUpdateWeightsReq | None:
         try:
-            request = mailbox.request(timeout)
+            return mailbox.request(timeout)
         except ConnectionLost as error:
             raise ConnectionLost(
                 f"{error}. The module keeps its weights; call init with the metadata of the trainer's next ModuleSender"
             ) from error
-        if request is None or self._strict:
-            return request
-        return msgspec.structs.replace(request, ignore=("*",))
 
     def _apply(self, request: DistributedUpdateWeightsReq, mailbox: Mailbox) -> bool:
         try:
             with self._applying:
-                output = self._receiver.update(request)
+                self._model.loads.go_by(request)
+                given = request if self._strict else msgspec.structs.replace(request, ignore=("*",))
+                output = self._receiver.update(given)
                 if output.success:
                     self.version = request.weight_version
+                if output.success or output.torn:
+                    self._model.count_write()
         except BaseException as error:  # Ctrl-C: else the trainer would wait until its timeout
             why = f"the receiver was interrupted by {type(error).__name__} while it applied the weights"
             with contextlib.suppress(ReshardError):

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.observability.logs import get_logger
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.sources.versions import VersionCounters
+from sglang_reshard.trace.kept import MayStay
+from sglang_reshard.transports.overlap import Written, written_once
 
 logger = get_logger(__name__)
 _SHOWN_NAMES = 5
+
+
+@dataclass
+class Loads:
+    """What the loader goes by, and what it has done. Attributes of the model itself would be restored after a trace.
+
+    ignored   patterns of names that need not be read: those of the update, and tied ones of the trainer's
+    may_stay  says which tensors need not be sent
+    written   (name, tensor) of all that it has written to
+    """
+
+    ignored: tuple[str, ...] = ()
+    may_stay: MayStay = field(default_factory=MayStay)
+    written: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+    def go_by(self, request: DistributedUpdateWeightsReq) -> None:
+        self.ignored, self.may_stay = request.ignore, MayStay(request.frozen, request.only)
+
+    def is_ignored(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.ignored)
 
 
 class StateDictModel(nn.Module):
@@ -26,33 +53,61 @@ class StateDictModel(nn.Module):
     def __init__(self, module: nn.Module, *, strict: bool) -> None:
         super().__init__()
         self.module, self.keeps_unsent = module, not strict
+        self.loads = Loads()
+        self._versions = VersionCounters(())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies the weights into the tensors of their names. Names that the module lacks are left to the caller.
 
-        Raises Mismatch for a tensor of another shape, and, unless `keeps_unsent`, if a tensor of the module is missing
-        among the weights. Raises Unsupported for state that is no parameter and no buffer, see `get_extra_state`.
+        Of names that are one tensor in the module, all but one have to be tied in the trainer too, or to be ignored.
+
+        Raises Mismatch for a tensor of another shape, for two that share memory and are not tied, and, unless
+        `keeps_unsent`, if a tensor of the module is missing among the weights. Raises Unsupported for state that is no
+        parameter and no buffer, see `get_extra_state`.
         """
         state = self.module.state_dict(keep_vars=True)
         own = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
-        written: set[int] = set()
-        for name, tensor in weights:
-            target = state.get(name)
-            if target is None:
-                continue
-            if id(target) not in own:
+        given = [(name, tensor) for name, tensor in weights if name in state]
+        for name, _ in given:
+            if id(state[name]) not in own:
                 raise Unsupported(
                     f"{name} is in the module's state dict and is no parameter and no buffer of it: such state cannot "
                     "be received. Leave it out of the update"
                 )
+        kept = self._written_once(state, given)
+        self.loads.written = [(name, state[name]) for name, _ in given if name in kept]
+        for name, tensor in given:
+            if name not in kept:
+                continue
+            target = state[name]
             if target.shape != tensor.shape:  # `copy_` would broadcast
                 raise Mismatch(
                     f"{name} is sent as {list(tensor.shape)}, and the module's is {list(target.shape)}. Give trainer "
                     "and receiver modules of the same sizes"
                 )
             target.data.copy_(tensor)
-            written.add(id(target))
-        self._check_rest(state, own, written)
+        self._check_rest(state, own, {id(tensor) for _, tensor in self.loads.written})
+
+    def goes_by(self) -> bytes:
+        """Returns what the loader goes by: if it changes, a trace is not used again."""
+        return repr((self.loads.ignored, self.loads.may_stay)).encode()
+
+    def count_write(self) -> None:
+        """Increases the version counters of what has been written, as `copy_` would. One call for all of it."""
+        if self.loads.written:  # since the loader ran
+            self._versions, self.loads.written = VersionCounters(self.loads.written), []
+        self._versions.increase()
+
+    def _written_once(self, state: Mapping[str, Any], given: Sequence[tuple[str, torch.Tensor]]) -> set[str]:
+        """Returns the names to write: of tied ones the first that is not ignored. Raises Mismatch for an overlap."""
+        names = sorted((name for name, _ in given), key=self.loads.is_ignored)
+        # A DTensor has no address; the write to it is refused.
+        entries = [Written.of(name, state[name]) for name in names if not isinstance(state[name], DTensor)]
+        kept = {entries[n].name for n in written_once(entries, self._is_tied, "", "the receiver's module")}
+        return kept | {name for name in names if isinstance(state[name], DTensor)}
+
+    def _is_tied(self, _: str, other: str) -> bool:
+        return self.loads.is_ignored(other)
 
     def _check_rest(self, state: Mapping[str, Any], own: set[int], written: set[int]) -> None:
         """`own` and `written` are ids of tensors: tied ones have several names, of which one is sent."""
@@ -62,6 +117,7 @@ class StateDictModel(nn.Module):
             if unsent or extra:
                 logger.info("not sent, so the module keeps its own: %s", _some([*unsent, *extra]))
             return
+        unsent = [name for name in unsent if not self.loads.may_stay(name)]
         if unsent:
             raise Mismatch(
                 f"the module has {_some(unsent)}, which the trainer does not send. Send all parameters and persistent "

@@ -120,7 +120,8 @@ class TargetPlan:
             layout = get_layout(request, session)
             if names.names:
                 layout = renamed(layout, names.names)
-            program = trace(model, [t.spec for t in layout.tensors], start, MayStay(request.frozen, request.only))
+            may_stay = MayStay(request.frozen, request.only)
+            program = trace(model, [t.spec for t in layout.tensors], start, may_stay=may_stay)
             if program.left_alone:
                 logger.info("engine rank %d: %s", rank, left_alone_remark(program))
             tensor_index, known = TensorIndex.of(layout), None

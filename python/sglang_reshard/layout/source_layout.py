@@ -1,15 +1,14 @@
 """Computes which elements each trainer rank holds from meshes and DTensor placements, without torch.
 
-A mesh dimension either replicates a tensor or shards one of its dimensions. What a rank holds of a tensor dimension
-is a sequence of index intervals, in the order of its local tensor; sharding chunks that sequence as `torch.chunk`
-does, so that uneven and empty shards are torch's.
+A mesh dimension either replicates a tensor or shards one of its dimensions, from left to right (`shard_order` has
+other orders). What a rank holds of a tensor dimension is a sequence of index intervals, in the order of its local
+tensor; sharding chunks that sequence as `torch.chunk` does, so that uneven and empty shards are torch's.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -28,8 +27,8 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
     """The placement of a tensor on one mesh dimension.
 
     dim           tensor dimension that it shards; -1 for Replicate
-    split_factor  1 for Shard. For _StridedShard, the number of chunks into which the dimension is cut first; each
-                  chunk is then sharded over the mesh dimension
+    split_factor  1 for Shard. Otherwise the number of chunks into which the dimension is cut first; each chunk is then
+                  sharded over the mesh dimension
     """
 
     dim: int = -1
@@ -75,20 +74,9 @@ def _length(intervals: Sequence[Interval]) -> int:
 
 
 def _shard_dim(length: int, splits: Sequence[tuple[int, int, int]]) -> tuple[Interval, ...]:
-    """Returns what a rank holds of a dimension after `splits`: (mesh size, mesh coordinate, split factor), in order.
-
-    FSDP2 over tensor parallelism writes `_StridedShard` to say that the mesh dimensions to its right shard first.
-    Applying them in that order, rather than torch's equivalent for even sizes, is what FSDP2 does to uneven sizes.
-    """
-    plain, deferred = [], []
-    for i, (size, coordinate, factor) in enumerate(splits):
-        later = math.prod(s for s, _, _ in splits[i + 1 :])
-        if factor > 1 and factor == later:
-            deferred.append((size, coordinate, 1))
-        else:
-            plain.append((size, coordinate, factor))
+    """Returns what a rank holds of a dimension after `splits`: (mesh size, mesh coordinate, split factor), in order."""
     held: list[Interval] = [(0, length)] if length else []
-    for size, coordinate, factor in plain + deferred[::-1]:
+    for size, coordinate, factor in splits:
         total = _length(held)
         kept: list[Interval] = []
         for chunk in range(factor):

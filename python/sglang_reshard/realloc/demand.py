@@ -6,7 +6,7 @@ TP=2 on some ranks and of TP=4 on others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from sglang_reshard.plan import RankLocation, ReadPlan, TensorIndex, plan_reads
 from sglang_reshard.sources import SourceTensor, TrainerState
 from sglang_reshard.trace.casts import check_cast
 from sglang_reshard.trace.program import Copy, Program
+from sglang_reshard.transports.overlap import Written, written_once
 
 NAMES = 8  # that an error lists
 
@@ -35,14 +36,23 @@ class Demand(msgspec.Struct, frozen=True):
     request_bytes: dict[int, int]
 
 
-def target_program(index: TensorIndex, target: TrainerState | None, rank: int, *, strict: bool) -> Program:
+def target_program(
+    index: TensorIndex,
+    target: TrainerState | None,
+    rank: int,
+    *,
+    strict: bool,
+    tied: Callable[[str, str], bool] = lambda a, b: False,
+) -> Program:
     """Returns the copies of the source's boxes into this rank's shards of the target, which are the `targets`.
 
     index   of the source's layout
     target  None if this rank has nothing of it
     strict  raise Mismatch for tensors that the source lacks; otherwise they are left out
+    tied    returns whether two names are one tensor in the source
 
-    Raises Mismatch for shapes that differ, and Unsupported for casts that do not preserve what values mean.
+    Raises Mismatch for shapes that differ and for targets that share memory, and Unsupported for casts that do not
+    preserve what values mean.
     """
     if target is None:
         return Program((), {})
@@ -66,7 +76,9 @@ def target_program(index: TensorIndex, target: TrainerState | None, rank: int, *
             f"trainer rank {rank}: the target has {len(lacking)} tensors that no rank has in the source: "
             f"{first_names(lacking)}; pass them in the source too, or strict=False to leave them as they are"
         )
-    return Program(tuple(copies), targets)
+    written = [Written.within(c.target, targets[c.target], c.offset, c.region.count, c.strides) for c in copies]
+    kept = written_once(written, tied, f"trainer rank {rank}: ")
+    return Program(tuple(copies[number] for number in kept), targets)
 
 
 def _places(own: TensorIndex, number: int, rank: int) -> Iterator[tuple[Region, LocalRegion]]:

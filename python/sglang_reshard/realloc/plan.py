@@ -60,7 +60,8 @@ class ReshardPlan:
         """Use `make`."""
         self._group, self._rank, self._device = group, dist.get_rank(group), device
         self._broken, self._dropped, self._running = False, False, False
-        self._mover, self._memory, self.received_bytes, self.sent_bytes, self.copied_bytes, self.extra_bytes = prepared
+        self._mover, self._memory, self._versions, *told = prepared
+        self.received_bytes, self.sent_bytes, self.copied_bytes, self.extra_bytes = told
 
     @classmethod
     def make(
@@ -87,9 +88,10 @@ class ReshardPlan:
         is written. On the source side, ranks that list a tensor hold equal or disjoint boxes of it, and together all of
         it; target ranks need not agree.
 
-        Raises Mismatch for names and shapes that differ, and for a target in memory of the source that is not the same
-        elements; Unsupported for tensors that cannot be sent or cast; DeadlineExceeded if a rank does not come within
-        the group's timeout. Every rank raises the same error, which names tensor and rank, and nothing is written.
+        Raises Mismatch for names and shapes that differ, for targets that share memory (names that are one tensor in
+        the source may be one in the target), and for a target in memory of the source that is not the same elements;
+        Unsupported for tensors that cannot be sent or cast; DeadlineExceeded if a rank does not come within the group's
+        timeout. Every rank raises the same error, which names tensor and rank, and nothing is written.
         """
         group = group or dist.group.WORLD
         assert group is not None, "init_process_group has not been called"
@@ -101,7 +103,7 @@ class ReshardPlan:
         layout = union_of_layouts(listing.packed, [other.layout for other in told], group)
         if not layout.tensors:
             raise Mismatch("no rank has tensors in the source")
-        own = RankPlan(layout, listing, rank, [other.host for other in told], strict=strict)
+        own = RankPlan(layout, listing, rank, told, strict=strict)
         demands = gather_results(own.demand, Demand, group)
         if strict:
             check_all_listed(own.index, demands)
@@ -133,7 +135,8 @@ class ReshardPlan:
         drop_source  afterwards the storage of every source tensor is resized to 0 bytes, unless the target uses it. The
                      tensors keep their shapes and have no memory; this plan cannot be run again
 
-        On GPUs it returns when all is enqueued on the current stream, as torch's collectives do, and
+        To autograd it is a write to each tensor of the target, as by `copy_`: a backward through values of before is
+        refused. On GPUs it returns when all is enqueued on the current stream, as torch's collectives do, and
         `torch.cuda.set_device` must have chosen each rank's GPU.
 
         Raises Mismatch if memory of either side was freed or has moved since the plan was made; nothing is written
@@ -171,6 +174,8 @@ class ReshardPlan:
         except BaseException:
             self._broken = True
             raise
+        finally:
+            self._versions.increase()
         if drop_source:
             self._dropped = True
             self._memory.drop_source()

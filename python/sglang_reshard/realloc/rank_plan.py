@@ -20,7 +20,9 @@ from sglang_reshard.plan.p2p import SendRequest, send_request
 from sglang_reshard.realloc.demand import Demand, listed_bits, plan_target_reads, target_program
 from sglang_reshard.realloc.memory import UsedMemory, check_not_overwritten, held_regions, same_memory
 from sglang_reshard.realloc.mover import Mover
-from sglang_reshard.sources import NamedTensors, TrainerState, as_list, describe
+from sglang_reshard.realloc.ties import SourceTies
+from sglang_reshard.sources import NamedTensors, TrainerState, as_list, describe, tied_names
+from sglang_reshard.sources.versions import VersionCounters
 from sglang_reshard.trace.program import Program
 from sglang_reshard.transports.copies import CopyList
 from sglang_reshard.transports.memory import host_identity
@@ -30,12 +32,16 @@ Given: TypeAlias = NamedTensors | torch.nn.Module | None
 
 
 class Described(msgspec.Struct, frozen=True):
-    """What a rank tells of itself: the content hash of what it lists in the source, its host, its options."""
+    """What a rank tells of itself: the content hash of what it lists in the source, its host, its options.
+
+    tied  name -> earlier name that is the same memory in its source, see `tied_names`
+    """
 
     layout: str
     host: str
     gpu: bool
     options: dict[str, int | bool]
+    tied: dict[str, str]
 
 
 class Listing:
@@ -43,6 +49,7 @@ class Listing:
 
     source, target  None if it lists nothing
     packed          its layout of the source
+    versions        of the target's tensors
     """
 
     def __init__(self, group: dist.ProcessGroup, source: Given, target: Given, options: dict[str, int | bool]) -> None:
@@ -50,6 +57,7 @@ class Listing:
         self.source: TrainerState | None = None
         self.target: TrainerState | None = None
         self.packed = b""
+        self.versions = VersionCounters(())
 
     def describe(self) -> Described:
         ranks = tuple(dist.get_process_group_ranks(self._group))
@@ -57,12 +65,15 @@ class Listing:
         found = []
         for given in self._given:
             listed = [] if given is None else as_list(given, rank)
-            found.append(describe(listed, trainer_rank=rank, global_ranks=ranks) if listed else None)
+            # Whether all elements of the source are held is checked once what all ranks list is known.
+            found.append(describe(listed, trainer_rank=rank, global_ranks=ranks, partial=True) if listed else None)
         self.source, self.target = found
+        self.versions = VersionCounters(listed)  # of the target
         self._given = None, None
         layout = self.source.layout if self.source else SourceLayout(len(ranks), (), (), ())
         digest, self.packed = pack_blob(layout)
-        return Described(digest, host_identity(), any(map(runtime().on_gpu, self._shards())), self._options)
+        tied = tied_names(self.source.layout, self.source.shards) if self.source else {}
+        return Described(digest, host_identity(), any(map(runtime().on_gpu, self._shards())), self._options, tied)
 
     @functools.cached_property
     def device(self) -> torch.device:
@@ -78,6 +89,7 @@ class PreparedMove(NamedTuple):
 
     mover: Mover
     memory: UsedMemory
+    versions: VersionCounters
     received_bytes: int
     sent_bytes: int
     copied_bytes: int
@@ -88,18 +100,21 @@ class RankPlan:
     """This rank's reads, from their plan to views and buffers."""
 
     def __init__(
-        self, layout: SourceLayout, listing: Listing, rank: int, hosts: Sequence[str], *, strict: bool
+        self, layout: SourceLayout, listing: Listing, rank: int, told: Sequence[Described], *, strict: bool
     ) -> None:
         self.index = TensorIndex.of(layout)
+        self._tied = SourceTies(self.index, [other.tied for other in told])
         self.requests: dict[int, SendRequest] = {}
         self.packed_requests: dict[int, bytes] = {}
-        self._listing, self._rank, self._hosts, self._strict = listing, rank, hosts, strict
+        self._listing, self._rank, self._strict = listing, rank, strict
+        self._hosts = [other.host for other in told]
         self._program: Program
         self._reads: ReadPlan
 
     def demand(self) -> Demand:
         """Plans what this rank reads. Raises as `target_program` does."""
-        self._program = target_program(self.index, self._listing.target, self._rank, strict=self._strict)
+        target = self._listing.target
+        self._program = target_program(self.index, target, self._rank, strict=self._strict, tied=self._tied)
         self._reads = plan_target_reads(self.index, self._program, self._rank, self._hosts)
         traffic = {peer: nbytes for peer, (nbytes, _) in self._reads.traffic().items() if peer != self._rank}
         self.requests = {peer: send_request(self._reads, peer) for peer in traffic}
@@ -143,6 +158,7 @@ class RankPlan:
         return PreparedMove(
             Mover(group, send_rounds, receive_rounds, local),
             UsedMemory(named, self._program.targets.items(), self._rank),
+            self._listing.versions,
             received_bytes=sum(link.payload_bytes for link in receives.values()),
             sent_bytes=sum(link.payload_bytes for link in sends.values()),
             copied_bytes=sum(nbytes for _, _, nbytes in copied),

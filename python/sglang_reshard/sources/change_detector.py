@@ -11,11 +11,12 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from sglang_reshard.sources.deepspeed import is_partitioned
 
@@ -23,6 +24,10 @@ NamedTensorList = Sequence[tuple[Any, ...]]  # (name, tensor) or (name, tensor, 
 
 _name, _tensor, _sharding = map(operator.itemgetter, range(3))
 _local, _spec = operator.attrgetter("_local_tensor"), operator.attrgetter("_spec")
+# A spec is an object that can be changed, and what it states of the sharding are objects that cannot.
+_stated = [
+    operator.attrgetter(name) for name in ("placements", "shard_order") if name in DTensorSpec.__dataclass_fields__
+]
 _piece, _group = operator.attrgetter("ds_tensor"), operator.attrgetter("ds_process_group")  # of ZeRO-3's parameters
 # Compares the addresses of many tensors in one call; private to torch, and not in builds of it without CUDA.
 _equal_addresses = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
@@ -170,8 +175,10 @@ class ChangeDetector:
 
     def _shardings_of(self, named_tensors: NamedTensorList, tensors: Sequence[Any]) -> list[Any]:
         """Returns the objects that describe shardings: they are replaced, never changed."""
+        specs = list(map(_spec, compress(tensors, self._is_dtensor)))
         return [
-            *map(_spec, compress(tensors, self._is_dtensor)),
+            *specs,
+            *chain.from_iterable(map(read, specs) for read in _stated),
             *map(_group, compress(tensors, self._is_partitioned)),
             *map(_sharding, compress(named_tensors, self._has_sharding)),
         ]

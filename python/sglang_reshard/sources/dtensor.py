@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.layout.shard_order import Orders, in_order, is_order_of, left_to_right, stated_by_strides
 from sglang_reshard.layout.source_layout import Mesh, MeshSharding, Placement
+from sglang_reshard.sources.dtensor_spec import LEFT_TO_RIGHT, ShardOrder
+
+T = TypeVar("T")
+_CURE = "pass what this trainer rank holds with an ExplicitSharding, or redistribute it"
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
@@ -19,50 +26,102 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def mesh_sharding(where: str, mesh: Any, placements: tuple[Any, ...], trainer_rank_of: dict[int, int]) -> MeshSharding:
+def mesh_sharding(
+    where: str,
+    mesh: Any,
+    placements: tuple[Any, ...],
+    trainer_rank_of: Mapping[int, int],
+    order: ShardOrder = LEFT_TO_RIGHT,
+) -> MeshSharding:
     """Returns the sharding over the root mesh. Raises Unsupported, starting with `where`.
 
     trainer_rank_of  global rank -> trainer rank, for the ranks that participate in the update
+    order            in which the mesh dimensions split the tensor
     """
-    global_ranks, placements = on_root_mesh(mesh, placements)
+    own = tuple(_placement(where, p) for p in placements)
+    own, orders = _orders(where, mesh, own, order)
+    global_ranks, dims = on_root_mesh(mesh, tuple(range(len(own))), -1)
     ranks = tuple(trainer_rank_of.get(r, -1) for r in global_ranks.flatten().tolist())
     if all(r < 0 for r in ranks):
         raise Unsupported(
             f"{where} is on a mesh of global ranks {global_ranks.flatten().tolist()}, none of which participates in "
             f"the update (global ranks {sorted(trainer_rank_of)} do); create the sender on all ranks that hold weights"
         )
-    return MeshSharding(Mesh(tuple(global_ranks.shape), ranks), tuple(_placement(where, p) for p in placements))
+    of_root = tuple(own[dim] if dim >= 0 else Placement() for dim in dims)
+    orders = {tensor_dim: tuple(map(dims.index, order)) for tensor_dim, order in orders.items()}
+    return in_order(Mesh(tuple(global_ranks.shape), ranks), of_root, orders)
 
 
 def _placement(where: str, placement: Any) -> Placement:
-    # _StridedShard is not a subclass of Shard in torch 2.11, and has no public name.
-    if isinstance(placement, Shard) or hasattr(placement, "split_factor"):
-        return Placement(int(placement.dim), int(getattr(placement, "split_factor", 1)))
-    if isinstance(placement, Replicate):
+    kind = type(placement)
+    if kind is Replicate:
         return Placement()
+    if kind is Shard or kind is _StridedShard:
+        found = Placement(int(placement.dim), int(getattr(placement, "split_factor", 1)))
+        if found.dim < 0:
+            raise Unsupported(f"{where} has the placement {placement!r}; count its dimension from the first")
+        known = Shard(found.dim) if kind is Shard else _StridedShard(found.dim, split_factor=found.split_factor)
+        if placement == known:
+            return found
     if isinstance(placement, Partial):
         raise Unsupported(
-            f"{where} has the placement {placement}, whose shards have to be summed. Reduce it first, for example with "
+            f"{where} has the placement {placement!r}, whose shards have to be reduced first, for example with "
             "tensor.redistribute(placements=[Replicate()])"
         )
-    raise Unsupported(f"{where} has the placement {placement}; supported are Shard, _StridedShard and Replicate")
+    raise Unsupported(
+        f"{where} has the placement {placement!r}, a {kind.__module__}.{kind.__qualname__}; supported are Shard, "
+        f"_StridedShard and Replicate. Else {_CURE}"
+    )
 
 
-def on_root_mesh(mesh: Any, placements: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """Returns global ranks and placements of the tensor on the root mesh, replicated over sibling submeshes.
+def _orders(
+    where: str, mesh: Any, placements: tuple[Placement, ...], order: ShardOrder
+) -> tuple[tuple[Placement, ...], Orders]:
+    """Returns placements whose split factors are no order any more, and the order."""
+    default = left_to_right(placements)
+    stated = default
+    if order.entries is not None:
+        stated = {int(dim): tuple(map(int, mesh_dims)) for dim, mesh_dims in order.entries}
+    strided = any(p.split_factor > 1 for p in placements)
+    if not is_order_of(stated, placements) or (strided and stated != default):
+        raise Unsupported(
+            f"{where} has the placements {placements} and the shard order {order.entries}, which do not go together; "
+            f"{_CURE}"
+        )
+    if not strided:
+        return placements, stated if stated != default else _megatron_order(mesh, stated)
+    by_strides = stated_by_strides(tuple(mesh.shape), placements) if order.strides_are_order else None
+    if by_strides is None:
+        return placements, default
+    return tuple(Placement(p.dim) for p in placements), by_strides
+
+
+def _megatron_order(mesh: Any, orders: Orders) -> Orders:
+    """Returns the order that Megatron-FSDP writes on a mesh, where tensor parallelism splits first, if it has."""
+    listed: list[int] = list(getattr(mesh, "_shard_order", ()))
+    if not listed:
+        return orders
+    return {dim: tuple(sorted(mesh_dims, key=listed.index)) for dim, mesh_dims in orders.items()}
+
+
+def on_root_mesh(mesh: Any, per_dim: tuple[T, ...], elsewhere: T) -> tuple[torch.Tensor, tuple[T, ...]]:
+    """Returns the global ranks of the root mesh, and what belongs to each of its dimensions.
+
+    per_dim    what belongs to each dimension of `mesh`: a placement, for example
+    elsewhere  what belongs to the root's other dimensions, over which a tensor is replicated
 
     Tensor parallelism under data parallelism has its DTensors on mesh["tp"], of which every data-parallel group has
     another one. On the root mesh all ranks describe the tensor alike.
     """
     root = mesh._get_root_mesh()
     if root is mesh or root == mesh:
-        return mesh.mesh, placements
+        return mesh.mesh, per_dim
     names, root_names = mesh.mesh_dim_names, root.mesh_dim_names
     if names is not None and root_names is not None and set(names) <= set(root_names):
-        own = dict(zip(names, placements, strict=True))
-        return root.mesh, tuple(own.get(n, Replicate()) for n in root_names)
+        own = dict(zip(names, per_dim, strict=True))
+        return root.mesh, tuple(own.get(n, elsewhere) for n in root_names)
     # Dimensions of flattened and concatenated meshes are not among the root's.
     siblings = mesh._layout.remap_to_tensor(mesh._rank_map) if hasattr(mesh, "_layout") else mesh.mesh.unsqueeze(0)
     if len(siblings) == 1:
-        return mesh.mesh, placements
-    return siblings, (Replicate(), *placements)
+        return mesh.mesh, per_dim
+    return siblings, (elsewhere, *per_dim)

@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources.dtensor import on_root_mesh
@@ -94,9 +93,8 @@ def _sharding_groups(part: Any) -> list[list[int]]:
     own, replicas = dist.get_process_group_ranks(part.process_group), getattr(part, "_inter_node_pg", None)
     mesh = getattr(part, "_device_mesh", None)
     if mesh is not None:
-        placements = (Shard(0),) if replicas is None else (Replicate(), Shard(0))
-        ranks, placements = on_root_mesh(mesh, placements)
-        (dim,) = [dim for dim, placement in enumerate(placements) if placement.is_shard()]
+        ranks, shards = on_root_mesh(mesh, (True,) if replicas is None else (False, True), False)
+        dim = shards.index(True)
         groups: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
         return groups
     if replicas is None:

@@ -26,10 +26,12 @@ from sglang_reshard.layout.source_layout import (
 )
 from sglang_reshard.sources.deepspeed import is_partitioned, partition
 from sglang_reshard.sources.dtensor import local_tensor, mesh_sharding
+from sglang_reshard.sources.dtensor_spec import LEFT_TO_RIGHT, ShardOrder, shard_order
 from sglang_reshard.sources.flat import FlatBuffer, split_flat
 from sglang_reshard.sources.fsdp import ShardedParameters
 from sglang_reshard.sources.fsdp1 import is_flattened
 from sglang_reshard.sources.fused import FusedTensor, LocalShard, split_fused
+from sglang_reshard.sources.uneven import OwnPart, own_part
 from sglang_reshard.sources.verl_shard_spec import check_has_no_place, fused_tensor_of
 
 
@@ -44,7 +46,7 @@ class TensorReader:
         self._trainer_rank_of = {g: t for t, g in enumerate(global_ranks)}
         self._replicated = MeshSharding(Mesh((self._ranks,), tuple(range(self._ranks))), (Placement(),))
         # Keyed by identity, as comparing device meshes is slow. The mesh is kept, so that its id stays unique.
-        self._known: dict[tuple[int, tuple[Any, ...]], tuple[Any, MeshSharding]] = {}
+        self._known: dict[tuple[Any, ...], tuple[Any, MeshSharding]] = {}
         self._checked: set[tuple[tuple[int, ...], Sharding]] = set()
         self._fsdp: ShardedParameters | None = None
 
@@ -55,6 +57,8 @@ class TensorReader:
         represents, which are views of the local tensor: one, or those of a fused tensor.
         """
         where = f"trainer rank {self._rank}: {name}"
+        if not isinstance(name, str):
+            raise Unsupported(f"{where} is no name, but a {type(name).__name__}; pass (name, tensor)")
         if not isinstance(given, torch.Tensor):
             raise Unsupported(f"{where} is a {type(given).__name__}, not a torch.Tensor; leave it out")
         if isinstance(sharding, FlatBuffer):
@@ -106,14 +110,34 @@ class TensorReader:
             sharding = self._replicated if spec.mesh is None else self._on_mesh(where, spec.mesh, spec.placements)
             return tuple(spec.full_shape), sharding, tensor
         if isinstance(tensor, DTensor):
-            sharding = self._on_mesh(where, tensor.device_mesh, tensor.placements)
-            return tuple(tensor.shape), sharding, local_tensor(tensor)
+            order = shard_order(where, tensor._spec)
+            sharding = self._on_mesh(where, tensor.device_mesh, tensor.placements, order)
+            shape, local = tuple(tensor.shape), local_tensor(tensor)
+            return shape, self._of_own_part(where, shape, sharding, own_part(where, shape, local)), local
         return tuple(tensor.shape), self._replicated, tensor
 
-    def _on_mesh(self, where: str, mesh: Any, placements: Any) -> MeshSharding:
-        key = id(mesh), tuple(placements)
+    def _of_own_part(
+        self, where: str, shape: tuple[int, ...], placed: MeshSharding, part: OwnPart | None
+    ) -> MeshSharding | ShardMap:
+        """Returns the sharding of a tensor of which the local tensor may state its own part: `placed` if they agree."""
+        if part is None:
+            return placed
+        boxes = [] if part.box is None else [part.box]
+        if [shard.box for shard in compute_shard_map(shape, *placed).shards_of(self._rank)] == boxes:
+            return placed
+        if not self._partial:
+            raise Unsupported(
+                f"{where} is an uneven DTensor, as Megatron-FSDP's: this trainer rank holds "
+                f"{part.box if part.box else 'nothing'} of global shape {shape}, which its placements do not tell and "
+                "no other rank knows. Pass partial=True, with which each trainer rank states its own part, or an "
+                "ExplicitSharding of all trainer ranks' parts"
+            )
+        return ShardMap.of((box, (0,) * len(shape), self._rank) for box in boxes)
+
+    def _on_mesh(self, where: str, mesh: Any, placements: Any, order: ShardOrder = LEFT_TO_RIGHT) -> MeshSharding:
+        key = id(mesh), tuple(placements), tuple(map(type, placements)), order  # a subclass may equal its base
         if key not in self._known:
-            self._known[key] = mesh, mesh_sharding(where, mesh, key[1], self._trainer_rank_of)
+            self._known[key] = mesh, mesh_sharding(where, mesh, key[1], self._trainer_rank_of, order)
         return self._known[key][1]
 
     def _checked_shard_map(self, where: str, shape: tuple[int, ...], sharding: Sharding) -> ShardMap:
@@ -164,7 +188,8 @@ def _shaped(
             return local.view(expected)
         raise Mismatch(
             f"{where} has a local shard of shape {tuple(local.shape)}, but its placements over global shape {shape} "
-            f"require {expected}; was it resharded without updating its placements?"
+            f"require {expected}; was it resharded without updating its placements? A local tensor that is not what "
+            "placements say needs an ExplicitSharding"
         )
     least = sharding.min_local_shape(trainer_rank)
     if least is None:

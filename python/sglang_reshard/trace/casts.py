@@ -10,6 +10,8 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import ITEM_BYTES, TensorSpec
 
+_BITS = {torch.uint16, torch.uint32, torch.uint64}  # torch computes little with them: they are packed data, mostly
+
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
     """Returns the dtype of a checkpoint tensor. Raises Unsupported for one that cannot be transferred."""
@@ -49,7 +51,7 @@ def check_cast(source: str, have: torch.dtype, target: str, want: torch.dtype) -
     """Raises Unsupported for a cast that torch makes but that does not preserve what the values mean."""
     if have == want:
         return
-    if have.is_floating_point != want.is_floating_point:
+    if have.is_floating_point != want.is_floating_point or {have, want} & _BITS:
         raise Unsupported(
             f"{source} is {have} and the engine's {target} is {want}: a cast would not preserve the values. "
             "Send the tensor in the engine's format."

@@ -69,11 +69,13 @@ def check_coverage(
             parameters[storages[key]].append((name, parameter.data))
     keeps_unsent = getattr(model, "keeps_unsent", False)
     for storage in dict.fromkeys((*parameters, *written)):
-        if storage not in written and (keeps_unsent or storage_key(storage.tensor) in as_built):
-            continue
         names = [name for name, _ in parameters[storage]]
+        if storage not in written and storage_key(storage.tensor) in as_built:
+            continue
         if storage not in written and all(map(may_stay, names)):
             kept += names
+            continue
+        if storage not in written and keeps_unsent:
             continue
         of_stock = None if storage in must_be_full else stock
         left += _check_storage(storage, parameters[storage], written[storage], of_stock)

@@ -53,7 +53,7 @@ def check_buffers(
         storage = storages.get(storage_key(buffer))
         if buffer.numel() and storage is not None and storage not in written and storage_key(buffer) not in parameters:
             unwritten.setdefault(storage.name, (name, buffer))
-    if not unwritten:
+    if not unwritten or getattr(model, "keeps_unsent", False):
         return []
     loaded = _loaded(storages, written, unwritten, stock, parameters)
     kept: list[str] = []

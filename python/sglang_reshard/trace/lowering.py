@@ -241,6 +241,25 @@ def drop_overwritten_fills(records: Sequence[Record]) -> list[Record]:
     return kept
 
 
+def drop_repeated_writes(records: Sequence[Record]) -> list[Record]:
+    """Returns the records without those that write the same elements to the same place again.
+
+    A draft that shares its target's embedding loads it again. What a storage has computed in it is left alone.
+    """
+    computed = {r.storage for r in records if isinstance(r.content, VersionedView)}
+    seen = set()
+    kept: list[Record] = []
+    for record in records:
+        if record.storage not in computed:
+            content = record.content.spec.name if isinstance(record.content, CheckpointTensor) else record.content
+            write = (record.storage, record.dtype, record.index_map, content)
+            if write in seen:
+                continue
+            seen.add(write)
+        kept.append(record)
+    return kept
+
+
 def _remainder(record: Record, filled: Geometry, later: Sequence[Geometry]) -> Iterator[Record]:
     numel = max(g.span[1] for g in (filled, *later))
     grid = grid_shape(numel, [s for g in (filled, *later) for s in g.stride])

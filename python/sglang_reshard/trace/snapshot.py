@@ -62,7 +62,8 @@ class AttributeSnapshot:
 
 def _restore_table(path: str, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
     changed = [k for k in table if k not in old or table[k] is not old[k]]
-    changed += [k for k in old if k not in table]
+    deleted = [k for k in old if k not in table]
+    changed += deleted
     for key in changed:
         before, after = old.get(key, ABSENT), table.get(key, ABSENT)
         if before is ABSENT:
@@ -70,6 +71,10 @@ def _restore_table(path: str, table: dict[str, Any], old: dict[str, Any]) -> Ite
         else:
             table[key] = before
         yield Change(f"{path}.{key}" if path else key, before, after)
+    if deleted:
+        # In their place, too: the order of modules is the order of their parameters.
+        table.clear()
+        table.update(old)
 
 
 def _restore_container(path: str, container: Any, old: list[Any]) -> Iterator[Change]:

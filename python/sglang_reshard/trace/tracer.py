@@ -31,7 +31,7 @@ from sglang_reshard.trace.kept import MayStay, engine_name, kept_modules, names_
 from sglang_reshard.trace.kv_scales import kv_scale_steps
 from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveWriteMode
 from sglang_reshard.trace.left_alone import check_buffers, restoring_steps
-from sglang_reshard.trace.lowering import Lowering, drop_overwritten_fills
+from sglang_reshard.trace.lowering import Lowering, drop_overwritten_fills, drop_repeated_writes
 from sglang_reshard.trace.memory import Record
 from sglang_reshard.trace.post_load import DeferredCall, defer_post_load, post_load_steps
 from sglang_reshard.trace.program import Program
@@ -59,8 +59,8 @@ def trace(
     model: torch.nn.Module,
     specs: Sequence[TensorSpec],
     start: Callable[[], EngineStart] | None = None,
-    may_stay: MayStay = _NOTHING,
     *,
+    may_stay: MayStay = _NOTHING,
     weightless: bool = False,
 ) -> Program:
     """Returns the program of `model.load_weights` for checkpoint tensors with these names, shapes and dtypes.
@@ -92,21 +92,22 @@ def trace(
             repacked = [module for module in repacked if module not in staying]
             parts = split_records(repacked, storages, found.records)
             check_order(parts.writes)
+            writes, every = drop_repeated_writes(parts.writes), drop_repeated_writes(parts.all_written)
 
             def stays(name: str) -> bool:
                 return may_stay(engine_name(model, name))
 
-            stock = _stock_load(loader, repacked, specs, parts.all_written, start)
-            left, kept = check_coverage(model, storages, parts.all_written, parameters, stock, stays)
-            all_written = {record.storage for record in parts.all_written}
+            stock = _stock_load(loader, repacked, specs, every, start)
+            left, kept = check_coverage(model, storages, every, parameters, stock, stays)
+            all_written = {record.storage for record in every}
             kept += check_buffers(model, storages, all_written, stock, stays)
         check_deferred(repacked, found.deferred)
         lowering = Lowering(found.recorder.device)
-        for record in parts.writes:
+        for record in writes:
             lowering.add(record)
         for record in parts.overwritten:
             lowering.read(record)
-        written = {record.storage.name for record in parts.writes}
+        written = {record.storage.name for record in writes}
         steps = (
             *restoring_steps(model, left, stock),
             *unfold_steps(flags_of(model), found.flags),

@@ -39,7 +39,8 @@ from sglang_reshard.transports.p2p import destination_view
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 _INDEX, _LATEST = "model.safetensors.index.json", "latest"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # of a model folder, not copied

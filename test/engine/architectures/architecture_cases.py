@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from architectures import Architecture, text_generation
+from architectures import Architecture, generation
 from examination import Finding, examine, said
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
@@ -25,6 +25,7 @@ from support.checkpoints import has_experts, write_checkpoint
 from support.scripts import answer
 
 ARCHITECTURE, CASE = "architecture: ", "case: "
+RESULTS = Path(__file__).parents[3] / "benchmark" / "results" / "architectures.json"
 # Variants of the config: the first that passes is the usual one, the first that is refused if none does.
 USUAL = ((), ("ungrouped",), ("biases",))
 _DEADLINE_SECONDS = 3000
@@ -37,6 +38,7 @@ class Run(NamedTuple):
 
     variant  of the usual checkpoint
     fast     the engine ranks that plain `make test` tries, one pipeline stage after the other
+    always   these of all architectures; else of language models alone
     """
 
     name: str
@@ -48,12 +50,13 @@ class Run(NamedTuple):
     weights_dtype: str | None = None
     gpu: bool = True
     fast: tuple[int, ...] = ()
+    always: bool = False
 
 
 RUNS = (
     Run("tp 1", tp_size=1),
     Run("tp 2", tp_size=2),
-    Run("tp 4", tp_size=4, fast=(3,)),
+    Run("tp 4", tp_size=4, fast=(3,), always=True),
     # Eight heads for three ranks: the CPU code path pads them, the others refuse.
     Run("tp 3, CPU", tp_size=3, gpu=False, fast=(2,)),
     Run("ep 2", tp_size=4, ep_size=2, fast=(3,)),
@@ -98,38 +101,52 @@ def _forked(work: Callable[[Job], Any], jobs: Sequence[Job]) -> Iterator[tuple[J
 
 
 def _usual(
-    architectures: Sequence[Architecture], root: Path, probe: Run
+    architectures: Sequence[Architecture], root: Path, probe: Run | None
 ) -> dict[Architecture, tuple[tuple[str, ...], str]]:
-    """The usual variants of each architecture's config, or why there is no checkpoint."""
+    """The usual variants of each architecture's config, or why there is no checkpoint.
+
+    probe  None: they are what the last sweep has found
+    """
 
     def tried(checkpoint: Checkpoint) -> tuple[str, str]:
         try:
             path = checkpoint.written(root)
         except Exception as error:
             return "unwritten", said(error, str(root))
-        return (_examined(probe, 0, path).outcome, "") if path else ("unwritten", "there is no such variant")
+        if path and probe is None:
+            return "passed", ""
+        draft = checkpoint.architecture.is_draft
+        return (_examined(probe, 0, path, draft).outcome, "") if path else ("unwritten", "there is no such variant")
 
     outcomes: dict[Architecture, dict[str, tuple[str, ...]]] = {a: {} for a in architectures}
     reasons: dict[Architecture, str] = {}
+    known = {} if probe else json.loads(RESULTS.read_text())["architectures"]
     for variants in USUAL:
         jobs = [Checkpoint(a, variants) for a in architectures if "passed" not in outcomes[a]]
+        if probe is None:
+            jobs = [job for job in jobs if variants == tuple(known.get(job.architecture.name, {}).get("config", ()))]
         for (architecture, *_), (outcome, why) in _forked(tried, jobs):
             outcomes[architecture].setdefault(outcome, variants)
             reasons.setdefault(architecture, why)
     chosen = {a: o.get("passed", o.get("refused", o.get("cannot"))) for a, o in outcomes.items()}
-    return {a: ((), reasons[a]) if variants is None else (variants, "") for a, variants in chosen.items()}
+    return {a: ((), reasons.get(a, "")) if variants is None else (variants, "") for a, variants in chosen.items()}
 
 
-def _applying(run: Run, usual: tuple[str, ...], config: dict[str, Any]) -> bool:
+def _applying(run: Run, architecture: Architecture, usual: tuple[str, ...], config: dict[str, Any]) -> bool:
+    if run.pp_size > 1 and architecture.is_draft:
+        return False  # SGLang has no pipeline with speculative decoding
+    if run.fp8 and not architecture.has_blocks:
+        return False
     return run.variant not in usual and (run.ep_size == 1 or has_experts(config))
 
 
-def _examined(run: Run, rank: int, path: str) -> Finding:
+def _examined(run: Run, rank: int, path: str, draft: bool) -> Finding:
     stage, tp_rank = divmod(rank, run.tp_size)
     return examine(
         path,
         weights_dtype=run.weights_dtype,
         gpu=run.gpu,
+        draft=draft,
         tp_size=run.tp_size,
         tp_rank=tp_rank,
         ep_size=run.ep_size,
@@ -140,14 +157,15 @@ def _examined(run: Run, rank: int, path: str) -> Finding:
 
 def _cases(
     usual: dict[Architecture, tuple[tuple[str, ...], str]], runs: Sequence[Run], root: Path, fast: bool
-) -> Iterator[tuple[Case, str]]:
+) -> Iterator[tuple[Case, str, bool]]:
     checkpoints: dict[tuple[Architecture, Run], Checkpoint] = {}
     for architecture, (variants, why) in usual.items():
         if why:
             continue
         config = json.loads((Checkpoint(architecture, variants).folder(root) / "config.json").read_text())
         for run in runs:
-            if _applying(run, variants, config):
+            left_out = fast and architecture.kind != "text" and not run.always
+            if not left_out and _applying(run, architecture, variants, config):
                 extra = (run.variant,) if run.variant else ()
                 checkpoints[architecture, run] = Checkpoint(architecture, variants + extra, run.fp8)
 
@@ -165,7 +183,7 @@ def _cases(
         path = paths[checkpoint]
         if path is not None:
             for rank in run.fast if fast else range(run.tp_size * run.pp_size):
-                yield Case(architecture.name, run.name, rank), path
+                yield Case(architecture.name, run.name, rank), path, architecture.is_draft
 
 
 def main(paths: str, level: str, folder: str, *only: str) -> None:
@@ -175,14 +193,15 @@ def main(paths: str, level: str, folder: str, *only: str) -> None:
     import_before_forks()
 
     runs = {r.name: r for r in RUNS if r.gpu == gpu and (r.fast or not fast)}
-    probe = Run("probe", tp_size=2 if gpu else 3, gpu=gpu)
-    architectures = [a for a in text_generation() if not only or a.name in only]
+    probe = None if fast else Run("probe", tp_size=2 if gpu else 3, gpu=gpu)
+    architectures = [a for a in generation() if not only or a.name in only]
     usual = _usual([a for a in architectures if a.writer], Path(folder), probe)
     for architecture in architectures:
-        line = [architecture.name, architecture.writer, architecture.own, *usual.get(architecture, ((), ""))]
+        line = [architecture.name, architecture.kind, architecture.writer, architecture.own]
+        line += usual.get(architecture, ((), ""))
         answer(ARCHITECTURE + json.dumps(line))
     jobs = list(_cases(usual, list(runs.values()), Path(folder), fast))
-    for (case, _), found in _forked(lambda job: _examined(runs[job[0].run], job[0].rank, job[1]), jobs):
+    for (case, *_), found in _forked(lambda job: _examined(runs[job[0].run], job[0].rank, *job[1:]), jobs):
         answer(CASE + json.dumps([case, dataclasses.asdict(found)]))
 
 

@@ -12,11 +12,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from architecture_cases import RUNS
+from architecture_cases import RESULTS, RUNS
 from benchmark import marked
 
 REPOSITORY = Path(__file__).parents[3]
-RESULTS = REPOSITORY / "benchmark" / "results" / "architectures.json"
 FORWARDS = RESULTS.with_name("forwards.json")
 PAGE = REPOSITORY / "docs" / "results" / "architectures.md"
 NAME = "architectures"
@@ -24,14 +23,19 @@ NAME = "architectures"
 # The runs that decide what the table says of an architecture; the others have columns of their own.
 MAIN_RUNS = ("tp 1", "tp 2", "tp 4")
 _WORST_LAST = ("passed", "refused", "cannot", "failed")
+_KINDS = {
+    "text": "Language models",
+    "multimodal": "Models of images and sound",
+    "draft": "Draft models, each built and loaded with its target",
+}
 _WORDS = {"passed": "yes", "refused": "refused", "cannot": "no", "failed": "FAILED"}
 
 
 def collected(architectures: Iterable[list[str]], cases: Iterable[tuple[list[Any], dict[str, Any]]]) -> dict[str, Any]:
     """The lines that architecture_cases.py prints, put together by architecture and run."""
     found: dict[str, Any] = {}
-    for name, writer, own, usual, why in architectures:
-        found[name] = {"checkpoint": writer, "own": own, "config": usual, "why": why}
+    for name, kind, writer, own, usual, why in architectures:
+        found[name] = {"kind": kind, "checkpoint": writer, "own": own, "config": usual, "why": why}
         found[name] |= {"has": [], "runs": {}}
     ranks: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
     for (name, run, rank), finding in cases:
@@ -98,22 +102,26 @@ def saved_forwards() -> dict[str, Any]:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Markdown: a row for each architecture that was tried, the reasons by number, and what could not be tried."""
+    """Markdown: a row for each architecture that was tried, by kind, the reasons by number, and what was not tried."""
     runs = [r.name for r in RUNS]
-    count: dict[str, int] = defaultdict(int)
-    for entry in found.values():
-        count[overall(entry)] += 1
-    lines = [
-        f"Of {len(found)} architectures that SGLang's registry calls text generation, {count['passed']} pass at tp 1, "
-        f"2 and 4, {count['refused']} are refused, {count['cannot']} stock SGLang does not build or load here, and "
-        f"for {count['no checkpoint']} no checkpoint could be written.",
-        "",
-        "| architecture | " + " | ".join(runs) + " |",
-        "|---" * (len(runs) + 1) + "|",
-    ]
     numbers: dict[str, int] = {}  # reason -> its number, in the order in which they come up
-    lines += [_row(name, entry, runs, numbers) for name, entry in found.items() if entry["runs"]]
-    lines += ["", *(f"{number}. {reason}" for reason, number in numbers.items())]
+    lines = []
+    for kind, title in _KINDS.items():
+        of_kind = {name: entry for name, entry in found.items() if entry["kind"] == kind}
+        count: dict[str, int] = defaultdict(int)
+        for entry in of_kind.values():
+            count[overall(entry)] += 1
+        lines += [
+            f"**{title}.** Of {len(of_kind)}, {count['passed']} pass at tp 1, 2 and 4, {count['refused']} are refused, "
+            f"{count['cannot']} stock SGLang does not build or load here, and for {count['no checkpoint']} no "
+            "checkpoint could be written.",
+            "",
+            "| architecture | " + " | ".join([*runs, "forward"]) + " |",
+            "|---" * (len(runs) + 2) + "|",
+        ]
+        lines += [_row(name, entry, runs, numbers) for name, entry in of_kind.items() if entry["runs"]]
+        lines += [""]
+    lines += [f"{number}. {reason}" for reason, number in numbers.items()]
     by_reason: dict[str, list[str]] = defaultdict(list)
     for name, entry in found.items():
         if not entry["runs"]:
@@ -121,6 +129,12 @@ def table(found: Mapping[str, Any]) -> str:
     lines += ["", "No checkpoint:", ""]
     lines += [f"- {reason}: {', '.join(names)}" for reason, names in by_reason.items()]
     return "\n".join(lines)
+
+
+def passing() -> dict[str, int]:
+    """How many of the saved architectures pass, by kind."""
+    entries = saved().values()
+    return {kind: sum(e["kind"] == kind and overall(e) == "passed" for e in entries) for kind in _KINDS}
 
 
 def _row(name: str, entry: Mapping[str, Any], runs: list[str], numbers: dict[str, int]) -> str:
@@ -131,10 +145,21 @@ def _row(name: str, entry: Mapping[str, Any], runs: list[str], numbers: dict[str
         if result and result.get("why"):
             cell += f" ({numbers.setdefault(_short(result['why']), len(numbers) + 1)})"
         cells.append(cell)
+    cells.append(_forward(saved_forwards().get(name), numbers))
     notes = [f"checkpoint of {entry['checkpoint']}"] if not entry["own"] else []
     notes += [f"config with {' and '.join(entry['config'])}"] if entry["config"] else []
     note = f" ({', '.join(notes)})" if notes else ""
     return f"| {name}{note} | " + " | ".join(cells) + " |"
+
+
+def _forward(case: Mapping[str, Any] | None, numbers: dict[str, int]) -> str:
+    """The cell for what forward_cases.py has found."""
+    if case is None:
+        return ""
+    if case["outcome"] == "passed":
+        kept = sorted({path.rpartition(".")[2] for path in case["derived"]})
+        return f"yes, {', '.join(f'`{name}`' for name in kept)} again" if kept else "yes"
+    return f"{_WORDS[case['outcome']]} ({numbers.setdefault(_short(case['why']), len(numbers) + 1)})"
 
 
 def _short(reason: str) -> str:

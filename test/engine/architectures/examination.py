@@ -6,13 +6,15 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import re
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from drafts import sent_with_draft, with_draft
+from layout_kinds import layout_kinds
 from oracle.digests import digests
 from oracle.replay import replay
 from sglang_reshard.cli.plan.sglang_model import build_rank
@@ -22,11 +24,16 @@ from sglang_reshard.trace.live import live_tensors, storage_key
 from sglang_reshard.trace.live_shards import live_shards
 from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.program import Copy, Program
+from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights
 from support.live_memory import differing, fill_with_garbage
 
 Weights = dict[str, torch.Tensor]
+# What the trace says of an engine that has never loaded a checkpoint.
+_LOAD_ONCE = "load a checkpoint from disk once first"
+_NEVER_WRITTEN = "is not written by the loader at all"
+_MADE_ONCE = "the first load makes "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,19 +55,29 @@ class Finding:
     copies: int = 0
 
 
-def examine(folder: str, *, weights_dtype: str | None = None, gpu: bool = True, **build: Any) -> Finding:
+def examine(
+    folder: str, *, weights_dtype: str | None = None, gpu: bool = True, draft: bool = False, **build: Any
+) -> Finding:
+    """draft  the checkpoint is for a draft as well, which is built and loaded with its target"""
     try:
         model = built(folder, gpu, build)
+        if draft:
+            model = with_draft(model, folder)
     except (Exception, SystemExit) as error:
         return Finding("cannot", said(error, folder))
-    weights = read_weights(folder)
+    weights = sent_with_draft(folder) if draft else read_weights(folder)
     if weights_dtype is not None:
         weights = {n: t.to(getattr(torch, weights_dtype)) if t.dtype.itemsize > 1 else t for n, t in weights.items()}
     config = json.loads((Path(folder) / "config.json").read_text())
     try:
-        return _examined(model, weights, config, folder)
+        found = _examined(model, weights, config, folder)
+        if (found.outcome == "refused" and _LOAD_ONCE in found.why) or found.why.startswith(_MADE_ONCE):
+            # The stock load that ended the examination was the engine's start from a checkpoint.
+            once = _examined(model, weights, config, folder)
+            found = once if once.outcome == "failed" else dataclasses.replace(once, why=once.why or found.why)
     except Exception as error:
         return Finding("failed", said(error, folder))
+    return found
 
 
 def built(folder: str, gpu: bool, build: dict[str, Any]) -> torch.nn.Module:
@@ -83,13 +100,16 @@ def _no_gpu() -> None:
 
 def _examined(model: torch.nn.Module, weights: Weights, config: dict[str, Any], folder: str) -> Finding:
     fill_with_garbage(model)
-    before, signature = digests(model), live_signature(model)
+    before, signature, paths = digests(model), live_signature(model), _paths(model)
     program, refusal = _traced(model, weights)
+    if program is None and _NEVER_WRITTEN in refusal:
+        # An engine knows its own checkpoint, and what a start on it leaves alone.
+        program, refusal = _traced(model, weights, functools.partial(EngineStart, _specs(weights)))
     wrote = differing(before, digests(model))
     complaints = [f"the trace wrote to {', '.join(wrote[:4])}"] if wrote else []
     complaints += [] if program is None else _missing_scales(model, weights, program)
     replays = None if program is None else Replays.of(model, program, weights)
-    complaints += [] if live_signature(model) == signature else ["live tensors have moved"]
+    complaints += [] if live_signature(model) == signature else [_moved(model, paths)]
     stock = _stock(model, weights)
     if not isinstance(stock, Exception):
         complaints += _unjustified(refusal, before, stock) if replays is None else replays.complaints(stock)
@@ -101,23 +121,41 @@ def _examined(model: torch.nn.Module, weights: Weights, config: dict[str, Any], 
         return Finding("cannot", said(stock, folder))
     if program is None:
         return Finding("refused", refusal)
-    has = tuple(sorted(_features(config, weights, program)))
-    return Finding("passed", has=has, copies=len(program.copies))
+    has = tuple(sorted(layout_kinds(config, weights, program)))
+    left = f"{program.left_alone[0]} and {len(program.left_alone) - 1} more" if program.left_alone else ""
+    why = f"a start on the checkpoint leaves {left} as they are, too" if left else ""
+    return Finding("passed", why, has=has, copies=len(program.copies))
+
+
+def _paths(model: torch.nn.Module) -> dict[str, int]:
+    return {name: storage_key(tensor) for name, tensor in live_tensors(model)}
+
+
+def _moved(model: torch.nn.Module, before: dict[str, int]) -> str:
+    after = _paths(model)
+    made = [name for name in after if name not in before]
+    only_made = bool(made) and all(after.get(name) == key for name, key in before.items())
+    return f"{_MADE_ONCE}{made[0]}" if only_made else "live tensors have moved"
 
 
 def _unjustified(refusal: str, garbage: dict[str, str], stock: dict[str, str]) -> list[str]:
     """What the trace says that the loader never writes must be the garbage of before after stock loading."""
     name, _, what = refusal.partition(" ")
-    if what.startswith("is not written by the loader at all") and stock[name] != garbage[name]:
+    if what.startswith(_NEVER_WRITTEN) and stock[name] != garbage[name]:
         return [f"stock loading writes {name}, and the trace refuses it as never written"]
     return []
 
 
-def _traced(model: torch.nn.Module, weights: Weights) -> tuple[Program | None, str]:
+def _specs(weights: Weights) -> list[TensorSpec]:
+    return [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
+
+
+def _traced(
+    model: torch.nn.Module, weights: Weights, start: Callable[[], EngineStart] | None = None
+) -> tuple[Program | None, str]:
     """The program, and why the trace refused."""
-    specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
     try:
-        return trace(model, specs), ""
+        return trace(model, _specs(weights), start), ""
     except ReshardError as error:
         return None, str(error)
 
@@ -173,13 +211,17 @@ def verl_quantizer() -> Any:
 
 
 def _stock(model: torch.nn.Module, weights: Weights) -> dict[str, str] | Exception:
+    """Digests after stock loading, without further paths that it makes to memory which had one (a cache by name)."""
     fill_with_garbage(model)
+    paths = _paths(model)
     try:
         with torch.no_grad():
             model.load_weights(iter([(n, t.clone()) for n, t in weights.items()]))  # type: ignore[operator]
     except Exception as error:
         return error
-    return digests(model)
+    known = set(paths.values())
+    again = {name for name, t in live_tensors(model) if name not in paths and storage_key(t) in known}
+    return {name: digest for name, digest in digests(model).items() if name not in again}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,37 +290,6 @@ def _misread(program: Program, weights: Weights) -> tuple[str, ...]:
             if not torch.equal(held.view(torch.uint8), wanted.view(torch.uint8)):
                 wrong.append(shard.name)
     return tuple(wrong)
-
-
-def _features(config: dict[str, Any], weights: Weights, program: Program) -> set[str]:
-    """What kinds of layout a checkpoint has, by what its config, its tensors and its program say."""
-    names = list(weights)
-
-    def named(pattern: str) -> bool:
-        return any(re.search(pattern, n) for n in names)
-
-    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    found = {
-        "biases of linear layers": any(
-            n.endswith(".bias") and weights.get(f"{n[:-4]}weight", weights[n]).dim() == 2 for n in names
-        ),
-        "tied embeddings": bool(config.get("tie_word_embeddings")),
-        "grouped heads": bool(heads and groups and groups < heads),
-        "latent attention": config.get("kv_lora_rank") is not None,
-        "experts": named(r"experts\."),
-        "shared experts": named(r"shared_(expert|mlp)"),
-        "experts stacked on disk": any("experts" in n and t.dim() == 3 for n, t in weights.items()),
-        "QKV fused on disk": named(r"(qkv|c_attn|query_key_value)[\w.]*weight"),
-        "gate and up fused on disk": named(r"mlp\.gate_up_proj\.weight"),
-        "values computed while loading": any(s.description.startswith("from ") for s in program.steps),
-        "work after loading": any(s.description == "post_load_weights" for s in program.steps),
-        "state space or linear attention": named(r"A_log"),
-        "convolutions": named(r"\bconv"),
-        "attention sinks": named(r"sinks"),
-        "sliding window": bool(config.get("sliding_window")),
-        "block-fp8": any(t.dtype == torch.float8_e4m3fn for t in weights.values()),
-    }
-    return {name for name, true in found.items() if true}
 
 
 def said(error: BaseException, folder: str) -> str:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from architecture_cases import USUAL
-from architectures import Architecture, text_generation
+from architectures import Architecture, generation
 from examination import said
 from oracle.digests import digest
 from oracle.replay import replay
@@ -217,7 +217,7 @@ def main(folder: str, *only: str) -> None:
 
     load_plugins()
     architectures: Sequence[Architecture] = [
-        a for a in text_generation() if a.writer is not None and (not only or a.name in only)
+        a for a in generation() if a.kind == "text" and a.writer is not None and (not only or a.name in only)
     ]
     jobs = run_in_forks(
         lambda architecture: examine(architecture, Path(folder)),

@@ -70,7 +70,7 @@ def text_trainer(model: torch.nn.Module, weights: Weights) -> dict[str, Any]:
     as_read = dict(zip(found.names or names, given.values(), strict=True))
     live = dict(model.named_parameters())
     before = {name: parameter.clone() for name, parameter in live.items()}
-    program = trace(model, specs_of(as_read), MayStay(frozen=[f"*{tower}*" for tower in TOWERS]))
+    program = trace(model, specs_of(as_read), may_stay=MayStay(frozen=[f"*{tower}*" for tower in TOWERS]))
     replay(program, as_read)
     after = {name: parameter.clone() for name, parameter in live.items()}
     with torch.no_grad():  # SGLang's own load of the same, in the same memory
@@ -115,9 +115,7 @@ def main() -> None:
     import_before_forks()
 
     def work(name: str) -> dict[str, Any]:
-        multimodal = "ConditionalGeneration" in name
-        instead = {"vision_config": {"vision_use_head": False}} if "Gemma3" in name else {}
-        write_checkpoint(name, root / name, multimodal=multimodal, instead=instead)
+        write_checkpoint(name, root / name)
         return look(str(root / name))
 
     for name, found in run_in_forks(work, names, processes=2, deadline_seconds=DEADLINE_S):

@@ -1,4 +1,4 @@
-"""Every text-generation architecture of SGLang's registry: its traced program leaves what stock loading leaves.
+"""Every architecture of SGLang's registry that generates: its traced program leaves what stock loading leaves.
 
 Real SGLang models with live memory full of garbage beforehand, one engine rank at a time. `make test`
 tries some ranks of every architecture and holds them against benchmark/results/architectures.json;

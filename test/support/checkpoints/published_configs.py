@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from support.checkpoints.tiny_configs import has_experts
 
 _YARN = {
@@ -27,7 +25,9 @@ def published(config: dict[str, Any], tensors: Iterable[str]) -> dict[str, Any]:
     names = list(tensors)
     config = {k: _part(v) if isinstance(v, dict) and "model_type" in v else v for k, v in config.items()}
     old = _of_tensors(config, names) | _of_layer_kinds(config) | _of_rope(config) | _of_names(config)
-    return old | config | _of_meaning(config)
+    # SGLang's wrapper of models that it has no class for reads transformers' own config.
+    wrapped = any(name.startswith("Transformers") for name in config.get("architectures") or ())
+    return old | config | ({} if wrapped else _of_meaning(config))
 
 
 def published_multimodal(config: dict[str, Any], tensors: Iterable[str]) -> dict[str, Any]:
@@ -36,15 +36,6 @@ def published_multimodal(config: dict[str, Any], tensors: Iterable[str]) -> dict
     if "in_channels" in (config.get("vision_config") or {}):
         parts["vision_config"] = config["vision_config"] | {"in_chans": config["vision_config"]["in_channels"]}
     return config | parts
-
-
-def published_weights(writer: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights as checkpoints have them where transformers 5 saves them otherwise."""
-    if writer == "Gemma3ForConditionalGeneration":
-        return {n.replace("vision_tower.", "vision_tower.vision_model."): t for n, t in weights.items()}
-    if writer == "Qwen3VLMoeForConditionalGeneration":
-        return {n: t.mT.contiguous() if ".experts." in n else t for n, t in weights.items()}
-    return weights
 
 
 def _part(config: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from sglang_reshard.cli.plan.request import Source
 from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.layout.shard_order import in_order_of_strides
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
 
 # Tensor parallelism as trainers have it: what leads into a block's middle is split by rows, what leads out of it by
@@ -22,12 +23,15 @@ def layout_of(specs: Sequence[TensorSpec], source: Source) -> SourceLayout:
     """
     shape = tuple(n for n in (source.copies, source.shards, source.tensor_parallel) if n > 1) or (1,)
     mesh = Mesh(shape, tuple(range(source.trainer_ranks)))
-    numbers: dict[tuple[Placement, ...], int] = {}
-    tensors = tuple(
-        SourceTensor(s.name, s.shape, s.dtype, 0, numbers.setdefault(_placements(s, source), len(numbers)))
-        for s in specs
-    )
-    return SourceLayout(source.trainer_ranks, (mesh,), tuple(numbers), tensors)
+    meshes: dict[Mesh, int] = {}
+    placements: dict[tuple[Placement, ...], int] = {}
+    tensors = []
+    for spec in specs:
+        sharding = in_order_of_strides(mesh, _placements(spec, source))
+        number = meshes.setdefault(sharding.mesh, len(meshes))
+        placed = placements.setdefault(sharding.placements, len(placements))
+        tensors.append(SourceTensor(spec.name, spec.shape, spec.dtype, number, placed))
+    return SourceLayout(source.trainer_ranks, tuple(meshes), tuple(placements), tuple(tensors))
 
 
 def _placements(spec: TensorSpec, source: Source) -> tuple[Placement, ...]:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.jit._builtins import _register_builtin
 from torch.utils._device import _device_constructors
 
 # SGLang compares it with the version it was built against.
@@ -80,4 +81,6 @@ def _unpinned(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 _device_constructors()  # so that `with torch.device(...)` has seen torch's own functions
 for _name in ("tensor", "zeros"):
     setattr(torch, _name, _unpinned(getattr(torch, _name)))
+    # A function that torch.jit compiles still finds torch's operator under this name.
+    _register_builtin(getattr(torch, _name), f"aten::{_name}")
 setattr(torch.Tensor, "pin_memory", lambda self, device=None: self)  # noqa: B010
