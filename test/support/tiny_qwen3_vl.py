@@ -24,8 +24,8 @@ END, START_OF_IMAGE, END_OF_IMAGE, IMAGE, VIDEO = (
 PROMPT = f"a{START_OF_IMAGE}{IMAGE}{END_OF_IMAGE}what"
 
 
-def write_qwen3_vl(folder: Path, seed: int) -> Path:
-    """A checkpoint in float32, with a tokenizer of single bytes."""
+def write_qwen3_vl(folder: Path, seed: int, dtype: torch.dtype = torch.float32) -> Path:
+    """A checkpoint with a tokenizer of single bytes."""
     tokenizer = _tokenizer()
     processor = Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(patch_size=PATCH, min_pixels=4 * PATCH**2, max_pixels=64 * PATCH**2),
@@ -34,7 +34,7 @@ def write_qwen3_vl(folder: Path, seed: int) -> Path:
         chat_template="{% for message in messages %}{{ message.content }}{% endfor %}",
     )
     processor.save_pretrained(folder)
-    model = Qwen3VLForConditionalGeneration(_config(tokenizer)).float()
+    model = Qwen3VLForConditionalGeneration(_config(tokenizer)).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

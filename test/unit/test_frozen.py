@@ -159,6 +159,7 @@ def test_an_engine_that_never_had_a_part_is_not_called_complete():
     told, found = run_world(1, 2, train_in_part, serve_from_dummy, [PART, WHOLE, PART, PART])
     refused, *rest = told[0]
     assert "engine rank 0: down would stay" in refused
+    assert refused.count("engine rank 0") == 1
     assert "load_format='dummy'" in refused
     assert rest == [(), ("down",), ("down",)]
     assert found[0][0] == dict.fromkeys(found[0][0], 0)  # nothing was written

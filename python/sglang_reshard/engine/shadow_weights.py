@@ -52,7 +52,7 @@ def shadow_bytes(live: Program) -> int:
     return sum(t.numel() * t.element_size() for t in _kept(live).values())
 
 
-def check_room(nbytes: int, ranks_on_host: int, engine_rank: int, device: torch.device) -> None:
+def check_room(nbytes: int, ranks_on_host: int, device: torch.device) -> None:
     """Raises Unsupported, with the figures, if there is no memory for `nbytes` more.
 
     ranks_on_host  engine ranks that take as much of the same host memory, this one included; a GPU's is its own
@@ -63,7 +63,7 @@ def check_room(nbytes: int, ranks_on_host: int, engine_rank: int, device: torch.
         free, needed, where = psutil.virtual_memory().available, nbytes * ranks_on_host, "its host"
     if free < needed:
         raise Unsupported(
-            f"engine rank {engine_rank}: staged=True takes {nbytes:,} bytes beside the weights "
+            f"staged=True takes {nbytes:,} bytes beside the weights "
             f"({needed:,} in total there), but {where} has {free:,} bytes free; update without staged=True"
         )
 

@@ -27,9 +27,7 @@ class LastWrite:
     kept: tuple[str, ...] = ()
 
 
-def check_kept(
-    kept: Collection[str], request: DistributedUpdateWeightsReq, engine_rank: int, last: LastWrite, *, torn: bool
-) -> None:
+def check_kept(kept: Collection[str], request: DistributedUpdateWeightsReq, last: LastWrite, *, torn: bool) -> None:
     """Raises Mismatch if an update would keep a parameter that nothing has brought.
 
     kept  names of the parameters that the update leaves as they are
@@ -46,7 +44,7 @@ def check_kept(
     shown = ", ".join(names[:_SHOWN_NAMES])
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     raise Mismatch(
-        f"engine rank {engine_rank}: {shown}{more} would stay as they are, and nothing has brought them: the engine "
+        f"{shown}{more} would stay as they are, and nothing has brought them: the engine "
         "was started with load_format='dummy', its weights were released, or an update of them broke off. Send them "
         "once, without frozen= and only=, or start the engine on a checkpoint"
     )

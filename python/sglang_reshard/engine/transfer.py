@@ -412,7 +412,7 @@ class TransferCache:
                 self._shadow = ShadowWeights.in_place(target.program)
                 return
             ranks_on_host = sum(demand.host == demands[self._rank].host for demand in demands)
-            check_room(shadow_bytes(target.program), ranks_on_host, self._rank, self._device)
+            check_room(shadow_bytes(target.program), ranks_on_host, self._device)
             self._shadow = ShadowWeights.of(target.program)
 
     def _program(self, target: TargetPlan) -> Program:

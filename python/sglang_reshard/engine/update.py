@@ -131,7 +131,7 @@ class UpdateExecutor:
     def prepare_commit(self, context: UpdateContext, refusal: str) -> None:
         """Votes once more before the shadow weights become live, as time has passed since `prepare`."""
         if not refusal and self._placement() != self._placed:
-            refusal = f"engine rank {self._rank}: experts were rebalanced since the update was staged; repeat it"
+            refusal = "experts were rebalanced since the update was staged; repeat it"
         with self._torn_if_vote_is_lost(context, may_write=not refusal):
             context.all_gather_votes(Phase.READY, Vote(refusal))
 
@@ -290,7 +290,7 @@ class UpdateExecutor:
                     start=self._start,
                 )
         if target.program.kept:
-            check_kept(target.program.kept, request, self._rank, self._written, torn=bool(self.torn))
+            check_kept(target.program.kept, request, self._written, torn=bool(self.torn))
         transfer = self.transfers.transfer
         reusable = transfer is not None and transfer.is_current(request, target)
         is_base = False
@@ -377,7 +377,7 @@ class UpdateExecutor:
             expected, digest = context.channel.get_checksums(asked, self._rank, request.timeout_s)
             if len(differing := np.flatnonzero(actual != expected)):
                 raise Mismatch(
-                    f"engine rank {self._rank}: the received weights differ from the trainer's: "
+                    "the received weights differ from the trainer's: "
                     f"{checksums.tensor_names(differing.tolist())}. Repeat the update; if it happens again, suspect "
                     "this host's memory or its network"
                 )

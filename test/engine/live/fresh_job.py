@@ -1,7 +1,9 @@
-"""What the trainer ranks of test_fresh_engines.py do: one engine is updated, one starts on the same checkpoint."""
+"""What the processes of test_fresh_engines.py do: one updates an engine, the other starts one on a checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -11,51 +13,78 @@ from torch.distributed.device_mesh import init_device_mesh
 from models_job import sharded
 from oracle.digests import LOADER, read_live_digests
 from sglang_reshard import VerlEngine
+from sglang_reshard.errors import ReshardError
 from sglang_reshard.testing import cpu_host
+from support.tiny_qwen3_vl import PROMPT
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 NEW_TOKENS = 6
 
 
-def beside_a_fresh_engine(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns what an engine says before and after two updates, and what one says that starts on checkpoint 2."""
-    folder, sizes = Path(job["folder"]), job["engine"]
+def updates(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns what is seen of an engine after its start on dummy weights, and after each step.
+
+    steps  of the job, each with the "version" of the checkpoint that is sent, a pattern of names that are left out
+           ("without"), and "options" of the update. The last element of the result is of the last step
+    """
+    folder, image = Path(job["folder"]), job["image"]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    cpu_host.activate(sizes["tp_size"])
+    cpu_host.activate(1)
+    engine = VerlEngine(device_mesh_cpu=mesh, timeout_s=90, **arguments(folder / "1", image, load_format="dummy"))
 
-    def engine(version: str, load_format: str) -> VerlEngine:
-        return VerlEngine(
-            device_mesh_cpu=mesh,
-            timeout_s=90,
-            model_path=str(folder / version),
-            load_format=load_format,
-            skip_tokenizer_init=True,
-            custom_weight_loader=[LOADER],
-            log_level="warning",
-            **cpu_host.engine_arguments(**sizes),
-        )
+    def digests(number: int) -> list[dict[str, str]]:
+        return [] if engine.engine is None else read_live_digests(engine.engine, folder / f"digests-{number}")
 
-    def look(of: VerlEngine, name: str) -> dict[str, Any]:
-        outputs = of.generate(
-            input_ids=PROMPTS,
-            sampling_params={"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
-            return_logprob=True,
-        )
-        digests = [] if of.engine is None else read_live_digests(of.engine, folder / f"digests-{name}")
-        logprobs = [[p for p, *_ in o["meta_info"]["output_token_logprobs"]] for o in outputs]
-        return {"tokens": [o["output_ids"] for o in outputs], "logprobs": logprobs, "digests": digests}
-
-    updated = engine("1", "dummy")
-    seen: dict[str, Any] = {"dummy": look(updated, "dummy")}
+    seen: list[dict[str, Any]] = [{**said(engine.generate, image), "digests": digests(0)}]
     state = sharded(folder / "1", mesh)
-    for version in ("1", "2"):
-        for name, tensor in sharded(folder / version, mesh).items():  # in place, as an optimizer writes
+    for number, step in enumerate(job["steps"], 1):
+        for name, tensor in sharded(folder / step["version"], mesh).items():  # in place, as an optimizer writes
             state[name].to_local().copy_(tensor.to_local())
-        options = {"staged": True} if version == "2" and job["staged"] else {}
-        updated.update_weights_from_tensor(state.items(), weight_version=version, verify="full", **options)
-        seen[version] = look(updated, version)
-    updated.shutdown()
-    fresh = engine("2", "auto")
-    seen["fresh"] = look(fresh, "fresh")
-    fresh.shutdown()
+        sent = [(n, t) for n, t in state.items() if not fnmatchcase(n, step["without"])]
+        try:
+            report = engine.update_weights_from_tensor(sent, verify="full", **step["options"])
+        except ReshardError as error:
+            seen.append({"refusal": str(error), "digests": digests(number)})
+        else:
+            seen.append({"kept": report.kept, **said(engine.generate, image), "digests": digests(number)})
+    engine.shutdown()
     return seen
+
+
+def by_stock(job: dict[str, Any]) -> dict[str, Any]:
+    """Returns what is seen of an engine that SGLang starts on the checkpoint, without the plugin."""
+    cpu_host.activate(1)  # before SGLang's first import
+    from sglang.srt.entrypoints.engine import Engine
+
+    from sglang_reshard.patches.engine import end
+    from sglang_reshard.patches.launch import without_torchrun_variables
+
+    with without_torchrun_variables():
+        engine = Engine(**arguments(Path(job["checkpoint"]), job["image"]))
+    assert not hasattr(engine, "update_weights_distributed"), "the plugin was loaded"
+    seen = said(engine.generate, job["image"])
+    seen["digests"] = read_live_digests(engine, Path(job["folder"]) / "digests")
+    end(engine)
+    return seen
+
+
+def arguments(checkpoint: Path, image: str, **options: Any) -> dict[str, Any]:
+    of_images = {"mm_attention_backend": "sdpa"} if image else {"skip_tokenizer_init": True}
+    return cpu_host.engine_arguments(
+        model_path=str(checkpoint),
+        tp_size=1,
+        dtype="bfloat16",
+        custom_weight_loader=[LOADER],
+        log_level="warning",
+        **of_images,
+        **options,
+    )
+
+
+def said(generate: Callable[..., Any], image: str) -> dict[str, Any]:
+    """Returns the tokens that an engine generates, and their log-probabilities."""
+    asked: dict[str, Any] = {"prompt": [PROMPT], "image_data": [image]} if image else {"input_ids": PROMPTS}
+    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    outputs = generate(sampling_params=sampling, return_logprob=True, **asked)
+    logprobs = [[p for p, *_ in o["meta_info"]["output_token_logprobs"]] for o in outputs]
+    return {"tokens": [o["output_ids"] for o in outputs], "logprobs": logprobs}

@@ -1,20 +1,32 @@
 """A live engine that was updated twice since a start on dummy weights says what one says that starts on the checkpoint.
 
-In the checkpoint's own dtype, tokens, log-probabilities and every live tensor, on both ends of the range of SGLang's
-versions. The models keep state that a forward pass computes from weights.
+In the checkpoint's own dtype: tokens, log-probabilities and every live tensor. What the models compute with is more
+than the parameters that are sent: copies that a forward pass makes, buffers that the loader fills, a vision tower that
+stays. The engine that starts on the checkpoint is SGLang without the plugin.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from support.checkpoints import write_checkpoint
 from support.sglangs import chosen
+from support.tiny_qwen3_vl import write_image, write_qwen3_vl
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+# On a CPU host the newest SGLang has no attention for Gemma-4, and no processor for Qwen3-VL without FFmpeg.
+IN_STAGES = pytest.mark.parametrize("staged", [False, pytest.param(True, marks=pytest.mark.sweep)])
+
+
+def step(version: str, without: str = "", **options: Any) -> dict[str, Any]:
+    return {"version": version, "without": without, "options": options}
 
 
 @pytest.mark.parametrize(
@@ -25,14 +37,85 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
         pytest.param("newest", True, marks=pytest.mark.sweep),
     ],
 )
-def test_it_says_what_a_fresh_engine_says(sglang: str, staged: bool, tmp_path: Path) -> None:
+def test_copies_that_a_forward_pass_has_made_are_made_again(sglang: str, staged: bool, tmp_path: Path) -> None:
     for version in ("1", "2"):
         write_checkpoint("Glm4MoeForCausalLM", tmp_path / version, seed=int(version))
-    engine = {"tp_size": 2, "dtype": "bfloat16"}
     with chosen(sglang):
-        job = "fresh_job:beside_a_fresh_engine"
-        seen = run_trainers(2, job, tmp_path, deadline_s=350, engine=engine, staged=staged)[0]
-    assert seen["2"]["tokens"] == seen["fresh"]["tokens"]
-    assert seen["2"]["logprobs"] == seen["fresh"]["logprobs"]
-    assert seen["2"]["digests"] == seen["fresh"]["digests"]
-    assert len({str(seen[of]["tokens"]) for of in ("dummy", "1", "2")}) == 3
+        dummy, first, second, fresh = seen(tmp_path, [step("1"), step("2", staged=staged)], tmp_path / "2")
+    assert_is_fresh(second, fresh, dummy, first)
+    copies = [name for name in fresh["digests"][0] if name.endswith("gate._weight_fp32")]
+    assert bool(copies) == (sglang == "pinned")  # of the newest the weight itself is float32
+
+
+@IN_STAGES
+def test_buffers_that_the_loader_fills_are_sent(staged: bool, tmp_path: Path) -> None:
+    for version in ("1", "2"):
+        write_gemma4(tmp_path / version, int(version))
+    steps = [step("1", without="*.layer_scalar"), step("1"), step("2", staged=staged)]
+    dummy, refused, first, second, fresh = seen(tmp_path, steps, tmp_path / "2")
+    assert "layer_scalar is a buffer that the loader fills" in refused["refusal"]
+    assert "state_dict()" in refused["refusal"]
+    assert refused["digests"] == dummy["digests"]
+    assert_is_fresh(second, fresh, dummy, first)
+    assert any(name.endswith("layer_scalar") for name in fresh["digests"][0])
+
+
+@IN_STAGES
+def test_a_frozen_tower_stays_once_it_has_been_sent(staged: bool, tmp_path: Path) -> None:
+    for version in ("1", "2", "3"):
+        write_qwen3_vl(tmp_path / version, int(version), torch.bfloat16)
+    frozen = {"without": "*.visual.*", "frozen": ["visual.*"]}
+    steps = [step("1", **frozen), step("1"), step("2", **frozen), step("3", staged=staged, **frozen)]
+    mixed = write_with_the_tower_of(tmp_path / "1", tmp_path / "3", tmp_path / "mixed")
+    image = str(write_image(tmp_path / "image.png"))
+    dummy, refused, first, second, third, fresh = seen(tmp_path, steps, mixed, image)
+    assert "visual." in refused["refusal"]
+    assert "would stay as they are, and nothing has brought them" in refused["refusal"]
+    assert refused["digests"] == dummy["digests"]
+    tower = [n for n in fresh["digests"][0] if n.startswith("visual.") and "rotary" not in n]  # computed, not loaded
+    assert first["kept"] == []
+    assert second["kept"] == third["kept"] == sorted(tower)
+    assert_is_fresh(third, fresh, dummy, first, second)
+
+
+def seen(folder: Path, steps: list[Any], checkpoint: Path, image: str = "") -> list[dict[str, Any]]:
+    """Returns what is seen of an engine on dummy weights and after each step, and last of one on the checkpoint."""
+    stock = folder / "stock"
+    stock.mkdir()
+    without_plugin = {"SGLANG_PLUGINS": "somebody-elses"}
+    updated: list[dict[str, Any]] = run_trainers(2, "fresh_job:updates", folder, steps=steps, image=image)[0]
+    fresh = run_trainers(
+        1, "fresh_job:by_stock", stock, environment=without_plugin, checkpoint=str(checkpoint), image=image
+    )
+    return updated + fresh
+
+
+def assert_is_fresh(updated: dict[str, Any], fresh: dict[str, Any], *before: dict[str, Any]) -> None:
+    assert updated["tokens"] == fresh["tokens"]
+    assert updated["logprobs"] == fresh["logprobs"]
+    assert updated["digests"] == fresh["digests"]
+    distinct = {str(at["tokens"]) for at in (*before, updated)}
+    assert len(distinct) == len(before) + 1, "what it says does not depend on all of the weights"
+
+
+def write_gemma4(folder: Path, seed: int) -> None:
+    head_dim, kv_heads = 16, 2
+    # On a CPU SGLang pads experts, and asks for their size also where there are none.
+    instead = {"global_head_dim": head_dim, "moe_intermediate_size": 64}
+    write_checkpoint("Gemma4ForCausalLM", folder, seed=seed, instead=instead)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["head_dim"], config["num_key_value_heads"]) == (head_dim, kv_heads)
+    # SGLang derives these from the config of the whole model, of which this is the language model.
+    heads = {"v_head_dim": head_dim, "swa_head_dim": head_dim, "swa_v_head_dim": head_dim}
+    (folder / "config.json").write_text(json.dumps(config | heads | {"swa_num_key_value_heads": kv_heads}))
+
+
+def write_with_the_tower_of(tower: Path, rest: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for file in rest.iterdir():
+        (folder / file.name).symlink_to(file)
+    weights = load_file(rest / "model.safetensors")
+    weights |= {n: t for n, t in load_file(tower / "model.safetensors").items() if ".visual." in n}
+    (folder / "model.safetensors").unlink()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder

@@ -33,7 +33,7 @@ MISTAKES = {
     "another order on one rank": ("Mismatch", "trainer rank 1", "model.embed_tokens.weight", "same order"),
     "another shape on one rank": ("Mismatch", "trainer rank 1", "model.norm.weight", "shape", "(5,)"),
     "another dtype on one rank": ("Mismatch", "trainer rank 1", "model.norm.weight", "dtype", "bfloat16"),
-    "partial": ("Unsupported", "model.layers.1.mlp.down_proj.weight", "P(sum)", "redistribute"),
+    "partial": ("Unsupported", "model.layers.1.mlp.down_proj.weight", "Partial(sum)", "redistribute"),
     "meta": ("Unsupported", "trainer rank 0", "model.norm.weight", "meta", "materialize it"),
     "sparse": ("Unsupported", "trainer rank 0", "model.norm.weight", "sparse", "pass a dense one"),
     "not finite": ("Mismatch", "trainer rank 1", "model.layers.1.mlp.down_proj.weight", "NaN"),
