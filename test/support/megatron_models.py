@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from megatron.core import mpu
+from megatron.core import mpu, parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -112,11 +112,17 @@ def parallel(case: Case) -> Iterator[None]:
         virtual_pipeline_model_parallel_size=case.vp if case.vp > 1 else None,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
+        create_gloo_process_groups=False,  # beside those of NCCL: here all are
     )
+    groups = [group for group in parallel_state._global_process_group_list if group is not None]
     try:
         yield
+        dist.barrier()  # until no rank uses them
     finally:
         mpu.destroy_model_parallel()
+        # Each has threads and connections, which would stay as long as the process.
+        for group in groups:
+            dist.destroy_process_group(group)
 
 
 @contextlib.contextmanager
@@ -133,12 +139,17 @@ def _on_cpu() -> Iterator[None]:
 
 def megatron_models(case: Case, tensors: dict[str, torch.Tensor]) -> list[GPTModel]:
     """This rank's part of a Megatron-Core model with the weights of a checkpoint, by model chunks."""
+    models = initial_models(case)
+    load(case, models, tensors)
+    return models
+
+
+def initial_models(case: Case) -> list[GPTModel]:
+    """This rank's part of a Megatron-Core model as its constructor leaves it, by model chunks."""
     initialize_rng_tracker(inference_rng_tracker=True)
     config = _config(case)
     with _on_cpu():
-        models = [_model(case, config, stage if case.vp > 1 else None) for stage in range(case.vp)]
-    load(case, models, tensors)
-    return models
+        return [_model(case, config, stage if case.vp > 1 else None) for stage in range(case.vp)]
 
 
 def _config(case: Case) -> TransformerConfig:

@@ -1,5 +1,10 @@
-"""The calls of SGLang's former VerlEngine: what its users passed, on a tied and an untied model. One row of
-docs/usage/migration.md each."""
+"""The calls of SGLang's former VerlEngine: what its users passed, on a tied and an untied model.
+
+Each row of the table in docs/usage/migration.md is shown by a test, here or elsewhere, and its words are the code's.
+"""
+
+import inspect
+import re
 
 import pytest
 import torch
@@ -7,12 +12,51 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardedStateDictConfig, StateDictType
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from sglang_reshard import VerlEngine
+from sglang_reshard import UpdateReport, VerlEngine, errors
+from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import ReshardError, Unsupported
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.trainer.collectives import broadcast_message
+from support.documents import ROOT, table
 from support.toy import VOCAB, ToyRank, checkpoint
 from support.world import run_world
+
+ROWS = dict(table("docs/usage/migration.md", "## SGLang's former `VerlEngine`"))
+SHOWN = {
+    "the engine has as many ranks as the mesh": "test/engine/live/test_reshard.py::test_fsdp2_over_tp_into_a_larger",
+    '`backend="server"` starts a server': "test/engine/live/test_server.py::test_a_script_does_the_same_with_a_server",
+    "`shutdown` ends every child of the process": "test/unit/test_verl_engine.py::test_a_shutdown_ends_the_engine",
+}
+
+
+def shows(*rows):
+    """The test shows what rows of the table say."""
+
+    def mark(test):
+        SHOWN.update(dict.fromkeys(rows, f"test/unit/test_former_verl_engine.py::{test.__name__}"))
+        return test
+
+    return mark
+
+
+def words(row):
+    """What a row sets as code: arguments, exceptions, messages."""
+    return [code.split("=")[0] for code in re.findall(r"`([^`]+)`", ROWS[row])]
+
+
+WHOLE = "`update_weights_from_tensor` gathers every parameter on every rank"
+ITEMS = "`list(state_dict.items())` of FSDP1 with `SHARDED_STATE_DICT`, tied head included"
+LOAD_FORMAT = "`load_format=`"
+SUBSET = "a call with a subset of the names updates those"
+BUCKETS = "a call for each bucket of parameters, `flush_cache=True` with the last one"
+NOTHING = "an empty list is accepted, and does nothing but flush"
+OVER_ALL = (
+    'data parallel trainer ranks with an engine for each `mesh["tp"]`, parameters sharded over all of them (FSDP)'
+)
+OVER_TP = 'the same with parameters sharded over `mesh["tp"]` alone (DDP, tensor parallel)'
 
 HEAD, EMBEDDING = "lm_head.weight", "embed.weight"
 
@@ -80,7 +124,9 @@ class Model(torch.nn.Module):
 
 def told_by(update):
     try:
-        return update().success
+        report = update()
+        assert isinstance(report, UpdateReport)
+        return report.success
     except ReshardError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -101,13 +147,16 @@ def train_fsdp1(trainer, kind, given):
         sharded = ShardedStateDictConfig(offload_to_cpu=False)
         FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, sharded)
         state = model.state_dict()
-        named = {"items": list(state.items()), "generator": iter(state.items()), "dict": state}[given]
+        named = {"items": list(state.items()), "generator": iter(state.items()), "dict": state, "module": model}[given]
         told.append(told_by(lambda named=named: engine.update_weights_from_tensor(named)))
     engine._sender.close()
     return told
 
 
-@pytest.mark.parametrize(("kind", "given"), [("tied", "items"), ("untied", "generator"), ("tied", "dict")])
+@shows(WHOLE, ITEMS)
+@pytest.mark.parametrize(
+    ("kind", "given"), [("tied", "items"), ("untied", "generator"), ("tied", "dict"), ("untied", "module")]
+)
 def test_the_items_of_a_sharded_state_dict(kind, given):
     told, found = run_world(2, 2, train_fsdp1, serve, kind, given)
     assert told == [[True, True]] * 2
@@ -123,6 +172,7 @@ def train_untied_for_a_tied_engine(trainer, _):
     return told
 
 
+@shows(ITEMS)
 def test_a_head_that_is_not_the_embedding_is_refused_by_an_engine_that_ties_them():
     told, found = run_world(2, 2, train_untied_for_a_tied_engine, serve, "tied")
     assert told[0] == told[1]
@@ -149,11 +199,14 @@ def train_in_buckets(trainer, _):
     return told
 
 
+@shows(SUBSET, BUCKETS, NOTHING, LOAD_FORMAT)
 def test_subsets_and_buckets_and_an_empty_list():
     told, found = run_world(2, 2, train_in_buckets, serve, "untied")
     assert told[0] == told[1]
     assert "is not written by the loader at all" in told[0]["one name"]
+    assert "frozen=" in told[0]["one name"]
     assert told[0]["nothing"] == "Mismatch: trainer rank 0: no tensors were passed"
+    assert all(word in told[0]["nothing"] for word in words(NOTHING)[:2])
     assert [told[0][name] for name in ("frozen", "only", "all")] == [True] * 3
     assert found == [[{0}, {0, 1}, {0, 1}, {1}]] * 2
 
@@ -182,6 +235,7 @@ def refuse(trainer, mine):
     return send if mine == 1 and trainer.rank == 2 else None
 
 
+@shows(OVER_ALL, OVER_TP)
 @pytest.mark.parametrize("kind", ["fsdp", "tp"])
 def test_data_parallel_trainers_with_an_engine_each(kind):
     told, found = run_world(4, 1, train_data_parallel, serve, "tied", kind)
@@ -192,3 +246,47 @@ def test_data_parallel_trainers_with_an_engine_each(kind):
         assert all("trainer ranks of this update hold" in message for message in told[:2]), told
         assert all("create the sender on all ranks that hold shards of it" in message for message in told[:2])
         assert found == [[]]
+
+
+def train_for_engines_of_all_ranks(trainer):
+    """The same shards, of one sender over all trainer ranks, for both engines."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    host = Session.host() if trainer.rank == 0 else None
+    address = broadcast_message(host.address if host else None, Address, trainer.group)
+    sender = MultiEngineSender(address, trainer_rank=trainer.rank, global_ranks=(0, 1, 2, 3), timeout_s=30)
+    sender.set_engines(dict(zip(("first", "second"), trainer.send_one, strict=True)))
+    placements = [Shard(0), Shard(0)]
+    rows = {n: distribute_tensor(t, mesh, placements, src_data_rank=None) for n, t in state_of(1, "tied").items()}
+    told = {name: report.success for name, report in sender.update(rows.items()).items()}
+    sender.close()
+    return told
+
+
+def serve_alone(_rank, _size, requests, *_):
+    return serve(0, 1, requests, "tied")
+
+
+@shows(OVER_ALL)
+def test_one_sender_for_all_engines_takes_what_is_sharded_over_all_trainer_ranks():
+    assert "MultiEngineSender" in words(OVER_ALL)
+    told, found = run_world(4, 2, train_for_engines_of_all_ranks, serve_alone)
+    assert told == [{"first": True, "second": True}] * 4
+    assert found == [[{1}]] * 2
+
+
+def test_every_row_is_shown_by_a_test():
+    assert SHOWN.keys() == ROWS.keys()
+    for test in SHOWN.values():
+        path, name = test.split("::")
+        assert f"def {name}" in (ROOT / path).read_text(), test
+
+
+def test_arguments_and_methods_of_the_table_exist():
+    """Options of `update` and of the constructor, methods, and classes."""
+    known = {*inspect.signature(VerlEngine).parameters, *dir(VerlEngine)}
+    known |= {*inspect.signature(WeightSender.update).parameters, *dir(errors), "UpdateReport", "MultiEngineSender"}
+    written = {word.removesuffix("()") for row in ROWS for word in words(row)} - {
+        "no tensors were passed",
+        'mesh["tp"]',
+    }
+    assert written <= known

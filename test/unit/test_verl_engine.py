@@ -1,5 +1,9 @@
-"""What VerlEngine refuses before it starts anything."""
+"""What VerlEngine refuses before it starts anything, and what it ends."""
 
+import subprocess
+from types import SimpleNamespace
+
+import psutil
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -8,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import sglang_reshard
 from sglang_reshard import VerlEngine
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.patches.embedded_engine import EmbeddedEngine
 
 
 @pytest.fixture
@@ -37,3 +42,28 @@ def test_the_package_exports_what_it_says():
     assert all(getattr(sglang_reshard, name) is not None for name in sglang_reshard.__all__)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = sglang_reshard.no_such_name
+
+
+class EngineOf:
+    """As much of SGLang's Engine as is asked when it is ended."""
+
+    tokenizer_manager = None
+
+    def __init__(self, *pids):
+        self.get_all_child_pids = lambda: list(pids)
+
+    def shutdown(self):
+        raise AssertionError("it ends all children")
+
+
+def test_a_shutdown_ends_the_engine_and_no_other_child_of_the_trainer():
+    scheduler, loader = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    engine = VerlEngine.__new__(VerlEngine)
+    engine._sender, engine._local = SimpleNamespace(close=lambda: None), EmbeddedEngine(EngineOf(scheduler.pid))
+    try:
+        engine.shutdown()
+        assert not psutil.pid_exists(scheduler.pid)
+        assert loader.poll() is None
+    finally:
+        loader.kill()
+        loader.wait()

@@ -126,7 +126,7 @@ def _check_storage(
             raise Unsupported(
                 f"{missing[0][0]} is not written by the loader at all: no tensor of the checkpoint reaches it. Compare "
                 "the names that are sent with those of the model's Hugging Face checkpoint; a quantized weight needs "
-                f"its scale.{hint()}"
+                f"its scale, and frozen= names what stays as it is.{hint()}"
             )
         return [LeftAlone(name, parameter) for name, parameter in missing]
     # In elements, or in units of the smallest dtype that the storage is written as.

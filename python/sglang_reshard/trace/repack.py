@@ -112,7 +112,8 @@ class RepackedModule:
             raise Unsupported(
                 f"{self.name(unwritten[0])} is not written by the loader at all: no tensor of the checkpoint reaches "
                 f"it, and {self.name(read)} is computed from it after loading. Compare the names that are sent with "
-                "those of the model's Hugging Face checkpoint; a quantized weight needs its scale."
+                "those of the model's Hugging Face checkpoint; a quantized weight needs its scale, and "
+                "frozen= names what stays as it is."
             )
         if self.numbers and self.device.type != "cpu":
             raise Unsupported(
