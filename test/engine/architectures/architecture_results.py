@@ -71,10 +71,11 @@ def outcome(run: Mapping[str, Any]) -> str:
 def overall(entry: Mapping[str, Any]) -> str:
     """Of the main runs, as far as stock SGLang has them: passed, refused, failed; "cannot" when it has none.
 
-    "no checkpoint" when there was nothing to try.
+    "in part" if it passes and the last sweep has not tried all of them, "no checkpoint" when there was nothing to try.
     """
     main = {outcome(entry["runs"][r]) for r in MAIN_RUNS if r in entry["runs"]}
-    return next((o for o in ("failed", "refused", "passed", "cannot") if o in main), "no checkpoint")
+    found = next((o for o in ("failed", "refused", "passed", "cannot") if o in main), "no checkpoint")
+    return "in part" if found == "passed" and not entry["runs"].keys() >= set(MAIN_RUNS) else found
 
 
 def save(found: Mapping[str, Any]) -> None:
@@ -112,7 +113,8 @@ def table(found: Mapping[str, Any]) -> str:
         for entry in of_kind.values():
             count[overall(entry)] += 1
         lines += [
-            f"**{title}.** Of {len(of_kind)}, {count['passed']} pass at tp 1, 2 and 4, {count['refused']} are refused, "
+            f"**{title}.** Of {len(of_kind)}, {count['passed']} pass at tp 1, 2 and 4, {count['in part']} pass on one "
+            f"engine rank and were not tried on the others, {count['refused']} are refused, "
             f"{count['cannot']} stock SGLang does not build or load here, and for {count['no checkpoint']} no "
             "checkpoint could be written.",
             "",

@@ -30,6 +30,7 @@ from support.checkpoints import read_weights
 from support.live_memory import differing, fill_with_garbage
 
 Weights = dict[str, torch.Tensor]
+Start = Callable[[], EngineStart] | None
 # What the trace says of an engine that has never loaded a checkpoint.
 _LOAD_ONCE = "load a checkpoint from disk once first"
 _NEVER_WRITTEN = "is not written by the loader at all"
@@ -101,20 +102,23 @@ def _no_gpu() -> None:
 def _examined(model: torch.nn.Module, weights: Weights, config: dict[str, Any], folder: str) -> Finding:
     fill_with_garbage(model)
     before, signature, paths = digests(model), live_signature(model), _paths(model)
-    program, refusal = _traced(model, weights)
+    program, refusal, start = *_traced(model, weights), None
     if program is None and _NEVER_WRITTEN in refusal:
         # An engine knows its own checkpoint, and what a start on it leaves alone.
-        program, refusal = _traced(model, weights, functools.partial(EngineStart, _specs(weights)))
+        start = functools.partial(EngineStart, _specs(weights))
+        again, why = _traced(model, weights, start)
+        if again is None or not _misnamed(again, weights):
+            program, refusal = again, why
     wrote = differing(before, digests(model))
     complaints = [f"the trace wrote to {', '.join(wrote[:4])}"] if wrote else []
-    complaints += [] if program is None else _missing_scales(model, weights, program)
+    complaints += [] if program is None else _missing_scales(model, weights, program, start)
     replays = None if program is None else Replays.of(model, program, weights)
     complaints += [] if live_signature(model) == signature else [_moved(model, paths)]
     stock = _stock(model, weights)
     if not isinstance(stock, Exception):
         complaints += _unjustified(refusal, before, stock) if replays is None else replays.complaints(stock)
     if program is not None and not complaints and not isinstance(stock, Exception):
-        complaints += _quantized_on_arrival(model, weights)
+        complaints += _quantized_on_arrival(model, weights, start)
     if complaints:
         return Finding("failed", "; ".join(complaints))
     if isinstance(stock, Exception):
@@ -125,6 +129,16 @@ def _examined(model: torch.nn.Module, weights: Weights, config: dict[str, Any], 
     left = f"{program.left_alone[0]} and {len(program.left_alone) - 1} more" if program.left_alone else ""
     why = f"a start on the checkpoint leaves {left} as they are, too" if left else ""
     return Finding("passed", why, has=has, copies=len(program.copies))
+
+
+def _misnamed(program: Program, weights: Weights) -> bool:
+    """Whether a tensor of the checkpoint is for a module of which something is left alone, and the loader skips it.
+
+    An update would be refused for the tensor that nobody reads.
+    """
+    read = {copy.source for copy in program.copies}
+    modules = {name.rpartition(".")[0] for name in program.left_alone}
+    return not read or any(module in name for name in weights.keys() - read for module in modules)
 
 
 def _paths(model: torch.nn.Module) -> dict[str, int]:
@@ -150,9 +164,7 @@ def _specs(weights: Weights) -> list[TensorSpec]:
     return [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
 
 
-def _traced(
-    model: torch.nn.Module, weights: Weights, start: Callable[[], EngineStart] | None = None
-) -> tuple[Program | None, str]:
+def _traced(model: torch.nn.Module, weights: Weights, start: Start = None) -> tuple[Program | None, str]:
     """The program, and why the trace refused."""
     try:
         return trace(model, _specs(weights), start), ""
@@ -160,18 +172,18 @@ def _traced(
         return None, str(error)
 
 
-def _missing_scales(model: torch.nn.Module, weights: Weights, program: Program) -> list[str]:
+def _missing_scales(model: torch.nn.Module, weights: Weights, program: Program, start: Start) -> list[str]:
     """What is wrong with how the trace takes weights without a scale that this rank reads, or without any."""
     scales = sorted({copy.source for copy in program.copies if copy.source.endswith(("_scale", "_scale_inv"))})
     found = []
     for left_out in filter(None, (scales, scales[len(scales) // 2 :][:1])):
-        program, refusal = _traced(model, {name: t for name, t in weights.items() if name not in left_out})
+        program, refusal = _traced(model, {name: t for name, t in weights.items() if name not in left_out}, start)
         if program is not None or "scale" not in refusal:
             found.append(f"without {left_out[0]} and {len(left_out) - 1} more scales the trace says: {refusal!r}")
     return found
 
 
-def _quantized_on_arrival(model: torch.nn.Module, weights: Weights) -> list[str]:
+def _quantized_on_arrival(model: torch.nn.Module, weights: Weights, start: Start) -> list[str]:
     """What differs after an update in bfloat16 from stock loading of what verl's quantizer makes of its weights."""
     names = [name for name, tensor in weights.items() if tensor.dtype == torch.float8_e4m3fn]
     if not names:
@@ -180,7 +192,7 @@ def _quantized_on_arrival(model: torch.nn.Module, weights: Weights) -> list[str]
     generator = torch.Generator().manual_seed(3)
     for name in names:
         trained[name] = torch.randn(weights[name].shape, generator=generator).to(torch.bfloat16)
-    program, refusal = _traced(model, trained)
+    program, refusal = _traced(model, trained, start)
     if program is None:
         return [f"in bfloat16 it is refused: {refusal}"]
     fill_with_garbage(model)
