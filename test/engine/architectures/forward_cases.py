@@ -29,6 +29,7 @@ from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.derived import DerivedState
 from sglang_reshard.derived.reachable import tables, tensors_in
+from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.testing import cpu_host
 from sglang_reshard.trace.tracer import trace
@@ -79,6 +80,8 @@ class Seen:
 def run(job: Run) -> Seen:
     try:
         return _run(job)
+    except ReshardError as error:
+        return Seen(error=str(error))
     except (Exception, SystemExit) as error:
         return Seen(error=said(error, str(Path(job.folders[0]).parent)))
 
