@@ -24,7 +24,7 @@ _SHOWN_NAMES = 5
 
 @dataclass
 class Loads:
-    """What the loader goes by, and what it has done. Attributes of the model itself would be restored after a trace.
+    """Holds the loader's options and results. Attributes of the model itself would be restored after a trace.
 
     ignored   patterns of names that need not be read: those of the update, and tied ones of the trainer's
     may_stay  says which tensors need not be sent

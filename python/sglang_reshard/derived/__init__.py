@@ -1,4 +1,4 @@
-"""What a model derives from its weights: found, and computed again by the model's own code after an update.
+"""Finds what a model derives from its weights, and has the model's own code compute it again after an update.
 
 In: a model that `remember_loaded` was called with once it had been loaded. `DerivedState` finds what has appeared since
 in anything that the model reaches, drops what its code makes again, or makes it again in place.

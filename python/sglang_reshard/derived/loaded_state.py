@@ -41,7 +41,7 @@ class Appeared(NamedTuple):
 
 
 class LoadedState:
-    """What `model` kept when it had just been loaded. Keeps no tensor alive that the model drops later."""
+    """Records the state of `model` just after loading. Keeps no tensor alive that the model drops later."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._known: dict[int, tuple[Any, dict[Any, Any] | int]] = {}
