@@ -154,3 +154,9 @@ def test_an_http_client_imports_no_process_groups():
 @pytest.mark.parametrize("name", ["DistributedUpdateWeightsReq", "UpdateReport", "WeightsInfo"])
 def test_messages_import_no_torch(name):
     assert within(loaded_by(f"from sglang_reshard import {name}"), "torch") == []
+
+
+def test_no_two_test_modules_have_one_name():
+    """pytest imports test modules by their base names; two of one name end the collection of a whole run."""
+    names = [path.stem for path in (ROOT / "test").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
