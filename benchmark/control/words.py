@@ -16,6 +16,7 @@ from sglang_reshard.observability.report import RankReport, UpdateReport
 from sglang_reshard.protocol.messages import (
     ChecksumPart,
     Checksums,
+    DistributedUpdateWeightsOutput,
     EngineCommand,
     RequestChecksums,
     TrainerStatus,
@@ -23,7 +24,14 @@ from sglang_reshard.protocol.messages import (
     UpdateResults,
     encode,
 )
-from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel, checksum_part, request_key
+from sglang_reshard.protocol.update_channel import (
+    WRITING,
+    WRITTEN,
+    EngineChannel,
+    TrainerChannel,
+    checksum_part,
+    request_key,
+)
 
 
 class Word(NamedTuple):
@@ -96,7 +104,9 @@ def reporting(update: int, engines: int, engine_ranks: int) -> Words:
     """What trainer rank 0 says when all engines have answered."""
     recorder = _Recorder([])
     results = UpdateResults(dict.fromkeys(range(engines), UpdateResult(_report(engine_ranks), None)))
-    TrainerChannel(recorder, update, "trainer rank 0").send_results(results)
+    channel = TrainerChannel(recorder, update, "trainer rank 0")
+    channel.end()
+    channel.send_results(results)
     return recorder.words
 
 
@@ -105,13 +115,15 @@ def engine_rank(update: int, engine: int, rank: int, ranks: int, verify: bool) -
     recorder = _Recorder([[encode(Checksums(bytes(8 * num_groups(_TENSORS)), _DIGEST[:16]))]])
     with EngineChannel(recorder, update, engine, f"engine rank {rank} (host worker-91, process 4242)") as channel:
         channel.on_abort(lambda _: None)
-        channel.all_gather("prepare", rank, ranks, Vote(reusable=True, has_communicators=True), TIMEOUT_S)
+        channel.all_gather("prepare", rank, ranks, Vote(reusable=True, has_communicators=True), TIMEOUT_S, WRITING)
         if verify:
             if rank == 0:
                 channel.request_checksums(_request(ranks))
             channel.get_checksums(_request(ranks), rank, TIMEOUT_S)
         vote = Vote(report=_rank_report(rank), read_bytes=dict.fromkeys(range(8), 1 << 30))
-        channel.all_gather("commit", rank, ranks, vote, TIMEOUT_S)
+        if rank == 0:
+            channel.put_outcome(_output(vote))
+        channel.all_gather("commit", rank, ranks, vote, TIMEOUT_S, WRITTEN)
     return recorder.words
 
 
@@ -129,6 +141,19 @@ def _part(engine_ranks: int) -> ChecksumPart:
 
 def _rank_report(rank: int) -> RankReport:
     return RankReport(rank, 1 << 34, 1 << 34, 1 << 27, dict.fromkeys(_PHASES, 0.123456789))
+
+
+def _output(vote: Vote) -> DistributedUpdateWeightsOutput:
+    assert vote.report is not None
+    return DistributedUpdateWeightsOutput(
+        success=True,
+        message="",
+        transport="nixl",
+        transport_reason="requested",
+        tensors=_TENSORS,
+        read_bytes=vote.read_bytes,
+        ranks=(vote.report,),
+    )
 
 
 def _report(engine_ranks: int) -> UpdateReport:

@@ -74,8 +74,8 @@ def get(table, member, *keys, timeout_s=10.0, scope=""):
     return ask(table, member, "get", keys, timeout_s, scope)
 
 
-def gather(table, member, index, size=2, data=b"", timeout_s=10.0, scope="", name="g"):
-    return ask(table, member, "all_gather", name, index, size, data, timeout_s, scope)
+def gather(table, member, index, size=2, data=b"", timeout_s=10.0, scope="", name="g", mark=""):
+    return ask(table, member, "all_gather", name, index, size, data, timeout_s, scope, mark)
 
 
 def done(*members):
@@ -183,7 +183,7 @@ def test_a_late_gather_is_late_for_all_who_are_there_and_all_who_come(table):
 
 
 def test_a_late_gather_is_forgotten_with_its_scope(table):
-    ask(table, "a", "enter", "s", "a")
+    ask(table, "a", "enter", "s", "a", "")
     gather(table, "a", 0, timeout_s=1, scope="s")
     later(table, 1.0)
     assert not table.store.empty
@@ -217,7 +217,7 @@ def test_who_goes_was_not_there(table):
 
 def test_an_abort_ends_what_waits_in_the_scope_and_nothing_else(table):
     for scope in ("s", "t"):
-        ask(table, "f", "enter", scope, "f")
+        ask(table, "f", "enter", scope, "f", "")
     get(table, "a", "x", scope="s")
     get(table, "b", "x", scope="t")
     gather(table, "c", 0, scope="s")
@@ -230,16 +230,16 @@ def test_an_abort_ends_what_waits_in_the_scope_and_nothing_else(table):
     given_up = [("e", protocol.Cancelled(1, "why"))]
     assert get(table, "e", "x", scope="s") == given_up
     assert gather(table, "e", 1, scope="s") == given_up
-    assert ask(table, "e", "enter", "s", "e") == given_up
+    assert ask(table, "e", "enter", "s", "e", "") == given_up
     assert ask(table, "e", "watch", "s") == [("e", protocol.Event("s", "why")), *done("e")]
     ask(table, "d", "delete_scope", "s")
-    assert ask(table, "e", "enter", "s", "e") == done("e")
+    assert ask(table, "e", "enter", "s", "e", "") == done("e")
     assert ("b", protocol.Result(1, [b""])) in ask(table, "d", "set", {"x": b""})
 
 
 def test_the_end_of_a_scope_is_the_end_of_those_in_it_and_not_the_other_way_round(table):
     for member, scope in (("a", "s"), ("b", "s/0"), ("c", "s/1"), ("d", "s1")):
-        ask(table, "h", "enter", scope, "h")
+        ask(table, "h", "enter", scope, "h", "")
         get(table, member, "x", scope=scope)
     ask(table, "e", "watch", "s/1")
     assert ask(table, "f", "cancel", "s/0", "first") == [("b", protocol.Cancelled(1, "first")), *done("f")]
@@ -249,16 +249,16 @@ def test_the_end_of_a_scope_is_the_end_of_those_in_it_and_not_the_other_way_roun
         ("e", protocol.Event("s/1", "why")),
         *done("f"),
     ]
-    assert ask(table, "g", "enter", "s/0", "g") == [("g", protocol.Cancelled(1, "first"))]
-    assert ask(table, "g", "enter", "s/2", "g") == [("g", protocol.Cancelled(1, "why"))]
+    assert ask(table, "g", "enter", "s/0", "g", "") == [("g", protocol.Cancelled(1, "first"))]
+    assert ask(table, "g", "enter", "s/2", "g", "") == [("g", protocol.Cancelled(1, "why"))]
     ask(table, "f", "delete_scope", "s")
-    assert ask(table, "g", "enter", "s/0", "g") == done("g")
+    assert ask(table, "g", "enter", "s/0", "g", "") == done("g")
 
 
 def test_nobody_waits_in_a_scope_that_is_gone(table):
     """A rank that was stopped wakes in an update that the others have deleted since."""
     ended = [("b", protocol.Cancelled(1, "s has ended without this rank; was its process stopped?"))]
-    ask(table, "b", "enter", "s/0", "b")
+    ask(table, "b", "enter", "s/0", "b", "")
     get(table, "b", "x", scope="s/0")
     assert ask(table, "a", "delete_scope", "s") == ended + done("a")
     late = [("b", protocol.Cancelled(1, "s/0 has ended without this rank; was its process stopped?"))]
@@ -268,14 +268,14 @@ def test_nobody_waits_in_a_scope_that_is_gone(table):
 
 
 def test_one_who_is_in_a_scope_waits_in_those_within_it(table):
-    ask(table, "a", "enter", "s", "a")
+    ask(table, "a", "enter", "s", "a", "")
     assert get(table, "a", "x", scope="s/0") == []
     assert ask(table, "b", "set", {"x": b""})[0] == ("a", protocol.Result(1, [b""]))
 
 
 def test_who_goes_out_of_a_scope_without_leaving_aborts_it(table):
     for member in ("a", "b"):
-        assert ask(table, member, "enter", "s", f"rank {member}") == done(member)
+        assert ask(table, member, "enter", "s", f"rank {member}", "") == done(member)
     ask(table, "w", "watch", "s")
     get(table, "b", "x", scope="s")
     table.sent.clear()
@@ -288,15 +288,15 @@ def test_who_goes_out_of_a_scope_without_leaving_aborts_it(table):
 
 @pytest.mark.parametrize(("operation", "arguments"), [("leave", ("s",)), ("disconnect", ())])
 def test_who_left_may_go(table, operation, arguments):
-    ask(table, "a", "enter", "s", "rank a")
-    ask(table, "b", "enter", "s", "rank b")
+    ask(table, "a", "enter", "s", "rank a", "")
+    ask(table, "b", "enter", "s", "rank b", "")
     ask(table, "a", operation, *arguments)
     table.store.disconnected(table.client("a"))
-    assert ask(table, "c", "enter", "s", "rank c") == done("c")
+    assert ask(table, "c", "enter", "s", "rank c", "") == done("c")
 
 
 def test_a_scope_that_all_left_is_not_kept(table):
-    ask(table, "a", "enter", "s", "rank a")
+    ask(table, "a", "enter", "s", "rank a", "")
     ask(table, "b", "watch", "s")
     ask(table, "a", "leave", "s")
     assert table.quota.names == 1
@@ -307,7 +307,7 @@ def test_a_scope_that_all_left_is_not_kept(table):
 
 def test_the_end_leaves_nothing_and_answers_only_who_asked_for_it(table):
     ask(table, "a", "set", {"x": b"1"})
-    ask(table, "a", "enter", "s", "rank a")
+    ask(table, "a", "enter", "s", "rank a", "")
     get(table, "a", "y")
     get(table, "b", "y")
     gather(table, "a", 0, size=3)
@@ -339,7 +339,7 @@ def test_the_budget_is_kept_and_given_back(table):
 def test_names_are_bounded_in_number_and_length(table):
     table.quota._max_names = 3
     assert ask(table, "a", "set", dict.fromkeys("xyz", b"")) == done("a")
-    for kind, fields in (("set", ({"v": b""},)), ("enter", ("s", "who")), ("add", ("n", 1))):
+    for kind, fields in (("set", ({"v": b""},)), ("enter", ("s", "who", "")), ("add", ("n", 1))):
         ((_, refused),) = ask(table, "a", kind, *fields)
         assert "3 names" in refused.message
     long = "x" * (MAX_NAME_CHARACTERS + 1)
@@ -348,8 +348,8 @@ def test_names_are_bounded_in_number_and_length(table):
         ("get", ((long,), 1.0, "")),
         ("get", (("k",), 1.0, long)),
         ("wait", ((long,), 1.0, "")),
-        ("all_gather", (long, 0, 2, b"", 1.0, "")),
-        ("enter", (long, "who")),
+        ("all_gather", (long, 0, 2, b"", 1.0, "", "")),
+        ("enter", (long, "who", "")),
         ("compare_set", (long, b"", b"")),
     ):
         ((_, refused),) = ask(table, "a", kind, *fields)

@@ -8,7 +8,8 @@
 
 It carries metadata, never a tensor: keys and values as in torch.distributed.Store, all-gathers that all members finish
 or none does, and scopes. A scope is what ranks take part in together. When one of them is killed between `enter` and
-`leave`, its connection breaks, the scope is cancelled, and all who wait in it raise Aborted at once. Both sides prove
+`leave`, its connection breaks, the scope is cancelled, and all who wait in it raise Aborted at once. An all-gather may
+mark its scope; `revoke` finds out whether it has, and prevents it otherwise. Both sides prove
 that they have the session's key before either reads a message, and every frame is authenticated (`framing`).
 """
 
@@ -19,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_reshard import _deprecated
 from sglang_reshard.control.address import Address
-from sglang_reshard.control.client import ControlClient, WaitTimedOut
+from sglang_reshard.control.client import ControlClient, Standing, WaitTimedOut
 from sglang_reshard.control.server import ControlServer
 
 if TYPE_CHECKING:
     from sglang_reshard.control.torch_store import ControlStore
 
-__all__ = ["Address", "ControlClient", "ControlServer", "ControlStore", "WaitTimedOut"]
+__all__ = ["Address", "ControlClient", "ControlServer", "ControlStore", "Standing", "WaitTimedOut"]
 
 
 def __getattr__(name: str) -> Any:

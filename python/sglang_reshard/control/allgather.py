@@ -23,6 +23,7 @@ CallLater = Callable[[float, Callable[[], object]], TimerHandle]
 class _AllGather:
     """One all-gather; `timed_out` once the time of a member is up.
 
+    mark      what its scope is marked with when all have arrived; empty unless all members ask for the same
     arrived   call and data of the members that wait, by index
     missing   indices that had not arrived when it timed out
     informed  indices that have been told so
@@ -31,6 +32,7 @@ class _AllGather:
     name: str
     scope: str
     size: int
+    mark: str
     arrived: dict[int, tuple[Call, bytes]] = field(default_factory=dict)
     timers: list[TimerHandle] = field(default_factory=list)
     data_bytes: int = 0
@@ -46,18 +48,19 @@ class _AllGather:
 class AllGathers:
     """The all-gathers of one session that are in progress, or that timed out and not all members know it yet."""
 
-    def __init__(self, quota: MemoryQuota, call_later: CallLater) -> None:
-        self._quota, self._call_later = quota, call_later
+    def __init__(self, quota: MemoryQuota, call_later: CallLater, on_mark: Callable[[str, str], None]) -> None:
+        """`on_mark` is called with scope and mark before a member learns that all have arrived."""
+        self._quota, self._call_later, self._on_mark = quota, call_later, on_mark
         self._gathers: dict[str, _AllGather] = {}
 
     def __len__(self) -> int:
         return len(self._gathers)
 
-    def arrive(self, call: Call, name: str, index: int, size: int, data: bytes, timeout_s: float) -> None:
+    def arrive(self, call: Call, name: str, index: int, size: int, data: bytes, timeout_s: float, mark: str) -> None:
         """Raises QuotaExceeded, and changes nothing then."""
         if not 0 <= index < size <= MAX_NAMES:
             raise QuotaExceeded(f"all-gather {name}: index {index} of {size}")
-        gather = self._gathers.get(name, _AllGather(name, call.scope, size))
+        gather = self._gathers.get(name, _AllGather(name, call.scope, size, mark))
         if gather.size != size:
             raise QuotaExceeded(f"all-gather {name}: {size} members here, and {gather.size} according to others")
         if gather.timed_out:
@@ -70,6 +73,7 @@ class AllGathers:
         self._quota.take(len(data), int(name not in self._gathers))
         self._gathers[name] = gather
         gather.arrived[index] = (call, data)
+        gather.mark = mark if mark == gather.mark else ""
         gather.data_bytes += len(data)
         if len(gather.arrived) == size:
             self._complete(gather)
@@ -100,6 +104,8 @@ class AllGathers:
 
     def _complete(self, gather: _AllGather) -> None:
         self._delete(gather)
+        if gather.mark:
+            self._on_mark(gather.scope, gather.mark)
         values: list[bytes | bool] = [gather.arrived[index][1] for index in range(gather.size)]
         for call, _ in gather.arrived.values():
             call.client.send(protocol.Result(call.number, values))

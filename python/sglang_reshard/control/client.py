@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -48,6 +49,20 @@ class WaitTimedOut(Exception):
         self.missing = missing
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a scope has come, by `ControlClient.revoke`.
+
+    mark     what the members of an all-gather have marked it with; empty if it has no mark, and will get none
+    reason   why it is cancelled; empty while it is not
+    members  how many are in it
+    """
+
+    mark: str
+    reason: str
+    members: int
+
+
 class ControlClient:
     """A connection to a control server. Any number of threads may wait at once.
 
@@ -75,6 +90,10 @@ class ControlClient:
 
     def set(self, items: Mapping[str, bytes]) -> None:
         self._call("set", dict(items))
+
+    def post_set(self, items: Mapping[str, bytes]) -> None:
+        """As `set`, without waiting for it."""
+        self._post("set", dict(items))
 
     @property
     def local_address(self) -> str:
@@ -127,30 +146,33 @@ class ControlClient:
         return self._call("num_keys")
 
     def all_gather(
-        self, name: str, index: int, size: int, data: bytes, timeout_s: float, scope: str = ""
+        self, name: str, index: int, size: int, data: bytes, timeout_s: float, scope: str = "", mark: str = ""
     ) -> list[bytes]:
         """Returns the data of all `size` members in the order of their indices, once all have arrived.
+
+        In that moment `scope` gets the `mark` that every member has passed, see `revoke`.
 
         Raises WaitTimedOut, and then every member does: none has continued. Raises Aborted if `scope` is cancelled. The
         name can be used again after an all-gather that succeeded; one that timed out stays so until all members know.
         """
-        return self._call("all_gather", name, index, size, data, timeout_s, scope, wait_s=timeout_s)
+        return self._call("all_gather", name, index, size, data, timeout_s, scope, mark, wait_s=timeout_s)
 
     # -- scopes
 
-    def enter(self, scope: str, who: str) -> None:
+    def enter(self, scope: str, who: str, within: str = "") -> None:
         """Becomes a member: until `leave`, the end of this connection cancels the scope.
 
-        Raises Aborted if the scope is cancelled already.
+        Raises Aborted if the scope is cancelled already, or has ended, or has a mark.
 
         Args:
             who: names this process in the reason, "engine rank 3 (host h, process 123)".
+            within: a scope that must have members already.
         """
-        self._call("enter", scope, who)
+        self._call("enter", scope, who, within)
 
-    def post_enter(self, scope: str, who: str) -> None:
-        """As `enter`, without waiting for it: if the scope is cancelled already, the next wait in it raises Aborted."""
-        self._post("enter", scope, who)
+    def post_enter(self, scope: str, who: str, within: str = "") -> None:
+        """As `enter`, without waiting for it: where that would raise Aborted, the next wait in the scope does."""
+        self._post("enter", scope, who, within)
 
     def leave(self, scope: str) -> None:
         self._forget_callbacks(scope)
@@ -167,6 +189,21 @@ class ControlClient:
         Scopes whose names begin with `scope` and a slash are in it, and are cancelled too.
         """
         self._call("cancel", scope, reason)
+
+    def revoke(self, scope: str, reason: str) -> Standing:
+        """Cancels a scope unless it has a mark, and returns which of the two it is: one excludes the other for ever.
+
+        Raises Aborted if nothing is known of the scope, nor of one that it is in: the session may be another one.
+        """
+        mark, why, members = self._call("revoke", scope, reason)
+        return Standing(mark.decode(), why.decode(), int(members))
+
+    def post_end_scope(self, scope: str) -> None:
+        """Ends a scope whose name ends with a number, and all of lower numbers: nobody enters them any more.
+
+        Those in it are cancelled unless they have a mark. Waits in the scope itself go on. Does not wait for it.
+        """
+        self._post("end_scope", scope)
 
     def watch(self, scope: str, callback: Callable[[str], None]) -> None:
         """Calls `callback(reason)` once, in a new thread, when the scope is cancelled or the connection is lost.

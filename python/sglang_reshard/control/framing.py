@@ -22,7 +22,7 @@ import struct
 
 import msgspec
 
-MAGIC = b"reshard2"
+MAGIC = b"reshard3"
 NONCE_BYTES = PROOF_BYTES = MAC_BYTES = 32
 OPENING_BYTES = len(MAGIC) + NONCE_BYTES
 ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES

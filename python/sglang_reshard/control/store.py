@@ -42,7 +42,7 @@ class SessionStore:
         self._waits: dict[str, set[_Wait]] = {}  # by missing key
         self._waits_of: Counter[Client] = Counter()
         self._scopes = CancelScopes(quota, lambda scope, why: self._cancel(lambda c: is_within(c.scope, scope), why))
-        self._gathers = AllGathers(quota, call_later)
+        self._gathers = AllGathers(quota, call_later, self._scopes.set_mark)
 
     @property
     def empty(self) -> bool:
@@ -133,18 +133,20 @@ class SessionStore:
 
     @operation
     def all_gather(
-        self, call: Call, name: str, index: int, size: int, data: bytes, timeout_s: float, scope: str
+        self, call: Call, name: str, index: int, size: int, data: bytes, timeout_s: float, scope: str, mark: str
     ) -> object:
-        check_name(name, scope)
+        check_name(name, scope, mark)
         self._scopes.check_exists(scope)
+        if mark:
+            self._scopes.check_markable(scope)
         call.scope = scope
-        self._gathers.arrive(call, name, index, size, data, _seconds(timeout_s))
+        self._gathers.arrive(call, name, index, size, data, _seconds(timeout_s), mark)
         return DEFERRED
 
     @operation
-    def enter(self, call: Call, scope: str, who: str) -> None:
-        check_name(scope)
-        self._scopes.enter(call.client, scope, who)
+    def enter(self, call: Call, scope: str, who: str, within: str) -> None:
+        check_name(scope, within)
+        self._scopes.enter(call.client, scope, who, within)
 
     @operation
     def leave(self, call: Call, scope: str) -> None:
@@ -163,6 +165,18 @@ class SessionStore:
     def cancel(self, call: Call, scope: str, reason: str) -> None:
         check_name(scope)
         self._scopes.cancel(scope, reason)
+
+    @operation
+    def revoke(self, call: Call, scope: str, reason: str) -> list[bytes]:
+        """Results in the scope's mark, why it is cancelled, and its number of members."""
+        check_name(scope)
+        mark, why, members = self._scopes.revoke(scope, reason)
+        return [mark.encode(), why.encode(), b"%d" % members]
+
+    @operation
+    def end_scope(self, call: Call, scope: str) -> None:
+        check_name(scope)
+        self._scopes.end(scope)
 
     @operation
     def delete_scope(self, call: Call, scope: str) -> None:

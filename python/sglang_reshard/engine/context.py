@@ -118,13 +118,13 @@ class UpdateContext:
         finally:
             self.seconds[phase.value] = self.seconds.get(phase.value, 0.0) + time.perf_counter() - started
 
-    def all_gather(self, name: str, message: T) -> list[T]:
-        """Returns every engine rank's message; raises as `EngineChannel.all_gather` does."""
-        return self.channel.all_gather(name, self.rank, self.size, message, self.request.timeout_s)
+    def all_gather(self, name: str, message: T, mark: str = "") -> list[T]:
+        """Returns every engine rank's message; raises as `EngineChannel.all_gather` does, where `mark` is explained."""
+        return self.channel.all_gather(name, self.rank, self.size, message, self.request.timeout_s, mark)
 
-    def all_gather_votes(self, phase: Phase, vote: Vote) -> list[Vote]:
+    def all_gather_votes(self, phase: Phase, vote: Vote, mark: str = "") -> list[Vote]:
         """Returns all ranks' votes. Raises PhaseFailed on all of them, with the first error, if any rank failed."""
-        return self.check_votes(phase, self.all_gather(phase.value, vote))
+        return self.check_votes(phase, self.all_gather(phase.value, vote, mark))
 
     def check_votes(self, phase: Phase, votes: list[Vote]) -> list[Vote]:
         """Returns the votes. Raises PhaseFailed with the first error, if any rank failed."""

@@ -11,9 +11,10 @@
              from the old weights is dropped, or computed again
 
 All engine ranks vote between the phases, and so proceed or fail together. The first byte is written to live memory
-after all ranks have voted that they are ready: before `move`, or before `commit` of a staged update. A failure before
-that leaves the old weights untouched. A failure after it leaves the rank torn until an update succeeds. An update for
-which nothing has changed goes from `prepare` straight to `move`.
+after all ranks have voted that they are ready: before `move`, or before `commit` of a staged update. The control server
+counts that vote only while the trainer stands by the update, and lets the trainer know of it: see `update_channel`. A
+failure before that leaves the old weights untouched. A failure after it leaves the rank torn until an update succeeds.
+An update for which nothing has changed goes from `prepare` straight to `move`.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from sglang_reshard.protocol.messages import (
     RequestChecksums,
     StartTransfer,
 )
+from sglang_reshard.protocol.update_channel import WRITING, WRITTEN
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.version import check_same_version
@@ -98,8 +100,8 @@ class UpdateExecutor:
 
     def _prepare(self, context: UpdateContext, refusal: str) -> None:
         vote = Vote(error=refusal) if refusal else self._target_vote(context)
-        with self._torn_if_vote_is_lost(context, may_write=vote.reusable and not context.request.staged):
-            votes = context.all_gather(Phase.PREPARE.value, vote)
+        with self._begins_to_write(context, vote.reusable and not context.request.staged) as mark:
+            votes = context.all_gather(Phase.PREPARE.value, vote, mark)
         if not all(v.reusable for v in votes) and _names_are_open(votes):
             votes = self._find_names(context)
         context.check_votes(Phase.PREPARE, votes)
@@ -132,8 +134,8 @@ class UpdateExecutor:
         """Votes once more before the shadow weights become live, as time has passed since `prepare`."""
         if not refusal and self._placement() != self._placed:
             refusal = "experts were rebalanced since the update was staged; repeat it"
-        with self._torn_if_vote_is_lost(context, may_write=not refusal):
-            context.all_gather_votes(Phase.READY, Vote(refusal))
+        with self._begins_to_write(context, not refusal) as mark:
+            context.all_gather_votes(Phase.READY, Vote(refusal), mark)
 
     def write(self, context: UpdateContext) -> DistributedUpdateWeightsOutput:
         """Writes the live weights: everything that a failure leaves torn."""
@@ -155,7 +157,7 @@ class UpdateExecutor:
         output, vote = self._outcome(context, error)
         if context.request.unmap_after:
             self.unmap()  # before the vote: after it the trainer may be answered, and free its memory
-        votes = context.all_gather_votes(Phase.COMMIT, vote)
+        votes = self._vote_written(context, output, vote)
         self.torn, self._live, self._remarked = "", target, target.program
         return _with_votes(output, votes)
 
@@ -345,8 +347,8 @@ class UpdateExecutor:
                 self.transfers.connect(request, plan, regions, context.session, channel.scope, target, relays)
             except Exception as failure:
                 error = context.abort_because(failure)
-            with self._torn_if_vote_is_lost(context, may_write=not error and not request.staged):
-                context.all_gather_votes(Phase.CONNECT, Vote(error))
+            with self._begins_to_write(context, not error and not request.staged) as mark:
+                context.all_gather_votes(Phase.CONNECT, Vote(error), mark)
 
     def _move(self, context: UpdateContext) -> None:
         request, transfer = context.request, self.transfer
@@ -398,17 +400,37 @@ class UpdateExecutor:
         return transfer
 
     @contextmanager
-    def _torn_if_vote_is_lost(self, context: UpdateContext, may_write: bool = True) -> Iterator[None]:
-        """Around a vote after which the other ranks may write: a rank that loses its connection then counts as torn.
+    def _begins_to_write(self, context: UpdateContext, may_write: bool) -> Iterator[str]:
+        """Yields the mark for a vote after which all ranks write.
+
+        A rank that loses its connection in that vote asks whether the others write, and counts as torn if they do, or
+        if nobody can tell.
 
         may_write  whether they may by this rank's own vote: one that votes failure stops all
         """
         try:
-            yield
+            yield WRITING if may_write else ""
         except ConnectionLost:
             if may_write:
-                self.torn = _torn(context.request)
+                standing = context.channel.standing_without_connection()
+                if standing is None or standing.mark:
+                    self.torn = _torn(context.request)
             raise
+
+    def _vote_written(self, context: UpdateContext, output: DistributedUpdateWeightsOutput, vote: Vote) -> list[Vote]:
+        """Ends an update of the live weights. Returns the votes; only this rank's if it has lost its connection since.
+
+        Raises what leaves the weights torn.
+        """
+        if self._rank == 0 and not vote.error:
+            context.channel.put_outcome(_with_votes(output, [vote]))
+        try:
+            return context.all_gather_votes(Phase.COMMIT, vote, "" if vote.error else WRITTEN)
+        except ConnectionLost:
+            standing = None if vote.error else context.channel.standing_without_connection()
+            if standing is None or standing.mark != WRITTEN:
+                raise
+            return [vote]
 
 
 def _names_are_open(votes: Sequence[Vote]) -> bool:

@@ -4,6 +4,10 @@ Trainer ranks are in one scope of the control server for all engines of the upda
 within it: if a trainer rank dies, or aborts, the waits of all others end at once with the reason, and if an engine rank
 does, those for that engine. A trainer rank says once what all engines need to know of it, and receives one result for
 all of them.
+
+Engine ranks write live weights only after a vote that has marked their engine's scope WRITING, and keep what they have
+written only after one that has marked it WRITTEN. Whoever gives up an engine's update revokes that scope first: the
+control server then says how far it has come, or lets it come no further.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from sglang_reshard.control import ControlClient, WaitTimedOut
+from sglang_reshard.control import ControlClient, Standing, WaitTimedOut
 from sglang_reshard.digest import whole_model
 from sglang_reshard.digest.source import PartialChecksums
 from sglang_reshard.errors import Aborted, DeadlineExceeded, ReshardError
@@ -26,6 +30,7 @@ from sglang_reshard.protocol.messages import (
     ChecksumPart,
     Checksums,
     Command,
+    DistributedUpdateWeightsOutput,
     EngineCommand,
     Failure,
     ListedTensors,
@@ -42,6 +47,9 @@ _MESSAGE: Any = EngineCommand | UpdateResults  # a union, which is no type[T]
 _CAUSE_S = 0.5  # head start of the rank that failed, whose reason explains a connection that broke
 ANSWER_S = 5.0  # how long an engine may take to answer an aborted update
 _RESULT_S = ANSWER_S + 1.0  # how long its result may take to arrive
+_POLL_S = 0.05
+_DOUBT_S = 10.0  # for an engine rank without a connection to find out whether the others write
+WRITING, WRITTEN = "writing", "written"  # marks of an engine's scope, see above
 
 
 class _Scope:
@@ -186,6 +194,10 @@ class TrainerChannel(_Scope):
         """Ends the update on all trainer ranks."""
         self._client.append(_commands(self.update), encode(results))
 
+    def end(self) -> None:
+        """Ends this update, and all before it, for ever: a late request finds nothing that it could take part in."""
+        self._client.post_end_scope(self.scope)
+
     def delete_update(self, update: int) -> None:
         """Deletes the messages of an earlier update that every trainer rank has finished."""
         self._client.post_delete_prefix(f"{_update(update)}/")
@@ -223,6 +235,34 @@ class EngineScope(_Scope):
         """Answers `PrepareSend`."""
         self._client.set({self._ready(trainer_rank): b""})
 
+    def revoke(self, reason: str) -> Standing:
+        """Gives up the update of this engine. Returns how far it has come: it comes no further if it has no mark."""
+        return self._client.revoke(self.scope, reason)
+
+    def until_left(self, timeout_s: float) -> None:
+        """Waits until all engine ranks have left a revoked update, and so read none of the trainer's memory."""
+        end = time.monotonic() + timeout_s
+        while self.revoke("").members and time.monotonic() < end:
+            time.sleep(_POLL_S)
+
+    def until_written(self, timeout_s: float) -> Standing:
+        """Waits for the end of an update that has the mark WRITING. Cancels it at the timeout."""
+        end = time.monotonic() + timeout_s
+        while (standing := self.revoke("")).mark == WRITING and not standing.reason:
+            if time.monotonic() >= end:
+                self.abort(f"the engine did not end update {self.update} within {timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+        return standing
+
+    def get_outcome(self, timeout_s: float) -> DistributedUpdateWeightsOutput:
+        """Returns the outcome of an update that has the mark WRITTEN."""
+        (data,) = self._client.get([self._outcome], timeout_s)
+        return decode(data, DistributedUpdateWeightsOutput)
+
+    @property
+    def _outcome(self) -> str:
+        return f"{self.scope}/outcome"
+
     def _ready(self, trainer_rank: int) -> str:
         return f"{self.scope}/ready/{trainer_rank}"
 
@@ -231,8 +271,24 @@ class EngineChannel(EngineScope):
     """One engine rank's end: `with session.engine_channel(7, 0, "engine rank 3") as channel: ...`"""
 
     def __enter__(self) -> EngineChannel:
-        self.enter()
+        """Enters the scope within the trainer's: if that has ended, the first wait raises Aborted."""
+        self._client.post_enter(self.scope, self._owner, _update(self.update))
         return self
+
+    def put_outcome(self, output: DistributedUpdateWeightsOutput) -> None:
+        """Publishes what the outcome is if the vote that follows marks the scope WRITTEN."""
+        self._client.post_set({self._outcome: encode(output)})
+
+    def standing_without_connection(self) -> Standing | None:
+        """As `revoke`, by a connection of its own: for a rank that has lost this one in a vote.
+
+        Returns None if the control server cannot be reached. The session may have ended; the scope then has no mark.
+        """
+        try:
+            with ControlClient(self._client.address, _DOUBT_S) as client:
+                return client.revoke(self.scope, f"{self._owner} lost its connection in a vote")
+        except ReshardError:
+            return None
 
     def send_command(self, command: Command) -> None:
         """Sends a command to all trainer ranks, after those that were sent before."""
@@ -263,15 +319,19 @@ class EngineChannel(EngineScope):
             raise found.failure.error()
         return np.frombuffer(found.row, "<u8").astype(np.uint64), found.model
 
-    def all_gather(self, phase: str, engine_rank: int, engine_ranks: int, message: T, timeout_s: float) -> list[T]:
+    def all_gather(
+        self, phase: str, engine_rank: int, engine_ranks: int, message: T, timeout_s: float, mark: str = ""
+    ) -> list[T]:
         """Returns every engine rank's message, in rank order. A rank that failed must still call it, with its error.
+
+        mark  what the engine's scope is marked with if every rank passes it
 
         Raises, on all ranks, DeadlineExceeded naming the ranks that did not call it, and Aborted. After ConnectionLost
         the other ranks may have got the messages.
         """
         try:
             data = self._client.all_gather(
-                f"{self.scope}/{phase}", engine_rank, engine_ranks, encode(message), timeout_s, self.scope
+                f"{self.scope}/{phase}", engine_rank, engine_ranks, encode(message), timeout_s, self.scope, mark
             )
         except WaitTimedOut as error:
             raise DeadlineExceeded(

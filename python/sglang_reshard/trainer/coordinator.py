@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from sglang_reshard.delta.section import DeltaSection
-from sglang_reshard.errors import Aborted, DeadlineExceeded, EngineRefused, Mismatch, ReshardError, TornWeights
+from sglang_reshard.errors import Aborted, DeadlineExceeded, Mismatch, ReshardError
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.layout.source_layout import SourceLayout, first_difference
 from sglang_reshard.observability import spans
@@ -36,6 +36,7 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import ANSWER_S, TrainerChannel
 from sglang_reshard.sources.names import Renaming, patterns
 from sglang_reshard.trainer.publisher import PublishedShards
+from sglang_reshard.trainer.settlement import Settlement
 from sglang_reshard.trainer.tied_heads import judged
 from sglang_reshard.version import __version__
 
@@ -130,48 +131,79 @@ class UpdateCoordinator:
             results = dict.fromkeys(self._engines, UpdateResult(None, Failure.of(error)))
         else:
 
-            def update(engine: int, previous: threading.Thread | None) -> UpdateReport:
-                self._check_answered(channel, previous)
-                output = self._request(channel, engine, statuses, published, options)
+            def report(output: DistributedUpdateWeightsOutput) -> UpdateReport:
                 seconds = {"publish": publish_seconds, "total": time.perf_counter() - started}
                 return _report(output, published.shard_bytes, options, self._config, seconds)
 
-            answers = {engine: self._ask(channel, engine, update) for engine in self._engines}
+            def request(engine: int) -> DistributedUpdateWeightsReq:
+                return self._request(channel, engine, statuses, published, options)
+
+            answers = {engine: self._ask(channel, engine, request, report) for engine in self._engines}
             results = {engine: answer.result() for engine, answer in answers.items()}
+        with contextlib.suppress(ReshardError):
+            channel.end()
         found.set_result(UpdateResults(results))
         with contextlib.suppress(ReshardError):  # no rank is left to receive it
             channel.send_results(UpdateResults({engine: _for_all(result) for engine, result in results.items()}))
 
     def _ask(
-        self, channel: TrainerChannel, engine: int, update: Callable[[int, threading.Thread | None], UpdateReport]
+        self,
+        channel: TrainerChannel,
+        engine: int,
+        request: Callable[[int], DistributedUpdateWeightsReq],
+        report: Callable[[DistributedUpdateWeightsOutput], UpdateReport],
     ) -> Future[UpdateResult]:
-        """Runs `update` in a thread, which is given up soon after an abort of this engine's update."""
+        """Sends a request in a thread, whose answer is given up soon after an abort of this engine's update."""
         result: Future[UpdateResult] = Future()
+        scope, lora = channel.engine(engine), self._config.lora
+        if_torn = _TORN if lora is None else _UNLOADED.format(lora.name)
+        settlement = Settlement(scope, self._config.timeout_s, if_torn)
 
-        def settle(found: UpdateResult) -> None:
+        def settle(outcome: Callable[[], DistributedUpdateWeightsOutput]) -> None:
+            try:
+                found = UpdateResult(report(outcome()), None)
+            except Exception as error:
+                found = UpdateResult(None, Failure.of(error))
             with contextlib.suppress(InvalidStateError):  # the first one stays
                 result.set_result(found)
 
         def run(previous: threading.Thread | None) -> None:
-            try:
-                settle(UpdateResult(update(engine, previous), None))
-            except Exception as error:
-                settle(UpdateResult(None, Failure.of(error)))
+            settle(lambda: self._answer(channel, engine, request, previous, settlement))
 
         def give_up(reason: str) -> None:
             with contextlib.suppress(TimeoutError):
                 result.result(ANSWER_S)  # the engine's own answer says more
-            settle(UpdateResult(None, Failure.of(Aborted(reason))))
+                return
+            settle(lambda: settlement.without_answer(Aborted(reason)))
 
-        scope = channel.engine(engine)
         try:
             scope.on_abort(give_up)
         except ReshardError as error:
-            settle(UpdateResult(None, Failure.of(error)))
+            result.set_result(UpdateResult(None, Failure.of(error)))
             return result
         result.add_done_callback(lambda _: scope.off_abort(give_up))  # the worker still watches the scope
         self._asking[engine] = _start_thread(f"engine {engine}", run, self._asking.get(engine))
         return result
+
+    def _answer(
+        self,
+        channel: TrainerChannel,
+        engine: int,
+        request: Callable[[int], DistributedUpdateWeightsReq],
+        previous: threading.Thread | None,
+        settlement: Settlement,
+    ) -> DistributedUpdateWeightsOutput:
+        """Returns an engine's answer of success. Raises what any other answer, or none, means for the weights."""
+        self._check_answered(channel, previous)
+        with spans.span("reshard.request"):
+            asked = request(engine)
+            try:
+                output = self._engines[engine](asked)
+            except Exception as error:
+                return settlement.without_answer(error)
+        if not output.success:
+            raise settlement.failed(output)
+        return output
 
     def _check_answered(self, channel: TrainerChannel, previous: threading.Thread | None) -> None:
         """Raises DeadlineExceeded if the engine has not answered the update before, which was given up."""
@@ -202,49 +234,40 @@ class UpdateCoordinator:
         statuses: Sequence[TrainerStatus],
         published: PublishedShards,
         options: UpdateOptions,
-    ) -> DistributedUpdateWeightsOutput:
-        """Sends an engine the request, which carries metadata only, and returns its answer."""
+    ) -> DistributedUpdateWeightsReq:
+        """Returns the request of an engine, which carries metadata only."""
         tied = tuple(glob.escape(name) for name in published.tied)
         heads = [status.heads for status in statuses]
         equal, apart = judged(heads) if any(heads) else ((), {})
-        with spans.span("reshard.request"):
-            output = self._engines[engine](
-                DistributedUpdateWeightsReq(
-                    address=self._session.address,
-                    engine=engine,
-                    update=channel.update,
-                    layout=statuses[0].layout,
-                    handles=tuple(status.handles for status in statuses),
-                    trainer_hosts=tuple(status.host for status in statuses),
-                    trainer_devices=_devices(statuses),
-                    prepared=tuple(status.prepared.get(engine, "") for status in statuses),
-                    weight_version=options.weight_version,
-                    transport=self._config.transport,
-                    bucket_bytes=self._config.bucket_bytes,
-                    timeout_s=self._config.timeout_s,
-                    flush_cache=options.flush_cache,
-                    abort_all_requests=options.abort_all_requests,
-                    ignore=options.ignore + tied + equal,
-                    apart=apart,
-                    frozen=options.frozen,
-                    only=options.only,
-                    verify=options.verify,
-                    staged=options.staged or self._config.lora is not None,  # it costs an adapter nothing
-                    unmap_after=options.unmap_after,
-                    draft=options.draft,
-                    lora=self._config.lora,
-                    delta=self._config.delta == "auto",
-                    sections=_sections(statuses, engine),
-                    package_version=__version__,
-                    traceparent=spans.traceparent(),
-                )
-            )
-        if output.success:
-            return output
-        if output.torn:
-            lora = self._config.lora
-            raise TornWeights(f"{output.message}. {_TORN if lora is None else _UNLOADED.format(lora.name)}")
-        raise EngineRefused(output.message)
+        return DistributedUpdateWeightsReq(
+            address=self._session.address,
+            engine=engine,
+            update=channel.update,
+            layout=statuses[0].layout,
+            handles=tuple(status.handles for status in statuses),
+            trainer_hosts=tuple(status.host for status in statuses),
+            trainer_devices=_devices(statuses),
+            prepared=tuple(status.prepared.get(engine, "") for status in statuses),
+            weight_version=options.weight_version,
+            transport=self._config.transport,
+            bucket_bytes=self._config.bucket_bytes,
+            timeout_s=self._config.timeout_s,
+            flush_cache=options.flush_cache,
+            abort_all_requests=options.abort_all_requests,
+            ignore=options.ignore + tied + equal,
+            apart=apart,
+            frozen=options.frozen,
+            only=options.only,
+            verify=options.verify,
+            staged=options.staged or self._config.lora is not None,  # it costs an adapter nothing
+            unmap_after=options.unmap_after,
+            draft=options.draft,
+            lora=self._config.lora,
+            delta=self._config.delta == "auto",
+            sections=_sections(statuses, engine),
+            package_version=__version__,
+            traceparent=spans.traceparent(),
+        )
 
     def _check_same_layout(self, statuses: list[TrainerStatus]) -> None:
         for rank, status in enumerate(statuses):

@@ -1,0 +1,81 @@
+"""Ends an engine's update of which trainer rank 0 has no answer, or that of a failure.
+
+The answer may be lost while the request is not: the engine may begin later, or be writing already. So the update is
+revoked before anything is said of it. From then on one of three things is true, and the trainer is told which:
+
+    no engine rank has begun to write, and none will: the old weights keep serving
+    all engine ranks have written the new weights: the update has succeeded
+    they had begun and have not come to their end in time: the weights are torn, and the engine knows it too
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from sglang_reshard.errors import Aborted, EngineRefused, ReshardError, TornWeights
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
+from sglang_reshard.protocol.update_channel import ANSWER_S, WRITING, WRITTEN, EngineScope
+
+_REVOKED = "The update is revoked, and no engine rank had begun to write: the old weights keep serving"
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """Settles the update of one engine.
+
+    scope      the engine's
+    timeout_s  how long engine ranks that have begun to write may take to end it
+    if_torn    what the user is to do then
+    """
+
+    scope: EngineScope
+    timeout_s: float
+    if_torn: str
+
+    def without_answer(self, error: Exception) -> DistributedUpdateWeightsOutput:
+        """Revokes the update; `error` is why there is no answer. Returns its outcome if all engine ranks have written.
+
+        Raises `error`, with what it means for the weights, if none has begun; TornWeights if they do not end in time.
+        """
+        scope = self.scope
+        standing = scope.revoke(f"trainer rank 0 has given up update {scope.update}: {error}")
+        if not standing.mark:
+            scope.until_left(ANSWER_S)
+            raise _explained(error) from error
+        if standing.mark == WRITING:
+            standing = scope.until_written(self.timeout_s)
+        if standing.mark == WRITTEN:
+            found = scope.get_outcome(ANSWER_S)
+            lost = f"the engine's answer was lost ({error}), and the control server has the outcome"
+            return msgspec.structs.replace(found, message="; ".join(filter(None, (found.message, lost))))
+        raise self._torn(f"engine ranks had begun to write update {scope.update}: {standing.reason}")
+
+    def failed(self, output: DistributedUpdateWeightsOutput) -> ReshardError:
+        """Revokes an update that the engine has reported as failed. Returns the error to raise.
+
+        An engine of which some processes do not answer in time reports a failure, too: they may go on.
+        """
+        standing = self.scope.revoke(f"engine {self.scope.engine} has reported a failure: {output.message}")
+        if standing.mark == WRITING and not output.torn:
+            standing = self.scope.until_written(self.timeout_s)
+        if output.torn or standing.mark == WRITING:
+            return self._torn(output.message)
+        return EngineRefused(output.message)
+
+    def _torn(self, why: str) -> TornWeights:
+        return TornWeights(f"{why}. {self.if_torn}")
+
+
+def _explained(error: Exception) -> ReshardError:
+    """Returns the error with what has become of the update, unless it says that itself."""
+    if isinstance(error, (Aborted, TornWeights)):
+        return error
+    if isinstance(error, ReshardError):
+        return type(error)(_sentences(str(error)))
+    return ReshardError(_sentences(f"{type(error).__name__}: {error}"))
+
+
+def _sentences(message: str) -> str:
+    return f"{message}{' ' if message.endswith('?') else '. '}{_REVOKED}"
