@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from sglang_reshard.errors import DeadlineExceeded, Unsupported
+from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import (
     hook_check,
     lora_names,
@@ -31,6 +33,7 @@ from sglang_reshard.protocol.messages import (
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+logger = get_logger(__name__)
 _NAME = "update_weights_distributed"
 _POLL_S = 0.02
 
@@ -53,6 +56,11 @@ async def update_weights_distributed(
     self.auto_create_handle_loop()
     if refusal := getattr(self, weights_info.RUNNING, ""):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
+    # A client that disconnects cancels its request. The update goes on: its outcome decides which weights are live.
+    return await asyncio.shield(asyncio.ensure_future(_run_alone(self, request)))
+
+
+async def _run_alone(self: TokenizerManager, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
     with weights_info.running(self, f"{request.name()} is running; repeat this one when it has ended"):
         return await run_update(self, request)
 
@@ -97,40 +105,51 @@ async def _write(
     self: TokenizerManager, request: DistributedUpdateWeightsReq, step: Step
 ) -> DistributedUpdateWeightsOutput:
     """Lets the schedulers write the weights. Lets nobody use them if that fails halfway."""
-    try:
-        output = await ask_schedulers(self, request, step)
-    except BaseException:  # cancelled, as the client disconnected: the outcome will not be known
-        _torn(self, request, f"the client of update {request.update} disconnected before it ended")
-        raise
-    if output.success:
-        if request.lora is None:
-            torn_weights.heal(self)
-            weights_info.record(self, request, output)
-        else:
-            await lora_names.updated(self, request.lora)
-        self._update_weight_version_if_provided(request.weight_version)
+    output = await ask_schedulers(self, request, step, lambda late: _settle_late(self, request, late))
+    if output.success and request.lora is not None:
+        await lora_names.updated(self, request.lora)
+    elif output.success:
+        torn_weights.heal(self)
+        weights_info.record(self, request, output)
+    elif output.torn and request.lora is not None:
+        lora_names.unload(self, request.lora, output.message)
     elif output.torn:
-        _torn(self, request, output.message)
+        torn_weights.mark(self, output.message)
+    if output.success:
+        self._update_weight_version_if_provided(request.weight_version)
     return output
 
 
-def _torn(self: TokenizerManager, request: DistributedUpdateWeightsReq, reason: str) -> None:
-    if request.lora is None:
-        torn_weights.mark(self, reason)
-    else:
-        lora_names.unload(self, request.lora, reason)
+def _settle_late(
+    self: TokenizerManager, request: DistributedUpdateWeightsReq, late: DistributedUpdateWeightsOutput
+) -> None:
+    """Serves again, if the weights count as torn only because schedulers, stopped perhaps, had not answered in time."""
+    if request.lora is not None or late.torn:
+        return
+    logger.warning("%s has ended late: %s", request.name(), late.message or "the new weights are live")
+    torn_weights.heal(self)
+    if late.success:
+        weights_info.record(self, request, late)
+        self._update_weight_version_if_provided(request.weight_version)
 
 
 async def ask_schedulers(
-    self: TokenizerManager, request: DistributedUpdateWeightsReq | ShareWeightsReq, step: Step
+    self: TokenizerManager,
+    request: DistributedUpdateWeightsReq | ShareWeightsReq,
+    step: Step,
+    on_late_answer: Callable[[DistributedUpdateWeightsOutput], None] = lambda _: None,
 ) -> DistributedUpdateWeightsOutput:
-    """Returns the schedulers' answer, of all data parallel ranks together."""
+    """Returns the schedulers' answer, of all data parallel ranks together.
+
+    on_late_answer  is given an answer that comes after this has reported that there is none
+    """
     envelope = UpdateWeightsDistributedReqInput.of(request, step)
     within = WAITS * request.timeout_s
     # Not cancelled: a late answer belongs to this request, and SGLang would take it for the next one's.
     answer = asyncio.ensure_future(self.update_weights_distributed_communicator(envelope))
     done, _ = await asyncio.wait([answer], timeout=within)
     if not done:
+        answer.add_done_callback(lambda future: on_late_answer(_together([reply.open() for reply in future.result()])))
         return DistributedUpdateWeightsOutput(
             success=False,
             torn=step in ("update", "commit"),

@@ -99,12 +99,20 @@ def _first_updated(urls: Sequence[str]) -> tuple[str, WeightsInfo | None]:
     return "", None
 
 
+def _has_weights_of(own: WeightsInfo, live: WeightsInfo) -> bool:
+    """Returns whether two servers have the same weights. Equal versions are names, and tell nothing of the weights."""
+    if not own.engine_ranks or own.torn:
+        return False
+    same_update = live.session != "" and (own.session, own.update) == (live.session, live.update)
+    return same_update or (live.digest != "" and (own.version, own.digest) == (live.version, live.digest))
+
+
 def _pull(source: str, live: WeightsInfo, url: str) -> str:
     """Returns why the server at `url` has not got the weights; empty if it has."""
     try:
         server = ServerClient(url)
         own = server.weights_info()
-        if own.engine_ranks and (own.version, own.digest) == (live.version, live.digest):
+        if _has_weights_of(own, live):
             return ""  # it was removed, and has come back
         output = server.pull_weights(source)
         return "" if output.success else output.message

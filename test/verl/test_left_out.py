@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from sglang_reshard.errors import EngineRefused
@@ -12,10 +14,14 @@ from sglang_reshard.verl.replica_weights import LeftOut, pull_weights
 
 
 class Servers:
-    """Versions by URL; "" for one that was never updated. `refusing` take nothing, `dead` do not answer."""
+    """Versions by URL; "" for one that was never updated. `refusing` take nothing, `dead` do not answer.
+
+    info  what else a server says of its weights
+    """
 
     def __init__(self) -> None:
         self.versions: dict[str, str] = {}
+        self.info: dict[str, dict[str, Any]] = {}
         self.refusing: set[str] = set()
         self.dead: set[str] = set()
         self.pulls: list[tuple[str, str]] = []
@@ -32,7 +38,8 @@ class ServerStandIn:
         if self._url in self._all.dead:
             raise EngineRefused(f"{self._url} did not answer")
         version = self._all.versions[self._url]
-        return WeightsInfo(version=version, package_version="1", engine_ranks=2 if version else 0)
+        info = self._all.info.get(self._url, {})
+        return WeightsInfo(version=version, package_version="1", engine_ranks=2 if version else 0, **info)
 
     def pull_weights(self, source: str) -> DistributedUpdateWeightsOutput:
         self._all.pulls.append((source, self._url))
@@ -92,8 +99,29 @@ def test_new_replicas_pull_from_the_first_that_answers_and_was_updated(servers: 
     servers.versions = {"u/a": "", "u/b": "6", "u/c": "7", "u/d": "", "u/e": "7"}
     servers.dead = {"u/b"}
     pull_weights(["u/a", "u/b", "u/c"], ["u/d", "u/e"])
-    assert servers.pulls == [("u/c", "u/d")]  # e has them
+    assert sorted(servers.pulls) == [("u/c", "u/d"), ("u/c", "u/e")]
     assert servers.versions["u/d"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("own", "live", "same"),
+    [
+        ({}, {}, False),
+        ({"digest": "d"}, {"digest": "d"}, True),
+        ({"digest": "d"}, {"digest": "e"}, False),
+        ({"session": "s", "update": 3}, {"session": "s", "update": 3}, True),
+        ({"session": "s", "update": 2}, {"session": "s", "update": 3}, False),
+        ({"digest": "d", "torn": "half"}, {"digest": "d"}, False),
+    ],
+)
+def test_an_equal_version_alone_heals_nothing(
+    servers: Servers, own: dict[str, Any], live: dict[str, Any], same: bool
+) -> None:
+    servers.versions, servers.info = {"u/a": "7", "u/b": "7"}, {"u/a": live, "u/b": own}
+    left_out = LeftOut()
+    left_out.sync_ended("ab", {"b": "EngineUnreachable: its answer was lost"}, "u/{}".format)
+    assert wait(left_out) == ()
+    assert servers.pulls == ([] if same else [("u/a", "u/b")])
 
 
 def test_nobody_is_asked_before_the_first_sync(servers: Servers) -> None:
