@@ -387,3 +387,83 @@ def test_timers_of_waits_that_have_ended_are_cancelled(table):
     table.store.disconnected(table.client("b"))
     assert len(table.timers) == 3
     assert all(timer.cancelled for timer in table.timers)
+
+
+# -- marks: what an update must know before it is given up
+
+
+def revoke(table, member, scope="s/1/0", reason="given up"):
+    (_, reply) = ask(table, member, "revoke", scope, reason)[-1]
+    if isinstance(reply, protocol.Cancelled):
+        return reply.reason
+    mark, why, members = reply.value
+    return mark.decode(), why.decode(), int(members)
+
+
+@pytest.fixture
+def ranks(table):
+    """Two members of a scope within the trainer's."""
+    ask(table, "t", "enter", "s/1", "t", "")
+    for member in "ab":
+        ask(table, member, "enter", "s/1/0", member, "s/1")
+    return table
+
+
+def test_a_scope_is_marked_once_all_have_asked_for_it(ranks):
+    gather(ranks, "a", 0, scope="s/1/0", mark="writing")
+    gather(ranks, "b", 1, scope="s/1/0", mark="writing")
+    assert revoke(ranks, "t") == ("writing", "", 2)
+    gather(ranks, "a", 0, scope="s/1/0", name="h")
+    gather(ranks, "b", 1, scope="s/1/0", name="h", mark="written")
+    assert revoke(ranks, "t") == ("writing", "", 2), "one of them has not asked for it"
+
+
+def test_a_revoked_scope_gets_no_mark(ranks):
+    gather(ranks, "a", 0, scope="s/1/0", mark="writing")
+    assert revoke(ranks, "t") == ("", "given up", 2)
+    assert gather(ranks, "b", 1, scope="s/1/0", mark="writing") == [("b", protocol.Cancelled(1, "given up"))]
+    assert revoke(ranks, "t", reason="again") == ("", "given up", 2)
+
+
+def test_a_scope_that_is_revoked_before_anybody_enters_it_stays_closed(table):
+    ask(table, "t", "enter", "s/1", "t", "")
+    assert revoke(table, "t") == ("", "given up", 0)
+    assert ask(table, "a", "enter", "s/1/0", "a", "s/1") == [("a", protocol.Cancelled(1, "given up"))]
+
+
+def test_nobody_enters_within_a_scope_that_is_not_there(table):
+    assert "has ended without this rank" in ask(table, "a", "enter", "s/1/0", "a", "s/1")[0][1].reason
+
+
+def test_a_marked_scope_is_not_entered_again(ranks):
+    gather(ranks, "a", 0, scope="s/1/0", mark="written")
+    gather(ranks, "b", 1, scope="s/1/0", mark="written")
+    for member in "ab":
+        ask(ranks, member, "leave", "s/1/0")
+    assert revoke(ranks, "t") == ("written", "s/1/0 has ended without this rank; was its process stopped?", 0)
+    assert "has ended" in ask(ranks, "c", "enter", "s/1/0", "c", "s/1")[0][1].reason
+
+
+def test_the_mark_of_a_deleted_scope_is_known_and_that_of_an_unknown_one_is_not(ranks):
+    gather(ranks, "a", 0, scope="s/1/0", mark="writing")
+    gather(ranks, "b", 1, scope="s/1/0", mark="writing")
+    ask(ranks, "t", "delete_scope", "s/1")
+    assert revoke(ranks, "a")[0] == "writing"
+    assert "has ended" in revoke(ranks, "a", scope="s/0/0")
+
+
+def test_a_number_that_has_ended_does_not_come_again(table):
+    ask(table, "t", "enter", "s/7", "t", "")
+    ask(table, "a", "enter", "s/7/0", "a", "s/7")
+    ask(table, "t", "set", {})
+    assert get(table, "t", "k", scope="s/7") == []
+    assert get(table, "a", "k", scope="s/7/0") == []
+    assert ask(table, "t", "end_scope", "s/7")[0] == ("a", protocol.Cancelled(1, protocol_reason("s/7/0")))
+    assert ask(table, "t", "set", {"k": b"v"})[0] == ("t", protocol.Result(1, [b"v"])), "the trainer's wait goes on"
+    for scope in ("s/7", "s/7/1", "s/6", "s/6/0"):
+        assert "has ended" in ask(table, "b", "enter", scope, "b", "")[0][1].reason
+    assert ask(table, "b", "enter", "s/8", "b", "") == done("b")
+
+
+def protocol_reason(scope):
+    return f"{scope.rpartition('/')[0]} has ended without this rank; was its process stopped?"

@@ -280,13 +280,16 @@ class EngineChannel(EngineScope):
         self._client.post_set({self._outcome: encode(output)})
 
     def standing_without_connection(self) -> Standing | None:
-        """As `revoke`, by a connection of its own: for a rank that has lost this one in a vote.
+        """Aborts the update, by a connection of its own: for a rank that has lost this one in a vote.
 
-        Returns None if the control server cannot be reached. The session may have ended; the scope then has no mark.
+        Returns how far the update has come, and comes no further: the server may still count with that rank's vote
+        otherwise. Returns None if that cannot be found out, as the session has ended or cannot be reached.
         """
         try:
             with ControlClient(self._client.address, _DOUBT_S) as client:
-                return client.revoke(self.scope, f"{self._owner} lost its connection in a vote")
+                reason = f"{self._owner} lost its connection in a vote"
+                client.cancel(self.scope, reason)
+                return client.revoke(self.scope, reason)
         except ReshardError:
             return None
 

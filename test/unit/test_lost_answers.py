@@ -1,0 +1,174 @@
+"""Updates whose answer never reaches the trainer: what it is told is true, whatever the engine does later.
+
+The request arrives late or its ranks are slow, the trainer gives up and changes its weights in place, as the next
+training step does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sglang_reshard import ModuleReceiver, ModuleSender
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.errors import DeadlineExceeded, EngineUnreachable, TornWeights
+from support.toy import ToyRank
+from support.toy_changes import HIDDEN, become, same, sharded
+from support.world import run_world
+
+DTYPE = torch.bfloat16
+NAN = float("nan")
+
+
+def train(trainer, transport, options, timeout_s, _before_s, _moving_s):
+    """Three updates, of which the second one's answer is lost. Returns what the trainer was told of each."""
+    done = threading.Event()
+
+    def send(request):
+        if request.update == 2:
+            threading.Thread(target=lambda: (trainer.send(request), done.set()), daemon=True).start()
+            time.sleep(0.5)
+            raise EngineUnreachable("the engine did not answer: a proxy closed the connection")
+        if request.update == 3:
+            done.wait(30)
+        return trainer.send(request)
+
+    sender = WeightSender.over(
+        trainer.group, send if trainer.rank == 0 else None, timeout_s=timeout_s, transport=transport
+    )
+    weights, told = sharded(1, DTYPE), []
+    for version in (1, 2, 3):
+        become(weights, version, DTYPE)
+        try:
+            told.append(sender.update(weights.items(), weight_version=str(version), **options).message)
+        except (EngineUnreachable, TornWeights) as error:
+            told.append(error)
+        with torch.no_grad():
+            for tensor in weights.values():
+                tensor.to_local().fill_(NAN)
+    sender.close()
+    return [f"{type(t).__name__}: {t}" if isinstance(t, Exception) else t for t in told]
+
+
+def serve(rank, size, requests, _transport, _options, _timeout_s, before_s, moving_s):
+    """Returns success, torn, and the version whose weights are live, after each update."""
+    model = ToyRank(rank, size, DTYPE, HIDDEN)
+    receiver, after = WeightReceiver(model, rank, size, torch.device("cpu")), []
+    move = receiver._executor._move
+
+    def slowly(context):
+        if context.request.update == 2:
+            time.sleep(moving_s)
+        move(context)
+
+    receiver._executor._move = slowly
+    for request in requests:
+        if request.update == 2:
+            time.sleep(before_s)
+        output = receiver.update(request)
+        live = [version for version in (1, 2, 3) if same(model, version, DTYPE, DTYPE)]
+        after.append((output.success, output.torn, live))
+        requests.answer(output)
+    return after
+
+
+def run(transport, options, *, timeout_s=20.0, before_s=0.0, moving_s=0.0):
+    """before_s, moving_s: how long engine ranks take before they begin with update 2, and to move it."""
+    told, served = run_world(2, 2, train, serve, transport, options, timeout_s, before_s, moving_s, deadline_s=100)
+    assert told[0] == told[1]
+    return told[0], served[0]
+
+
+TRANSPORTS = [
+    pytest.param("auto"),
+    pytest.param("p2p", marks=pytest.mark.sweep),
+    pytest.param("broadcast", marks=pytest.mark.sweep),
+]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("options", [{}, pytest.param({"verify": "full"}, marks=pytest.mark.sweep)])
+def test_a_request_that_arrives_after_the_trainer_has_given_up_writes_nothing(transport, options):
+    told, served = run(transport, options, before_s=2.0)
+    assert told[1].startswith("EngineUnreachable: the engine did not answer")
+    assert "no engine rank had begun to write: the old weights keep serving" in told[1]
+    assert served == [(True, False, [1]), (False, False, [1]), (True, False, [3])]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_staged_update_that_is_given_up_is_not_committed(transport):
+    told, served = run(transport, {"staged": True}, moving_s=2.0)
+    assert "the old weights keep serving" in told[1]
+    assert served == [(True, False, [1]), (False, False, [1]), (True, False, [3])]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_trainer_waits_for_ranks_that_write_and_learns_of_their_success(transport):
+    told, served = run(transport, {}, moving_s=2.0)
+    assert "the engine's answer was lost" in told[1]
+    assert served == [(True, False, [1]), (True, False, [2]), (True, False, [3])]
+
+
+def test_ranks_that_write_for_too_long_are_torn_and_the_trainer_knows_it():
+    told, served = run("auto", {}, timeout_s=3.0, moving_s=5.0)
+    assert told[1].startswith("TornWeights: engine ranks had begun to write update 2")
+    assert served[1][:2] == (False, True)
+    assert served[2] == (True, False, [3])
+
+
+def collect(asked, answers):
+    """A data collector that is busy for longer than its trainer waits."""
+    model = torch.nn.Linear(64, 64, bias=False)
+    receiver = ModuleReceiver(model)
+    receiver.init(asked.get(timeout=60), timeout_s=20)
+    answers.put(None)
+    answers.put((receiver.receive(20), model.weight.unique().tolist()))
+    asked.get(timeout=60)  # a long rollout, over now
+    answers.put((receiver.poll_and_apply(0.5), receiver.version, model.weight.unique().tolist()))
+    asked.get(timeout=60)
+    answers.put((receiver.receive(20), model.weight.unique().tolist()))
+    receiver.close()
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("transport", ["auto", pytest.param("ipc", marks=pytest.mark.sweep)])
+def test_a_collector_that_comes_late_does_not_take_what_was_given_up(transport):
+    context = multiprocessing.get_context("spawn")
+    asked, answers = context.Queue(), context.Queue()
+    process = context.Process(target=collect, args=(asked, answers), daemon=True)
+    process.start()
+    try:
+        sender, model = ModuleSender(timeout_s=8, transport=transport), torch.nn.Linear(64, 64, bias=False)
+        asked.put(sender.metadata)
+        answers.get(timeout=60)
+        torch.nn.init.constant_(model.weight, 1.0)
+        sender.update(model, weight_version="one")
+        assert answers.get(timeout=60) == ("one", [1.0])
+        torch.nn.init.constant_(model.weight, 2.0)
+        with pytest.raises(DeadlineExceeded, match="the old weights keep serving"):
+            sender.update(model, weight_version="two")
+        torch.nn.init.constant_(model.weight, -777.0)  # the trainer goes on
+        asked.put(None)
+        assert answers.get(timeout=60) == (False, "one", [1.0])
+        torch.nn.init.constant_(model.weight, 3.0)
+        asked.put(None)
+        sender.update(model, weight_version="three")
+        assert answers.get(timeout=60) == ("three", [3.0])
+        sender.close()
+        process.join(20)
+    finally:
+        if process.is_alive():
+            process.kill()
