@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from sglang_reshard.control import ControlClient, ControlServer
+from sglang_reshard.control import ControlClient, ControlServer, WaitTimedOut
 from sglang_reshard.control import client as client_module
 from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded
 
@@ -139,7 +139,7 @@ def test_a_server_that_stands_still_is_not_waited_for_for_ever(monkeypatch):
     monkeypatch.setattr(client_module, "GRACE_S", 0.5)
     with process(keep_server) as (keeper, pipe):
         address = said(pipe)
-        client, quick, lost = ControlClient(address, SOON_S), ControlClient(address, 0.7), threading.Event()
+        client, quick, lost = ControlClient(address, 1.0), ControlClient(address, 0.7), threading.Event()
         client.on_lost(lost.set)
         os.kill(keeper.pid, signal.SIGSTOP)
         start = time.monotonic()
@@ -157,10 +157,22 @@ def test_a_server_that_stands_still_is_not_waited_for_for_ever(monkeypatch):
             each.close()
 
 
-def test_a_stopped_server_does_not_block_who_has_much_to_say(monkeypatch):
-    monkeypatch.setattr(client_module, "STALL_S", 0.7)
+def test_a_server_that_is_stopped_for_less_than_the_deadline_is_waited_for(monkeypatch):
+    monkeypatch.setattr(client_module, "GRACE_S", 0.5)
     with process(keep_server) as (keeper, pipe):
         client = ControlClient(said(pipe), SOON_S)
+        os.kill(keeper.pid, signal.SIGSTOP)
+        threading.Timer(2.0, os.kill, (keeper.pid, signal.SIGCONT)).start()
+        with pytest.raises(WaitTimedOut):
+            client.get(["x"], 0.1)
+        client.set({"x": b"1"})
+        assert client.get(["x"], 0.1) == [b"1"]
+        client.close()
+
+
+def test_a_stopped_server_does_not_block_who_has_much_to_say():
+    with process(keep_server) as (keeper, pipe):
+        client = ControlClient(said(pipe), 0.7)
         os.kill(keeper.pid, signal.SIGSTOP)
         with pytest.raises(ConnectionLost, match="sending to it failed"):
             client.set({"x": bytes(64 << 20)})  # more than the connection takes on its way

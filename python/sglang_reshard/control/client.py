@@ -32,7 +32,6 @@ from sglang_reshard.control.sockets import LOOK_S, SILENT_S, configure, silent_s
 from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, ReshardError, Unauthorized
 
 GRACE_S = 5.0  # how much longer than the requested wait the server may take to reply
-STALL_S = 30.0  # how long sent bytes may wait to be received
 _RETRY_S = 0.1
 _CLOSE_S = 2.0
 _READ_BYTES = 256 * 1024
@@ -70,9 +69,13 @@ class ControlClient:
     """
 
     def __init__(self, address: Address, timeout_s: float) -> None:
-        """Connects within `timeout_s`. Raises DeadlineExceeded if nothing answers, Unauthorized for a wrong key."""
+        """Connects within `timeout_s`. Raises DeadlineExceeded if nothing answers, Unauthorized for a wrong key.
+
+        timeout_s  also how long the server's process may be stopped, or hold its interpreter's lock: its kernel shows
+                   that it is there, so that nothing but a deadline tells it from one that hangs
+        """
         self.address = address
-        self._reply_timeout_s = min(timeout_s, STALL_S)
+        self._timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
         self._state, self._sending = threading.Lock(), threading.Lock()
         self._numbers = itertools.count(1)
         self._pending: dict[int, SimpleQueue[protocol.Reply | None]] = {}
@@ -81,7 +84,7 @@ class ControlClient:
         self._closed = False
         self._kept_alive: list[object] = []
         self._socket, self._writer, self._reader = _connect(address, timeout_s)
-        self._socket.settimeout(STALL_S)
+        self._socket.settimeout(self._timeout_s)
         self._local_address = str(self._socket.getsockname()[0])
         self._thread = threading.Thread(target=self._receive, name="sglang-reshard control client", daemon=True)
         self._thread.start()
@@ -276,7 +279,7 @@ class ControlClient:
 
     def _call(self, operation: str, *arguments: Any, wait_s: float | None = None) -> Any:
         """Returns the result of an operation. `wait_s`: how long the server itself may wait."""
-        timeout_s = self._reply_timeout_s if wait_s is None else max(wait_s, 0.0) + GRACE_S
+        timeout_s = max(self._timeout_s, 0.0 if wait_s is None else max(wait_s, 0.0) + GRACE_S)
         reply = self._request(operation, arguments, timeout_s)
         if isinstance(reply, protocol.Result):
             return reply.value
