@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from queue import SimpleQueue
 
 import pytest
@@ -251,8 +251,9 @@ def test_the_end_of_a_session_is_heard_by_its_other_clients_only(control_server,
         a.set({"x": b"1"})
         waiting = threads.submit(c.get, ["y"], SOON_S)
         time.sleep(0.1)
+        a.enter("s", "rank 0")
         a.end_session()
-        with pytest.raises(ConnectionLost, match="the session has ended"):
+        with pytest.raises(ConnectionLost, match="the session has ended, by rank 0"):
             waiting.result(SOON_S)
         settles(lambda: sorted(heard), ["b", "c"])
         assert a.num_keys() == 0
@@ -328,6 +329,23 @@ def test_what_is_too_much_is_refused_and_the_client_goes_on(control_server, clie
         ControlClient(control_server.address.named("x" * 5000), SOON_S)
     a.set({"x": bytes(5000)})
     assert a.num_keys() == 1
+
+
+def test_frames_that_are_never_finished_count_for_all_that_is_stored(told):
+    host = ControlServer.open(stored_bytes=1 << 20)
+    with ControlClient(host.address, SOON_S) as good:
+        halves = [ControlClient(host.address, SOON_S) for _ in range(4)]
+        for client in halves:
+            frame = client._writer.frame((1, "set", ({"x": bytes(500_000)},)))
+            with suppress(OSError):
+                client._socket.sendall(frame[:-1])
+        settles(lambda: [client.is_lost for client in halves].count(True), 2)
+        assert "as it neither finishes its frames nor reads its replies" in told.text
+        for client in halves:
+            client.close()
+        settles(lambda: host.quota.stored_bytes, 0)
+        good.set({"x": bytes(900_000)})
+    host.close()
 
 
 def test_who_does_not_read_its_replies_is_dropped(control_server, clients, monkeypatch, told):

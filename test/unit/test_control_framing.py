@@ -36,18 +36,18 @@ def test_frames_open_in_whatever_pieces_they_come():
         reader = FrameReader(KEY)
         bodies = [b for at in range(0, len(stream), step) for b in reader.feed(stream[at : at + step])]
         assert [read_request(body) for body in bodies] == messages
-        assert not reader.incomplete
+        assert not reader.unfinished_bytes
 
 
 def test_a_frame_is_incomplete_until_its_last_byte():
     (frame,) = frames_of(Result(1, None))
     reader = FrameReader(KEY)
-    assert not reader.incomplete
+    assert not reader.unfinished_bytes
     for byte in frame[:-1]:
         assert reader.feed(bytes([byte])) == []
-        assert reader.incomplete
+        assert reader.unfinished_bytes
     assert len(reader.feed(frame[-1:])) == 1
-    assert not reader.incomplete
+    assert not reader.unfinished_bytes
 
 
 @pytest.mark.parametrize("order", [order for order in itertools.product(range(3), repeat=3) if order != (0, 1, 2)])
@@ -66,7 +66,7 @@ def test_every_bit_counts():
         reader = FrameReader(KEY)
         try:
             assert reader.feed(bent) == []  # it says that it is longer, and never ends
-            assert reader.incomplete
+            assert reader.unfinished_bytes
         except ProtocolError:
             pass
 

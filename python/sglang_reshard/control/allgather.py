@@ -70,7 +70,8 @@ class AllGathers:
             raise QuotaExceeded(f"all-gather {name}: index {index} has arrived already")
         if gather.data_bytes + len(data) + 8 * size > MAX_FRAME_BYTES - 64:
             raise QuotaExceeded(f"all-gather {name}: the data of all members exceed {MAX_FRAME_BYTES} bytes")
-        self._quota.take(len(data), int(name not in self._gathers))
+        new = name not in self._gathers
+        self._quota.take(len(data) + new * len(name), int(new))
         self._gathers[name] = gather
         gather.arrived[index] = (call, data)
         gather.mark = mark if mark == gather.mark else ""
@@ -126,5 +127,5 @@ class AllGathers:
 
     def _delete(self, gather: _AllGather) -> None:
         if self._gathers.pop(gather.name, None) is not None:
-            self._quota.take(-gather.data_bytes, -1)
+            self._quota.take(-gather.data_bytes - len(gather.name), -1)
             gather.cancel_timers()

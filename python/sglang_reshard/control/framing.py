@@ -85,9 +85,9 @@ class FrameReader:
         return bodies
 
     @property
-    def incomplete(self) -> bool:
-        """True while the current frame has begun and is not complete."""
-        return bool(self._buffer)
+    def unfinished_bytes(self) -> int:
+        """Bytes of the current frame, which is not complete; 0 if none has begun."""
+        return len(self._buffer)
 
     def _length(self) -> int | None:
         """Returns the current frame's bytes, its length field included; None while that is unknown."""

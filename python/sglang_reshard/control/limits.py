@@ -7,7 +7,7 @@ MAX_NAMES = 1_000_000  # keys, scopes and all-gathers of all sessions
 MAX_NAME_CHARACTERS = 1024
 MAX_REASON_CHARACTERS = 64 * 1024
 MAX_WAITS = 4096  # of one connection at a time
-_NAME_BYTES = 256  # about what Python takes for an entry of a dictionary
+_NAME_BYTES = 256  # about what Python takes for an entry of a dictionary, without the characters of its key
 
 
 class QuotaExceeded(Exception):
@@ -15,7 +15,7 @@ class QuotaExceeded(Exception):
 
 
 class MemoryQuota:
-    """Counts the bytes and names that all sessions of a control server hold together."""
+    """Counts the bytes and names that all sessions of a control server hold together, and what is on its way."""
 
     def __init__(self, stored_bytes: int = DEFAULT_STORED_BYTES, names: int = MAX_NAMES) -> None:
         self._max_bytes, self._max_names = stored_bytes, names

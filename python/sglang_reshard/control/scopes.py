@@ -87,6 +87,16 @@ class CancelScopes:
         self.check(name)
         self._scope(name).watchers.add(client)
 
+    def who(self, client: Client) -> str:
+        """Returns the names with which a client has entered scopes, without repetition."""
+        entered = (scope.members[client] for scope in self._scopes.values() if client in scope.members)
+        return ", ".join(dict.fromkeys(entered))
+
+    def takes_part(self, client: Client, name: str) -> bool:
+        """Returns whether a client is a member of a scope, or of one that it is in."""
+        scopes = (self._scopes.get(scope) for scope in _with_ancestors(name))
+        return any(scope is not None and client in scope.members for scope in scopes)
+
     def leave(self, client: Client, name: str) -> None:
         if (scope := self._scopes.get(name)) is None:
             return
@@ -181,7 +191,7 @@ class CancelScopes:
     def _delete(self, name: str) -> None:
         if (scope := self._scopes.pop(name, None)) is None:
             return
-        self._quota.take(0, -1)
+        self._quota.take(-len(name), -1)
         if scope.mark or scope.reason is not None:
             self._marks[name] = scope.mark
             if len(self._marks) > _REMEMBERED:
@@ -189,7 +199,7 @@ class CancelScopes:
 
     def _scope(self, name: str) -> _Scope:
         if name not in self._scopes:
-            self._quota.take(0, 1)
+            self._quota.take(len(name), 1)
             self._scopes[name] = _Scope()
         return self._scopes[name]
 

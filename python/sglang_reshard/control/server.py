@@ -26,7 +26,7 @@ from sglang_reshard.control.framing import (
     directions,
     proof,
 )
-from sglang_reshard.control.limits import DEFAULT_STORED_BYTES, MemoryQuota, check_name
+from sglang_reshard.control.limits import DEFAULT_STORED_BYTES, MemoryQuota, QuotaExceeded, check_name
 from sglang_reshard.control.protocol import Call, operation
 from sglang_reshard.control.sockets import LOOK_S, SILENT_S, configure, listen, silent_seconds
 from sglang_reshard.control.store import SessionStore
@@ -45,8 +45,10 @@ class _Connection(asyncio.BufferedProtocol):
     """An authenticated connection. `session`: named by its hello; None before, and once the session has ended."""
 
     def __init__(self, server: ControlServer, peer: str, writer: FrameWriter, reader: FrameReader) -> None:
-        self._server, self._peer, self._writer, self._reader = server, peer, writer, reader
+        self._server, self._writer, self._reader = server, writer, reader
+        self.peer = peer
         self.session: str | None = None
+        self._on_its_way = 0  # bytes of an unfinished frame and of unread replies, which count in the quota
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -60,17 +62,19 @@ class _Connection(asyncio.BufferedProtocol):
             for body in self._reader.feed(self._server.buffer[:nbytes]):
                 if not self.transport.is_closing():
                     self._server.handle(self, *protocol.read_request(body))
+            self._count()
         except ProtocolError as error:
             self._drop(str(error))
         except Exception:
             self._fail()
 
     def eof_received(self) -> None:
-        if self._reader.incomplete:
+        if self._reader.unfinished_bytes:
             self._drop("it disconnected within a frame")
         self.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._server.quota.take(-self._on_its_way)
         self._server.disconnected(self)
 
     def send(self, message: protocol.Reply | protocol.Event) -> None:
@@ -85,6 +89,8 @@ class _Connection(asyncio.BufferedProtocol):
             self._fail()
         if (unsent := self.transport.get_write_buffer_size()) > MAX_UNSENT_BYTES:
             self._drop(f"it does not read its replies: {unsent} bytes are unsent")
+        elif unsent or self._on_its_way:
+            self._count()
 
     def finish(self, message: protocol.Event) -> None:
         """Sends a last message and closes the connection, with or without it having been received."""
@@ -99,12 +105,24 @@ class _Connection(asyncio.BufferedProtocol):
             if (silent_s := silent_seconds(self.transport.get_extra_info("socket"))) > SILENT_S:
                 self._drop(f"its host has not acknowledged anything for {silent_s:.0f} s")
 
+    def _count(self) -> None:
+        """Ends the connection if all of them together hold more than the quota."""
+        if self.transport.is_closing():
+            return
+        held = self._reader.unfinished_bytes + self.transport.get_write_buffer_size()
+        try:
+            self._server.quota.take(held - self._on_its_way)
+        except QuotaExceeded as error:
+            self._drop(f"{error}, as it neither finishes its frames nor reads its replies")
+        else:
+            self._on_its_way = held
+
     def _drop(self, why: str) -> None:
-        self._server.log_refusal(self._peer, why)
+        self._server.log_refusal(self.peer, why)
         self.transport.abort()
 
     def _fail(self) -> None:
-        logger.exception("serving %s failed; its connection is closed", self._peer)
+        logger.exception("serving %s failed; its connection is closed", self.peer)
         self.transport.abort()
 
 
@@ -117,7 +135,7 @@ class ControlServer:
         self.connections: set[_Connection] = set()
         self.buffer = memoryview(bytearray(_READ_BYTES))
         self._key, self._listener = key, listener
-        self._quota = MemoryQuota(stored_bytes)
+        self.quota = MemoryQuota(stored_bytes)
         self._stores: dict[str, SessionStore] = {}
         self._handshakes: dict[asyncio.Task[None], float] = {}  # when each began; the first is the oldest
         self._last_refusal, self._unlogged = float("-inf"), 0
@@ -153,17 +171,18 @@ class ControlServer:
         connection = cast(_Connection, call.client)
         if connection.session is not None:
             raise ProtocolError("it sent a second hello")
-        self._stores.setdefault(session, SessionStore(self._quota, self._loop.call_later))
+        self._stores.setdefault(session, SessionStore(self.quota, self._loop.call_later))
         connection.session = session
 
     @operation
     def end_session(self, call: Call) -> None:
-        """Deletes what the session holds, and disconnects its other clients."""
-        session = cast(_Connection, call.client).session
+        """Deletes what the session holds, and disconnects its other clients, which learn who has asked for that."""
+        asking = cast(_Connection, call.client)
+        session, who = asking.session, self._stores[cast(str, asking.session)].who(asking) or asking.peer
         self._stores[cast(str, session)].end(call.client)
         for connection in self.connections - {call.client}:
             if connection.session == session:
-                connection.finish(protocol.Event(None, "the session has ended"))
+                connection.finish(protocol.Event(None, f"the session has ended, by {who}"))
 
     def handle(self, connection: _Connection, number: int, name: str, arguments: tuple[Any, ...]) -> None:
         """Executes a request. Raises ProtocolError."""

@@ -5,6 +5,7 @@ It does no input or output of its own: requests come in through `protocol.execut
 
 from __future__ import annotations
 
+import logging
 from asyncio import TimerHandle
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from sglang_reshard.control.protocol import DEFERRED, Call, Client, Event, opera
 from sglang_reshard.control.scopes import CancelScopes, is_within
 from sglang_reshard.errors import Aborted
 
+logger = logging.getLogger(__name__)
 _INT64 = 2**63
 
 
@@ -47,6 +49,10 @@ class SessionStore:
     @property
     def empty(self) -> bool:
         return not (self._values or self._scopes or self._gathers)
+
+    def who(self, client: Client) -> str:
+        """Returns the names with which a client has entered scopes; empty if it is in none."""
+        return self._scopes.who(client)
 
     def disconnected(self, client: Client) -> None:
         """Ends the waits of `client` and cancels the scopes that it is a member of."""
@@ -164,6 +170,8 @@ class SessionStore:
     @operation
     def cancel(self, call: Call, scope: str, reason: str) -> None:
         check_name(scope)
+        if not self._scopes.takes_part(call.client, scope):
+            logger.info("%s is cancelled by %s: %s", scope, self.who(call.client) or "one who is in no scope", reason)
         self._scopes.cancel(scope, reason)
 
     @operation
@@ -249,7 +257,8 @@ class SessionStore:
 
     def _set(self, items: dict[str, bytes]) -> None:
         grown = sum(len(value) - len(self._values.get(key, b"")) for key, value in items.items())
-        self._quota.take(grown, sum(key not in self._values for key in items))
+        new = [key for key in items if key not in self._values]
+        self._quota.take(grown + sum(map(len, new)), len(new))
         self._values.update(items)
         for key in items.keys() & self._waits.keys():
             for wait in self._waits.pop(key):
@@ -267,8 +276,8 @@ class SessionStore:
             self._reply(wait)
 
     def _delete(self, keys: tuple[str, ...]) -> int:
-        deleted = [self._values.pop(key) for key in keys if key in self._values]
-        self._quota.take(-sum(map(len, deleted)), -len(deleted))
+        deleted = {key: self._values.pop(key) for key in keys if key in self._values}
+        self._quota.take(-sum(len(key) + len(value) for key, value in deleted.items()), -len(deleted))
         return len(deleted)
 
 
