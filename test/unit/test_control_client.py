@@ -339,7 +339,7 @@ def test_frames_that_are_never_finished_count_for_all_that_is_stored(told):
             frame = client._writer.frame((1, "set", ({"x": bytes(500_000)},)))
             with suppress(OSError):
                 client._socket.sendall(frame[:-1])
-        settles(lambda: [client.is_lost for client in halves].count(True), 2)
+        settles(lambda: [client.is_lost for client in halves].count(True) >= 2, True)
         assert "as it neither finishes its frames nor reads its replies" in told.text
         for client in halves:
             client.close()
