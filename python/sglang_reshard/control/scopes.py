@@ -139,7 +139,8 @@ class CancelScopes:
     def revoke(self, name: str, reason: str) -> tuple[str, str, int]:
         """Cancels a scope unless it has a mark, which it cannot get any more then.
 
-        Returns its mark, why it is cancelled, and how many members it has; empty strings for what does not apply.
+        Returns its mark, why it is cancelled, and how many members it has; empty strings for what does not apply. A
+        scope with a mark that all its members have left is not cancelled.
         Raises Aborted if nothing is known of it, nor of one that it is in.
         """
         if name not in self._marks and not any(scope in self._scopes for scope in _with_ancestors(name)):
@@ -148,7 +149,7 @@ class CancelScopes:
             self.cancel(name, reason)
         try:
             self.check(name)
-            reason = "" if name in self._scopes else ended(name)
+            reason = "" if self.mark_of(name) else ended(name)
         except Aborted as aborted:
             reason = str(aborted)
         scope = self._scopes.get(name)

@@ -59,10 +59,12 @@ class _Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         try:
-            for body in self._reader.feed(self._server.buffer[:nbytes]):
+            bodies = self._reader.feed(self._server.buffer[:nbytes])
+            if self._on_its_way or self._reader.unfinished_bytes:
+                self._count()
+            for body in bodies:
                 if not self.transport.is_closing():
                     self._server.handle(self, *protocol.read_request(body))
-            self._count()
         except ProtocolError as error:
             self._drop(str(error))
         except Exception:

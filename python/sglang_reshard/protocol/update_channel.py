@@ -246,9 +246,12 @@ class EngineScope(_Scope):
             time.sleep(_POLL_S)
 
     def until_written(self, timeout_s: float) -> Standing:
-        """Waits for the end of an update that has the mark WRITING. Cancels it at the timeout."""
+        """Waits for the end of an update that has the mark WRITING: WRITTEN, or no engine rank is in it any more.
+
+        Cancels it at the timeout.
+        """
         end = time.monotonic() + timeout_s
-        while (standing := self.revoke("")).mark == WRITING and not standing.reason:
+        while (standing := self.revoke("")).mark == WRITING and standing.members and not standing.reason:
             if time.monotonic() >= end:
                 self.abort(f"the engine did not end update {self.update} within {timeout_s:.0f} s")
             time.sleep(_POLL_S)

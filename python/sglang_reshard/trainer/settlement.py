@@ -19,6 +19,7 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
 from sglang_reshard.protocol.update_channel import ANSWER_S, WRITING, WRITTEN, EngineScope
 
 _REVOKED = "The update is revoked, and no engine rank had begun to write: the old weights keep serving"
+_WRITTEN = "All engine ranks had written the new weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +44,16 @@ class Settlement:
         standing = scope.revoke(f"trainer rank 0 has given up update {scope.update}: {error}")
         if not standing.mark:
             scope.until_left(ANSWER_S)
-            raise _explained(error) from error
+            raise _explained(error, _REVOKED) from error
         if standing.mark == WRITING:
             standing = scope.until_written(self.timeout_s)
+        if standing.mark == WRITTEN and standing.reason:  # an engine rank has died since
+            raise _explained(error, _WRITTEN) from error
         if standing.mark == WRITTEN:
             found = scope.get_outcome(ANSWER_S)
             lost = f"the engine's answer was lost ({error}), and the control server has the outcome"
             return msgspec.structs.replace(found, message="; ".join(filter(None, (found.message, lost))))
-        raise self._torn(f"engine ranks had begun to write update {scope.update}: {standing.reason}")
+        raise self._torn(f"engine ranks had begun to write update {scope.update}: {standing.reason or error}")
 
     def failed(self, output: DistributedUpdateWeightsOutput) -> ReshardError:
         """Revokes an update that the engine has reported as failed. Returns the error to raise.
@@ -68,14 +71,14 @@ class Settlement:
         return TornWeights(f"{why}. {self.if_torn}")
 
 
-def _explained(error: Exception) -> ReshardError:
+def _explained(error: Exception, what: str) -> ReshardError:
     """Returns the error with what has become of the update, unless it says that itself."""
     if isinstance(error, (Aborted, TornWeights)):
         return error
     if isinstance(error, ReshardError):
-        return type(error)(_sentences(str(error)))
-    return ReshardError(_sentences(f"{type(error).__name__}: {error}"))
+        return type(error)(_sentences(str(error), what))
+    return ReshardError(_sentences(f"{type(error).__name__}: {error}", what))
 
 
-def _sentences(message: str) -> str:
-    return f"{message}{' ' if message.endswith('?') else '. '}{_REVOKED}"
+def _sentences(message: str, what: str) -> str:
+    return f"{message}{' ' if message.endswith('?') else '. '}{what}"

@@ -140,13 +140,13 @@ def _trainer_steps(state: State, rules: Rules) -> Iterator[Step]:
         cancelled = _ask(state, "trainer", -1, "cancel", _engine_scope(trainer.update), "it took too long")
         yield "the trainer waits no longer", _trainer(cancelled, at="writing")
     elif trainer.at == "revoking" and trainer.inbox:
-        mark, reason, _ = (value.decode() for value in trainer.inbox[0].values)
+        mark, reason, members = (value.decode() for value in trainer.inbox[0].values)
         after = _trainer(state, inbox=())
         if not mark:
             yield "revoked", _tell(after, rules, OLD_WEIGHTS)
         elif mark == WRITTEN:
             yield "found written", _tell(after, rules, NEW_WEIGHTS)
-        elif reason:
+        elif reason or members == "0":
             yield "found torn", _tell(after, rules, TORN)
         else:
             yield "found writing", _trainer(after, at="writing")
