@@ -18,6 +18,8 @@ from sglang_reshard import ModuleReceiver, ModuleSender
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import DeadlineExceeded, EngineUnreachable, TornWeights
+from support.revocation.soak import soak
+from support.revocation.table import TRANSPORTS, UPDATES
 from support.toy import ToyRank
 from support.toy_changes import HIDDEN, become, same, sharded
 from support.world import run_world
@@ -172,3 +174,14 @@ def test_a_collector_that_comes_late_does_not_take_what_was_given_up(transport):
     finally:
         if process.is_alive():
             process.kill()
+
+
+@pytest.mark.parametrize(
+    ("updates", "transport"),
+    [(100, "auto"), *(pytest.param(UPDATES, name, marks=pytest.mark.sweep) for name in TRANSPORTS)],
+)
+def test_engine_ranks_have_what_the_trainer_was_told_whatever_is_lost(updates, transport):
+    told = soak(updates, transport, deadline_s=500)
+    assert sum(told.values()) == updates
+    assert told["new"] > 0.9 * updates - 50
+    assert told["old"] > 0

@@ -85,6 +85,7 @@ class WeightReceiver:
                 self._executor.prepare(context, refusal)
                 if request.staged:
                     self._executor.receive_staged(context)
+                    self._executor.prepare_commit(context, "")
                 output = self._executor.write(context)
                 self._leave()
                 return output

@@ -1,4 +1,4 @@
-"""Writes docs/results/revocation.md: how many states each story of an update that may be given up has.
+"""Writes docs/results/revocation.md: the states of every story of an update that may be given up, and a soak.
 
 PYTHONPATH=test .venv/bin/python -m support.revocation.table
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from support.revocation.explore import explore
 from support.revocation.model import Rules
+from support.revocation.soak import soak
 
 QUICK = [
     Rules(),
@@ -29,6 +30,7 @@ SWEPT = [
     Rules(updates=2, duplicates=1),
     Rules(updates=2, duplicates=1, staged=True),
 ]
+UPDATES, TRANSPORTS = 2000, ("auto", "p2p", "broadcast")
 _PAGE = Path(__file__).parents[3] / "docs" / "results" / "revocation.md"
 
 
@@ -66,6 +68,20 @@ def main() -> None:
         lines.append(f"| {named(rules)} | {found.states:,} | {found.transitions:,} | {int(bool(found.fault))} |")
         print(lines[-1], flush=True)
     lines.append(f"| together | {states:,} | {transitions:,} | |")
+    lines += [
+        "",
+        f"{UPDATES:,} updates on real processes, two trainer ranks and two engine ranks, every third one staged. One in",
+        "ten loses its answer, and the trainer overwrites its weights with NaN as soon as it was told an outcome. After",
+        "each request engine ranks have exactly the values of the last update that succeeded, and of every update the",
+        "trainer was told what all engine ranks have made of it.",
+        "",
+        "| transport | updates | new weights | old weights | torn, declared | told otherwise |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for transport in TRANSPORTS:
+        told = soak(UPDATES, transport, deadline_s=3000)
+        lines.append(f"| {transport} | {UPDATES:,} | {told['new']:,} | {told['old']} | {told['torn']} | 0 |")
+        print(lines[-1], flush=True)
     _PAGE.write_text("\n".join(lines) + "\n")
 
 
