@@ -294,6 +294,24 @@ def dtensors(path: Path) -> str:
     return "\n".join(lines)
 
 
+def revocation(path: Path) -> str:
+    head, rows = results.load(path)
+    model = [row for row in rows if row["kind"] == "model"]
+    lines = [f"{_measured_by(head, path)}.", "", "| what may happen | states | transitions | broken promises |"]
+    lines.append("|---|---:|---:|---:|")
+    lines += [
+        f"| {row['story']} | {row['states']:,} | {row['transitions']:,} | {int(row['fault'] != '')} |" for row in model
+    ]
+    states, transitions = (sum(row[name] for row in model) for name in ("states", "transitions"))
+    lines += [f"| together | {states:,} | {transitions:,} | {sum(row['fault'] != '' for row in model)} |", ""]
+    lines += ["| transport | updates | new weights | old weights | torn, declared |", "|---|---:|---:|---:|---:|"]
+    for row in rows:
+        if row["kind"] == "soak":
+            told = " | ".join(f"{row.get(outcome, 0):,}" for outcome in ("new", "old", "torn"))
+            lines.append(f"| `{row['transport']}` | {row['updates']:,} | {told} |")
+    return "\n".join(lines)
+
+
 def faults(path: Path) -> str:
     head, rows = results.load(path)
     lines = [
@@ -490,6 +508,7 @@ TABLES: dict[str, Table] = {
     "verl": Table("docs/results/verl.md", results.FOLDER / "verl.json", verl),
     "trainers": Table("docs/results/trainers.md", results.FOLDER / "trainers.json", trainers),
     "dtensors": Table("docs/results/dtensors.md", results.FOLDER / "dtensors.json", dtensors),
+    "revocation": Table("docs/results/revocation.md", results.FOLDER / "revocation.json", revocation),
     "faults": Table("docs/results/faults.md", results.FOLDER / "faults.json", faults),
     "fuzz": Table("docs/results/fuzz.md", results.FOLDER / "fuzz.json", fuzz),
     "gpu": Table("docs/results/gpu.md", results.FOLDER / "gpu.json", gpu),

@@ -19,7 +19,7 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import DeadlineExceeded, EngineUnreachable, TornWeights
 from support.revocation.soak import soak
-from support.revocation.table import TRANSPORTS, UPDATES
+from support.revocation.stories import SOAKED
 from support.toy import ToyRank
 from support.toy_changes import HIDDEN, become, same, sharded
 from support.world import run_world
@@ -178,7 +178,7 @@ def test_a_collector_that_comes_late_does_not_take_what_was_given_up(transport):
 
 @pytest.mark.parametrize(
     ("updates", "transport"),
-    [(100, "auto"), *(pytest.param(UPDATES, name, marks=pytest.mark.sweep) for name in TRANSPORTS)],
+    [(100, "auto"), *(pytest.param(updates, name, marks=pytest.mark.sweep) for name, updates in SOAKED.items())],
 )
 def test_engine_ranks_have_what_the_trainer_was_told_whatever_is_lost(updates, transport):
     told = soak(updates, transport, deadline_s=500)

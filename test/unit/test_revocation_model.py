@@ -1,13 +1,10 @@
-"""Every state of an update that may be given up: a trainer that was told it is dead is never told wrong.
-
-Run as a script, it writes docs/results/revocation.md: `PYTHONPATH=test .venv/bin/python -m support.revocation.table`.
-"""
+"""Every state of an update that may be given up: what the trainer was told of it is true."""
 
 import pytest
 
 from support.revocation.explore import explore
 from support.revocation.model import Rules
-from support.revocation.table import QUICK, SWEPT, named
+from support.revocation.stories import QUICK, SWEPT, named
 
 
 @pytest.mark.parametrize("rules", QUICK, ids=named)
