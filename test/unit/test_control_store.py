@@ -461,6 +461,7 @@ def test_a_number_that_has_ended_does_not_come_again(table):
     assert ask(table, "t", "end_scope", "s/7")[0] == ("a", protocol.Cancelled(1, protocol_reason("s/7/0")))
     assert ask(table, "t", "set", {"k": b"v"})[0] == ("t", protocol.Result(1, [b"v"])), "the trainer's wait goes on"
     for scope in ("s/7", "s/7/1", "s/6", "s/6/0"):
+        assert "has ended" in ask(table, "c", "watch", scope)[0][1].reason
         assert "has ended" in ask(table, "b", "enter", scope, "b", "")[0][1].reason
     assert ask(table, "b", "enter", "s/8", "b", "") == done("b")
 

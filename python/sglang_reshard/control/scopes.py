@@ -83,8 +83,8 @@ class CancelScopes:
         self._scope(name).members[client] = who[:MAX_NAME_CHARACTERS]
 
     def watch(self, client: Client, name: str) -> None:
-        """Raises Aborted if the scope is cancelled."""
-        self.check(name)
+        """Raises Aborted if the scope is cancelled or has ended."""
+        self.check_open(name)
         self._scope(name).watchers.add(client)
 
     def who(self, client: Client) -> str:

@@ -413,7 +413,7 @@ class UpdateExecutor:
         except ConnectionLost:
             if may_write:
                 standing = context.channel.standing_without_connection()
-                if standing is None or standing.mark:
+                if standing is None or standing.mark == WRITING:
                     self.torn = _torn(context.request)
             raise
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sglang_reshard.errors import Aborted, EngineRefused, ReshardError, TornWeights
+from sglang_reshard.errors import EngineRefused, ReshardError, TornWeights
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
 from sglang_reshard.protocol.update_channel import ANSWER_S, WRITING, WRITTEN, EngineScope
 
@@ -73,7 +73,7 @@ class Settlement:
 
 def _explained(error: Exception, what: str) -> ReshardError:
     """Returns the error with what has become of the update, unless it says that itself."""
-    if isinstance(error, (Aborted, TornWeights)):
+    if isinstance(error, TornWeights):
         return error
     if isinstance(error, ReshardError):
         return type(error)(_sentences(str(error), what))

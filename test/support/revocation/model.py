@@ -288,7 +288,7 @@ def _heard(state: State, index: int, reply: Reply) -> State:
     rank = state.ranks[index]
     mark = reply.values[0].decode() if reply.succeeded else None
     if rank.torn < 0:  # it has written nothing
-        return _ended(_rank(state, index, torn=0 if mark == "" else rank.update), index, aborted=True)
+        return _ended(_rank(state, index, torn=0 if mark in ("", WRITTEN) else rank.update), index, aborted=True)
     done = mark == WRITTEN
     return _ended(_rank(state, index, torn=0 if done else rank.torn), index, aborted=not done)
 
