@@ -11,6 +11,7 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import ControlServer
+from sglang_reshard.control.framing import FrameWriter
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import Aborted
 from sglang_reshard.protocol.messages import ShareWeightsReq
@@ -221,6 +222,22 @@ def test_an_engine_that_leaves_before_it_takes_the_request_is_not_waited_for(eng
         mailbox.close()
     assert time.monotonic() - started < 10
     assert source.differing(1) == []
+
+
+def test_the_session_key_is_in_no_frame_of_a_pull(engines, monkeypatch):
+    """Frames are not encrypted: whoever reads the network must not learn from them how to join."""
+    source, target = engines(2), engines(1)
+    train(source, 1)
+    frames, written = [], FrameWriter.frame
+    monkeypatch.setattr(FrameWriter, "frame", lambda self, message: frames.append(written(self, message)) or frames[-1])
+    with shared(source) as mailbox:
+        request = mailbox.request(30)
+        output = target.update(request)
+        mailbox.answer(output)
+    assert output.success
+    assert any(request.layout.encode() in frame for frame in frames), "the request was seen"
+    secret = request.address.key
+    assert not any(secret.encode() in frame or bytes.fromhex(secret) in frame for frame in frames)
 
 
 def test_requests_survive_their_encoding():

@@ -129,7 +129,7 @@ class ControlServer:
 
     @classmethod
     def open(cls, interface: str = "127.0.0.1", stored_bytes: int = DEFAULT_STORED_BYTES) -> ControlServer:
-        """Listens on a free port of `interface`, an address of this host. Raises OSError if it is not one.
+        """Listens on a free port of `interface`, an address of this host. Raises what `sockets.listen` does.
 
         Args:
             stored_bytes: limit of what all sessions may hold together.
