@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from sglang_reshard.errors import DeadlineExceeded, Unsupported
+from sglang_reshard.errors import DeadlineExceeded, Mismatch, Unsupported
+from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import (
     hook_check,
     lora_names,
@@ -27,10 +31,14 @@ from sglang_reshard.protocol.messages import (
     ShareWeightsReq,
     Step,
 )
+from sglang_reshard.protocol.validation import check_request
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+logger = get_logger(__name__)
+Check = Callable[[DistributedUpdateWeightsOutput], DistributedUpdateWeightsOutput]
+_Outcome: TypeAlias = "asyncio.Future[DistributedUpdateWeightsOutput]"  # of an update, for its caller
 _NAME = "update_weights_distributed"
 _POLL_S = 0.02
 
@@ -40,7 +48,14 @@ def apply() -> None:
 
     if all(spec[0] != _NAME for spec in mixin._COMMUNICATOR_SPECS):
         mixin._COMMUNICATOR_SPECS.append((_NAME, UpdateWeightsDistributedReqOutput))
-    mixin.TokenizerControlMixin.update_weights_distributed = observed(update_weights_distributed)
+    mixin.TokenizerControlMixin.update_weights_distributed = update_weights_distributed
+
+
+class _Caller(NamedTuple):
+    """Who waits for an update: is told the outcome, or that there is none in time."""
+
+    outcome: _Outcome
+    check: Check | None
 
 
 async def update_weights_distributed(
@@ -50,29 +65,83 @@ async def update_weights_distributed(
 
     A paused engine is updated at once; otherwise running requests finish first, as in SGLang's own weight updates.
     """
+    try:
+        check_request(request)
+    except Mismatch as error:  # before it is logged, counted or sent on
+        logger.warning("an update was refused: %s", error)
+        return DistributedUpdateWeightsOutput(success=False, message=str(error), phase=metrics.REQUEST)
+    return await _update_unless_busy(self, request)
+
+
+@observed
+async def _update_unless_busy(
+    self: TokenizerManager, request: DistributedUpdateWeightsReq
+) -> DistributedUpdateWeightsOutput:
     self.auto_create_handle_loop()
-    if refusal := getattr(self, weights_info.RUNNING, ""):
+    if refusal := weights_info.under_way(self):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
     with weights_info.running(self, f"{request.name()} is running; repeat this one when it has ended"):
         return await run_update(self, request)
 
 
-async def run_update(self: TokenizerManager, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
-    """Runs an update; the caller has made sure that no other one runs."""
+async def run_update(
+    self: TokenizerManager, request: DistributedUpdateWeightsReq, check: Check | None = None
+) -> DistributedUpdateWeightsOutput:
+    """Runs an update; the caller has made sure that no other one runs.
+
+    check  replaces the schedulers' answer before anybody uses the weights
+
+    Returns a failure if the schedulers do not answer in time. Once they have been asked to write, their answer decides
+    whether the weights are old, new or torn, however late it comes: the update goes on without this call then, also if
+    this call is cancelled, and lets nobody use the weights until it has the answer.
+    """
+    outcome: _Outcome = asyncio.get_running_loop().create_future()
+    update = asyncio.ensure_future(_run(self, request, _Caller(outcome, check)))
+    update.add_done_callback(functools.partial(_tell, outcome))
+    with cancelling(self, update):
+        return await asyncio.shield(outcome)
+
+
+@contextlib.contextmanager
+def cancelling(self: TokenizerManager, task: asyncio.Future[Any]) -> Iterator[None]:
+    """Cancels the task if the block is cancelled, unless the schedulers write: then it goes on to their answer."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not weights_info.is_unanswered(self):
+            task.cancel()
+        raise
+
+
+def _tell(outcome: _Outcome, update: asyncio.Future[DistributedUpdateWeightsOutput]) -> None:
+    """Tells the caller of an update how it has ended, unless its deadline has expired before."""
+    if outcome.done():
+        return
+    if update.cancelled():
+        outcome.cancel()
+    elif (error := update.exception()) is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(update.result())
+
+
+async def _run(
+    self: TokenizerManager, request: DistributedUpdateWeightsReq, caller: _Caller
+) -> DistributedUpdateWeightsOutput:
     if refusal := _refusal(self, request) or await _missing_patches(self, request.timeout_s):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
-    if not await weights_info.unshared(self, request.timeout_s):
-        message = f"another engine has been reading the live weights for {request.timeout_s:.0f} s; repeat the update"
-        return DistributedUpdateWeightsOutput(success=False, message=message)
+    await weights_info.unshared(self)
     request = stock_weights.told(self, request)
     if request.lora is None:
-        return await _update(self, request)
+        return await _update(self, request, caller)
     async with self.lora_update_lock:
         lora = lora_names.with_lora_id(self, request.lora)
-        return await _update(self, msgspec.structs.replace(request, lora=lora))
+        return await _update(self, msgspec.structs.replace(request, lora=lora), caller)
 
 
-async def _update(self: TokenizerManager, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
+async def _update(
+    self: TokenizerManager, request: DistributedUpdateWeightsReq, caller: _Caller
+) -> DistributedUpdateWeightsOutput:
     step: Step = "update"
     if request.staged:  # requests are served with the old weights until the new ones have arrived
         output = await ask_schedulers(self, request, "stage")
@@ -86,21 +155,35 @@ async def _update(self: TokenizerManager, request: DistributedUpdateWeightsReq) 
     async with self.is_pause_cond:  # held during the update, so that the pause cannot be lifted
         paused = self.is_pause
         if paused:
-            output = await _write(self, request, step)
+            output = await _write(self, request, step, caller)
     if not paused:
         async with self.model_update_lock.writer_lock:
-            output = await _write(self, request, step)
+            output = await _write(self, request, step, caller)
     return output
 
 
 async def _write(
-    self: TokenizerManager, request: DistributedUpdateWeightsReq, step: Step
+    self: TokenizerManager, request: DistributedUpdateWeightsReq, step: Step, caller: _Caller
 ) -> DistributedUpdateWeightsOutput:
-    """Lets the schedulers write the weights. Lets nobody use them if that fails halfway."""
+    """Lets the schedulers write the weights, and waits for their answer. Lets nobody use torn weights.
+
+    Tells the caller at the deadline that there is no answer.
+    """
+    with weights_info.unanswered(self, f"the engine's schedulers have not answered {request.name()} yet"):
+        answer = _asked(self, request, step)
+        if not await _answers(answer, request):
+            logger.error("%s: %s", request.name(), (message := _silent(request)))
+            if not caller.outcome.done():
+                caller.outcome.set_result(
+                    DistributedUpdateWeightsOutput(success=False, message=message, phase=metrics.ENGINE)
+                )
+        replies = await answer
     try:
-        output = await ask_schedulers(self, request, step)
-    except BaseException:  # cancelled, as the client disconnected: the outcome will not be known
-        _torn(self, request, f"the client of update {request.update} disconnected before it ended")
+        output = _together([reply.open() for reply in replies])
+        if caller.check is not None:
+            output = caller.check(output)
+    except Mismatch as error:
+        _torn(self, request, f"the answer of the engine's schedulers to {request.name()} is lost: {error}")
         raise
     if output.success:
         if request.lora is None:
@@ -124,21 +207,38 @@ def _torn(self: TokenizerManager, request: DistributedUpdateWeightsReq, reason: 
 async def ask_schedulers(
     self: TokenizerManager, request: DistributedUpdateWeightsReq | ShareWeightsReq, step: Step
 ) -> DistributedUpdateWeightsOutput:
-    """Returns the schedulers' answer, of all data parallel ranks together."""
-    envelope = UpdateWeightsDistributedReqInput.of(request, step)
-    within = WAITS * request.timeout_s
-    # Not cancelled: a late answer belongs to this request, and SGLang would take it for the next one's.
-    answer = asyncio.ensure_future(self.update_weights_distributed_communicator(envelope))
-    done, _ = await asyncio.wait([answer], timeout=within)
-    if not done:
-        return DistributedUpdateWeightsOutput(
-            success=False,
-            torn=step in ("update", "commit"),
-            message=f"the engine's schedulers did not answer within {within:.0f} s; look at their log, and restart "
-            "the engine",
-            phase=metrics.ENGINE,
-        )
+    """Returns the schedulers' answer to a step that does not write live weights, of all data parallel ranks together.
+
+    Returns a failure if they do not answer in time.
+    """
+    answer = _asked(self, request, step)
+    if not await _answers(answer, request):
+        return DistributedUpdateWeightsOutput(success=False, message=_silent(request), phase=metrics.ENGINE)
     return _together([reply.open() for reply in answer.result()])
+
+
+def _asked(
+    self: TokenizerManager, request: DistributedUpdateWeightsReq | ShareWeightsReq, step: Step
+) -> asyncio.Future[list[UpdateWeightsDistributedReqOutput]]:
+    """Asks the schedulers. The answer is never cancelled: SGLang would take a late one for that of the next request."""
+    envelope = UpdateWeightsDistributedReqInput.of(request, step)
+    return asyncio.ensure_future(self.update_weights_distributed_communicator(envelope))
+
+
+async def _answers(
+    answer: asyncio.Future[list[UpdateWeightsDistributedReqOutput]],
+    request: DistributedUpdateWeightsReq | ShareWeightsReq,
+) -> bool:
+    """Whether the schedulers answer in time."""
+    done, _ = await asyncio.wait([answer], timeout=WAITS * request.timeout_s)
+    return bool(done)
+
+
+def _silent(request: DistributedUpdateWeightsReq | ShareWeightsReq) -> str:
+    return (
+        f"the engine's schedulers have not answered within {WAITS * request.timeout_s:g} s. Requests wait until they "
+        "do; look at the engine's log, and restart it if they never do"
+    )
 
 
 def _together(outputs: list[DistributedUpdateWeightsOutput]) -> DistributedUpdateWeightsOutput:

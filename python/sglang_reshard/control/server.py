@@ -144,6 +144,10 @@ class ControlServer:
             self._loop.call_soon_threadsafe(self._accepting.cancel)
         self._thread.join()
 
+    def clients(self, session: str) -> int:
+        """Returns the number of connections to a session. Safe to call from any thread."""
+        return sum(connection.session == session for connection in list(self.connections))
+
     # -- operations
 
     @operation

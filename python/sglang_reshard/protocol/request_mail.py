@@ -18,7 +18,7 @@ import msgspec
 
 from sglang_reshard.control import Address, ControlClient, WaitTimedOut
 from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, EngineRefused, Mismatch, ReshardError
-from sglang_reshard.layout.decoders import json_decoder
+from sglang_reshard.layout.decoders import from_json
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
@@ -38,7 +38,7 @@ def to_metadata(address: Address) -> str:
 def from_metadata(metadata: str) -> Address:
     """Raises Mismatch for anything else than what `to_metadata` returns."""
     try:
-        return json_decoder(Address).decode(metadata)
+        return from_json(metadata, Address)
     except (msgspec.MsgspecError, TypeError) as error:
         raise Mismatch(f"this is no metadata of a ModuleSender: {error}") from None
 
