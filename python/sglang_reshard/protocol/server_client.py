@@ -32,6 +32,7 @@ T = TypeVar("T")
 URL, API_KEY, ADMIN_API_KEY = "SGLANG_RESHARD_URL", "SGLANG_RESHARD_API_KEY", "SGLANG_RESHARD_ADMIN_API_KEY"
 
 _CONNECT_S = 10.0
+_MAX_PORT = 65535
 _SHOWN_CHARACTERS = 300  # of a response, in an error
 
 
@@ -254,6 +255,6 @@ def _check_url(url: str) -> str:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise Unsupported(f"{url!r} is not a valid URL: {error}; pass http://host:port") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    if parsed.scheme not in ("http", "https") or not parsed.host or (parsed.port or 1) > _MAX_PORT:
         raise Unsupported(f"{url!r} is not the URL of a server; pass http://host:port")
     return url.rstrip("/")

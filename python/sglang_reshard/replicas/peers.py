@@ -14,6 +14,7 @@ import socket
 
 import httpx
 
+_MAX_PORT = 65535
 PEERS = "SGLANG_RESHARD_PEERS"
 
 
@@ -21,10 +22,11 @@ def refusal(url: str) -> str:
     """Returns why this server takes no weights from the one at `url`; empty if it does."""
     try:
         parsed = httpx.URL(url)
-        host, scheme = parsed.host.lower(), parsed.scheme
+        host, scheme, port = parsed.host.lower(), parsed.scheme, parsed.port or 1
     except (httpx.InvalidURL, UnicodeError, ValueError):
         return f"{_shown(url)} is not a valid URL; pass http://host:port"
-    if scheme not in ("http", "https") or not host or parsed.userinfo or parsed.query or parsed.fragment:
+    # A path is appended to the URL: a query or a fragment would take it in, and what is before them be asked for.
+    if scheme not in ("http", "https") or not host or port > _MAX_PORT or any(c in url for c in "?#@"):
         return f"{_shown(url)} is not the URL of a server; pass http://host:port"
     if is_peer(host, os.environ.get(PEERS, "")):
         return ""
