@@ -58,7 +58,7 @@ class Engine:
     def client(self) -> httpx.AsyncClient:
         """Raises what leaves the application: a server answers 500 then, and logs a traceback."""
         headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-        return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://engine", headers=headers)
+        return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://127.0.0.1", headers=headers)
 
     @property
     def torn(self) -> str:

@@ -1,4 +1,4 @@
-"""A server that is asked to pull tells nothing of what it finds at the URL, and waits for it as long as it is asked to."""
+"""A server that is asked to pull tells nothing of what it finds at the URL, and waits no longer than it is asked to."""
 
 import asyncio
 import time

@@ -26,8 +26,17 @@ class Server:
 def run(source: Server, target: Server, timeout_s: float, options: dict[str, Any]) -> str:
     """Returns a line that says what `target` has now. Raises a ReshardError if it has no new weights."""
     giver, taker = source.client(timeout_s), target.client(timeout_s)
-    giver.check()  # here a wrong URL or key of either is told best
+    info = (
+        giver.check()
+    )  # here a wrong URL or key of either is told best: the taker tells nothing of the giver's answer
     taker.check()
+    if info.torn:
+        raise TornWeights(f"the weights of {giver.url} are torn: {info.torn}")
+    if not info.engine_ranks:
+        raise EngineRefused(
+            f"the weights of {giver.url} were not brought by an update of sglang-reshard; update it first, or start the "
+            "other server from the same checkpoint"
+        )
     started = time.perf_counter()
     output = taker.pull_weights(
         giver.url, api_key=giver.api_key, admin_api_key=giver.admin_api_key, timeout_s=timeout_s, **options
