@@ -26,16 +26,14 @@ class Server:
 def run(source: Server, target: Server, timeout_s: float, options: dict[str, Any]) -> str:
     """Returns a line that says what `target` has now. Raises a ReshardError if it has no new weights."""
     giver, taker = source.client(timeout_s), target.client(timeout_s)
-    info = (
-        giver.check()
-    )  # here a wrong URL or key of either is told best: the taker tells nothing of the giver's answer
+    live = giver.check()  # what is wrong with either is told here: the taker passes on nothing of the giver's answer
     taker.check()
-    if info.torn:
-        raise TornWeights(f"the weights of {giver.url} are torn: {info.torn}")
-    if not info.engine_ranks:
+    if live.torn:
+        raise TornWeights(f"the weights of {giver.url} are torn: {live.torn}")
+    if not live.engine_ranks:
         raise EngineRefused(
-            f"the weights of {giver.url} were not brought by an update of sglang-reshard; update it first, or start the "
-            "other server from the same checkpoint"
+            f"the weights of {giver.url} were not brought by an update of sglang-reshard; update it first, or start "
+            "the other server from the same checkpoint"
         )
     started = time.perf_counter()
     output = taker.pull_weights(
