@@ -21,14 +21,13 @@ from sglang_reshard.patches import (
     torn_weights,
     weights_info,
 )
-from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
+from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqOutput
+from sglang_reshard.patches.schedulers import ask_schedulers, asked, is_answered, silence, together
 from sglang_reshard.patches.supported_engine import unsupported_reason
 from sglang_reshard.patches.update_observer import observed
 from sglang_reshard.protocol.messages import (
-    WAITS,
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
-    ShareWeightsReq,
     Step,
 )
 from sglang_reshard.protocol.validation import check_request
@@ -170,30 +169,31 @@ async def _write(
     Tells the caller at the deadline that there is no answer.
     """
     with weights_info.unanswered(self, f"the engine's schedulers have not answered {request.name()} yet"):
-        answer = _asked(self, request, step)
-        if not await _answers(answer, request):
-            logger.error("%s: %s", request.name(), (message := _silent(request)))
+        answer = asked(self, request, step)
+        if not await is_answered(answer, request):
+            message = f"{silence(request)}. Requests wait until they do"
+            logger.error("%s: %s", request.name(), message)
             if not caller.outcome.done():
                 caller.outcome.set_result(
                     DistributedUpdateWeightsOutput(success=False, message=message, phase=metrics.ENGINE)
                 )
         replies = await answer
-    try:
-        output = _together([reply.open() for reply in replies])
-        if caller.check is not None:
-            output = caller.check(output)
-    except Mismatch as error:
-        _torn(self, request, f"the answer of the engine's schedulers to {request.name()} is lost: {error}")
-        raise
-    if output.success:
-        if request.lora is None:
-            torn_weights.heal(self)
-            weights_info.record(self, request, output)
-        else:
-            await lora_names.updated(self, request.lora)
-        self._update_weight_version_if_provided(request.weight_version)
-    elif output.torn:
-        _torn(self, request, output.message)
+        try:
+            output = together(replies)
+            if caller.check is not None:
+                output = caller.check(output)
+        except Mismatch as error:
+            _torn(self, request, f"the answer of the engine's schedulers to {request.name()} is lost: {error}")
+            raise
+        if output.success:
+            if request.lora is None:
+                torn_weights.heal(self)
+                weights_info.record(self, request, output)
+            else:
+                await lora_names.updated(self, request.lora)
+            self._update_weight_version_if_provided(request.weight_version)
+        elif output.torn:
+            _torn(self, request, output.message)
     return output
 
 
@@ -202,48 +202,6 @@ def _torn(self: TokenizerManager, request: DistributedUpdateWeightsReq, reason: 
         torn_weights.mark(self, reason)
     else:
         lora_names.unload(self, request.lora, reason)
-
-
-async def ask_schedulers(
-    self: TokenizerManager, request: DistributedUpdateWeightsReq | ShareWeightsReq, step: Step
-) -> DistributedUpdateWeightsOutput:
-    """Returns the schedulers' answer to a step that does not write live weights, of all data parallel ranks together.
-
-    Returns a failure if they do not answer in time.
-    """
-    answer = _asked(self, request, step)
-    if not await _answers(answer, request):
-        return DistributedUpdateWeightsOutput(success=False, message=_silent(request), phase=metrics.ENGINE)
-    return _together([reply.open() for reply in answer.result()])
-
-
-def _asked(
-    self: TokenizerManager, request: DistributedUpdateWeightsReq | ShareWeightsReq, step: Step
-) -> asyncio.Future[list[UpdateWeightsDistributedReqOutput]]:
-    """Asks the schedulers. The answer is never cancelled: SGLang would take a late one for that of the next request."""
-    envelope = UpdateWeightsDistributedReqInput.of(request, step)
-    return asyncio.ensure_future(self.update_weights_distributed_communicator(envelope))
-
-
-async def _answers(
-    answer: asyncio.Future[list[UpdateWeightsDistributedReqOutput]],
-    request: DistributedUpdateWeightsReq | ShareWeightsReq,
-) -> bool:
-    """Whether the schedulers answer in time."""
-    done, _ = await asyncio.wait([answer], timeout=WAITS * request.timeout_s)
-    return bool(done)
-
-
-def _silent(request: DistributedUpdateWeightsReq | ShareWeightsReq) -> str:
-    return (
-        f"the engine's schedulers have not answered within {WAITS * request.timeout_s:g} s. Requests wait until they "
-        "do; look at the engine's log, and restart it if they never do"
-    )
-
-
-def _together(outputs: list[DistributedUpdateWeightsOutput]) -> DistributedUpdateWeightsOutput:
-    """Returns the worst answer of the data parallel ranks: torn, then failed, then still under way."""
-    return max(outputs, key=lambda o: (o.torn, not o.success, o.under_way))
 
 
 async def _missing_patches(self: TokenizerManager, timeout_s: float) -> str:

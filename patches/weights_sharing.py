@@ -19,7 +19,8 @@ import msgspec
 from sglang_reshard.control import ControlServer
 from sglang_reshard.errors import EngineRefused, ReshardError, TornWeights, Unsupported
 from sglang_reshard.patches import sglang_versions, torn_weights, weights_info
-from sglang_reshard.patches.tokenizer_manager import ask_schedulers, cancelling, run_update
+from sglang_reshard.patches.schedulers import ask_schedulers
+from sglang_reshard.patches.tokenizer_manager import cancelling, run_update
 from sglang_reshard.patches.update_observer import observed
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
