@@ -30,7 +30,7 @@ from sglang_reshard.protocol.messages import (
 from sglang_reshard.testing import cpu_host
 from sglang_reshard.version import __version__
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]  # thousands of cases under make test-all
 fuzzed = fuzzed_with(max(EXAMPLES, 5000) if SWEEP else EXAMPLES)  # 20,000 requests of all kinds under make test-all
 
 ADDRESS = Address("s", "127.0.0.1", 9, "0" * 64)
