@@ -69,13 +69,15 @@ class Running(NamedTuple):
     deadline: float
 
 
-def collected() -> list[str]:
-    """The fuzz tests, as pytest names them."""
+def collected(only: str = "") -> list[str]:
+    """The fuzz tests whose names contain `only`, as pytest names them."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", FOLDER]
     done = subprocess.run(command, cwd=results.REPOSITORY, capture_output=True, text=True, timeout=_COLLECT_S)
     if done.returncode:
         raise SystemExit(f"the fuzz tests cannot be collected:\n{done.stdout}{done.stderr}")
-    return [line for line in done.stdout.splitlines() if line.startswith(f"{FOLDER}/") and "::" in line]
+    return [
+        line for line in done.stdout.splitlines() if line.startswith(f"{FOLDER}/") and "::" in line and only in line
+    ]
 
 
 def jobs(tests: Sequence[str], cases: int, seed: int) -> list[Job]:
@@ -201,18 +203,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=1_000_000, help="of all tests together")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="tests whose names contain this")
     parser.add_argument("--out", type=Path, default=FUZZ, help="the file of results")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the processes are ended, too
     console = Console() if sys.stdout.isatty() else Console(width=140)
     started = time.monotonic()
-    rows = run(jobs(collected(), arguments.cases, arguments.seed), console)
+    rows = run(jobs(collected(arguments.only), arguments.cases, arguments.seed), console)
     rows.sort(key=lambda row: row.test)
     seconds = time.monotonic() - started
     console.print(table(rows))
     cases = sum(row.cases for row in rows)
     console.print(f"{cases:,} cases in {seconds:.0f} s, {cases / seconds:,.0f} a second", highlight=False)
     command = f"python -m benchmark.fuzz --cases {arguments.cases} --seed {arguments.seed}"
+    command += f" --only {arguments.only}" if arguments.only else ""
     notes = [f"{cases} cases in {seconds:.0f} s"]
     results.save(arguments.out, results.header(command, notes), rows)
     return 0 if rows and all(row.outcome == "passed" for row in rows) else 1

@@ -6,7 +6,8 @@ A request of an update passes:
     update_observer.py          log line, metrics (metrics.py) and span
     torn_weights.py             refuses all requests from a failed write until the next successful update
     process_watch.py            fails calls, and not the trainer, if a process of an embedded engine dies
-    tokenizer_manager.py        pause and writer locks, weight_version
+    tokenizer_manager.py        validation, pause and writer locks, weight_version
+    schedulers.py               asks the schedulers, and waits for the answer of all
     weights_info.py             records which weights are live
     stock_weights.py            notes when SGLang itself loads or releases them all
     weights_sharing.py          POST /pull_weights and /share_weights: from one server to another, without a trainer

@@ -12,13 +12,14 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import psutil
 
 from sglang_reshard.errors import EngineDied, Unsupported
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.patches import hook_check, metrics, weights_info
-from sglang_reshard.patches.process_watch import EngineProcesses, unwatch
+from sglang_reshard.patches.process_watch import EngineProcesses, death, unwatch
 from sglang_reshard.patches.shared_segments import is_engine_only, remove, segments_of, unregister
 from sglang_reshard.patches.supported_engine import unsupported_reason, warn_if_unsupported
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
@@ -59,9 +60,12 @@ def update_weights_distributed(self: Engine, request: DistributedUpdateWeightsRe
         message = "another thread is using this Engine; make one call at a time"
         return DistributedUpdateWeightsOutput(success=False, message=message)
     try:
-        return self.loop.run_until_complete(self.tokenizer_manager.update_weights_distributed(request))
+        output = self.loop.run_until_complete(self.tokenizer_manager.update_weights_distributed(request))
     except EngineDied as error:
         return DistributedUpdateWeightsOutput(success=False, message=str(error))
+    if not output.success and (died := death(self)):  # the cause of whatever the update was refused for
+        return msgspec.structs.replace(output, message=died)
+    return output
 
 
 def current_weights(self: Engine) -> WeightsInfo:

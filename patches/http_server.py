@@ -13,15 +13,17 @@ key, as SGLang's own control endpoints do.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
+from collections.abc import Coroutine
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from sglang_reshard.errors import ReshardError
-from sglang_reshard.layout.decoders import json_decoder
+from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.layout.decoders import from_json
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.patches import metrics, torn_weights, weights_info
 from sglang_reshard.protocol.messages import (
@@ -31,15 +33,21 @@ from sglang_reshard.protocol.messages import (
     ShareWeightsReq,
 )
 from sglang_reshard.protocol.session import LOOPBACK
+from sglang_reshard.protocol.validation import check_probe_summary, check_pull_request, check_share_request
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from starlette.requests import Request
+    from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _PATH, _INFO = "/update_weights_distributed", "/weights_info"
 _PULL, _SHARE, _PROBE = "/pull_weights", "/share_weights", "/record_probe"
+_MAX_BODY_BYTES = 64 * 2**20
+_SHOWN_CHARACTERS = 300  # of what is wrong with a request: it may quote the request
 _HEALTH = ("/health", "/health_generate")
 
 
@@ -78,45 +86,50 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
     def outcome(output: DistributedUpdateWeightsOutput) -> Response:
         return response(output, HTTPStatus.OK if output.success else HTTPStatus.BAD_REQUEST)
 
-    def malformed(error: msgspec.MsgspecError) -> DistributedUpdateWeightsOutput:
-        return DistributedUpdateWeightsOutput(success=False, message=f"malformed request: {error}")
+    def refused(error: ReshardError) -> Response:
+        return outcome(DistributedUpdateWeightsOutput(success=False, message=str(error)))
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def update_weights_distributed(request: Any) -> Response:
+    async def update_weights_distributed(request: Request) -> Response:
         try:
-            message = json_decoder(DistributedUpdateWeightsReq).decode(await request.body())
-        except msgspec.MsgspecError as error:
-            return outcome(malformed(error))
+            message = await _message(request, DistributedUpdateWeightsReq)
+        except Mismatch as error:
+            return refused(error)
         return outcome(await manager.update_weights_distributed(message))
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def pull_weights(request: Any) -> Response:
+    async def pull_weights(request: Request) -> Response:
         try:
-            message = json_decoder(PullWeightsReq).decode(await request.body())
-        except msgspec.MsgspecError as error:
-            return outcome(malformed(error))
-        return outcome(await weights_sharing.pull(manager, message))
+            message = await _message(request, PullWeightsReq)
+            check_pull_request(message)
+        except Mismatch as error:
+            return refused(error)
+        pulled = await _while_connected(request, weights_sharing.pull(manager, message))
+        return outcome(pulled) if pulled else response(None, HTTPStatus.BAD_REQUEST)
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def share_weights(request: Any) -> Response:
+    async def share_weights(request: Request) -> Response:
         try:
-            message = json_decoder(ShareWeightsReq).decode(await request.body())
+            message = await _message(request, ShareWeightsReq)
+            check_share_request(message)
             return response(await weights_sharing.share(manager, message, _interface(request)))
-        except (msgspec.MsgspecError, ReshardError) as error:
+        except ReshardError as error:
             status = HTTPStatus.BAD_REQUEST
             body = {"message": str(error), "type": type(error).__name__, "code": status.value}
             return response({"error": body}, status)
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def get_weights_info(_request: Any) -> Response:
+    async def get_weights_info(_request: Request) -> Response:
         return response(weights_info.current(manager))
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def record_probe(request: Any) -> Response:
+    async def record_probe(request: Request) -> Response:
         try:
-            metrics.observe_probe(manager, json_decoder(ProbeSummary).decode(await request.body()))
-        except msgspec.MsgspecError as error:
-            return outcome(malformed(error))
+            summary = await _message(request, ProbeSummary)
+            check_probe_summary(summary)
+        except Mismatch as error:
+            return refused(error)
+        metrics.observe_probe(manager, summary)
         return response(None)
 
     app.add_route(_PROBE, record_probe, methods=["POST"])
@@ -124,6 +137,39 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
     app.add_route(_PULL, pull_weights, methods=["POST"])
     app.add_route(_SHARE, share_weights, methods=["POST"])
     app.add_route(_INFO, get_weights_info, methods=["GET"])
+
+
+async def _message(request: Request, kind: type[T]) -> T:
+    """Returns the body of a request. Raises Mismatch for one that is not a `kind`, or is not all there."""
+    from starlette.requests import ClientDisconnect
+
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > _MAX_BODY_BYTES:
+                raise Mismatch(f"malformed request: it has more than {_MAX_BODY_BYTES:,} bytes")
+        return from_json(bytes(body), kind)
+    except msgspec.MsgspecError as error:
+        raise Mismatch(f"malformed request: {str(error)[:_SHOWN_CHARACTERS]}") from error
+    except ClientDisconnect as error:
+        raise Mismatch("malformed request: the client disconnected before its end") from error
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """Returns the result of `work`. Cancels it and returns None if the client disconnects first."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 class TornWeightsMiddleware:
@@ -177,7 +223,7 @@ class TornWeightsMiddleware:
                 await _refuse(request.torn_reason, send)
 
 
-def _interface(request: Any) -> str:
+def _interface(request: Request) -> str:
     """Returns the address of this host at which the client of an HTTP request has reached it."""
     address, _port = request.scope.get("server") or (LOOPBACK, 0)
     return str(address)

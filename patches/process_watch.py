@@ -118,6 +118,13 @@ def watch_processes(engine: Engine) -> None:
     engine.loop = _WatchedLoop(engine.loop, processes)
 
 
+def death(engine: Engine) -> str:
+    """Returns which processes of a watched engine have ended, and what to do; empty while all run."""
+    watched: EngineProcesses | None = getattr(engine, _PROCESSES, None)
+    exited = watched.exit_report() if watched is not None else ""
+    return _MESSAGE.format(exited) if exited else ""
+
+
 def unwatch(engine: Engine) -> None:
     """Restores SIGQUIT's default action once no engine is watched. Call it after ending the engine's processes."""
     _watched.discard(engine)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from sglang_reshard.errors import DeadlineExceeded, Unsupported
+from sglang_reshard.errors import DeadlineExceeded, Mismatch, Unsupported
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import (
     hook_check,
@@ -19,21 +21,23 @@ from sglang_reshard.patches import (
     torn_weights,
     weights_info,
 )
-from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
+from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqOutput
+from sglang_reshard.patches.schedulers import ask_schedulers, asked, is_answered, silence, together
 from sglang_reshard.patches.supported_engine import unsupported_reason
 from sglang_reshard.patches.update_observer import observed
 from sglang_reshard.protocol.messages import (
-    WAITS,
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
-    ShareWeightsReq,
     Step,
 )
+from sglang_reshard.protocol.validation import check_request
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 logger = get_logger(__name__)
+Check = Callable[[DistributedUpdateWeightsOutput], DistributedUpdateWeightsOutput]
+_Outcome: TypeAlias = "asyncio.Future[DistributedUpdateWeightsOutput]"  # of an update, for its caller
 _NAME = "update_weights_distributed"
 _POLL_S = 0.02
 
@@ -43,7 +47,14 @@ def apply() -> None:
 
     if all(spec[0] != _NAME for spec in mixin._COMMUNICATOR_SPECS):
         mixin._COMMUNICATOR_SPECS.append((_NAME, UpdateWeightsDistributedReqOutput))
-    mixin.TokenizerControlMixin.update_weights_distributed = observed(update_weights_distributed)
+    mixin.TokenizerControlMixin.update_weights_distributed = update_weights_distributed
+
+
+class _Caller(NamedTuple):
+    """Who waits for an update: is told the outcome, or that there is none in time."""
+
+    outcome: _Outcome
+    check: Check | None
 
 
 async def update_weights_distributed(
@@ -53,34 +64,83 @@ async def update_weights_distributed(
 
     A paused engine is updated at once; otherwise running requests finish first, as in SGLang's own weight updates.
     """
+    try:
+        check_request(request)
+    except Mismatch as error:  # before it is logged, counted or sent on
+        logger.warning("an update was refused: %s", error)
+        return DistributedUpdateWeightsOutput(success=False, message=str(error), phase=metrics.REQUEST)
+    return await _update_unless_busy(self, request)
+
+
+@observed
+async def _update_unless_busy(
+    self: TokenizerManager, request: DistributedUpdateWeightsReq
+) -> DistributedUpdateWeightsOutput:
     self.auto_create_handle_loop()
-    if refusal := getattr(self, weights_info.RUNNING, ""):
+    if refusal := weights_info.under_way(self):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
-    # A client that disconnects cancels its request. The update goes on: its outcome decides which weights are live.
-    return await asyncio.shield(asyncio.ensure_future(_run_alone(self, request)))
-
-
-async def _run_alone(self: TokenizerManager, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
     with weights_info.running(self, f"{request.name()} is running; repeat this one when it has ended"):
         return await run_update(self, request)
 
 
-async def run_update(self: TokenizerManager, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
-    """Runs an update; the caller has made sure that no other one runs."""
+async def run_update(
+    self: TokenizerManager, request: DistributedUpdateWeightsReq, check: Check | None = None
+) -> DistributedUpdateWeightsOutput:
+    """Runs an update; the caller has made sure that no other one runs.
+
+    check  replaces the schedulers' answer before anybody uses the weights
+
+    Returns a failure if the schedulers do not answer in time. Once they have been asked to write, their answer decides
+    whether the weights are old, new or torn, however late it comes: the update goes on without this call then, also if
+    this call is cancelled, and lets nobody use the weights until it has the answer.
+    """
+    outcome: _Outcome = asyncio.get_running_loop().create_future()
+    update = asyncio.ensure_future(_run(self, request, _Caller(outcome, check)))
+    update.add_done_callback(functools.partial(_tell, outcome))
+    with cancelling(self, update):
+        return await asyncio.shield(outcome)
+
+
+@contextlib.contextmanager
+def cancelling(self: TokenizerManager, task: asyncio.Future[Any]) -> Iterator[None]:
+    """Cancels the task if the block is cancelled, unless the schedulers write: then it goes on to their answer."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not weights_info.is_unanswered(self):
+            task.cancel()
+        raise
+
+
+def _tell(outcome: _Outcome, update: asyncio.Future[DistributedUpdateWeightsOutput]) -> None:
+    """Tells the caller of an update how it has ended, unless its deadline has expired before."""
+    if outcome.done():
+        return
+    if update.cancelled():
+        outcome.cancel()
+    elif (error := update.exception()) is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(update.result())
+
+
+async def _run(
+    self: TokenizerManager, request: DistributedUpdateWeightsReq, caller: _Caller
+) -> DistributedUpdateWeightsOutput:
     if refusal := _refusal(self, request) or await _missing_patches(self, request.timeout_s):
         return DistributedUpdateWeightsOutput(success=False, message=refusal)
-    if not await weights_info.unshared(self, request.timeout_s):
-        message = f"another engine has been reading the live weights for {request.timeout_s:.0f} s; repeat the update"
-        return DistributedUpdateWeightsOutput(success=False, message=message)
+    await weights_info.unshared(self)
     request = stock_weights.told(self, request)
     if request.lora is None:
-        return await _update(self, request)
+        return await _update(self, request, caller)
     async with self.lora_update_lock:
         lora = lora_names.with_lora_id(self, request.lora)
-        return await _update(self, msgspec.structs.replace(request, lora=lora))
+        return await _update(self, msgspec.structs.replace(request, lora=lora), caller)
 
 
-async def _update(self: TokenizerManager, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
+async def _update(
+    self: TokenizerManager, request: DistributedUpdateWeightsReq, caller: _Caller
+) -> DistributedUpdateWeightsOutput:
     step: Step = "update"
     if request.staged:  # requests are served with the old weights until the new ones have arrived
         output = await ask_schedulers(self, request, "stage")
@@ -94,75 +154,54 @@ async def _update(self: TokenizerManager, request: DistributedUpdateWeightsReq) 
     async with self.is_pause_cond:  # held during the update, so that the pause cannot be lifted
         paused = self.is_pause
         if paused:
-            output = await _write(self, request, step)
+            output = await _write(self, request, step, caller)
     if not paused:
         async with self.model_update_lock.writer_lock:
-            output = await _write(self, request, step)
+            output = await _write(self, request, step, caller)
     return output
 
 
 async def _write(
-    self: TokenizerManager, request: DistributedUpdateWeightsReq, step: Step
+    self: TokenizerManager, request: DistributedUpdateWeightsReq, step: Step, caller: _Caller
 ) -> DistributedUpdateWeightsOutput:
-    """Lets the schedulers write the weights. Lets nobody use them if that fails halfway."""
-    output = await ask_schedulers(self, request, step, lambda late: _settle_late(self, request, late))
-    if output.success and request.lora is not None:
-        await lora_names.updated(self, request.lora)
-    elif output.success:
-        torn_weights.heal(self)
-        weights_info.record(self, request, output)
-    elif output.torn and request.lora is not None:
-        lora_names.unload(self, request.lora, output.message)
-    elif output.torn:
-        torn_weights.mark(self, output.message)
-    if output.success:
-        self._update_weight_version_if_provided(request.weight_version)
+    """Lets the schedulers write the weights, and waits for their answer. Lets nobody use torn weights.
+
+    Tells the caller at the deadline that there is no answer.
+    """
+    with weights_info.unanswered(self, f"the engine's schedulers have not answered {request.name()} yet"):
+        answer = asked(self, request, step)
+        if not await is_answered(answer, request):
+            message = f"{silence(request)}. Requests wait until they do"
+            logger.error("%s: %s", request.name(), message)
+            if not caller.outcome.done():
+                caller.outcome.set_result(
+                    DistributedUpdateWeightsOutput(success=False, message=message, phase=metrics.ENGINE)
+                )
+        replies = await answer
+        try:
+            output = together(replies)
+            if caller.check is not None:
+                output = caller.check(output)
+        except Mismatch as error:
+            _torn(self, request, f"the answer of the engine's schedulers to {request.name()} is lost: {error}")
+            raise
+        if output.success:
+            if request.lora is None:
+                torn_weights.heal(self)
+                weights_info.record(self, request, output)
+            else:
+                await lora_names.updated(self, request.lora)
+            self._update_weight_version_if_provided(request.weight_version)
+        elif output.torn:
+            _torn(self, request, output.message)
     return output
 
 
-def _settle_late(
-    self: TokenizerManager, request: DistributedUpdateWeightsReq, late: DistributedUpdateWeightsOutput
-) -> None:
-    """Serves again, if the weights count as torn only because schedulers, stopped perhaps, had not answered in time."""
-    if request.lora is not None or late.torn:
-        return
-    logger.warning("%s has ended late: %s", request.name(), late.message or "the new weights are live")
-    torn_weights.heal(self)
-    if late.success:
-        weights_info.record(self, request, late)
-        self._update_weight_version_if_provided(request.weight_version)
-
-
-async def ask_schedulers(
-    self: TokenizerManager,
-    request: DistributedUpdateWeightsReq | ShareWeightsReq,
-    step: Step,
-    on_late_answer: Callable[[DistributedUpdateWeightsOutput], None] = lambda _: None,
-) -> DistributedUpdateWeightsOutput:
-    """Returns the schedulers' answer, of all data parallel ranks together.
-
-    on_late_answer  is given an answer that comes after this has reported that there is none
-    """
-    envelope = UpdateWeightsDistributedReqInput.of(request, step)
-    within = WAITS * request.timeout_s
-    # Not cancelled: a late answer belongs to this request, and SGLang would take it for the next one's.
-    answer = asyncio.ensure_future(self.update_weights_distributed_communicator(envelope))
-    done, _ = await asyncio.wait([answer], timeout=within)
-    if not done:
-        answer.add_done_callback(lambda future: on_late_answer(_together([reply.open() for reply in future.result()])))
-        return DistributedUpdateWeightsOutput(
-            success=False,
-            torn=step in ("update", "commit"),
-            message=f"the engine's schedulers did not answer within {within:.0f} s; look at their log, and restart "
-            "the engine",
-            phase=metrics.ENGINE,
-        )
-    return _together([reply.open() for reply in answer.result()])
-
-
-def _together(outputs: list[DistributedUpdateWeightsOutput]) -> DistributedUpdateWeightsOutput:
-    """Returns the worst answer of the data parallel ranks: torn, then failed, then still under way."""
-    return max(outputs, key=lambda o: (o.torn, not o.success, o.under_way))
+def _torn(self: TokenizerManager, request: DistributedUpdateWeightsReq, reason: str) -> None:
+    if request.lora is None:
+        torn_weights.mark(self, reason)
+    else:
+        lora_names.unload(self, request.lora, reason)
 
 
 async def _missing_patches(self: TokenizerManager, timeout_s: float) -> str:

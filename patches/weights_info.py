@@ -2,9 +2,10 @@
 
     weights_info.record(manager, request, output)    # after a successful update, inside its lock
     weights_info.current(manager)
+    weights_info.under_way(manager)                  # what an update in progress says to another one
 
-The record is cleared when anything else writes or releases weights. That waits while the weights are shared with other
-engines (`weights_sharing`), and so does an update.
+The record is cleared when anything else writes or releases weights. That waits while other engines take the weights
+(`weights_sharing`), and so does an update, but not for long: a write comes before a pull.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from sglang_reshard.errors import EngineRefused
+from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import sglang_versions, stock_weights, torn_weights
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.weights_info import LayoutInfo, WeightsInfo
@@ -24,8 +27,15 @@ from sglang_reshard.version import __version__
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-RUNNING = "_reshard_running"  # on the manager: describes the update in progress
-_SHARES = "_reshard_shares"  # on the manager: tasks, each of which shares the weights with another engine
+logger = get_logger(__name__)
+_RUNNING = "_reshard_running"  # on the manager: describes the update in progress
+_UNANSWERED = "_reshard_unanswered"  # likewise, while the schedulers have been asked to write and have not answered
+_SHARES = "_reshard_shares"  # on the manager: tasks, each of which shares the weights with another engine, see `Share`
+_MAX_SHARES = 16
+# An update waits for another engine that reads the weights; seconds from when it begins to wait:
+_BEGIN_S = 2.0  # until the first of the other's engine ranks takes part, which it can at once
+_READ_S = 30.0  # until all of them have the weights
+_END_S = 5.0  # until one that was ended has ended
 _LIVE = "_reshard_live"  # on the manager: request and output of the update that wrote the live weights
 _MANAGER = "sglang.srt.managers.tokenizer_manager"
 # The methods by which SGLang itself changes weights. Not all of its versions have all of them.
@@ -58,24 +68,68 @@ def record(
 @contextmanager
 def running(manager: TokenizerManager, description: str) -> Iterator[None]:
     """Around an update: others are refused with the description, and weights are not shared."""
-    setattr(manager, RUNNING, description)
+    setattr(manager, _RUNNING, description)
     try:
         yield
     finally:
-        setattr(manager, RUNNING, "")
+        setattr(manager, _RUNNING, "")
 
 
-def add_share(manager: TokenizerManager, task: asyncio.Task[None]) -> None:
-    """Registers what reads the live weights until it ends."""
-    shares: set[asyncio.Task[None]] = vars(manager).setdefault(_SHARES, set())
-    shares.add(task)
-    task.add_done_callback(shares.discard)
+@contextmanager
+def unanswered(manager: TokenizerManager, description: str) -> Iterator[None]:
+    """Around the wait for the schedulers that write: as `running`, and whoever asked for the update may be gone."""
+    setattr(manager, _UNANSWERED, description)
+    try:
+        yield
+    finally:
+        setattr(manager, _UNANSWERED, "")
 
 
-async def unshared(manager: TokenizerManager, timeout_s: float | None = None) -> bool:
-    """Waits until no other engine reads the live weights. Returns False if one still does after `timeout_s`."""
-    shares = set(getattr(manager, _SHARES, ()))
-    return not shares or not (await asyncio.wait(shares, timeout=timeout_s))[1]
+def is_unanswered(manager: TokenizerManager) -> bool:
+    """Whether the schedulers write, as far as is known."""
+    return bool(getattr(manager, _UNANSWERED, ""))
+
+
+def under_way(manager: TokenizerManager) -> str:
+    """Returns why no other update can begin: a description of the one in progress; empty if there is none."""
+    return getattr(manager, _RUNNING, "") or getattr(manager, _UNANSWERED, "")
+
+
+class Share(Protocol):
+    """Another engine that has been offered the live weights."""
+
+    def has_begun(self) -> bool:
+        """Whether one of its engine ranks takes part."""
+
+    async def end(self) -> None:
+        """Ends it for all its ranks: none of them counts what it has read as weights."""
+
+
+def add_share(manager: TokenizerManager, task: asyncio.Task[None], share: Share) -> None:
+    """Registers what reads the live weights until `task` ends. Raises EngineRefused if there are too many already."""
+    shares = _shares(manager)
+    if len(shares) >= _MAX_SHARES:
+        raise EngineRefused(f"{len(shares)} other engines take the live weights already; repeat this later")
+    shares[task] = share
+    task.add_done_callback(lambda _: shares.pop(task))
+
+
+async def unshared(manager: TokenizerManager) -> None:
+    """Waits until no other engine reads the live weights. Ends those that have not begun soon, or take too long."""
+    for seconds, has_time in ((_BEGIN_S, lambda share: share.has_begun()), (_READ_S - _BEGIN_S, lambda _: False)):
+        if not (shares := dict(_shares(manager))):
+            return
+        await asyncio.wait(shares, timeout=seconds)
+        late = [share for task, share in shares.items() if not task.done() and not has_time(share)]
+        for share in late:
+            logger.warning("a pull of the live weights is ended: an update of them waits for it")
+            await share.end()
+    if shares := dict(_shares(manager)):
+        await asyncio.wait(shares, timeout=_END_S)
+
+
+def _shares(manager: TokenizerManager) -> dict[asyncio.Task[None], Share]:
+    return vars(manager).setdefault(_SHARES, {})
 
 
 def clear(manager: TokenizerManager) -> None:
@@ -88,7 +142,7 @@ def current(manager: TokenizerManager) -> WeightsInfo:
         version=str(sglang_versions.weight_version(manager) or ""),
         package_version=__version__,
         torn=torn_reason,
-        under_way=bool(getattr(manager, RUNNING, "")),
+        under_way=bool(under_way(manager)),
         paused=bool(manager.is_pause),
         data_parallel_ranks=manager.server_args.dp_size,
     )

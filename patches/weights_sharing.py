@@ -9,7 +9,9 @@ While weights are shared, requests are served; what writes or releases weights w
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,7 +19,8 @@ import msgspec
 from sglang_reshard.control import ControlServer
 from sglang_reshard.errors import EngineRefused, ReshardError, TornWeights, Unsupported
 from sglang_reshard.patches import sglang_versions, torn_weights, weights_info
-from sglang_reshard.patches.tokenizer_manager import ask_schedulers, run_update
+from sglang_reshard.patches.schedulers import ask_schedulers
+from sglang_reshard.patches.tokenizer_manager import cancelling, run_update
 from sglang_reshard.patches.update_observer import observed
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
@@ -26,8 +29,9 @@ from sglang_reshard.protocol.messages import (
     SharedWeights,
     ShareWeightsReq,
 )
+from sglang_reshard.replicas import peers
 from sglang_reshard.replicas.pull import pull as pull_from
-from sglang_reshard.replicas.share import wait_until_shared
+from sglang_reshard.replicas.share import has_begun, wait_until_shared
 from sglang_reshard.version import check_same_version
 
 if TYPE_CHECKING:
@@ -45,7 +49,7 @@ async def share(manager: TokenizerManager, request: ShareWeightsReq, interface: 
     check_same_version(request.package_version)
     if torn := torn_weights.reason(manager):
         raise TornWeights(torn)
-    if running := getattr(manager, weights_info.RUNNING, ""):
+    if running := weights_info.under_way(manager):
         raise EngineRefused(running)
     live = weights_info.current(manager)
     if not live.engine_ranks:
@@ -53,19 +57,39 @@ async def share(manager: TokenizerManager, request: ShareWeightsReq, interface: 
             "the live weights were not brought by an update of sglang-reshard, so that nothing tells which checkpoint "
             "tensors they hold; update this engine first, or start the other one from the same checkpoint"
         )
-    interface = _interface(manager, interface)
     try:
+        interface = _interface(manager, interface)
         server = ControlServer.open(interface)
     except OSError as error:
         raise Unsupported(f"{interface} is not an address of this host: {error}") from error
     request = msgspec.structs.replace(request, address=server.address, weight_version=live.version or None)
     begun: asyncio.Future[DistributedUpdateWeightsOutput] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(_share(manager, request, live.engine_ranks, server, begun))
-    weights_info.add_share(manager, task)
+    try:
+        weights_info.add_share(manager, task, _Share(server, live.engine_ranks))
+    except EngineRefused:
+        task.cancel()
+        await asyncio.to_thread(server.close)
+        raise
     output = await asyncio.shield(begun)
     if not output.success:
         raise EngineRefused(output.message)
     return SharedWeights(server.address, live.version, live.digest, _dtype(manager))
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """The other engine of a share, which meets the `engine_ranks` of this one on `server`."""
+
+    server: ControlServer
+    engine_ranks: int
+
+    def has_begun(self) -> bool:
+        return has_begun(self.server, self.engine_ranks)
+
+    async def end(self) -> None:
+        """No update commits without the control server on which its ranks vote."""
+        await asyncio.to_thread(self.server.close)
 
 
 async def _share(
@@ -89,24 +113,34 @@ async def _share(
 
 
 async def pull(manager: TokenizerManager, request: PullWeightsReq) -> DistributedUpdateWeightsOutput:
-    """Updates the engine to another one's live weights, and to their version. Raises nothing."""
-    manager.auto_create_handle_loop()
-    if running := getattr(manager, weights_info.RUNNING, ""):
-        return DistributedUpdateWeightsOutput(success=False, message=running)
+    """Updates the engine to another one's live weights, and to their version. Raises nothing.
 
+    Ends when it is cancelled, unless the schedulers write already.
+    """
+    manager.auto_create_handle_loop()
+    if refusal := peers.refusal(request.url) or weights_info.under_way(manager):
+        return DistributedUpdateWeightsOutput(success=False, message=refusal)
+    task = asyncio.ensure_future(_pull(manager, request))
+    with cancelling(manager, task):
+        return await asyncio.shield(task)
+
+
+async def _pull(manager: TokenizerManager, request: PullWeightsReq) -> DistributedUpdateWeightsOutput:
     async def update(asked: DistributedUpdateWeightsReq, shared: SharedWeights) -> DistributedUpdateWeightsOutput:
+        def unchanged(output: DistributedUpdateWeightsOutput) -> DistributedUpdateWeightsOutput:
+            """Compares the digests, if both are of weights in the same dtype."""
+            comparable = output.success and shared.digest and output.digest and shared.dtype == _dtype(manager)
+            if not comparable or shared.digest == output.digest:
+                return output
+            message = (
+                f"the weights of {request.url} are no longer those of its last update: their digest is "
+                f"{output.digest} and was {shared.digest}. Update that engine, or pull from another one"
+            )
+            return msgspec.structs.replace(output, success=False, torn=True, message=message)
+
         if asked.weight_version == sglang_versions.weight_version(manager):
             asked = msgspec.structs.replace(asked, weight_version=None)
-        output = await observed(run_update)(manager, asked)
-        comparable = output.success and shared.digest and output.digest and shared.dtype == _dtype(manager)
-        if not comparable or shared.digest == output.digest:
-            return output
-        message = (
-            f"the weights of {request.url} are no longer those of its last update: their digest is {output.digest} "
-            f"and was {shared.digest}. Update that engine, or pull from another one"
-        )
-        torn_weights.mark(manager, message)
-        return msgspec.structs.replace(output, success=False, torn=True, message=message)
+        return await observed(functools.partial(run_update, check=unchanged))(manager, asked)
 
     with weights_info.running(manager, f"weights of {request.url} are being pulled; repeat this when that has ended"):
         try:

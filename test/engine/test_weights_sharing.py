@@ -1,13 +1,16 @@
 """When a server's weights are not shared with another engine, and who waits while they are."""
 
 import asyncio
+import threading
+import time
 from types import SimpleNamespace
 
-import msgspec
 import pytest
+import torch
 
-from sglang_reshard import __version__
+from sglang_reshard import WeightSender, __version__
 from sglang_reshard.control import Address, ControlClient
+from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused, ReshardError
 from sglang_reshard.observability.report import RankReport
 from sglang_reshard.protocol.messages import (
@@ -15,7 +18,11 @@ from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsReq,
     ShareWeightsReq,
 )
+from sglang_reshard.protocol.request_mail import Mailbox
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.replicas.share import LiveWeights
 from sglang_reshard.testing import cpu_host
+from support.toy import ToyRank, checkpoint
 
 pytestmark = pytest.mark.engine
 REQUEST = DistributedUpdateWeightsReq(
@@ -44,26 +51,6 @@ def manager(patches):
     ranks = (RankReport(0, 1, 1, 0, {}),)
     patches.weights_info.record(it, REQUEST, DistributedUpdateWeightsOutput(success=True, message="", ranks=ranks))
     return it
-
-
-def test_an_update_is_refused_while_another_engine_does_not_stop_reading(patches, manager, monkeypatch):
-    monkeypatch.setattr(patches.tokenizer_manager, "_refusal", lambda *_: "")
-
-    async def no_patches_missing(*_):
-        return ""
-
-    monkeypatch.setattr(patches.tokenizer_manager, "_missing_patches", no_patches_missing)
-
-    async def update():
-        reading = asyncio.create_task(asyncio.sleep(60))
-        patches.weights_info.add_share(manager, reading)
-        output = await patches.tokenizer_manager.run_update(manager, msgspec.structs.replace(REQUEST, timeout_s=0.01))
-        reading.cancel()
-        return output
-
-    output = asyncio.run(update())
-    assert not output.success
-    assert "another engine has been reading the live weights" in output.message
 
 
 def test_weights_that_are_being_written_or_unknown_are_not_shared(patches, manager):
@@ -107,7 +94,7 @@ def test_schedulers_that_fail_to_share_leave_nothing_behind(patches, manager, mo
             with pytest.raises((EngineRefused, RuntimeError)) as refused:
                 await patches.weights_sharing.share(manager, ShareWeightsReq(package_version=__version__), "127.0.0.1")
         finally:
-            assert await patches.weights_info.unshared(manager, timeout_s=10)
+            await asyncio.wait_for(patches.weights_info.unshared(manager), 10)
         return str(refused.value)
 
     assert asyncio.run(share(DistributedUpdateWeightsOutput(success=False, message="in place"))) == "in place"
@@ -115,3 +102,45 @@ def test_schedulers_that_fail_to_share_leave_nothing_behind(patches, manager, mo
     for server in servers:
         with pytest.raises(ReshardError):
             ControlClient(server.address, 0.5)
+
+
+@pytest.mark.parametrize("takes_it", [False, True], ids=["never-joins", "takes-and-never-answers"])
+def test_a_share_that_is_not_answered_holds_up_no_update(patches, manager, monkeypatch, takes_it):
+    """The sharing rank's side runs as in a scheduler; the other engine stops after it has taken the request."""
+    manager.auto_create_handle_loop = lambda: None
+    manager.model_config = SimpleNamespace(dtype="torch.float32")
+    source = ToyRank(0, 1, torch.float32)
+    receiver = WeightReceiver(source, 0, 1, torch.device("cpu"))
+    sender = WeightSender.within(Session.host(), trainer_rank=0, global_ranks=(0,), send=receiver.update, timeout_s=30)
+    sender.update(checkpoint(1).items())
+    live = LiveWeights(receiver, 0, 1, torch.device("cpu"))
+
+    async def ask(_manager, request, _step):
+        return live.start(request)
+
+    monkeypatch.setattr(patches.weights_sharing, "ask_schedulers", ask)
+
+    async def scenario():
+        request = ShareWeightsReq(package_version=__version__, timeout_s=3600, verify="off")
+        shared = await patches.weights_sharing.share(manager, request, "127.0.0.1")
+        mailbox = None
+        if takes_it:
+            mailbox = await asyncio.to_thread(Mailbox, shared.address, "puller", 10)
+            assert await asyncio.to_thread(mailbox.request, 10) is not None
+        started = time.monotonic()
+        await patches.weights_info.unshared(manager)
+        assert time.monotonic() - started < 10
+        assert not patches.weights_info._shares(manager)
+        if mailbox is not None:
+            assert mailbox.is_lost, "it is told that there will be nothing"
+            await asyncio.to_thread(mailbox.close)
+
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+    finally:
+        sender.close()
+        receiver.close()
+    end = time.monotonic() + 10
+    while any(t.name == "sglang-reshard share" for t in threading.enumerate()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(t.name == "sglang-reshard share" for t in threading.enumerate())

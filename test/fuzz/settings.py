@@ -19,14 +19,21 @@ SEED = os.environ.get("SGLANG_RESHARD_FUZZ_SEED", "")
 MANY = 2000  # more cases than this are drawn by seed: quicker, and a failure is told by its seed and not made smaller
 
 
-def fuzzed(test: Callable[..., None]) -> Callable[..., None]:
-    """A test of one argument: a `random.Random` that its case is made with."""
-    random = st.randoms(use_true_random=bool(SEED) or EXAMPLES > MANY)
-    run: Any = settings(
-        max_examples=EXAMPLES,
-        derandomize=not SEED,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )(given(random)(test))
-    return seed(int(SEED))(run) if SEED else run
+def fuzzed_with(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test with so many cases, of an argument `random`: a `random.Random` that its case is made with."""
+
+    def fuzzed(test: Callable[..., None]) -> Callable[..., None]:
+        random = st.randoms(use_true_random=bool(SEED) or examples > MANY)
+        run: Any = settings(
+            max_examples=examples,
+            derandomize=not SEED,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )(given(random=random)(test))
+        return seed(int(SEED))(run) if SEED else run
+
+    return fuzzed
+
+
+fuzzed = fuzzed_with(EXAMPLES)

@@ -5,19 +5,22 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from sglang_reshard import ModuleReceiver, ModuleSender
 from sglang_reshard.control import ControlServer
+from sglang_reshard.control.framing import FrameWriter
 from sglang_reshard.errors import EngineRefused, Mismatch, TornWeights
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Relay
 from sglang_reshard.protocol.request_mail import Mailbox, MailRoom
 from support.world import run_world
 
@@ -220,6 +223,27 @@ def test_a_receiver_that_leaves_without_an_answer_is_named(mail):
     mailbox.close()
     with pytest.raises(EngineRefused, match="receiver collector has left"):
         room.send("collector", request)
+
+
+def test_a_request_arrives_with_the_key_of_its_session_and_travels_without(mail, monkeypatch):
+    room, mailbox, request = mail
+    frames, written = [], FrameWriter.frame
+    monkeypatch.setattr(FrameWriter, "frame", lambda self, message: frames.append(written(self, message)) or frames[-1])
+    sent = replace(request, relay=Relay(request.address.named("relay/1"), ("a", "b"), 0, 1))
+    with ThreadPoolExecutor(1) as thread:
+        outcome = thread.submit(room.send, "collector", sent)
+        assert mailbox.request(10) == sent
+        mailbox.answer(DistributedUpdateWeightsOutput(success=True, message="updated"))
+        assert outcome.result().message == "updated"
+    secret = request.address.key
+    assert any(b"relay/1" in frame for frame in frames), "the request was seen"
+    assert not any(secret.encode() in frame or bytes.fromhex(secret) in frame for frame in frames)
+
+
+def test_a_request_of_another_control_server_is_not_sent(mail):
+    room, _mailbox, request = mail
+    with contextlib.closing(ControlServer.open()) as other, pytest.raises(Mismatch, match="of another control server"):
+        room.send("collector", replace(request, address=other.address))
 
 
 def test_torn_weights_are_not_read(monkeypatch):

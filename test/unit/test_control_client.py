@@ -12,7 +12,7 @@ import pytest
 
 from sglang_reshard.control import Address, ControlClient, ControlServer, WaitTimedOut, server
 from sglang_reshard.control import client as client_module
-from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, ReshardError, Unauthorized
+from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, ReshardError, Unauthorized, Unsupported
 
 SOON_S = 20.0
 
@@ -43,6 +43,14 @@ def settles(reading, expected):
     while (found := reading()) != expected and time.monotonic() < end:
         time.sleep(0.01)
     assert found == expected
+
+
+@pytest.mark.parametrize("interface", ["0.0.0.0", "0", "", "::", "::0"])
+def test_a_server_does_not_announce_an_address_that_nobody_can_connect_to(interface):
+    before = census()
+    with pytest.raises(Unsupported, match="means all interfaces of this host"):
+        ControlServer.open(interface)
+    settles(census, before)
 
 
 def test_keys_are_seen_by_all(clients):

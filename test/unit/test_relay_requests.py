@@ -129,8 +129,8 @@ def test_one_that_says_nothing_is_given_up_by_all_alike(address, monkeypatch):
     [
         ({"own": 2}, {}, "engine 2 of 2"),
         ({"engines": ("a",)}, {}, "engine 0 of 1"),
-        ({"update": 2**23}, {}, "update number 8388608 of all engines"),
-        ({"engines": ("a", "b" * 5000)}, {}, "the name of an engine"),
+        ({"update": 2**23}, {}, "update number 8,388,608 of all engines"),
+        ({"engines": ("a", "b" * 5000)}, {}, "a name of 5,000 characters"),
         ({}, {"staged": True}, "engines pass on live weights"),
         ({}, {"transport": "p2p"}, "engines pass on live weights"),
     ],

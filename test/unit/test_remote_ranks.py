@@ -50,6 +50,11 @@ def test_every_rank_is_told_that_an_interface_is_none():
     assert all("interface='192.0.2.1' is not an address of trainer rank 0's host" in words for words in told)
 
 
+def test_every_rank_is_told_that_all_interfaces_are_no_address():
+    told, _ = run_world(2, 1, open_on, idle, "0.0.0.0")
+    assert all("interface='0.0.0.0' means all interfaces" in words for words in told)
+
+
 def test_a_group_that_cannot_carry_metadata_is_told_so(monkeypatch):
     """torch would say that there is no backend for the CPU, at the first message, on some ranks."""
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")

@@ -11,12 +11,13 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import ControlServer
+from sglang_reshard.control.framing import FrameWriter
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import Aborted
 from sglang_reshard.protocol.messages import ShareWeightsReq
 from sglang_reshard.protocol.request_mail import Mailbox
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.replicas.share import LiveWeights, wait_until_shared
+from sglang_reshard.replicas.share import LiveWeights, has_begun, wait_until_shared
 from sglang_reshard.trace.program import Program
 from sglang_reshard.version import __version__
 from support.toy import ToyRank, checkpoint
@@ -221,6 +222,51 @@ def test_an_engine_that_leaves_before_it_takes_the_request_is_not_waited_for(eng
         mailbox.close()
     assert time.monotonic() - started < 10
     assert source.differing(1) == []
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("transport", ["ipc", "p2p"])
+def test_an_engine_counts_nothing_as_weights_whose_share_was_ended_while_it_read(engines, monkeypatch, size, transport):
+    """What shares may write its weights then: the other engine may have read some of both."""
+    source, target = engines(1), engines(size)
+    train(source, 1)
+    server = ControlServer.open()
+    request = ShareWeightsReq(
+        package_version=__version__, address=server.address, timeout_s=30, transport=transport, verify="off"
+    )
+    assert source.share(request)[0].success
+    assert not has_begun(server, engine_ranks=1)
+    mailbox = Mailbox(server.address, "puller", 30)
+    seen = []
+
+    def end_then_run(program):
+        seen.append(has_begun(server, engine_ranks=1))
+        server.close()
+        run_steps(program)
+
+    run_steps = Program.run_steps
+    monkeypatch.setattr(Program, "run_steps", end_then_run)  # when all has been read, before the last vote
+    output = target.update(mailbox.request(30))
+    assert seen[0] is True
+    assert not output.success
+    assert [bool(receiver.torn) for receiver in target.receivers] == [True] * size
+    mailbox.close()
+
+
+def test_the_session_key_is_in_no_frame_of_a_pull(engines, monkeypatch):
+    """Frames are not encrypted: whoever reads the network must not learn from them how to join."""
+    source, target = engines(2), engines(1)
+    train(source, 1)
+    frames, written = [], FrameWriter.frame
+    monkeypatch.setattr(FrameWriter, "frame", lambda self, message: frames.append(written(self, message)) or frames[-1])
+    with shared(source) as mailbox:
+        request = mailbox.request(30)
+        output = target.update(request)
+        mailbox.answer(output)
+    assert output.success
+    assert any(request.layout.encode() in frame for frame in frames), "the request was seen"
+    secret = request.address.key
+    assert not any(secret.encode() in frame or bytes.fromhex(secret) in frame for frame in frames)
 
 
 def test_requests_survive_their_encoding():

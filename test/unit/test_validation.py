@@ -12,8 +12,26 @@ from sglang_reshard.delta.section import DeltaSection
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.layout.manifest import inflate, pack_blob, unpack_blob
-from sglang_reshard.protocol.messages import LoraAdapter, PrepareSend, Relay
-from sglang_reshard.protocol.validation import check_handles, check_layout, check_prepare_send, check_request
+from sglang_reshard.observability.probe_report import ProbeSummary
+from sglang_reshard.protocol.messages import (
+    DistributedUpdateWeightsReq,
+    LoraAdapter,
+    PrepareSend,
+    PullWeightsReq,
+    Relay,
+    SharedWeights,
+    ShareWeightsReq,
+)
+from sglang_reshard.protocol.validation import (
+    check_handles,
+    check_layout,
+    check_prepare_send,
+    check_probe_summary,
+    check_pull_request,
+    check_request,
+    check_share_request,
+    check_shared_weights,
+)
 from sglang_reshard.sources import SourceLayout
 from sglang_reshard.transports.memory import Handles, ShardView, ShmStorage
 from support.plans import tensor_parallel
@@ -105,29 +123,11 @@ def test_a_command_that_is_not_valid_is_refused(changes, says):
 RELAY = Relay(Address("s", "h", 1, "0" * 64), ("a", "b"), 0, 1)
 
 
-class Request(msgspec.Struct, frozen=True):
-    """The fields of a request that are looked at."""
-
-    update: int = 1
-    layout: str = "l"
-    handles: tuple[str, ...] = ("a", "b")
-    trainer_hosts: tuple[str, ...] = ("h", "h")
-    trainer_devices: tuple[RankDevice, ...] = ()
-    prepared: tuple[str, ...] = ()
-    weight_version: str | None = None
-    transport: str = "auto"
-    bucket_bytes: int = 1
-    timeout_s: float = 1.0
-    ignore: tuple[str, ...] = ()
-    apart: dict[str, str] = {}
-    frozen: tuple[str, ...] = ()
-    only: tuple[str, ...] = ()
-    staged: bool = False
-    lora: LoraAdapter | None = None
-    relay: Relay | None = None
-    sections: tuple[dict[int, DeltaSection], ...] = ()
-    package_version: str = ""
-    traceparent: str = ""
+ADDRESS = Address("s", "h", 1, "0" * 64)
+REQUEST = DistributedUpdateWeightsReq(
+    address=ADDRESS, update=1, layout="l", handles=("a", "b"), trainer_hosts=("h", "h"), bucket_bytes=1, timeout_s=1.0
+)
+SECTIONS = {0: DeltaSection(1, 2)}
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,27 @@ class Request(msgspec.Struct, frozen=True):
         ({"trainer_devices": (RankDevice(),)}, "1 trainer devices"),
         ({"trainer_devices": (RankDevice("x" * 5000),) * 2}, "a name of 5,000 characters"),
         ({"update": -1}, "the update number -1"),
+        ({"update": 1 << 64}, "the update number 18,446,744,073,709,551,616"),
+        ({"update": 10**5000}, "the update number of 16,610 bits"),
+        ({"engine": -1}, "the engine number -1"),
+        ({"engine": 1 << 64}, "the engine number 18,446"),
+        ({"stock_changes": 1 << 64}, "the stock number 18,446"),
+        ({"transport": "carrier pigeon"}, "transport 'carrier pigeon' is not one of"),
+        ({"transport": "x" * 5000}, "a name of 5,000 characters"),
+        ({"address": replace(ADDRESS, session="s" * 513)}, "a session of 513"),
+        ({"address": replace(ADDRESS, host="")}, "a host of 0 characters"),
+        ({"address": replace(ADDRESS, host="h\0")}, "a null character"),
+        ({"address": replace(ADDRESS, key="")}, "the key of its address is not 64 hexadecimal digits"),
+        ({"address": replace(ADDRESS, key="g" * 64)}, "the key of its address is not 64 hexadecimal digits"),
+        ({"ignore": ("x",) * 70_000}, "70,000 names or patterns"),
+        ({"trainer_devices": (RankDevice(visible=("",) * 2000),) * 2}, "more than 1,024 visible GPUs"),
         ({"bucket_bytes": 0}, "bucket_bytes=0 "),
         ({"bucket_bytes": BIG}, "bucket_bytes="),
         ({"timeout_s": float("inf")}, "timeout_s=inf"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan"),
+        ({"timeout_s": 0.0}, "timeout_s=0.0"),
+        ({"timeout_s": 1e-9}, "timeout_s=1e-09"),
+        ({"timeout_s": 1e308}, r"timeout_s=1e\+308"),
         ({"timeout_s": -1.0}, "timeout_s=-1.0"),
         ({"ignore": ("x" * 5000,)}, "a name of 5,000 characters"),
         ({"apart": {"x" * 5000: ""}}, "a name of 5,000 characters"),
@@ -154,16 +172,57 @@ class Request(msgspec.Struct, frozen=True):
         ({"relay": replace(RELAY, engines=("a",)), "transport": "nixl"}, "engine 0 of 1"),
         ({"relay": replace(RELAY, own=2), "transport": "nixl"}, "engine 2 of 2"),
         ({"relay": replace(RELAY, update=0), "transport": "nixl"}, "the update number 0"),
-        ({"relay": replace(RELAY, engines=("a", "x" * 5000)), "transport": "nixl"}, "the name of an engine"),
-        ({"sections": ({},)}, "deltas of 1 of 2 trainer ranks"),
-        ({"sections": ({}, {0: DeltaSection(1, -1)})}, "or too large ones"),
+        ({"relay": replace(RELAY, engines=("a", "x" * 5000)), "transport": "nixl"}, "a name of 5,000"),
+        ({"relay": replace(RELAY, update=1 << 64), "transport": "nixl"}, "the update number 18,446"),
+        ({"relay": replace(RELAY, address=replace(ADDRESS, key="")), "transport": "nixl"}, "64 hexadecimal digits"),
+        ({"sections": ({},)}, "deltas of 1 trainer ranks, and has 2"),
+        ({"sections": ({}, {0: DeltaSection(1, -1)})}, "trainer rank 1 for engine rank 0 is out of range"),
+        ({"sections": ({1 << 64: DeltaSection(1, 1)}, {})}, "trainer rank 0 for engine rank 18,446"),
+        ({"sections": ({-1: DeltaSection(1, 1)}, {})}, "trainer rank 0 for engine rank -1"),
+        ({"sections": ({0: DeltaSection(1 << 64, 1)}, {})}, "is out of range"),
+        ({"sections": ({0: DeltaSection(-1, 1)}, {})}, "is out of range"),
+        ({"sections": ({0: DeltaSection(1, 1 << 62)}, {})}, "is out of range"),
+        ({"sections": ({0: DeltaSection(1, 1, gpu=-1)}, {})}, "is out of range"),
+        ({"sections": ({0: DeltaSection(1, 1, address=1 << 63)}, {})}, "is out of range"),
+        ({"sections": ({0: DeltaSection(1, 1, "x" * 5000)}, {})}, "is out of range"),
     ],
 )
 def test_a_request_that_no_sender_makes_is_refused(changes, says):
-    check_request(Request())
-    check_request(Request(transport="nixl", relay=RELAY))
+    check_request(REQUEST)
+    check_request(replace(REQUEST, sections=(SECTIONS, {})))
+    check_request(replace(REQUEST, transport="nixl", relay=RELAY))
     with pytest.raises(Mismatch, match=says):
-        check_request(replace(Request(), **changes))
+        check_request(replace(REQUEST, **changes))
+
+
+PULL = PullWeightsReq(url="http://gpu7:30000")
+SHARE = ShareWeightsReq(package_version="1")
+
+
+@pytest.mark.parametrize(
+    ("check", "valid", "changes", "says"),
+    [
+        (check_pull_request, PULL, {"timeout_s": 0.0}, "timeout_s=0.0"),
+        (check_pull_request, PULL, {"timeout_s": 3601.0}, "timeout_s=3601.0"),
+        (check_pull_request, PULL, {"bucket_bytes": 1 << 64}, "bucket_bytes=18,446"),
+        (check_pull_request, PULL, {"transport": "none"}, "is not one of"),
+        (check_pull_request, PULL, {"url": "u" * 5000}, "a name of 5,000 characters"),
+        (check_pull_request, PULL, {"api_key": "a\r\nb"}, "characters that an HTTP header cannot carry"),
+        (check_pull_request, PULL, {"admin_api_key": "\u00e9"}, "characters that an HTTP header cannot carry"),
+        (check_share_request, SHARE, {"timeout_s": float("nan")}, "timeout_s=nan"),
+        (check_share_request, SHARE, {"bucket_bytes": -1}, "bucket_bytes=-1"),
+        (check_share_request, SHARE, {"package_version": "1" * 5000}, "a name of 5,000 characters"),
+        (check_share_request, SHARE, {"address": replace(ADDRESS, key="")}, "64 hexadecimal digits"),
+        (check_shared_weights, SharedWeights(ADDRESS, "7", "", "float32"), {"digest": "<html>"}, "16 hexadecimal"),
+        (check_shared_weights, SharedWeights(ADDRESS, "7", "0" * 16, "float32"), {"version": "x" * 5000}, "a name of"),
+        (check_probe_summary, ProbeSummary("passed", 0.5, None, 1.0), {"seconds": float("nan")}, "invalid probe"),
+        (check_probe_summary, ProbeSummary("passed", 0.5, None, 1.0), {"mean_difference": -1.0}, "invalid probe"),
+    ],
+)
+def test_requests_and_answers_of_servers_are_refused_unless_they_can_be_used(check, valid, changes, says):
+    check(valid)
+    with pytest.raises(Mismatch, match=says):
+        check(replace(valid, **changes))
 
 
 def test_the_checks_of_a_hundred_thousand_tensors_take_seconds_at_most():

@@ -8,6 +8,7 @@ import pytest
 
 from sglang_reshard import __version__
 from sglang_reshard.control import Address
+from sglang_reshard.errors import EngineRefused
 from sglang_reshard.observability.report import RankReport
 from sglang_reshard.patches import torn_weights, weights_info
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
@@ -78,10 +79,11 @@ def test_torn_weights_are_no_update_s(manager):
 
 
 def test_an_update_under_way_is_told(manager):
-    setattr(manager, weights_info.RUNNING, "update 8 is running")
-    assert weights_info.current(manager).under_way
-    assert weights_info.current(manager).digest == "d1"
-    setattr(manager, weights_info.RUNNING, "")
+    for told in (weights_info.running, weights_info.unanswered):
+        with told(manager, "update 8 is running"):
+            assert weights_info.current(manager).under_way
+            assert weights_info.current(manager).digest == "d1"
+            assert weights_info.under_way(manager) == "update 8 is running"
     assert weights_info.current(manager) == ALL
 
 
@@ -117,21 +119,68 @@ def test_weights_that_are_released_are_nobody_s(manager, tags, left):
     assert weights_info.current(manager) == left
 
 
-def test_what_writes_waits_until_the_weights_are_no_longer_shared(manager):
-    order = []
+class Other:
+    """Another engine that takes the weights, for `seconds`."""
 
-    async def share():
-        await asyncio.sleep(0.05)
-        order.append("shared")
+    def __init__(self, begun, seconds, order):
+        self._begun, self._seconds, self._order, self._ended = begun, seconds, order, asyncio.Event()
+        self.task = asyncio.create_task(self._read())
 
-    async def write(manager):
-        order.append("written")
+    async def _read(self):
+        try:
+            await asyncio.wait_for(self._ended.wait(), self._seconds)
+            self._order.append("ended")
+        except asyncio.TimeoutError:
+            self._order.append("shared")
+
+    def has_begun(self):
+        return self._begun
+
+    async def end(self):
+        self._ended.set()
+
+
+@pytest.mark.parametrize(
+    ("begun", "seconds", "order"),
+    [
+        (True, 0.05, ["shared", "written"]),
+        (False, 0.05, ["shared", "written"]),
+        (False, 60, ["ended", "written"]),  # nobody came for them
+        (True, 60, ["ended", "written"]),  # taken, and never answered
+    ],
+)
+def test_what_writes_waits_until_the_weights_are_no_longer_shared_but_not_for_long(
+    manager, monkeypatch, begun, seconds, order
+):
+    monkeypatch.setattr(weights_info, "_BEGIN_S", 0.2)
+    monkeypatch.setattr(weights_info, "_READ_S", 0.4)
+    found = []
+
+    async def write(_manager):
+        found.append("written")
 
     async def both():
-        weights_info.add_share(manager, asyncio.create_task(share()))
-        assert not await weights_info.unshared(manager, timeout_s=0.001)
-        await weights_info._around_write(write, manager)
-        assert await weights_info.unshared(manager, timeout_s=0.001)
+        other = Other(begun, seconds, found)
+        weights_info.add_share(manager, other.task, other)
+        await asyncio.wait_for(weights_info._around_write(write, manager), 5)
+        assert other.task.done()
 
     asyncio.run(both())
-    assert order == ["shared", "written"]
+    assert found == order
+
+
+def test_more_engines_than_there_is_room_for_are_refused(manager):
+    async def many():
+        others = [Other(True, 60, []) for _ in range(17)]
+        for other in others[:16]:
+            weights_info.add_share(manager, other.task, other)
+        with pytest.raises(EngineRefused, match="16 other engines take the live weights already"):
+            weights_info.add_share(manager, others[16].task, others[16])
+        for other in others:
+            await other.end()
+        await asyncio.gather(*(other.task for other in others))
+        last = Other(True, 0, [])
+        weights_info.add_share(manager, last.task, last)
+        await last.task
+
+    asyncio.run(many())

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from sglang_reshard.cli import keys
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -70,10 +72,10 @@ def doctor(
     url: Annotated[
         str, typer.Option(envvar="SGLANG_RESHARD_URL", help="Also look at the SGLang server there, http://host:port.")
     ] = "",
-    api_key: Annotated[str, typer.Option(envvar="SGLANG_RESHARD_API_KEY", help="The server's --api-key.")] = "",
-    admin_api_key: Annotated[
-        str, typer.Option(envvar="SGLANG_RESHARD_ADMIN_API_KEY", help="The server's --admin-api-key.")
-    ] = "",
+    api_key: keys.ApiKey = None,
+    api_key_file: keys.ApiKeyFile = None,
+    admin_api_key: keys.AdminApiKey = None,
+    admin_api_key_file: keys.AdminApiKeyFile = None,
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Check this machine, and a server, against what updates need: a line each, with the cure."""
@@ -82,7 +84,8 @@ def doctor(
     from sglang_reshard.cli.doctor import examine
     from sglang_reshard.cli.doctor.output import as_json, failed, show
 
-    findings = examine(url, api_key, admin_api_key)
+    api, admin = keys.key(api_key, api_key_file), keys.key(admin_api_key, admin_api_key_file)
+    findings = examine(url, api or "", admin or "")
     if json:
         typer.echo(as_json(findings))
     else:
@@ -94,29 +97,33 @@ def doctor(
 def pull(
     source: Annotated[str, typer.Option("--from", help="Server whose weights are taken, http://host:port.")],
     target: Annotated[str, typer.Option("--to", help="Server that takes them.")],
-    api_key: Annotated[
-        str | None, typer.Option(envvar="SGLANG_RESHARD_API_KEY", help="Both servers' --api-key.")
-    ] = None,
-    admin_api_key: Annotated[
-        str | None, typer.Option(envvar="SGLANG_RESHARD_ADMIN_API_KEY", help="Both servers' --admin-api-key.")
-    ] = None,
-    from_api_key: Annotated[str | None, typer.Option(help="That of --from, if it has another.")] = None,
-    from_admin_api_key: Annotated[str | None, typer.Option(help="That of --from, if it has another.")] = None,
+    api_key: keys.ApiKey = None,
+    api_key_file: keys.ApiKeyFile = None,
+    admin_api_key: keys.AdminApiKey = None,
+    admin_api_key_file: keys.AdminApiKeyFile = None,
+    from_api_key: keys.FromApiKey = None,
+    from_api_key_file: keys.FromApiKeyFile = None,
+    from_admin_api_key: keys.FromAdminApiKey = None,
+    from_admin_api_key_file: keys.FromAdminApiKeyFile = None,
     transport: Annotated[str, typer.Option(help="auto, ipc, p2p, broadcast or nixl.")] = "auto",
     verify: Annotated[str, typer.Option(help="off, sample or full.")] = "full",
-    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds of any one wait.")] = 300.0,
+    timeout_s: Annotated[float, typer.Option(min=1, max=3600, help="Seconds of any one wait.")] = 300.0,
 ) -> None:
     """Let a server take the live weights of another one, which keeps generating. No trainer takes part.
 
-    Exits with 1 when the server has not got them, and says why.
+    The keys are both servers', unless the first has others. Exits with 1 when the server has not got the weights, and
+    says why.
     """
     from sglang_reshard.cli.pull import Server, run
     from sglang_reshard.errors import ReshardError
 
-    giver = Server(source, from_api_key or api_key, from_admin_api_key or admin_api_key)
+    api, admin = keys.key(api_key, api_key_file), keys.key(admin_api_key, admin_api_key_file)
+    from_api = keys.key(from_api_key, from_api_key_file)
+    from_admin = keys.key(from_admin_api_key, from_admin_api_key_file)
+    giver = Server(source, from_api or api, from_admin or admin)
     options = {"transport": transport, "verify": verify}
     try:
-        typer.echo(run(giver, Server(target, api_key, admin_api_key), timeout_s, options))
+        typer.echo(run(giver, Server(target, api, admin), timeout_s, options))
     except ReshardError as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         raise typer.Exit(1) from None
@@ -129,12 +136,10 @@ def follow(
     cache: Annotated[
         Path | None, typer.Option(help="Folder of this host for a copy, of which only what has changed is read.")
     ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="SGLANG_RESHARD_API_KEY", help="The server's --api-key.")
-    ] = None,
-    admin_api_key: Annotated[
-        str | None, typer.Option(envvar="SGLANG_RESHARD_ADMIN_API_KEY", help="The server's --admin-api-key.")
-    ] = None,
+    api_key: keys.ApiKey = None,
+    api_key_file: keys.ApiKeyFile = None,
+    admin_api_key: keys.AdminApiKey = None,
+    admin_api_key_file: keys.AdminApiKeyFile = None,
     interval_s: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks.")] = 5.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
 ) -> None:
@@ -144,7 +149,8 @@ def follow(
     """
     from sglang_reshard.cli.follow import run
 
-    raise typer.Exit(run(folder, target, cache, (api_key, admin_api_key), interval_s, once=once))
+    given = keys.key(api_key, api_key_file), keys.key(admin_api_key, admin_api_key_file)
+    raise typer.Exit(run(folder, target, cache, given, interval_s, once=once))
 
 
 class EngineDevice(str, Enum):

@@ -26,8 +26,15 @@ class Server:
 def run(source: Server, target: Server, timeout_s: float, options: dict[str, Any]) -> str:
     """Returns a line that says what `target` has now. Raises a ReshardError if it has no new weights."""
     giver, taker = source.client(timeout_s), target.client(timeout_s)
-    giver.check()  # here a wrong URL or key of either is told best
+    live = giver.check()  # what is wrong with either is told here: the taker passes on nothing of the giver's answer
     taker.check()
+    if live.torn:
+        raise TornWeights(f"the weights of {giver.url} are torn: {live.torn}")
+    if not live.engine_ranks:
+        raise EngineRefused(
+            f"the weights of {giver.url} were not brought by an update of sglang-reshard; update it first, or start "
+            "the other server from the same checkpoint"
+        )
     started = time.perf_counter()
     output = taker.pull_weights(
         giver.url, api_key=giver.api_key, admin_api_key=giver.admin_api_key, timeout_s=timeout_s, **options

@@ -427,6 +427,8 @@ def _connect(address: Address, timeout_s: float) -> tuple[socket.socket, FrameWr
             raise DeadlineExceeded(
                 f"the {_server(address)} does not answer: {error}; has its process ended? Check its log"
             ) from error
+        except UnicodeError as error:
+            raise DeadlineExceeded(f"the {_server(address)} cannot be reached: this is no name of a host") from error
         except OSError as error:
             # A server that many clients connect to at once may disconnect those whose handshake is slow.
             if time.monotonic() + _RETRY_S >= end:

@@ -149,7 +149,7 @@ class ControlServer:
 
     @classmethod
     def open(cls, interface: str = "127.0.0.1", stored_bytes: int = DEFAULT_STORED_BYTES) -> ControlServer:
-        """Listens on a free port of `interface`, an address of this host. Raises OSError if it is not one.
+        """Listens on a free port of `interface`, an address of this host. Raises what `sockets.listen` does.
 
         Args:
             stored_bytes: limit of what all sessions may hold together.
@@ -163,6 +163,10 @@ class ControlServer:
         with contextlib.suppress(RuntimeError):  # closed already
             self._loop.call_soon_threadsafe(self._accepting.cancel)
         self._thread.join()
+
+    def clients(self, session: str) -> int:
+        """Returns the number of connections to a session. Safe to call from any thread."""
+        return sum(connection.session == session for connection in list(self.connections))
 
     # -- operations
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio.trsock
 import contextlib
+import ipaddress
 import os
 import socket
 import struct
 import weakref
+
+from sglang_reshard.errors import Unsupported
 
 LOOK_S = 1.0  # how often to look at `silent_seconds`
 SILENT_S = 7.0
@@ -26,13 +29,21 @@ _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def listen(interface: str) -> socket.socket:
-    """Listens on a free port of `interface`, an address of this host. Raises OSError."""
+    """Listens on a free port of `interface`, an address of this host.
+
+    Raises OSError for the address of another host, and Unsupported for one that means all of this host's interfaces.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in interface else socket.AF_INET)
     _open.add(listener)
     try:
         listener.bind((interface, 0))
+        if ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_unspecified:
+            raise Unsupported(
+                f"interface={interface!r} means all interfaces of this host, and peers cannot connect to that; pass "
+                "one address of this host that they can reach"
+            )
         listener.listen(4096)
-    except OSError:
+    except (OSError, Unsupported):
         listener.close()
         raise
     return listener

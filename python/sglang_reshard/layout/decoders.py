@@ -36,6 +36,16 @@ def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
         return msgspec.json.Decoder(kind)
 
 
+def from_json(data: bytes | str, kind: type[T]) -> T:
+    """Returns a message of type `kind`. Raises msgspec.DecodeError for anything else, whatever the bytes are."""
+    try:
+        return json_decoder(kind).decode(data)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"it is not UTF-8: {error.reason} at byte {error.start}") from error
+    except RecursionError as error:
+        raise msgspec.DecodeError("it is nested too deeply") from error
+
+
 def convert(value: Any, kind: type[T]) -> T:
     """Returns `msgspec.convert(value, kind)`."""
     msgpack_decoder(kind)

@@ -2,6 +2,9 @@
 
 A receiver asks for its next request when it is ready; until then the request waits on the server. The end of a
 receiver's connection cancels its scope, so that nobody waits for it.
+
+Frames are authenticated, not encrypted, so a request travels without the session's key. A receiver has proved that it
+knows the key, and puts it back.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import msgspec
 
 from sglang_reshard.control import Address, ControlClient, WaitTimedOut
 from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, EngineRefused, Mismatch, ReshardError
-from sglang_reshard.layout.decoders import json_decoder
+from sglang_reshard.layout.decoders import from_json
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
@@ -35,7 +38,7 @@ def to_metadata(address: Address) -> str:
 def from_metadata(metadata: str) -> Address:
     """Raises Mismatch for anything else than what `to_metadata` returns."""
     try:
-        return json_decoder(Address).decode(metadata)
+        return from_json(metadata, Address)
     except (msgspec.MsgspecError, TypeError) as error:
         raise Mismatch(f"this is no metadata of a ModuleSender: {error}") from None
 
@@ -46,7 +49,7 @@ class Mailbox:
     def __init__(self, address: Address, name: str, timeout_s: float) -> None:
         """Connects, and registers `name`, which no other receiver may have."""
         self._client = ControlClient(address.named(_SESSION), timeout_s)
-        self._name, self._number, self._closed = name, 0, False
+        self._name, self._number, self._closed, self._key = name, 0, False, address.key
         try:
             self._client.enter(_scope(name), f"receiver {name}")
             self._client.append(_RECEIVERS, name.encode())
@@ -71,7 +74,7 @@ class Mailbox:
             wait_s = min(max(end - time.monotonic(), 0.0), _WAIT_S)
             try:
                 (data,) = self._client.get([_request(self._name, self._number)], wait_s, _scope(self._name))
-                return decode(data, DistributedUpdateWeightsReq)
+                return _with_key(decode(data, DistributedUpdateWeightsReq), "", self._key)
             except WaitTimedOut:
                 if time.monotonic() >= end:
                     return None
@@ -102,7 +105,7 @@ class MailRoom:
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self._client = ControlClient(address.named(_SESSION), timeout_s)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._key = timeout_s, address.key
         self._sent: dict[str, int] = {}  # requests, by receiver
         self._gone: set[str] = set()
 
@@ -129,12 +132,16 @@ class MailRoom:
             ) from None
 
     def send(self, name: str, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
-        """Gives a receiver a request, and returns its answer once it was ready. Raises EngineRefused if it is gone."""
+        """Gives a receiver a request, and returns its answer once it was ready.
+
+        Raises EngineRefused if the receiver is gone, and Mismatch for a request whose addresses have another key than
+        this control server.
+        """
         number = self._sent[name]
         self._sent[name] += 1
         keys = [_request(name, number), _answer(name, number)]
         try:
-            self._client.set({keys[0]: encode(request)})
+            self._client.set({keys[0]: encode(_with_key(request, self._key, ""))})
             (data,) = self._client.get(keys[1:], request.timeout_s, _scope(name))
         except WaitTimedOut:
             raise DeadlineExceeded(
@@ -161,6 +168,18 @@ class MailRoom:
 
     def close(self) -> None:
         self._client.close()
+
+
+def _with_key(request: DistributedUpdateWeightsReq, old: str, new: str) -> DistributedUpdateWeightsReq:
+    """Returns the request with `new` for the key `old` of all its addresses. Raises Mismatch for any other key."""
+
+    def changed(address: Address) -> Address:
+        if address.key != old:
+            raise Mismatch(f"{request.name()} is of another control server than its receiver is connected to")
+        return msgspec.structs.replace(address, key=new)
+
+    relay = request.relay and msgspec.structs.replace(request.relay, address=changed(request.relay.address))
+    return msgspec.structs.replace(request, address=changed(request.address), relay=relay)
 
 
 def _scope(name: str) -> str:

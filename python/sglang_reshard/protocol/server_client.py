@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, Mismatch, TornWeights, Unauthorized, Unsupported
-from sglang_reshard.layout.decoders import json_decoder
+from sglang_reshard.layout.decoders import from_json
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.protocol.messages import (
     DEFAULT_TIMEOUT_S,
@@ -32,6 +32,7 @@ T = TypeVar("T")
 URL, API_KEY, ADMIN_API_KEY = "SGLANG_RESHARD_URL", "SGLANG_RESHARD_API_KEY", "SGLANG_RESHARD_ADMIN_API_KEY"
 
 _CONNECT_S = 10.0
+_MAX_PORT = 65535
 _SHOWN_CHARACTERS = 300  # of a response, in an error
 
 
@@ -124,7 +125,7 @@ class ServerClient:
     def _outcome(self, path: str, request: Any) -> DistributedUpdateWeightsOutput:
         answer = self._answer("POST", path, request)
         try:
-            return json_decoder(DistributedUpdateWeightsOutput).decode(answer.content)
+            return from_json(answer.content, DistributedUpdateWeightsOutput)
         except msgspec.MsgspecError:
             self._raise_unless_good(answer)
             raise EngineRefused(
@@ -133,7 +134,7 @@ class ServerClient:
 
     def _decoded(self, answer: httpx.Response, kind: type[T]) -> T:
         try:
-            return json_decoder(kind).decode(answer.content)
+            return from_json(answer.content, kind)
         except msgspec.MsgspecError as error:
             raise Mismatch(
                 f"{self.url}{answer.request.url.path} returned an invalid response ({error}): {_error_text(answer)}. "
@@ -177,7 +178,7 @@ class ServerClient:
             )
         if answer.is_success:
             return
-        if (error := _error(answer)) is not None and error.type == TornWeights.__name__:
+        if (error := error_of(answer.content)) is not None and error.type == TornWeights.__name__:
             raise TornWeights(error.message)
         raise EngineRefused(f"{self.url}{path} answered {status}: {_error_text(answer)}")
 
@@ -186,13 +187,29 @@ def client(timeout_s: float) -> httpx.Client:
     """Returns an HTTP client for an engine's server, which keeps no connection open."""
     import httpx
 
-    return httpx.Client(
-        timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
-        trust_env=False,  # the environment's proxies lead to the internet, an engine is in the private network
-        # This transport does honor the environment's certificates (SSL_CERT_FILE). A server may close an idle
-        # connection in the moment in which it is used again, so none is kept.
-        transport=httpx.HTTPTransport(limits=httpx.Limits(max_keepalive_connections=0)),
-    )
+    return httpx.Client(**_options(timeout_s), transport=httpx.HTTPTransport(limits=_limits()))
+
+
+def async_client(timeout_s: float) -> httpx.AsyncClient:
+    """Returns one like `client`."""
+    import httpx
+
+    return httpx.AsyncClient(**_options(timeout_s), transport=httpx.AsyncHTTPTransport(limits=_limits()))
+
+
+def _options(timeout_s: float) -> dict[str, Any]:
+    import httpx
+
+    # The environment's proxies lead to the internet, an engine is in the private network. The transports do honor the
+    # environment's certificates (SSL_CERT_FILE).
+    return {"timeout": httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S)), "trust_env": False}
+
+
+def _limits() -> httpx.Limits:
+    """A server may close an idle connection in the moment in which it is used again, so none is kept."""
+    import httpx
+
+    return httpx.Limits(max_keepalive_connections=0)
 
 
 def headers(api_key: str, admin_api_key: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -216,16 +233,16 @@ class _ErrorResponse(msgspec.Struct):
     error: _Error
 
 
-def _error(answer: httpx.Response) -> _Error | None:
+def error_of(content: bytes) -> _Error | None:
     """Returns the error in the format of SGLang and of this package; None for other responses."""
     try:
-        return json_decoder(_ErrorResponse).decode(answer.content).error
+        return from_json(content, _ErrorResponse).error
     except msgspec.MsgspecError:
         return None
 
 
 def _error_text(answer: httpx.Response) -> str:
-    error = _error(answer)
+    error = error_of(answer.content)
     return error.message if error else repr(answer.text[:_SHOWN_CHARACTERS])
 
 
@@ -238,6 +255,6 @@ def _check_url(url: str) -> str:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise Unsupported(f"{url!r} is not a valid URL: {error}; pass http://host:port") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    if parsed.scheme not in ("http", "https") or not parsed.host or (parsed.port or 1) > _MAX_PORT:
         raise Unsupported(f"{url!r} is not the URL of a server; pass http://host:port")
     return url.rstrip("/")

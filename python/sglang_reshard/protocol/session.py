@@ -57,7 +57,10 @@ class Session:
 
     @classmethod
     def host(cls, interface: str = LOOPBACK, timeout_s: float = 300.0) -> Session:
-        """Opens a session on a free port of `interface`, an address of this host."""
+        """Opens a session on a free port of `interface`, an address of this host.
+
+        Raises OSError for the address of another host, and Unsupported for one that peers cannot connect to.
+        """
         server = ControlServer.open(interface)
         return cls(ControlClient(server.address, timeout_s), server)
 

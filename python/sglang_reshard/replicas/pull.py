@@ -1,13 +1,34 @@
-"""Takes the live weights of another engine's server: asks it to share them, and serves the request that follows."""
+"""Takes the live weights of another engine's server: asks it to share them, and serves the request that follows.
+
+Whoever asks for a pull learns nothing of what is at the URL but whether it shares: an answer of it is logged here, and
+never passed on. All of it ends when it is cancelled.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from http import HTTPStatus
 
-from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, EngineRefused
+import httpx
+import msgspec
+
+from sglang_reshard.errors import (
+    Aborted,
+    ConnectionLost,
+    DeadlineExceeded,
+    EngineRefused,
+    EngineUnreachable,
+    Mismatch,
+    TornWeights,
+    Unauthorized,
+    Unsupported,
+)
+from sglang_reshard.layout.decoders import from_json
+from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
@@ -16,20 +37,47 @@ from sglang_reshard.protocol.messages import (
     ShareWeightsReq,
 )
 from sglang_reshard.protocol.request_mail import Mailbox
-from sglang_reshard.protocol.server_client import ServerClient
+from sglang_reshard.protocol.server_client import async_client, error_of, headers
+from sglang_reshard.protocol.validation import check_request, check_shared_weights
 from sglang_reshard.version import __version__
 
 Update = Callable[[DistributedUpdateWeightsReq, SharedWeights], Awaitable[DistributedUpdateWeightsOutput]]
+
+logger = get_logger(__name__)
+_MAX_ANSWER_BYTES = 64 * 1024
+_SHOWN_CHARACTERS = 300  # of an answer, in the log
+_REASONS = {  # why a server refuses, by the kind of its error
+    TornWeights.__name__: "its weights are torn",
+    Mismatch.__name__: "it has another version of sglang-reshard",
+    EngineRefused.__name__: "an update of it is running, or no update of sglang-reshard has brought its weights",
+}
 
 
 async def pull(request: PullWeightsReq, update: Update) -> DistributedUpdateWeightsOutput:
     """Returns the outcome of `update`, which is called with the request that the other server's engine ranks make.
 
-    Raises EngineRefused if the other server does not share, with its reason, and what `ServerClient` raises.
+    Raises EngineUnreachable, Unauthorized, Unsupported, Mismatch, EngineRefused if the other server does not share, and
+    DeadlineExceeded if it does not go on after `request.timeout_s`.
     """
-    source = ServerClient(
-        request.url, api_key=request.api_key, admin_api_key=request.admin_api_key, timeout_s=request.timeout_s
-    )
+    shared = await _shared(request)
+    try:
+        async with _mailbox(shared, request.timeout_s) as mailbox:
+            asked = await asyncio.to_thread(mailbox.request, request.timeout_s)
+            if asked is None:
+                raise DeadlineExceeded(
+                    f"{request.url} announced its weights and did not offer them within {request.timeout_s:.0f} s; "
+                    "look at its log"
+                )
+            check_request(asked)
+            output = await update(asked, shared)
+            await asyncio.to_thread(mailbox.answer, output)
+            return output
+    except (Aborted, ConnectionLost) as error:
+        raise EngineRefused(f"{request.url} did not share its weights: {error}") from error
+
+
+async def _shared(request: PullWeightsReq) -> SharedWeights:
+    """Asks the other server to share its weights."""
     wanted = ShareWeightsReq(
         package_version=__version__,
         transport=request.transport,
@@ -37,23 +85,62 @@ async def pull(request: PullWeightsReq, update: Update) -> DistributedUpdateWeig
         timeout_s=request.timeout_s,
         verify=request.verify,
     )
-    mailbox = None
     try:
-        shared = await asyncio.to_thread(source.share_weights, wanted)
-        name = f"{socket.gethostname()}-{os.getpid()}"
-        mailbox = await asyncio.to_thread(Mailbox, shared.address, name, request.timeout_s)
-        asked = await asyncio.to_thread(mailbox.request, request.timeout_s)
-        if asked is None:
-            raise DeadlineExceeded(
-                f"{request.url} announced its weights and did not offer them within {request.timeout_s:.0f} s; look "
-                "at its log"
-            )
-        output = await update(asked, shared)
-        await asyncio.to_thread(mailbox.answer, output)
-        return output
-    except (Aborted, ConnectionLost) as error:
-        raise EngineRefused(f"{request.url} did not share its weights: {error}") from error
+        status, answer = await asyncio.wait_for(_answer(request, msgspec.json.encode(wanted)), request.timeout_s)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise EngineUnreachable(
+            f"{request.url} did not answer: {type(error).__name__}. Is the server up, and is this its URL?"
+        ) from error
+    except (asyncio.TimeoutError, TimeoutError):
+        raise EngineUnreachable(f"{request.url} did not answer within {request.timeout_s:g} s") from None
+    if status == HTTPStatus.OK:
+        try:
+            shared = from_json(answer, SharedWeights)
+            check_shared_weights(shared)
+            return shared
+        except (msgspec.MsgspecError, Mismatch):
+            pass
+    logger.warning("%s answered %d to a pull: %r", request.url, status, answer[:_SHOWN_CHARACTERS])
+    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        raise Unauthorized(f"{request.url} did not accept the key; pass its own as api_key and admin_api_key")
+    if status == HTTPStatus.NOT_FOUND:
+        raise Unsupported(f"{request.url} has no /share_weights: is sglang-reshard installed with SGLang there?")
+    told = error_of(answer)
+    reason = _REASONS.get(told.type if told else "", "it is no server of sglang-reshard, or has failed")
+    raise EngineRefused(f"{request.url} did not share its weights: {reason}. Its answer is in this server's log")
+
+
+async def _answer(request: PullWeightsReq, content: bytes) -> tuple[int, bytes]:
+    """Returns status and body, of which no more than `_MAX_ANSWER_BYTES` are read."""
+    _, control = headers(request.api_key, request.admin_api_key)
+    control = {"Content-Type": "application/json", **control}
+    body = b""
+    async with async_client(request.timeout_s) as client:
+        url = request.url.rstrip("/") + "/share_weights"
+        async with client.stream("POST", url, content=content, headers=control) as answer:
+            async for part in answer.aiter_bytes():
+                body += part
+                if len(body) > _MAX_ANSWER_BYTES:
+                    break
+            return answer.status_code, body[:_MAX_ANSWER_BYTES]
+
+
+@contextlib.asynccontextmanager
+async def _mailbox(shared: SharedWeights, timeout_s: float) -> AsyncIterator[Mailbox]:
+    """Joins the session of a server that shares, and leaves it, also if this is cancelled while it joins."""
+    name = f"{socket.gethostname()}-{os.getpid()}"
+    joining = asyncio.ensure_future(asyncio.to_thread(Mailbox, shared.address, name, timeout_s))
+    try:
+        mailbox = await asyncio.shield(joining)
+    except asyncio.CancelledError:
+        joining.add_done_callback(_leave)
+        raise
+    try:
+        yield mailbox
     finally:
-        source.close()
-        if mailbox is not None:
-            await asyncio.to_thread(mailbox.close)
+        await asyncio.shield(asyncio.to_thread(mailbox.close))  # which ends a thread that waits for a request
+
+
+def _leave(joined: asyncio.Future[Mailbox]) -> None:
+    if not joined.cancelled() and joined.exception() is None:
+        asyncio.get_running_loop().run_in_executor(None, joined.result().close)

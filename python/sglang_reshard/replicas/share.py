@@ -14,7 +14,7 @@ from contextlib import ExitStack, nullcontext, suppress
 
 import torch
 
-from sglang_reshard.control import Address, ControlClient, WaitTimedOut
+from sglang_reshard.control import Address, ControlClient, ControlServer, WaitTimedOut
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused, ReshardError
 from sglang_reshard.gpu.runtime import runtime
@@ -106,6 +106,11 @@ class LiveWeights:
                 if mail is not None:
                     mail.refuse(name, str(error))  # unless it has the request, and knows
                 raise
+
+
+def has_begun(server: ControlServer, engine_ranks: int) -> bool:
+    """Whether an engine rank of the other engine takes part, next to the `engine_ranks` that share."""
+    return server.clients(server.address.named(_WEIGHTS).session) > engine_ranks
 
 
 def wait_until_shared(request: ShareWeightsReq, engine_ranks: int) -> None:

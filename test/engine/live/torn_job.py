@@ -256,8 +256,8 @@ def update(engine: VerlEngine) -> None:
         address=Address(session="nobody's", host="127.0.0.1", port=1, key="00" * 32),
         update=1,
         layout="",
-        handles=(),
-        trainer_hosts=(),
+        handles=("",),
+        trainer_hosts=("",),
     )
     answer = first(engine).update_weights_distributed(request)
     assert not answer.success

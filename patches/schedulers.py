@@ -1,0 +1,66 @@
+"""Asks an engine's schedulers, on behalf of the tokenizer manager, and waits for the answer of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sglang_reshard.patches import metrics
+from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
+from sglang_reshard.protocol.messages import (
+    WAITS,
+    DistributedUpdateWeightsOutput,
+    DistributedUpdateWeightsReq,
+    ShareWeightsReq,
+    Step,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+
+async def ask_schedulers(
+    self: TokenizerManager, request: DistributedUpdateWeightsReq | ShareWeightsReq, step: Step
+) -> DistributedUpdateWeightsOutput:
+    """Returns the schedulers' answer to a step that does not write live weights, of all data parallel ranks together.
+
+    Returns a failure if they do not answer in time.
+    """
+    answer = asked(self, request, step)
+    if not await is_answered(answer, request):
+        return DistributedUpdateWeightsOutput(success=False, message=silence(request), phase=metrics.ENGINE)
+    return together(answer.result())
+
+
+def asked(
+    self: TokenizerManager, request: DistributedUpdateWeightsReq | ShareWeightsReq, step: Step
+) -> asyncio.Future[list[UpdateWeightsDistributedReqOutput]]:
+    """Asks the schedulers. The answer is never cancelled: SGLang would take a late one for that of the next request."""
+    envelope = UpdateWeightsDistributedReqInput.of(request, step)
+    return asyncio.ensure_future(self.update_weights_distributed_communicator(envelope))
+
+
+async def is_answered(
+    answer: asyncio.Future[list[UpdateWeightsDistributedReqOutput]],
+    request: DistributedUpdateWeightsReq | ShareWeightsReq,
+) -> bool:
+    """Whether the schedulers answer in time."""
+    done, _ = await asyncio.wait([answer], timeout=WAITS * request.timeout_s)
+    return bool(done)
+
+
+def silence(request: DistributedUpdateWeightsReq | ShareWeightsReq) -> str:
+    """Returns an error for schedulers that do not answer in time."""
+    return (
+        f"the engine's schedulers have not answered within {WAITS * request.timeout_s:g} s; look at the engine's log, "
+        "and restart the engine if they never do"
+    )
+
+
+def together(replies: Sequence[UpdateWeightsDistributedReqOutput]) -> DistributedUpdateWeightsOutput:
+    """Returns the worst answer of the data parallel ranks: torn, then failed, then still under way.
+
+    Raises Mismatch for one that cannot be read.
+    """
+    return max((reply.open() for reply in replies), key=lambda o: (o.torn, not o.success, o.under_way))

@@ -1,0 +1,187 @@
+"""Validates the fields of requests: of an update, of a pull, of a share, and of a probe's outcome.
+
+The process that receives a request validates all of it before it asks another one, so that no process downstream can
+fail on a value that it cannot send on. All checks raise Mismatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+
+from sglang_reshard.control import Address
+from sglang_reshard.delta.section import DeltaSection
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.observability.probe_report import ProbeSummary
+from sglang_reshard.plan import check_transport
+from sglang_reshard.plan.relay import MAX_UPDATE
+from sglang_reshard.protocol.messages import (
+    DistributedUpdateWeightsReq,
+    PullWeightsReq,
+    Relay,
+    SharedWeights,
+    ShareWeightsReq,
+)
+from sglang_reshard.protocol.validation.layouts import MAX_TRAINER_RANKS
+
+MAX_BUCKET_BYTES = 1 << 40
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-3, 1e9
+MAX_PULL_TIMEOUT_S = 3600.0  # of a pull and a share: one engine waits for another, which nobody may have started
+MAX_NAME_LENGTH = 4096  # characters of a name, a hash, a host
+_MAX_NUMBER = (1 << 62) - 1  # of an update, an engine, an address in memory: fits into 64 bits after an addition
+_MAX_CHECKSUM = (1 << 64) - 1
+_MAX_ENGINES = _MAX_ENGINE_RANKS = 1 << 16
+_MAX_PATTERNS = 1 << 16
+_MAX_GPUS = 1 << 10  # of one host
+_MAX_SESSION_LENGTH = 512  # characters; names of keys and scopes are added to it
+_MAX_HOST_LENGTH = 255
+_KEY_LENGTH, _DIGEST_LENGTH = 64, 16  # hexadecimal digits
+_HEXADECIMAL = frozenset("0123456789abcdef")
+
+
+def check_request(request: DistributedUpdateWeightsReq) -> None:
+    """Raises Mismatch for a request that no sender makes."""
+    invalid = _invalid_request
+    ranks, devices, prepared = len(request.trainer_hosts), len(request.trainer_devices), len(request.prepared)
+    equal = len(request.handles) == ranks and {devices, prepared} <= {0, ranks}
+    if not 1 <= ranks <= MAX_TRAINER_RANKS or not equal:
+        raise invalid(
+            f"it has {ranks} trainer hosts, {len(request.handles)} memory handles, {devices} trainer devices and "
+            f"{prepared} prepared transfers, expected the same number of each, from 1 to {MAX_TRAINER_RANKS:,}"
+        )
+    _check_address(request.address, invalid)
+    for name, number in (("update", request.update), ("engine", request.engine), ("stock", request.stock_changes)):
+        if not 0 <= number <= _MAX_NUMBER:
+            raise invalid(f"the {name} number {_shown(number)} is not from 0 to {_MAX_NUMBER:,}")
+    _check_options(request, invalid, MAX_TIMEOUT_S)
+    if len(request.sections) not in (0, ranks):
+        raise invalid(f"it offers deltas of {len(request.sections)} trainer ranks, and has {ranks}")
+    for trainer_rank, sections in enumerate(request.sections):
+        _check_sections(trainer_rank, sections)
+    if request.relay is not None:
+        _check_relay(request, request.relay)
+    patterns: tuple[Collection[str], ...] = (request.ignore, request.frozen, request.only, request.apart)
+    if (most := max(map(len, patterns))) > _MAX_PATTERNS:
+        raise invalid(f"it has {most:,} names or patterns of one kind, of at most {_MAX_PATTERNS:,}")
+    names = (request.layout, request.weight_version or "", request.package_version, request.traceparent)
+    lora = (request.lora.name, request.lora.config, request.lora.lora_id) if request.lora is not None else ()
+    gpus = [text for device in request.trainer_devices for text in _texts(device)]
+    _check_lengths((*names, *lora, *request.handles, *request.trainer_hosts, *gpus, *request.prepared), invalid)
+    _check_lengths((*request.apart, *request.apart.values(), *request.ignore, *request.frozen, *request.only), invalid)
+
+
+def check_pull_request(request: PullWeightsReq) -> None:
+    """Raises Mismatch for a request whose values no server can use. What is at the URL is not looked at."""
+    invalid = _invalid_pull
+    _check_options(request, invalid, MAX_PULL_TIMEOUT_S)
+    _check_lengths((request.url, request.api_key, request.admin_api_key), invalid)
+    if any(not (key.isascii() and key.isprintable()) for key in (request.api_key, request.admin_api_key)):
+        raise invalid("a key has characters that an HTTP header cannot carry")
+
+
+def check_share_request(request: ShareWeightsReq) -> None:
+    """Raises Mismatch for a request that no server makes."""
+    invalid = _invalid_share
+    _check_options(request, invalid, MAX_PULL_TIMEOUT_S)
+    _check_lengths((request.package_version, request.weight_version or ""), invalid)
+    if request.address is not None:
+        _check_address(request.address, invalid)
+
+
+def check_shared_weights(shared: SharedWeights) -> None:
+    """Raises Mismatch for an answer that no server gives."""
+    _check_address(shared.address, _invalid_share)
+    _check_lengths((shared.version, shared.dtype), _invalid_share)
+    if len(shared.digest) not in (0, _DIGEST_LENGTH) or not _HEXADECIMAL.issuperset(shared.digest):
+        raise _invalid_share(f"the digest is not {_DIGEST_LENGTH} hexadecimal digits")
+
+
+def check_probe_summary(summary: ProbeSummary) -> None:
+    """Raises Mismatch for an outcome that no probe has."""
+    numbers = (summary.mean_difference, summary.largest_difference, summary.seconds)
+    if not all(number is None or (math.isfinite(number) and number >= 0) for number in numbers):
+        raise Mismatch(f"invalid probe: its differences and seconds are {numbers}, expected finite ones from 0 on")
+
+
+_Invalid = Callable[[str], Mismatch]
+
+
+def _check_options(
+    request: DistributedUpdateWeightsReq | PullWeightsReq | ShareWeightsReq, invalid: _Invalid, longest_s: float
+) -> None:
+    _check_lengths((request.transport,), invalid)
+    check_transport(request.transport)
+    if not 1 <= request.bucket_bytes <= MAX_BUCKET_BYTES:
+        raise invalid(f"bucket_bytes={_shown(request.bucket_bytes)} is not from 1 to {MAX_BUCKET_BYTES:,}")
+    if not MIN_TIMEOUT_S <= request.timeout_s <= longest_s:  # false for NaN, too
+        raise invalid(f"timeout_s={request.timeout_s} is not from {MIN_TIMEOUT_S} to {longest_s:.0f} seconds")
+
+
+def _check_address(address: Address, invalid: _Invalid) -> None:
+    if not len(address.session) <= _MAX_SESSION_LENGTH or not 1 <= len(address.host) <= _MAX_HOST_LENGTH:
+        raise invalid(
+            f"its address has a session of {len(address.session):,} and a host of {len(address.host):,} characters, of "
+            f"at most {_MAX_SESSION_LENGTH} and {_MAX_HOST_LENGTH}"
+        )
+    if "\0" in address.host:
+        raise invalid("the host of its address has a null character")
+    if len(address.key) != _KEY_LENGTH or not _HEXADECIMAL.issuperset(address.key):
+        raise invalid(f"the key of its address is not {_KEY_LENGTH} hexadecimal digits")
+
+
+def _check_sections(trainer_rank: int, sections: dict[int, DeltaSection]) -> None:
+    for engine_rank, section in sections.items():
+        if not (
+            0 <= engine_rank < _MAX_ENGINE_RANKS
+            and 0 <= section.nbytes <= MAX_BUCKET_BYTES
+            and 0 <= section.base <= _MAX_CHECKSUM
+            and 0 <= section.gpu < _MAX_GPUS
+            and 0 <= section.address <= _MAX_NUMBER
+            and len(section.kind) <= MAX_NAME_LENGTH
+        ):
+            raise _invalid_request(
+                f"the delta of trainer rank {trainer_rank} for engine rank {_shown(engine_rank)} is out of range"
+            )
+
+
+def _check_relay(request: DistributedUpdateWeightsReq, relay: Relay) -> None:
+    _check_address(relay.address, _invalid_request)
+    if not 2 <= len(relay.engines) <= _MAX_ENGINES or not 0 <= relay.own < len(relay.engines):
+        raise _invalid_request(
+            f"it is for engine {_shown(relay.own)} of {len(relay.engines)}, of 2 to {_MAX_ENGINES:,}"
+        )
+    if not 1 <= relay.update <= MAX_UPDATE:
+        raise _invalid_request(f"the update number {_shown(relay.update)} of all engines is not 1 to {MAX_UPDATE:,}")
+    _check_lengths(relay.engines, _invalid_request)
+    if request.transport != "nixl" or request.staged or request.lora is not None:
+        raise _invalid_request("engines pass on live weights, by transport='nixl', and no others")
+
+
+def _texts(device: RankDevice) -> tuple[str, ...]:
+    if max(len(device.visible), len(device.nccl)) > _MAX_GPUS:
+        raise _invalid_request(f"a trainer device has more than {_MAX_GPUS:,} visible GPUs, or settings of NCCL")
+    return device.uuid, device.allocator, *device.visible, *device.nccl, *device.nccl.values()
+
+
+def _check_lengths(texts: Iterable[str], invalid: _Invalid) -> None:
+    for text in texts:
+        if len(text) > MAX_NAME_LENGTH:
+            raise invalid(f"a name of {len(text):,} characters is too long: {text[:40]!r}...")
+
+
+def _shown(number: int) -> str:
+    """Returns a number for an error. Python refuses to print one of thousands of digits."""
+    return f"{number:,}" if number.bit_length() <= 128 else f"of {number.bit_length():,} bits"
+
+
+def _invalid_request(why: str) -> Mismatch:
+    return Mismatch(f"invalid update request: {why}. Send it with sglang_reshard.WeightSender")
+
+
+def _invalid_pull(why: str) -> Mismatch:
+    return Mismatch(f"invalid pull request: {why}. Send it with sglang_reshard.RemoteEngine or `sglang-reshard pull`")
+
+
+def _invalid_share(why: str) -> Mismatch:
+    return Mismatch(f"invalid share request: {why}. Do both servers run the same version of sglang-reshard?")

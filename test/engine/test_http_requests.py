@@ -1,0 +1,182 @@
+"""What requests may do to a server: one that cannot be carried out changes nothing; only schedulers tear weights."""
+
+import asyncio
+import json
+
+import msgspec
+import pytest
+
+from sglang_reshard.control import Address
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput as Output
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.testing import cpu_host
+
+pytestmark = pytest.mark.engine
+UPDATE, PULL, SHARE, PROBE = "/update_weights_distributed", "/pull_weights", "/share_weights", "/record_probe"
+ADDRESS = Address("s", "127.0.0.1", 9, "0" * 64)
+REQUEST = DistributedUpdateWeightsReq(
+    address=ADDRESS, update=1, layout="l", handles=("h",), trainer_hosts=("x",), timeout_s=5.0, weight_version="7"
+)
+BODY = msgspec.to_builtins(REQUEST)
+SHORT = {**BODY, "timeout_s": 0.005}  # of which the schedulers have eight
+
+
+@pytest.fixture(scope="module")
+def engine_class():
+    cpu_host.activate(tp_size=1)  # else SGLang, which this imports, is no CPU's for the tests that follow
+    from support.asgi_engine import Engine
+
+    return Engine
+
+
+def run(scenario):
+    return asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+async def settled(engine):
+    while engine.under_way:
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *((UPDATE, {**BODY, name: 1 << 64}) for name in ("update", "engine", "bucket_bytes", "stock_changes")),
+        *((UPDATE, {**BODY, "timeout_s": seconds}) for seconds in (0, -1, 1e-9, 1e308)),
+        (UPDATE, {**BODY, "sections": [{str(1 << 64): [1, 1]}]}),
+        (UPDATE, {**BODY, "sections": [{"0": [1 << 64, 1]}]}),
+        (UPDATE, {**BODY, "relay": {"address": BODY["address"], "engines": ["a", "b"], "own": 0, "update": 1 << 64}}),
+        (UPDATE, {**BODY, "address": {**BODY["address"], "key": "0"}}),
+        (UPDATE, {**BODY, "transport": "x" * 100_000}),
+        (PULL, {"url": "http://127.0.0.1:9", "timeout_s": 0}),
+        (PULL, {"url": "http://127.0.0.1:9", "bucket_bytes": 1 << 70}),
+        (SHARE, {"package_version": "1", "timeout_s": -1}),
+        (PROBE, {"outcome": "passed", "mean_difference": -1.0, "largest_difference": None, "seconds": 1}),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value,
+)
+def test_a_value_out_of_range_is_refused_before_the_schedulers_are_asked(engine_class, path, body):
+    async def ask():
+        engine = engine_class()
+        async with engine.client() as client:
+            answer = await client.post(path, content=json.dumps(body).encode())
+        assert (answer.status_code, engine.asked, engine.torn, engine.under_way) == (400, [], "", ""), answer.text
+        assert len(answer.text) < 2000
+
+    run(ask())
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"update": 1, "\xff\xfe": 1}', "malformed request"),
+        (b'{"url": "\xff\xfe", "package_version": "\xff", "layout": "\xff"}', "malformed request"),
+        (b'{"z":' + b"[" * 100_000, "nested too deeply"),
+        (b'{"update":' + b"9" * 5000 + b"}", "malformed request"),
+        (b" " * 200_001, "more than 200,000 bytes"),
+        (b"", "malformed request"),
+    ],
+    ids=["no-name", "no-text", "nested", "digits", "long", "empty"],
+)
+@pytest.mark.parametrize("path", [UPDATE, PULL, SHARE, PROBE])
+def test_bytes_that_are_no_request_are_refused(engine_class, monkeypatch, path, body, says):
+    monkeypatch.setattr("sglang_reshard.patches.http_server._MAX_BODY_BYTES", 200_000)
+
+    async def ask():
+        engine = engine_class()
+        async with engine.client() as client:
+            answer = await client.post(path, content=body)
+        assert (answer.status_code, engine.asked) == (400, [])
+        assert says in answer.text
+
+    run(ask())
+
+
+LATE = [
+    (Output(success=True, message=""), "", ["7"]),
+    (Output(success=False, message="the vote failed"), "", []),
+    (Output(success=False, message="half of it", torn=True), "half of it", []),
+]
+
+
+@pytest.mark.parametrize(("late", "torn", "versions"), LATE, ids=["new", "old", "torn"])
+@pytest.mark.parametrize("paused", [False, True])
+def test_schedulers_that_answer_late_decide_what_the_weights_are(engine_class, late, torn, versions, paused):
+    async def ask():
+        engine = engine_class(lambda _: late)
+        engine.is_pause = paused
+        engine.answers.clear()
+        async with engine.client() as client:
+            answer = await client.post(UPDATE, json=SHORT)
+            assert (answer.status_code, answer.json()["torn"]) == (400, False)
+            assert "have not answered within 0.04 s" in answer.json()["message"]
+            assert engine.torn == "", "nobody knows that yet"
+            assert engine.is_pause_cond.locked() if paused else await engine.model_update_lock.is_locked()
+            again = await client.post(UPDATE, json={**BODY, "update": 2})
+            assert "have not answered update 1 of session s yet" in again.json()["message"]
+            assert (await client.get("/weights_info")).json()["under_way"]
+            engine.answers.set()
+            await settled(engine)
+        assert (engine.torn, engine.versions, len(engine.asked)) == (torn, versions, 1)
+        assert not engine.is_pause_cond.locked()
+        assert not await engine.model_update_lock.is_locked()
+
+    run(ask())
+
+
+@pytest.mark.parametrize(("late", "torn", "versions"), LATE, ids=["new", "old", "torn"])
+def test_an_update_that_is_cancelled_while_schedulers_write_is_what_they_say(engine_class, late, torn, versions):
+    async def ask():
+        engine = engine_class(lambda _: late)
+        engine.answers.clear()
+        update = asyncio.ensure_future(engine.update_weights_distributed(REQUEST))
+        while not engine.asked:
+            await asyncio.sleep(0.001)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        assert (engine.torn, bool(engine.under_way)) == ("", True)
+        engine.answers.set()
+        await settled(engine)
+        assert (engine.torn, engine.versions) == (torn, versions)
+
+    run(ask())
+
+
+def test_an_update_that_is_cancelled_before_schedulers_write_never_asks_them(engine_class):
+    async def ask():
+        engine = engine_class()
+        async with engine.model_update_lock.reader_lock:  # a request generates
+            update = asyncio.ensure_future(engine.update_weights_distributed(REQUEST))
+            await asyncio.sleep(0.01)
+            update.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await update
+        await asyncio.sleep(0.01)
+        assert (engine.asked, engine.torn, engine.under_way) == ([], "", "")
+
+    run(ask())
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_step_that_fails_in_the_schedulers_way_is_reported_as_it_is(engine_class, staged):
+    async def ask():
+        engine = engine_class(lambda _: Output(success=True, message=""))
+        async with engine.client() as client:
+            answer = await client.post(UPDATE, json={**BODY, "staged": staged})
+        assert answer.status_code == 200
+        assert [asked.step for asked in engine.asked] == (["stage", "staged", "commit"] if staged else ["update"])
+        assert (engine.torn, engine.versions) == ("", ["7"])
+
+    run(ask())
+
+
+def test_staging_that_is_not_answered_leaves_the_weights_as_they_are(engine_class):
+    async def ask():
+        engine = engine_class()
+        engine.answers.clear()
+        async with engine.client() as client:
+            answer = await client.post(UPDATE, json={**SHORT, "staged": True})
+        assert (answer.json()["torn"], engine.torn, engine.under_way) == (False, "", "")
+
+    run(ask())

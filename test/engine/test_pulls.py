@@ -1,0 +1,188 @@
+"""A pull ends when its client disconnects, unless the schedulers write: then they decide what the weights are."""
+
+import asyncio
+import contextlib
+import json
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from sglang_reshard.control import ControlServer
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput as Output
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, SharedWeights
+from sglang_reshard.protocol.request_mail import MailRoom
+from sglang_reshard.testing import cpu_host
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def engine_class():
+    cpu_host.activate(tp_size=1)  # else SGLang, which this imports, is no CPU's for the tests that follow
+    from support.asgi_engine import Engine
+
+    return Engine
+
+
+def run(scenario):
+    return asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+class Connection:
+    """One HTTP request, whose client may disconnect."""
+
+    def __init__(self, engine, url, **options):
+        body = json.dumps({"url": url, "timeout_s": 30, **options}).encode()
+        self._messages = asyncio.Queue()
+        self._messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/pull_weights",
+            "raw_path": b"/pull_weights",
+            "query_string": b"",
+            "headers": [(b"authorization", b"Bearer the-admin-key")],
+            "server": ("127.0.0.1", 80),
+            "client": ("127.0.0.1", 1),
+            "scheme": "http",
+            "root_path": "",
+        }
+        self.body = b""
+        self.task = asyncio.ensure_future(engine.app(scope, self._messages.get, self._send))
+
+    async def _send(self, message):
+        self.body += message.get("body", b"")
+
+    def disconnect(self):
+        self._messages.put_nowait({"type": "http.disconnect"})
+
+
+@contextlib.asynccontextmanager
+async def sharing():
+    """The HTTP side of a server that shares: `requests` counts, `ended` those whose client has gone."""
+    control = ControlServer.open()
+    seen = SimpleNamespace(control=control, requests=0, ended=0, answers=asyncio.Event(), url="")
+
+    async def handle(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        seen.requests += 1
+        gone = asyncio.ensure_future(_end(reader))
+        await asyncio.wait([gone, asyncio.ensure_future(seen.answers.wait())], return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            seen.ended += 1
+        else:
+            body = msgspec.json.encode(SharedWeights(control.address, "7", "0" * 16, "float32"))
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            await writer.drain()
+            await gone
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    seen.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        async with server:
+            yield seen
+    finally:
+        await asyncio.to_thread(control.close)
+
+
+async def _end(reader):
+    while await reader.read(1024):
+        pass
+
+
+def test_a_host_that_is_not_listed_is_not_asked(engine_class, monkeypatch):
+    monkeypatch.delenv("SGLANG_RESHARD_PEERS", raising=False)
+    monkeypatch.setattr("sglang_reshard.patches.weights_sharing.pull_from", lambda *_: 1 / 0)
+
+    async def scenario():
+        async with (engine := engine_class()).client() as client:
+            answer = await client.post("/pull_weights", json={"url": "http://192.0.2.1:80"})
+        assert answer.status_code == 400
+        assert "SGLANG_RESHARD_PEERS in this server's environment does not list it" in answer.json()["message"]
+        assert engine.under_way == ""
+
+    run(scenario())
+
+
+def test_a_pull_that_waits_for_the_other_server_ends_with_its_client(engine_class):
+    async def scenario():
+        engine = engine_class()
+        async with sharing() as other:
+            connection = Connection(engine, other.url)
+            await until(lambda: other.requests)
+            assert "are being pulled" in engine.under_way
+            connection.disconnect()
+            await connection.task
+            await until(lambda: other.ended)
+        assert (engine.under_way, engine.torn, engine.asked) == ("", "", [])
+
+    run(scenario())
+
+
+def test_a_pull_that_waits_for_the_request_ends_with_its_client_and_leaves(engine_class):
+    async def scenario():
+        engine = engine_class()
+        async with sharing() as other:
+            other.answers.set()
+            room = await asyncio.to_thread(MailRoom, other.control.address, 30)
+            connection = Connection(engine, other.url)
+            await asyncio.to_thread(room.wait, 1, 30)
+            assert len(room.receivers()) == 1
+            connection.disconnect()
+            await connection.task
+            await until(lambda: not room.receivers())
+            await asyncio.to_thread(room.close)
+        assert (engine.under_way, engine.torn, engine.asked) == ("", "", [])
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("digest", "torn"), [("0" * 16, ""), ("1" * 16, "the weights of {url} are no longer those of its last update")]
+)
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
+def test_a_pull_whose_schedulers_write_goes_on_and_is_compared(engine_class, digest, torn, leaves):
+    async def scenario():
+        engine = engine_class(lambda _: Output(success=True, message="", digest=digest))
+        engine.answers.clear()
+        async with sharing() as other:
+            other.answers.set()
+            room = await asyncio.to_thread(MailRoom, other.control.address, 30)
+            connection = Connection(engine, other.url)
+            await asyncio.to_thread(room.wait, 1, 30)
+            request = DistributedUpdateWeightsReq(
+                address=other.control.address.named("weights"),
+                update=1,
+                layout="l",
+                handles=("h",),
+                trainer_hosts=("x",),
+                weight_version="7",
+                timeout_s=30,
+            )
+            (name,) = room.receivers()
+            sent = asyncio.ensure_future(asyncio.to_thread(room.send, name, request))
+            await until(lambda: engine.asked)
+            if leaves:
+                connection.disconnect()
+                await connection.task
+                assert engine.under_way, "the schedulers write"
+            engine.answers.set()
+            outcome = await sent  # the other server is told, too
+            await connection.task
+            await until(lambda: not engine.under_way)
+            await asyncio.to_thread(room.close)
+        assert outcome.success is not bool(torn)
+        assert engine.torn.startswith(torn.format(url=other.url)) if torn else engine.torn == ""
+        assert engine.versions == ([] if torn else ["7"])
+        if not leaves:
+            assert json.loads(connection.body)["torn"] is bool(torn)
+
+    run(scenario())

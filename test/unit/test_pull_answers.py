@@ -1,0 +1,121 @@
+"""A server that is asked to pull tells nothing of what it finds at the URL, and waits no longer than it is asked to."""
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from sglang_reshard.control import Address
+from sglang_reshard.errors import DeadlineExceeded, EngineRefused, EngineUnreachable, Unauthorized, Unsupported
+from sglang_reshard.protocol.messages import PullWeightsReq, SharedWeights
+from sglang_reshard.replicas.pull import pull
+
+SECRET = "the internal page"
+OK = "HTTP/1.1 200 OK\r\n"
+
+
+async def pulled(serve, timeout_s=10.0):
+    """Returns what a pull raises from a server that calls `serve(writer)` for each request that has arrived."""
+
+    async def handle(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"POST /share_weights HTTP")
+        try:
+            await serve(writer)
+            await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    async def update(*_):
+        raise AssertionError("nothing was shared")
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        request = PullWeightsReq(url=f"http://127.0.0.1:{port}", admin_api_key="k", timeout_s=timeout_s)
+        with pytest.raises(Exception) as raised:  # noqa: PT011 it is the tests that say which
+            await pull(request, update)
+    return raised.value
+
+
+def answering(status, body, head=""):
+    async def serve(writer):
+        writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n{head}\r\n{body}".encode())
+
+    return serve
+
+
+def run(scenario):
+    return asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+def error(kind):
+    return msgspec.json.encode({"error": {"message": SECRET, "type": kind}}).decode()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "says"),
+    [
+        (200, SECRET, EngineRefused, "it is no server of sglang-reshard, or has failed"),
+        (200, f'{{"address": "{SECRET}"}}', EngineRefused, "it is no server of sglang-reshard, or has failed"),
+        (500, SECRET, EngineRefused, "it is no server of sglang-reshard, or has failed"),
+        (400, error("EngineRefused"), EngineRefused, "an update of it is running, or no update"),
+        (400, error("Mismatch"), EngineRefused, "it has another version"),
+        (503, error("TornWeights"), EngineRefused, "its weights are torn"),
+        (400, error(SECRET), EngineRefused, "it is no server of sglang-reshard, or has failed"),
+        (401, SECRET, Unauthorized, "did not accept the key"),
+        (404, SECRET, Unsupported, "has no /share_weights"),
+        (302, SECRET, EngineRefused, "it is no server of sglang-reshard"),
+    ],
+)
+def test_nothing_of_an_answer_is_passed_on(told, status, body, kind, says):
+    found = run(pulled(answering(status, body, "Location: http://127.0.0.1:1/\r\n")))
+    assert type(found) is kind
+    assert says in str(found)
+    assert SECRET not in str(found)
+    assert SECRET in told.text, "the operator finds it in the log"
+
+
+@pytest.mark.parametrize("field", ["version", "digest", "dtype"])
+def test_an_answer_with_a_text_of_any_length_is_none(field):
+    shared = SharedWeights(Address("s", "127.0.0.1", 9, "0" * 64), "7", "", "float32")
+    body = msgspec.json.encode(msgspec.structs.replace(shared, **{field: "x" * 5000})).decode()
+    assert "it is no server" in str(run(pulled(answering(200, body))))
+
+
+async def never(_writer):
+    await asyncio.sleep(60)
+
+
+async def trickle(writer):
+    writer.write(f"{OK}\r\n".encode())
+    while True:  # always within the timeout of one read
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+
+
+async def flood(writer):
+    writer.write(f"{OK}\r\n".encode())
+    while True:
+        writer.write(b"x" * 2**16)
+        await writer.drain()
+
+
+@pytest.mark.parametrize(
+    ("serve", "kind"), [(never, EngineUnreachable), (trickle, EngineUnreachable), (flood, EngineRefused)]
+)
+def test_an_answer_is_waited_for_no_longer_than_is_asked(serve, kind):
+    started = time.monotonic()
+    assert type(run(pulled(serve, timeout_s=0.5))) is kind
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "a..b", "x" * 200, "256.0.0.1"])
+def test_an_address_that_leads_nowhere_is_told(host):
+    shared = SharedWeights(Address("s", host, 9, "0" * 64), "7", "", "float32")
+    found = run(pulled(answering(200, msgspec.json.encode(shared).decode()), timeout_s=0.5))
+    assert isinstance(found, DeadlineExceeded)
