@@ -94,34 +94,45 @@ TRANSPORTS = [
 ]
 
 
+LOST = "the engine's answer is lost"
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("options", [{}, pytest.param({"verify": "full"}, marks=pytest.mark.sweep)])
-def test_a_request_that_arrives_after_the_trainer_has_given_up_writes_nothing(transport, options):
-    told, served = run(transport, options, before_s=2.0)
-    assert told[1].startswith("EngineUnreachable: the engine did not answer")
-    assert "no engine rank had begun to write: the old weights keep serving" in told[1]
-    assert served == [(True, False, [1]), (False, False, [1]), (True, False, [3])]
+def test_a_request_that_arrives_after_the_trainer_has_given_up_writes_nothing(case, transport, options):
+    with case(f"{LOST}, its request is late", "announce", transport) as row:
+        told, served = run(transport, options, before_s=2.0)
+        assert told[1].startswith("EngineUnreachable: the engine did not answer")
+        assert "no engine rank had begun to write: the old weights keep serving" in told[1]
+        assert served == [(True, False, [1]), (False, False, [1]), (True, False, [3])]
+        row.outcome = "old weights; the next update made it good"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_staged_update_that_is_given_up_is_not_committed(transport):
-    told, served = run(transport, {"staged": True}, moving_s=2.0)
-    assert "the old weights keep serving" in told[1]
-    assert served == [(True, False, [1]), (False, False, [1]), (True, False, [3])]
+def test_a_staged_update_that_is_given_up_is_not_committed(case, transport):
+    with case(LOST, "move, staged", transport) as row:
+        told, served = run(transport, {"staged": True}, moving_s=2.0)
+        assert "the old weights keep serving" in told[1]
+        assert served == [(True, False, [1]), (False, False, [1]), (True, False, [3])]
+        row.outcome = "old weights; the next update made it good"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_trainer_waits_for_ranks_that_write_and_learns_of_their_success(transport):
-    told, served = run(transport, {}, moving_s=2.0)
-    assert "the engine's answer was lost" in told[1]
-    assert served == [(True, False, [1]), (True, False, [2]), (True, False, [3])]
+def test_the_trainer_waits_for_ranks_that_write_and_learns_of_their_success(case, transport):
+    with case(LOST, "move", transport) as row:
+        told, served = run(transport, {}, moving_s=2.0)
+        assert "the engine's answer was lost" in told[1]
+        assert served == [(True, False, [1]), (True, False, [2]), (True, False, [3])]
+        row.outcome = "new weights, reported"
 
 
-def test_ranks_that_write_for_too_long_are_torn_and_the_trainer_knows_it():
-    told, served = run("auto", {}, timeout_s=3.0, moving_s=5.0)
-    assert told[1].startswith("TornWeights: engine ranks had begun to write update 2")
-    assert served[1][:2] == (False, True)
-    assert served[2] == (True, False, [3])
+def test_ranks_that_write_for_too_long_are_torn_and_the_trainer_knows_it(case):
+    with case(f"{LOST}, engine ranks write past the deadline", "move", "ipc") as row:
+        told, served = run("auto", {}, timeout_s=3.0, moving_s=5.0)
+        assert told[1].startswith("TornWeights: engine ranks had begun to write update 2")
+        assert served[1][:2] == (False, True)
+        assert served[2] == (True, False, [3])
+        row.outcome = "torn, declared; the next update made it good"
 
 
 def collect(asked, answers):
@@ -147,7 +158,13 @@ def process_group():
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("transport", ["auto", pytest.param("ipc", marks=pytest.mark.sweep)])
-def test_a_collector_that_comes_late_does_not_take_what_was_given_up(transport):
+def test_a_collector_that_comes_late_does_not_take_what_was_given_up(case, transport):
+    with case("a collector takes its weights when the trainer has given up", "announce", transport) as row:
+        _collector_comes_late(transport)
+        row.outcome = "old weights; the next update made it good"
+
+
+def _collector_comes_late(transport):
     context = multiprocessing.get_context("spawn")
     asked, answers = context.Queue(), context.Queue()
     process = context.Process(target=collect, args=(asked, answers), daemon=True)
@@ -180,8 +197,10 @@ def test_a_collector_that_comes_late_does_not_take_what_was_given_up(transport):
     ("updates", "transport"),
     [(100, "auto"), *(pytest.param(updates, name, marks=pytest.mark.sweep) for name, updates in SOAKED.items())],
 )
-def test_engine_ranks_have_what_the_trainer_was_told_whatever_is_lost(updates, transport):
-    told = soak(updates, transport, deadline_s=500)
-    assert sum(told.values()) == updates
-    assert told["new"] > 0.9 * updates - 50
-    assert told["old"] > 0
+def test_engine_ranks_have_what_the_trainer_was_told_whatever_is_lost(case, updates, transport):
+    with case(f"one in ten answers of {updates:,} updates is lost", "any", transport) as row:
+        told = soak(updates, transport, deadline_s=500)
+        assert sum(told.values()) == updates
+        assert told["new"] > 0.9 * updates - 50
+        assert told["old"] > 0
+        row.outcome = "engine ranks have what the trainer was told"
