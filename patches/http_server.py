@@ -4,6 +4,7 @@
     POST /pull_weights                  take the live weights of another server, see `weights_sharing`
     POST /share_weights                 the request that such a server makes of the other one
     GET  /weights_info                  which weights are live
+    POST /load_snapshot                 load a snapshot of a folder, unless later weights are live
     POST /record_probe                  what a trainer's probe has found, for the metrics
     503                                 in place of any answer that depends on torn weights
 
@@ -23,10 +24,11 @@ import msgspec
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.decoders import json_decoder
 from sglang_reshard.observability.probe_report import ProbeSummary
-from sglang_reshard.patches import metrics, torn_weights, weights_info
+from sglang_reshard.patches import metrics, snapshot_loads, torn_weights, weights_info
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
+    LoadSnapshotReq,
     PullWeightsReq,
     ShareWeightsReq,
 )
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PATH, _INFO = "/update_weights_distributed", "/weights_info"
-_PULL, _SHARE, _PROBE = "/pull_weights", "/share_weights", "/record_probe"
+_PULL, _SHARE, _PROBE, _LOAD = "/pull_weights", "/share_weights", "/record_probe", "/load_snapshot"
 _HEALTH = ("/health", "/health_generate")
 
 
@@ -78,6 +80,10 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
     def outcome(output: DistributedUpdateWeightsOutput) -> Response:
         return response(output, HTTPStatus.OK if output.success else HTTPStatus.BAD_REQUEST)
 
+    def refused(error: Exception) -> Response:
+        status = HTTPStatus.BAD_REQUEST
+        return response({"error": {"message": str(error), "type": type(error).__name__, "code": status.value}}, status)
+
     def malformed(error: msgspec.MsgspecError) -> DistributedUpdateWeightsOutput:
         return DistributedUpdateWeightsOutput(success=False, message=f"malformed request: {error}")
 
@@ -103,9 +109,15 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
             message = json_decoder(ShareWeightsReq).decode(await request.body())
             return response(await weights_sharing.share(manager, message, _interface(request)))
         except (msgspec.MsgspecError, ReshardError) as error:
-            status = HTTPStatus.BAD_REQUEST
-            body = {"message": str(error), "type": type(error).__name__, "code": status.value}
-            return response({"error": body}, status)
+            return refused(error)
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def load_snapshot(request: Any) -> Response:
+        try:
+            message = json_decoder(LoadSnapshotReq).decode(await request.body())
+            return response(await snapshot_loads.load(manager, message))
+        except (msgspec.MsgspecError, ReshardError) as error:
+            return refused(error)
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def get_weights_info(_request: Any) -> Response:
@@ -119,6 +131,7 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
             return outcome(malformed(error))
         return response(None)
 
+    app.add_route(_LOAD, load_snapshot, methods=["POST"])
     app.add_route(_PROBE, record_probe, methods=["POST"])
     app.add_route(_PATH, update_weights_distributed, methods=["POST"])
     app.add_route(_PULL, pull_weights, methods=["POST"])

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 RUNNING = "_reshard_running"  # on the manager: describes the update in progress
 _SHARES = "_reshard_shares"  # on the manager: tasks, each of which shares the weights with another engine
+_PUBLICATION = "_reshard_publication"  # on the manager: the latest that it holds or has held
 _LIVE = "_reshard_live"  # on the manager: request and output of the update that wrote the live weights
 _MANAGER = "sglang.srt.managers.tokenizer_manager"
 # The methods by which SGLang itself changes weights. Not all of its versions have all of them.
@@ -53,6 +54,16 @@ def record(
 ) -> None:
     """Records a successful update as the origin of the live weights."""
     setattr(manager, _LIVE, (request, output))
+    set_publication(manager, max(request.publication, publication(manager)))
+
+
+def publication(manager: TokenizerManager) -> int:
+    """Returns the latest publication that the engine holds or has held, see `protocol.publication`; 0 if none."""
+    return int(getattr(manager, _PUBLICATION, 0))
+
+
+def set_publication(manager: TokenizerManager, number: int) -> None:
+    setattr(manager, _PUBLICATION, number)
 
 
 @contextmanager
@@ -91,6 +102,7 @@ def current(manager: TokenizerManager) -> WeightsInfo:
         under_way=bool(getattr(manager, RUNNING, "")),
         paused=bool(manager.is_pause),
         data_parallel_ranks=manager.server_args.dp_size,
+        publication=publication(manager),
     )
     live: tuple[DistributedUpdateWeightsReq, DistributedUpdateWeightsOutput] | None = getattr(manager, _LIVE, None)
     return now if live is None or torn_reason else _with(now, *live)

@@ -65,7 +65,7 @@ async def share(manager: TokenizerManager, request: ShareWeightsReq, interface: 
     output = await asyncio.shield(begun)
     if not output.success:
         raise EngineRefused(output.message)
-    return SharedWeights(server.address, live.version, live.digest, _dtype(manager))
+    return SharedWeights(server.address, live.version, live.digest, _dtype(manager), live.publication)
 
 
 async def _share(
@@ -95,6 +95,7 @@ async def pull(manager: TokenizerManager, request: PullWeightsReq) -> Distribute
         return DistributedUpdateWeightsOutput(success=False, message=running)
 
     async def update(asked: DistributedUpdateWeightsReq, shared: SharedWeights) -> DistributedUpdateWeightsOutput:
+        asked = msgspec.structs.replace(asked, publication=shared.publication)
         if asked.weight_version == sglang_versions.weight_version(manager):
             asked = msgspec.structs.replace(asked, weight_version=None)
         output = await observed(run_update)(manager, asked)
