@@ -19,11 +19,15 @@ SEED = os.environ.get("SGLANG_RESHARD_FUZZ_SEED", "")
 MANY = 2000  # more cases than this are drawn by seed: quicker, and a failure is told by its seed and not made smaller
 
 
-def fuzzed(test: Callable[..., None]) -> Callable[..., None]:
-    """A test of one argument: a `random.Random` that its case is made with."""
-    random = st.randoms(use_true_random=bool(SEED) or EXAMPLES > MANY)
+def fuzzed(test: Callable[..., None], sweep: int = 0) -> Callable[..., None]:
+    """A test of one argument: a `random.Random` that its case is made with.
+
+    sweep  cases under make test-all, if not as many as others have
+    """
+    examples = sweep if sweep and SWEEP and "SGLANG_RESHARD_FUZZ_EXAMPLES" not in os.environ else EXAMPLES
+    random = st.randoms(use_true_random=bool(SEED) or examples > MANY)
     run: Any = settings(
-        max_examples=EXAMPLES,
+        max_examples=examples,
         derandomize=not SEED,
         database=None,
         deadline=None,

@@ -111,7 +111,7 @@ def encode(message: Snapshot | SnapshotList) -> bytes:
 def decode_snapshot(data: bytes, where: str, entry: Entry | None = None) -> Snapshot:
     """Raises Mismatch, naming where it was read, for what is no manifest, or not that of `entry`."""
     snapshot = _decode(data, Snapshot, where, MANIFEST_BYTES)
-    check_snapshot_name(snapshot.name)
+    check_snapshot_name(snapshot.name, where)
     for name in snapshot.files:
         check_file_name(name, where)
     if entry is not None and snapshot.entry != entry:
@@ -120,7 +120,7 @@ def decode_snapshot(data: bytes, where: str, entry: Entry | None = None) -> Snap
             f"{entry.name!r} of publication {entry.publication}"
         )
     if snapshot.base:
-        check_snapshot_name(snapshot.base)
+        check_snapshot_name(snapshot.base, where)
         if snapshot.base == snapshot.name or snapshot.base_publication >= snapshot.publication > 0:
             raise Mismatch(f"{where}: the base of a snapshot is an earlier one, and {snapshot.base!r} is not")
     return snapshot
@@ -130,7 +130,7 @@ def decode_list(data: bytes, where: str) -> SnapshotList:
     """Raises Mismatch, naming where it was read, for what is no list of snapshots."""
     listed = _decode(data, SnapshotList, where, LIST_BYTES)
     for name in (*listed.names, *listed.unsettled):
-        check_snapshot_name(name)
+        check_snapshot_name(name, where)
     if listed.publications and len(listed.publications) != len(listed.names):
         raise Mismatch(f"{where} has {len(listed.publications)} publications of {len(listed.names)} snapshots")
     numbered = [number for number in listed.publications if number]

@@ -14,8 +14,8 @@ _ROOM = len(".") + len(".partial")  # around a snapshot's name, while it is writ
 _PATTERNS = frozenset("*?[]")  # an object store's client expands them
 
 
-def check_snapshot_name(name: str) -> None:
-    """Raises Mismatch for what cannot be the name of a snapshot."""
+def check_snapshot_name(name: str, where: str = "") -> None:
+    """Raises Mismatch for what cannot be the name of a snapshot. where: the file that has it, if one does"""
     bad = (
         not _is_component(name, _NAME_BYTES - _ROOM)
         or name.startswith(".")
@@ -24,8 +24,9 @@ def check_snapshot_name(name: str) -> None:
     )
     if bad:
         raise Mismatch(
-            f"{name[:_NAME_BYTES]!r} cannot be the name of a snapshot: pass one that a folder can have, of "
-            f"{_NAME_BYTES - _ROOM} bytes at most, without a leading dot and without any of / \\ * ? [ ]"
+            f"{where}{': ' if where else ''}{name[:_NAME_BYTES]!r} cannot be the name of a snapshot: pass one that a "
+            f"folder can have, of {_NAME_BYTES - _ROOM} bytes at most, without a leading dot and without any of "
+            "/ \\ * ? [ ]"
         )
 
 

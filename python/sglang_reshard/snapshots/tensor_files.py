@@ -16,7 +16,7 @@ import msgspec
 
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.snapshots.manifest import Snapshot, SnapshotFile
-from sglang_reshard.snapshots.names import DELTA
+from sglang_reshard.snapshots.names import DELTA, MANIFEST
 
 INDEX = "model.safetensors.index.json"
 SAFETENSORS = ".safetensors"
@@ -25,8 +25,8 @@ ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-HEADER_BYTES = 64 << 20  # of a file, at most
-_INDEX_BYTES = 64 << 20
+MOST_TENSORS = 30_000  # of one file
+_HEADER_BYTES, _INDEX_BYTES = 16 << 20, 32 << 20  # at most
 _LENGTH_BYTES = 8
 _PART = 1 << 24
 _METADATA = "__metadata__"
@@ -72,7 +72,7 @@ def check_kinds(snapshot: Snapshot, where: Callable[[str], str]) -> None:
     """Raises Mismatch for a snapshot without safetensors, or with weights of another kind."""
     weights = [name for name in snapshot.files if name.endswith(WEIGHTS)]
     if not weights:
-        raise Mismatch(f"snapshot {snapshot.name} has no safetensors")
+        raise Mismatch(f"{where(MANIFEST)} lists no safetensors")
     for name in weights:
         if not name.endswith(SAFETENSORS):
             raise Mismatch(f"{where(name)}: the weights of a snapshot are safetensors, and nothing else is loaded")
@@ -100,14 +100,17 @@ def hash_of(opened: BinaryIO, nbytes: int) -> str:
 def _tensors(opened: BinaryIO, nbytes: int, where: str) -> Mapping[str, _Tensor]:
     """Returns the tensors of one file of safetensors. Raises Mismatch unless they fill it."""
     length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
-    if not 0 < length <= min(HEADER_BYTES, nbytes - _LENGTH_BYTES):
+    if not 0 < length <= min(_HEADER_BYTES, nbytes - _LENGTH_BYTES):
         raise Mismatch(f"{where} says that its header has {length} bytes, and has {nbytes} itself")
     try:
         listed = msgspec.json.decode(opened.read(length), type=dict[str, msgspec.Raw])
-        listed.pop(_METADATA, None)
+        if (metadata := listed.pop(_METADATA, None)) is not None:
+            msgspec.json.decode(metadata, type=dict[str, str])
         tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in listed.items()}
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise Mismatch(f"{where} has a damaged header: {error}") from error
+    if len(tensors) > MOST_TENSORS:
+        raise Mismatch(f"{where} has {len(tensors)} tensors, and a file of a snapshot has {MOST_TENSORS} at most")
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         item_bytes = ITEM_BYTES.get(tensor.dtype)
@@ -124,8 +127,10 @@ def _tensors(opened: BinaryIO, nbytes: int, where: str) -> Mapping[str, _Tensor]
 
 def _check_index(data: bytes, of_tensor: Mapping[str, str], where: str) -> None:
     """Raises Mismatch unless the index says of every tensor in which file it is."""
+    if len(data) > _INDEX_BYTES:
+        raise Mismatch(f"{where} has more than {_INDEX_BYTES} bytes")
     try:
-        index = msgspec.json.decode(data[:_INDEX_BYTES], type=_Index)
+        index = msgspec.json.decode(data, type=_Index)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise Mismatch(f"{where} is no index of safetensors: {error}") from error
     if index.weight_map != of_tensor:

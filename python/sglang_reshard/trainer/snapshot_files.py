@@ -16,7 +16,7 @@ from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from sglang_reshard.snapshots.delta_file import write_delta
 from sglang_reshard.snapshots.manifest import DELTA, SnapshotFile, sha256_of
-from sglang_reshard.snapshots.tensor_files import INDEX
+from sglang_reshard.snapshots.tensor_files import INDEX, MOST_TENSORS
 from sglang_reshard.sources import TrainerState
 from sglang_reshard.trace.geometry import contiguous_strides
 from sglang_reshard.trace.program import Copy, Program
@@ -59,7 +59,8 @@ class SnapshotFiles:
         groups: list[list[str]] = [[]]
         filled = 0
         for tensor in layout.tensors:
-            if groups[-1] and filled + sizes[tensor.name] > file_bytes:
+            is_full = filled + sizes[tensor.name] > file_bytes or len(groups[-1]) == MOST_TENSORS
+            if groups[-1] and is_full:
                 groups.append([])
                 filled = 0
             groups[-1].append(tensor.name)
