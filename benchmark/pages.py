@@ -492,6 +492,7 @@ TABLES: dict[str, Table] = {
     "dtensors": Table("docs/results/dtensors.md", results.FOLDER / "dtensors.json", dtensors),
     "faults": Table("docs/results/faults.md", results.FOLDER / "faults.json", faults),
     "fuzz": Table("docs/results/fuzz.md", results.FOLDER / "fuzz.json", fuzz),
+    "folders": Table("docs/results/folders.md", results.FOLDER / "folders.json", fuzz),
     "gpu": Table("docs/results/gpu.md", results.FOLDER / "gpu.json", gpu),
     "soak": Table("docs/results/soak.md", results.FOLDER / "soak.json", soak),
     "test-all": Table("docs/results/test-all.md", results.FOLDER / "test-all.json", test_all),
