@@ -126,6 +126,7 @@ class Request(msgspec.Struct, frozen=True):
     lora: LoraAdapter | None = None
     relay: Relay | None = None
     sections: tuple[dict[int, DeltaSection], ...] = ()
+    publication: int = 0
     package_version: str = ""
     traceparent: str = ""
 
@@ -139,6 +140,8 @@ class Request(msgspec.Struct, frozen=True):
         ({"trainer_devices": (RankDevice(),)}, "1 trainer devices"),
         ({"trainer_devices": (RankDevice("x" * 5000),) * 2}, "a name of 5,000 characters"),
         ({"update": -1}, "the update number -1"),
+        ({"publication": -1}, "the publication -1 "),
+        ({"publication": BIG}, "the publication "),
         ({"bucket_bytes": 0}, "bucket_bytes=0 "),
         ({"bucket_bytes": BIG}, "bucket_bytes="),
         ({"timeout_s": float("inf")}, "timeout_s=inf"),

@@ -10,6 +10,7 @@ from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.plan.relay import MAX_UPDATE
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, PrepareSend, Relay
 from sglang_reshard.protocol.validation.layouts import MAX_TRAINER_RANKS
+from sglang_reshard.snapshots.manifest import MOST_PUBLICATION
 
 MAX_BUCKET_BYTES = 1 << 40
 MAX_TIMEOUT_S = 1e9
@@ -29,6 +30,8 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
         )
     if not 0 <= request.update <= _MAX_UPDATE:
         raise _invalid_request(f"the update number {request.update} is not from 0 to {_MAX_UPDATE:,}")
+    if not 0 <= request.publication <= MOST_PUBLICATION:
+        raise _invalid_request(f"the publication {request.publication} is not from 0 to {MOST_PUBLICATION:,}")
     if not 1 <= request.bucket_bytes <= MAX_BUCKET_BYTES:
         raise _invalid_request(f"bucket_bytes={request.bucket_bytes:,} is not from 1 to {MAX_BUCKET_BYTES:,}")
     if not _is_timeout(request.timeout_s):
