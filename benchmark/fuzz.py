@@ -31,6 +31,7 @@ SHARES = {
     "test_every_element_lands_and_nothing_else_is_written": 0.02,
     "test_an_engine_refuses_and_keeps_its_weights_or_takes_the_new_ones": 0.01,
     "test_changed_claims_are_refused_or_vouched_for": 0.02,
+    "test_a_server_gets_right_weights_or_none_and_its_follower_goes_on": 0.02,
     "test_changed_orders_are_refused_or_carried_out": 0.03,
     "test_pieces_are_the_tensor": 0.03,
     "test_a_server_goes_on_serving_whatever_strangers_say": 0.02,
@@ -84,12 +85,14 @@ def jobs(tests: Sequence[str], cases: int, seed: int) -> list[Job]:
     """All cases, spread over the tests; what takes longest comes first."""
     slow = [test for test in tests if _name(test) in SHARES]
     quick = [test for test in tests if test not in slow]
-    left = cases - sum(round(SHARES[_name(test)] * cases) for test in slow)
+    whole = 1.0 if quick else sum(SHARES[_name(test)] for test in slow)
+    shares = {test: round(SHARES[_name(test)] / whole * cases) for test in slow}
+    left = cases - sum(shares.values())
     each = -(-left // max(1, len(quick)))
     files: dict[str, list[str]] = {}
     for test in quick:
         files.setdefault(test.split("::")[0], []).append(test)
-    groups: list[tuple[tuple[str, ...], int]] = [((test,), round(SHARES[_name(test)] * cases)) for test in slow]
+    groups: list[tuple[tuple[str, ...], int]] = [((test,), shares[test]) for test in slow]
     groups += [(tuple(found), each) for found in sorted(files.values(), key=len, reverse=True)]
     return [Job(group, max(1, count), seed + number) for number, (group, count) in enumerate(groups)]
 

@@ -512,6 +512,7 @@ TABLES: dict[str, Table] = {
     "faults": Table("docs/results/faults.md", results.FOLDER / "faults.json", faults),
     "fuzz": Table("docs/results/fuzz.md", results.FOLDER / "fuzz.json", fuzz),
     "fuzz-http": Table("docs/results/fuzz.md", results.FOLDER / "fuzz-http.json", fuzz),
+    "folders": Table("docs/results/folders.md", results.FOLDER / "folders.json", fuzz),
     "gpu": Table("docs/results/gpu.md", results.FOLDER / "gpu.json", gpu),
     "soak": Table("docs/results/soak.md", results.FOLDER / "soak.json", soak),
     "test-all": Table("docs/results/test-all.md", results.FOLDER / "test-all.json", test_all),

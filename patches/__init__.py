@@ -9,6 +9,7 @@ A request of an update passes:
     tokenizer_manager.py        validation, pause and writer locks, weight_version
     schedulers.py               asks the schedulers, and waits for the answer of all
     weights_info.py             records which weights are live
+    snapshot_loads.py           POST /load_snapshot: a snapshot of a folder, never an earlier one than is live
     stock_weights.py            notes when SGLang itself loads or releases them all
     weights_sharing.py          POST /pull_weights and /share_weights: from one server to another, without a trainer
     scheduler.py                checks the scheduler's state; flushes the cache; catches all exceptions
@@ -27,9 +28,9 @@ custom_group.py joins the groups in which trainers broadcast.
 
 Nothing that SGLang defines is replaced; pipeline.py wraps two methods of a pipelined engine's schedulers. One list is
 appended to (the tokenizer manager's communicators), and some methods get hooks before, after or around them through
-SGLang's own hook registry (entry-point group `sglang.srt.plugins`): all but those in torn_weights.py, weights_info.py
-and engine_start.py run after. Everything else is new methods and routes, and a middleware of the server that passes
-everything through while the weights are sound.
+SGLang's own hook registry (entry-point group `sglang.srt.plugins`): all but those in torn_weights.py, weights_info.py,
+snapshot_loads.py and engine_start.py run after. Everything else is new methods and routes, and a middleware of the
+server that passes everything through while the weights are sound.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def install() -> None:
         repacking,
         scheduler,
         sglang_versions,
+        snapshot_loads,
         tokenizer_manager,
         torn_weights,
         tp_worker,
@@ -67,6 +69,7 @@ def install() -> None:
         scheduler,
         tokenizer_manager,
         torn_weights,
+        snapshot_loads,
         metrics,
         weights_info,
         http_server,

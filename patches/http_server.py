@@ -4,6 +4,7 @@
     POST /pull_weights                  take the live weights of another server, see `weights_sharing`
     POST /share_weights                 the request that such a server makes of the other one
     GET  /weights_info                  which weights are live
+    POST /load_snapshot                 load a snapshot of a folder, unless later weights are live
     POST /record_probe                  what a trainer's probe has found, for the metrics
     503                                 in place of any answer that depends on torn weights
 
@@ -25,15 +26,21 @@ import msgspec
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.layout.decoders import from_json
 from sglang_reshard.observability.probe_report import ProbeSummary
-from sglang_reshard.patches import metrics, torn_weights, weights_info
+from sglang_reshard.patches import metrics, snapshot_loads, torn_weights, weights_info
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
+    LoadSnapshotReq,
     PullWeightsReq,
     ShareWeightsReq,
 )
 from sglang_reshard.protocol.session import LOOPBACK
-from sglang_reshard.protocol.validation import check_probe_summary, check_pull_request, check_share_request
+from sglang_reshard.protocol.validation import (
+    check_load_request,
+    check_probe_summary,
+    check_pull_request,
+    check_share_request,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -45,7 +52,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _PATH, _INFO = "/update_weights_distributed", "/weights_info"
-_PULL, _SHARE, _PROBE = "/pull_weights", "/share_weights", "/record_probe"
+_PULL, _SHARE, _PROBE, _LOAD = "/pull_weights", "/share_weights", "/record_probe", "/load_snapshot"
 _MAX_BODY_BYTES = 64 * 2**20
 _SHOWN_CHARACTERS = 300  # of what is wrong with a request: it may quote the request
 _HEALTH = ("/health", "/health_generate")
@@ -89,6 +96,10 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
     def refused(error: ReshardError) -> Response:
         return outcome(DistributedUpdateWeightsOutput(success=False, message=str(error)))
 
+    def failed(error: ReshardError) -> Response:
+        status = HTTPStatus.BAD_REQUEST
+        return response({"error": {"message": str(error), "type": type(error).__name__, "code": status.value}}, status)
+
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def update_weights_distributed(request: Request) -> Response:
         try:
@@ -114,9 +125,16 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
             check_share_request(message)
             return response(await weights_sharing.share(manager, message, _interface(request)))
         except ReshardError as error:
-            status = HTTPStatus.BAD_REQUEST
-            body = {"message": str(error), "type": type(error).__name__, "code": status.value}
-            return response({"error": body}, status)
+            return failed(error)
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def load_snapshot(request: Request) -> Response:
+        try:
+            message = await _message(request, LoadSnapshotReq)
+            check_load_request(message)
+            return response(await snapshot_loads.load(manager, message))
+        except ReshardError as error:
+            return failed(error)
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def get_weights_info(_request: Request) -> Response:
@@ -132,6 +150,7 @@ def _add_routes(app: Any, manager: TokenizerManager) -> None:
         metrics.observe_probe(manager, summary)
         return response(None)
 
+    app.add_route(_LOAD, load_snapshot, methods=["POST"])
     app.add_route(_PROBE, record_probe, methods=["POST"])
     app.add_route(_PATH, update_weights_distributed, methods=["POST"])
     app.add_route(_PULL, pull_weights, methods=["POST"])

@@ -36,6 +36,7 @@ _MAX_SHARES = 16
 _BEGIN_S = 2.0  # until the first of the other's engine ranks takes part, which it can at once
 _READ_S = 30.0  # until all of them have the weights
 _END_S = 5.0  # until one that was ended has ended
+_PUBLICATION = "_reshard_publication"  # on the manager: the latest that it holds or has held
 _LIVE = "_reshard_live"  # on the manager: request and output of the update that wrote the live weights
 _MANAGER = "sglang.srt.managers.tokenizer_manager"
 # The methods by which SGLang itself changes weights. Not all of its versions have all of them.
@@ -63,6 +64,16 @@ def record(
 ) -> None:
     """Records a successful update as the origin of the live weights."""
     setattr(manager, _LIVE, (request, output))
+    set_publication(manager, max(request.publication, publication(manager)))
+
+
+def publication(manager: TokenizerManager) -> int:
+    """Returns the latest publication that the engine holds or has held, see `protocol.publication`; 0 if none."""
+    return int(getattr(manager, _PUBLICATION, 0))
+
+
+def set_publication(manager: TokenizerManager, number: int) -> None:
+    setattr(manager, _PUBLICATION, number)
 
 
 @contextmanager
@@ -145,6 +156,7 @@ def current(manager: TokenizerManager) -> WeightsInfo:
         under_way=bool(under_way(manager)),
         paused=bool(manager.is_pause),
         data_parallel_ranks=manager.server_args.dp_size,
+        publication=publication(manager),
     )
     live: tuple[DistributedUpdateWeightsReq, DistributedUpdateWeightsOutput] | None = getattr(manager, _LIVE, None)
     return now if live is None or torn_reason else _with(now, *live)

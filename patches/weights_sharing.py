@@ -74,7 +74,7 @@ async def share(manager: TokenizerManager, request: ShareWeightsReq, interface: 
     output = await asyncio.shield(begun)
     if not output.success:
         raise EngineRefused(output.message)
-    return SharedWeights(server.address, live.version, live.digest, _dtype(manager))
+    return SharedWeights(server.address, live.version, live.digest, _dtype(manager), live.publication)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,7 @@ async def _pull(manager: TokenizerManager, request: PullWeightsReq) -> Distribut
             )
             return msgspec.structs.replace(output, success=False, torn=True, message=message)
 
+        asked = msgspec.structs.replace(asked, publication=shared.publication)
         if asked.weight_version == sglang_versions.weight_version(manager):
             asked = msgspec.structs.replace(asked, weight_version=None)
         return await observed(functools.partial(run_update, check=unchanged))(manager, asked)

@@ -10,35 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.snapshots.delta_file import CHUNK_BYTES, apply_delta, write_delta
 from sglang_reshard.snapshots.follower import SnapshotFollower
-from sglang_reshard.snapshots.manifest import DELTA, MANIFEST, Snapshot, decode, encode
+from sglang_reshard.snapshots.manifest import DELTA, MANIFEST, decode_snapshot, encode
+from support.following import Server
 from support.toy_changes import become, sharded, weights_of
 from support.world import run_world
 
 BF16 = torch.bfloat16
-
-
-class Loads:
-    """What a follower needs of a server, which it tells what to load."""
-
-    def __init__(self) -> None:
-        self.url, self.version, self.loaded = "a server", "", []
-
-    def weights_info(self) -> Any:
-        return self
-
-    def update_weights_from_disk(self, path: str, weight_version: str, load_format: str) -> None:
-        tensors: dict[str, torch.Tensor] = {}
-        for file in sorted(Path(path).glob("*.safetensors")):
-            tensors |= load_file(file)
-        self.version = weight_version
-        self.loaded.append(tensors)
 
 
 def write(trainer: Any, folder: str, versions: range, options: dict[str, Any]) -> list[Any]:
@@ -57,7 +40,7 @@ def nobody(*_: Any) -> None:
     """An engine rank that no update comes to."""
 
 
-def assert_loaded(loads: Loads, version: int) -> None:
+def assert_loaded(loads: Server, version: int) -> None:
     expected = weights_of(version, BF16)
     assert loads.version == f"step-{version}"
     assert loads.loaded[-1].keys() == expected.keys()
@@ -77,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_newest_is_loaded_and_only_once(run: Path) -> None:
-    loads = Loads()
+    loads = Server()
     follower = SnapshotFollower(run, loads)
     assert follower.poll() == "step-5"
     assert_loaded(loads, 5)
@@ -87,15 +70,15 @@ def test_the_newest_is_loaded_and_only_once(run: Path) -> None:
 
 @pytest.mark.parametrize("where", ["", "store"])
 def test_one_that_is_behind_by_three_reads_what_has_changed(run: Path, tmp_path: Path, where: str) -> None:
-    url, loads = f"file://{run}/{where}", Loads()
+    url, loads = f"file://{run}/{where}", Server()
     follower = SnapshotFollower(url, loads, tmp_path / "cache")
     assert follower.poll() == "step-5"
     whole = follower.read_bytes
-    behind = decode((run / "step-2" / MANIFEST).read_bytes(), Snapshot, "")
+    behind = decode_snapshot((run / "step-2" / MANIFEST).read_bytes(), "")
     for name in behind.files:
         (tmp_path / "cache" / name).write_bytes((run / "step-2" / name).read_bytes())
     (tmp_path / "cache" / MANIFEST).write_bytes(encode(behind))
-    loads.version = "step-2"
+    loads.version, loads.publication = "step-2", behind.publication
     assert follower.poll() == "step-5"
     assert_loaded(loads, 5)
     assert 0 < follower.read_bytes < whole / 4
@@ -106,7 +89,7 @@ def test_one_that_is_behind_by_three_reads_what_has_changed(run: Path, tmp_path:
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    loads.version = ""
+    loads.version, loads.publication = "", 0
     assert follower.poll() == "step-5"
     assert_loaded(loads, 5)
     assert follower.read_bytes >= whole
@@ -123,15 +106,16 @@ def test_a_damaged_snapshot_is_not_loaded(run: Path, tmp_path: Path) -> None:
     content[-1] ^= 1
     weights.write_bytes(content)
     for cache in (None, tmp_path / "cache"):
-        loads = Loads()
-        with pytest.raises(Mismatch, match=rf"{weights.name} is not the file of snapshot step-5"):
-            SnapshotFollower(copy, loads, cache).poll()
-        assert loads.loaded == []
+        loads = Server()
+        follower = SnapshotFollower(copy, loads, cache)
+        assert follower.poll() == "step-4"
+        assert_loaded(loads, 4)
+        assert f"{weights.name} has another SHA-256" in str(follower.refused["step-5"])
 
 
 def test_a_folder_with_files_of_others_is_no_cache(run: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis").write_text("of somebody")
-    loads = Loads()
+    loads = Server()
     with pytest.raises(Mismatch, match="has files that are not of a cache of snapshots"):
         SnapshotFollower(run, loads, tmp_path).poll()
     assert (tmp_path / "thesis").read_text() == "of somebody"
@@ -144,7 +128,7 @@ def test_a_store_needs_a_cache() -> None:
 
 
 def test_an_empty_folder_is_no_error(tmp_path: Path) -> None:
-    assert SnapshotFollower(tmp_path, Loads()).poll() is None
+    assert SnapshotFollower(tmp_path, Server()).poll() is None
 
 
 @settings(max_examples=20, deadline=None)

@@ -153,6 +153,8 @@ SECTIONS = {0: DeltaSection(1, 2)}
         ({"address": replace(ADDRESS, key="g" * 64)}, "the key of its address is not 64 hexadecimal digits"),
         ({"ignore": ("x",) * 70_000}, "70,000 names or patterns"),
         ({"trainer_devices": (RankDevice(visible=("",) * 2000),) * 2}, "more than 1,024 visible GPUs"),
+        ({"publication": -1}, "the publication number -1"),
+        ({"publication": BIG}, "the publication number "),
         ({"bucket_bytes": 0}, "bucket_bytes=0 "),
         ({"bucket_bytes": BIG}, "bucket_bytes="),
         ({"timeout_s": float("inf")}, "timeout_s=inf"),

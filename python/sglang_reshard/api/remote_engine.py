@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_reshard.protocol.messages import PauseMode
+from sglang_reshard.protocol.messages import LoadSnapshotOutput, LoadSnapshotReq, PauseMode
 from sglang_reshard.protocol.server_client import ADMIN_API_KEY, API_KEY, URL, ServerClient
 
 __all__ = ["ADMIN_API_KEY", "API_KEY", "URL", "RemoteEngine"]
@@ -35,6 +35,16 @@ class RemoteEngine(ServerClient):
         """Calls SGLang's `Engine.update_weights_from_disk`: it loads a checkpoint that its host sees."""
         body = {"model_path": model_path, "weight_version": weight_version, **arguments}
         self._ask("POST", "/update_weights_from_disk", {k: value for k, value in body.items() if value is not None})
+
+    def load_snapshot(
+        self, path: str, version: str, publication: int, *, allow_rollback: bool = False
+    ) -> LoadSnapshotOutput:
+        """Lets the server load a snapshot that its host sees, unless it holds later weights, see `LoadSnapshotReq`.
+
+        Raises EngineRefused for what cannot be loaded.
+        """
+        request = LoadSnapshotReq(path=path, version=version, publication=publication, allow_rollback=allow_rollback)
+        return self._decoded(self._ask("POST", "/load_snapshot", request), LoadSnapshotOutput)
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:
         """Frees the memory of "weights", of "kv_cache", or of all; requests must have ended."""

@@ -43,7 +43,8 @@ class SnapshotMethods:
         file_bytes  of a file of weights, at most, unless one tensor has more
 
         Raises, on every rank: what `update` raises for weights that cannot be sent, Mismatch for a name that exists,
-        ReshardError for a disk without room or rights. Earlier snapshots stay then.
+        ReshardError for a disk without room or rights, DeadlineExceeded if another trainer keeps the folder locked.
+        Earlier snapshots stay then.
         """
         return self._snapshots_of().write_snapshot(named_tensors, Path(folder), name, options)
 

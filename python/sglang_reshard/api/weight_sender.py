@@ -184,7 +184,7 @@ class WeightSender(SnapshotMethods, UpdateSender):
                         live, see `probe.Probe`; the report's `probe` says how far they differ
         fallback        "disk": if the engine's server does not answer, write a snapshot named `weight_version` to
                         `fallback_folder` instead of raising, see `snapshot`; the report has success=False then, and
-                        transport="disk". Whoever follows the folder gives it to the engine, see `snapshots.follower`
+                        transport="disk". A follower of the folder loads it, unless a later update has succeeded
 
         Raises, on every trainer rank: Unsupported or Mismatch for weights that cannot be sent, DeadlineExceeded for a
         rank that does not participate, EngineRefused for what the engine refuses. The old weights keep serving then,

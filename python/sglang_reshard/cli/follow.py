@@ -20,29 +20,35 @@ def run(
     interval_s: float,
     *,
     once: bool,
+    allow_rollback: bool = False,
 ) -> int:
     """Returns the exit status, if it looks only once; else it goes on until it is interrupted.
 
     keys  api_key and admin_api_key of the server
     """
     try:
-        follower = SnapshotFollower(folder, RemoteEngine(url, api_key=keys[0], admin_api_key=keys[1]), cache)
+        engine = RemoteEngine(url, api_key=keys[0], admin_api_key=keys[1])
+        follower = SnapshotFollower(folder, engine, cache, allow_rollback=allow_rollback)
     except ReshardError as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         return 1
+    told = ""
     while True:
-        status = _look(follower, url)
+        failure = _look(follower, url)
+        if failure and failure != told:
+            typer.echo(failure, err=True)
         if once:
-            return status
+            return 1 if failure or follower.refused else 0
+        told = failure
         time.sleep(interval_s)
 
 
-def _look(follower: SnapshotFollower, url: str) -> int:
+def _look(follower: SnapshotFollower, url: str) -> str:
+    """Returns what the server has failed with; empty if it has not. The follower logs what is wrong with snapshots."""
     try:
         name = follower.poll()
-    except (ReshardError, OSError) as error:  # of the server, or of where the snapshots are
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
-        return 1
+    except (ReshardError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
     if name is not None:
         typer.echo(f"{url}: {name}, {follower.read_bytes:,} bytes read")
-    return 0
+    return ""

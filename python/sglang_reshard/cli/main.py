@@ -142,15 +142,19 @@ def follow(
     admin_api_key_file: keys.AdminApiKeyFile = None,
     interval_s: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks.")] = 5.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    allow_rollback: Annotated[
+        bool, typer.Option("--allow-rollback", help="Load the newest snapshot also if the server holds later weights.")
+    ] = False,
 ) -> None:
     """Let a server load each new snapshot of a folder. Trainer and server need no connection.
 
-    Goes on after what fails, and says what; with --once it exits with 1 then.
+    Goes on after what fails, and says what once; with --once it exits with 1 then. Never loads an earlier snapshot than
+    the server holds, without --allow-rollback.
     """
     from sglang_reshard.cli.follow import run
 
     given = keys.key(api_key, api_key_file), keys.key(admin_api_key, admin_api_key_file)
-    raise typer.Exit(run(folder, target, cache, given, interval_s, once=once))
+    raise typer.Exit(run(folder, target, cache, given, interval_s, once=once, allow_rollback=allow_rollback))
 
 
 class EngineDevice(str, Enum):

@@ -83,6 +83,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     relay            the other engines of the update, if they pass on weights to each other
     delta            weights are sent in the engine's dtypes, and trainer ranks keep what they have sent
     sections         trainer rank -> engine rank -> what has changed; empty if it is not less than everything
+    publication      number of these weights, see `protocol.publication`; 0 if they have none
     package_version  of the sender; the engine's must be the same
     traceparent      W3C context of the sender's span; empty without one
     """
@@ -115,6 +116,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     relay: Relay | None = None
     delta: bool = False
     sections: tuple[dict[int, DeltaSection], ...] = ()
+    publication: int = 0
     package_version: str = ""
     traceparent: str = ""
 
@@ -150,12 +152,36 @@ class SharedWeights(msgspec.Struct, frozen=True):
     version  of the weights that are shared
     digest   of these, where the update that brought them had verify="full"; else empty
     dtype    the engine's, "bfloat16": digests of engines of different dtypes differ
+    publication  of these, see `protocol.publication`
     """
 
     address: Address
     version: str
     digest: str
     dtype: str
+    publication: int = 0
+
+
+class LoadSnapshotReq(msgspec.Struct, frozen=True, kw_only=True):
+    """Lets a server load a snapshot, as by SGLang's own update_weights_from_disk.
+
+    path            of the snapshot's folder, as the server's host sees it
+    version         the engine's weight_version from then on
+    publication     of the snapshot, see `protocol.publication`
+    allow_rollback  load it also if the server holds a later publication
+    """
+
+    path: str
+    version: str
+    publication: int
+    allow_rollback: bool = False
+
+
+class LoadSnapshotOutput(msgspec.Struct, frozen=True):
+    """Answers `LoadSnapshotReq`. success is False where the server holds later weights, or gets them just now."""
+
+    success: bool
+    message: str = ""
 
 
 class PullWeightsReq(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,6 +39,8 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     kept             names of parameters that the update left as they were; the digest has their names, not their values
     paused           True while generation is paused: requests wait
     data_parallel_ranks  number of ranks among which requests are distributed
+    publication  the latest that the server holds or has held, see `protocol.publication`; 0 if none. Weights that
+                 SGLang's own methods bring have none and leave it: they count as later
     """
 
     version: str
@@ -55,3 +57,4 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     kept: tuple[str, ...] = ()
     paused: bool = False
     data_parallel_ranks: int = 1
+    publication: int = 0

@@ -7,171 +7,167 @@
 
 With a cache it keeps a copy of the checkpoint on this host, and reads what has changed only, as long as there are
 deltas from the snapshot that it has. Every file is compared with its hash before the server hears of it.
+
+The folder may have been written by anybody. A snapshot that is no good is told once and passed over, for the newest
+good one. A server never goes back to an earlier publication than it holds, unless that is allowed.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.errors import EngineRefused, EngineUnreachable, Mismatch, ReshardError, Unsupported
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.snapshots.delta_file import apply_delta
-from sglang_reshard.snapshots.manifest import (
-    DELTA,
-    LIST,
-    MANIFEST,
-    Snapshot,
-    SnapshotList,
-    decode,
-    encode,
-    sha256_of,
-    write_atomically,
-)
+from sglang_reshard.snapshots.cache import Cache
+from sglang_reshard.snapshots.folders import LocalFolder, folder_of, listed, manifest
+from sglang_reshard.snapshots.manifest import Entry, Snapshot
+from sglang_reshard.snapshots.names import LIST
+from sglang_reshard.snapshots.tensor_files import check_files, is_read_by_loaders
 
 if TYPE_CHECKING:
     from sglang_reshard.api.remote_engine import RemoteEngine
+    from sglang_reshard.protocol.weights_info import WeightsInfo
 
 logger = get_logger(__name__)
-_OURS = ".sglang-reshard-cache"  # in a folder whose other files may be deleted
+_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 600.0  # before a snapshot that is no good is read again
+
+
+@dataclass(slots=True)
+class _Refused:
+    """A snapshot that is no good. again_at: by the monotonic clock"""
+
+    error: Exception
+    pause_s: float
+    again_at: float
 
 
 class SnapshotFollower:
-    """Keeps one server at the newest snapshot of a folder.
+    """Keeps one server at the newest good snapshot of a folder.
 
     read_bytes  that the last `poll` has read of weights, from the folder
     """
 
-    def __init__(self, folder: str | Path, engine: RemoteEngine, cache: Path | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, engine: RemoteEngine, cache: Path | None = None, *, allow_rollback: bool = False
+    ) -> None:
         """`folder`: a path, or a URL that fsspec knows. The server must see `cache`; without one, the folder itself.
 
-        Raises Unsupported for a URL without a cache.
+        allow_rollback  give the server the newest snapshot of the folder also if it holds later weights
+
+        Raises Unsupported for a URL without a cache, and Mismatch for a cache that has files of others.
         """
-        self._folder = _Folder(str(folder))
-        if cache is None and not self._folder.is_local:
+        self._folder = folder_of(folder)
+        if cache is None and not isinstance(self._folder, LocalFolder):
             raise Unsupported(f"{folder} is not a folder that a server can load weights from; pass a cache")
-        self._engine, self._cache = engine, cache
+        self._engine, self._cache = engine, None if cache is None else Cache(cache)
+        self._allow_rollback = allow_rollback
+        self._refused: dict[Entry, _Refused] = {}
+        self._told: dict[str, str] = {}  # what was told last of the list, and of what the server holds
         self.read_bytes = 0
+
+    @property
+    def refused(self) -> Mapping[str, Exception]:
+        """Snapshots that are no good, by name, and why; `snapshots.json`, if the list itself is."""
+        return {entry.name: refused.error for entry, refused in self._refused.items()}
 
     def poll(self) -> str | None:
-        """Gives the server the newest snapshot, unless it has it; returns its name, or None if there was nothing to do.
+        """Gives the server the newest good snapshot, unless it has it or holds later weights.
 
-        The name becomes the server's weight_version. Raises Mismatch for a snapshot that is damaged, and what the
-        server raises.
+        Returns the snapshot's name, which becomes the server's weight_version, or None if there was nothing to do.
+        What is wrong with a snapshot is logged once and kept in `refused`; it is tried again now and then. Raises what
+        the server raises if it does not answer, is torn in loading, or does not accept the keys.
         """
         self.read_bytes = 0
-        names = self._folder.names()
-        if not names or self._engine.weights_info().version == names[-1]:
+        try:
+            found = listed(self._folder)
+            entries = () if found is None else found.entries()
+        except Mismatch as error:
+            self._refuse(Entry(LIST, 0), error)
             return None
-        snapshot = self._folder.snapshot(names[-1])
-        if self._cache is None:
-            path = self._folder.path(snapshot.name)
-            _check(path, snapshot)
-        else:
-            path = self._cached(self._cache, snapshot, names)
-        # A server that was started on dummy weights has another format of its own.
-        self._engine.update_weights_from_disk(str(path), weight_version=snapshot.name, load_format="auto")
-        logger.info("%s has snapshot %s, %d bytes were read", self._engine.url, snapshot.name, self.read_bytes)
-        return snapshot.name
-
-    def _cached(self, cache: Path, newest: Snapshot, names: Sequence[str]) -> Path:
-        """Brings the copy on this host to the newest of the snapshots with these names, and returns where it is."""
-        _claim(cache)
-        present = self._present(cache)
-        chain = self._chain(present, newest, names) if present is not None else None
-        (cache / MANIFEST).unlink(missing_ok=True)  # a copy that is half written is none
-        if chain is not None:
-            for step in chain:
-                self._advance(cache, step)
-            try:
-                _check(cache, newest)
-            except Mismatch as error:
-                logger.warning("%s; it is read whole", error)
-                chain = None
-        if chain is None:
-            for name in newest.files:
-                self._read_whole(cache, newest, name)
-            _check(cache, newest)
-        for path in cache.iterdir():
-            if path.name not in newest.files and path.name != _OURS:
-                path.unlink()
-        write_atomically(cache / MANIFEST, encode(newest))
-        return cache
-
-    def _present(self, cache: Path) -> Snapshot | None:
-        path = cache / MANIFEST
-        return decode(path.read_bytes(), Snapshot, str(path)) if path.exists() else None
-
-    def _chain(self, present: Snapshot, newest: Snapshot, names: Sequence[str]) -> Sequence[Snapshot] | None:
-        """Returns the snapshots after the present one, in order; None if deltas do not lead from it to the newest."""
-        chain, step = [newest], newest
-        while step.base != present.name:
-            if step.base not in names:
-                return None
-            step = self._folder.snapshot(step.base)
-            chain.append(step)
-        whole = sum(file.nbytes for file in newest.files.values())
-        needed = sum(f.nbytes if f.delta_bytes is None else f.delta_bytes for s in chain for f in s.files.values())
-        same = all(name in present.files for name in newest.files)
-        return chain[::-1] if same and needed < whole else None
-
-    def _advance(self, cache: Path, step: Snapshot) -> None:
-        """Brings the copy from a snapshot's base to it."""
-        for name, file in step.files.items():
-            if file.delta_bytes is None:
-                self._read_whole(cache, step, name)
+        self._refused = {entry: refused for entry, refused in self._refused.items() if entry in entries}
+        for entry in self._wanted(entries, self._engine.weights_info()) if entries else ():
+            refused = self._refused.get(entry)
+            if refused is not None and time.monotonic() < refused.again_at:
                 continue
-            with self._folder.open(step.name, name + DELTA) as delta:
-                apply_delta(delta, cache / name)
-            self.read_bytes += file.delta_bytes
+            try:
+                path = self._prepared(entry, entries)
+            except ReshardError as error:
+                self._refuse(entry, error)
+                continue
+            try:
+                loaded = self._engine.load_snapshot(
+                    str(path), entry.name, entry.publication, allow_rollback=self._allow_rollback
+                )
+            except EngineUnreachable:
+                raise
+            except EngineRefused as error:
+                self._refuse(entry, error)
+                continue
+            self._refused.pop(entry, None)
+            if not loaded.success:  # the server has got later weights meanwhile
+                self._tell("held", loaded.message)
+                return None
+            logger.info("%s has snapshot %s, %d bytes were read", self._engine.url, entry.name, self.read_bytes)
+            return entry.name
+        return None
 
-    def _read_whole(self, cache: Path, snapshot: Snapshot, name: str) -> None:
-        with self._folder.open(snapshot.name, name) as source, open(cache / name, "wb") as copy:
-            shutil.copyfileobj(source, copy, 1 << 24)
-        self.read_bytes += snapshot.files[name].nbytes
+    def _wanted(self, entries: Sequence[Entry], info: WeightsInfo) -> Iterator[Entry]:
+        """Yields the snapshots that the server should have, the best one first."""
+        held = info.publication
+        for entry in reversed(entries):
+            is_live = info.version == entry.name and held in (0, entry.publication)
+            if is_live and not info.torn:
+                return
+            later = held > entry.publication or (held == entry.publication > 0 and not info.torn)
+            if later and not self._allow_rollback:
+                if entry == entries[-1]:
+                    self._tell(
+                        "held",
+                        f"{self._engine.url} holds version {info.version!r}, which is not older than snapshot "
+                        f"{entry.name!r}, the newest in the folder; pass allow_rollback (--allow-rollback) to load it",
+                    )
+                return
+            yield entry
+            if is_live:
+                return
+
+    def _prepared(self, entry: Entry, entries: Sequence[Entry]) -> Path:
+        """Returns a checked checkpoint that the server can load. Raises ReshardError, naming a file."""
+        snapshot = manifest(self._folder, entry)
+        if self._cache is not None:
+            before = self._cache.read_bytes
+            try:
+                self._cache.bring(self._folder, snapshot, entries)
+            finally:
+                self.read_bytes += self._cache.read_bytes - before
+            return self._cache.path
+        assert isinstance(self._folder, LocalFolder)
+        _check_in_place(self._folder, snapshot)
+        return Path(self._folder.where(entry.name))
+
+    def _refuse(self, entry: Entry, error: ReshardError) -> None:
+        before = self._refused.get(entry)
+        if before is None or str(before.error) != str(error):
+            logger.warning("snapshot %s is passed over: %s", entry.name, error)
+        pause_s = _PAUSE_S if before is None else min(2 * before.pause_s, _LONGEST_PAUSE_S)
+        self._refused[entry] = _Refused(error, pause_s, time.monotonic() + pause_s)
+
+    def _tell(self, what: str, message: str) -> None:
+        if self._told.get(what) != message:
+            logger.warning("%s", message)
+        self._told[what] = message
 
 
-class _Folder:
-    """Where the snapshots are."""
+def _check_in_place(folder: LocalFolder, snapshot: Snapshot) -> None:
+    """Raises Mismatch unless a server that loads the snapshot's own folder reads what its manifest lists, and no more.
 
-    def __init__(self, url: str) -> None:
-        import fsspec
-
-        self._files, self._root = fsspec.core.url_to_fs(url)
-        protocols = self._files.protocol
-        self.is_local = "file" in ((protocols,) if isinstance(protocols, str) else protocols)
-
-    def names(self) -> tuple[str, ...]:
-        path = f"{self._root}/{LIST}"
-        if not self._files.exists(path):
-            return ()
-        return decode(self._files.cat_file(path), SnapshotList, path).names
-
-    def snapshot(self, name: str) -> Snapshot:
-        path = f"{self._root}/{name}/{MANIFEST}"
-        return decode(self._files.cat_file(path), Snapshot, path)
-
-    def open(self, name: str, file: str) -> Any:
-        return self._files.open(f"{self._root}/{name}/{file}", "rb")
-
-    def path(self, name: str) -> Path:
-        return Path(self._root, name)
-
-
-def _claim(cache: Path) -> None:
-    """Makes a folder a cache, in which other files are deleted. Raises Mismatch for one that has files of others."""
-    cache.mkdir(parents=True, exist_ok=True)
-    if not (cache / _OURS).exists():
-        if any(cache.iterdir()):
-            raise Mismatch(f"{cache} has files that are not of a cache of snapshots; pass an empty folder")
-        (cache / _OURS).touch()
-
-
-def _check(folder: Path, snapshot: Snapshot) -> None:
-    """Raises Mismatch, naming a file, unless all are those of the snapshot."""
-    for name, file in snapshot.files.items():
-        path = folder / name
-        if not path.exists() or path.stat().st_size != file.nbytes or sha256_of(path) != file.sha256:
-            raise Mismatch(f"{path} is not the file of snapshot {snapshot.name}: its content has another hash")
+    Who writes to the folder after that is not noticed: the server opens the files itself.
+    """
+    check_files(lambda name: folder.open(snapshot.name, name), snapshot, lambda name: folder.where(snapshot.name, name))
+    for name in folder.files(snapshot.name):
+        if name not in snapshot.files and is_read_by_loaders(name):
+            raise Mismatch(f"{folder.where(snapshot.name, name)} is not in the manifest, and a server would read it")

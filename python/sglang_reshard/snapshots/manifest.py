@@ -1,20 +1,36 @@
-"""Describes a snapshot and the list of them, as JSON files beside the weights."""
+"""Describes a snapshot and the list of them, as JSON files beside the weights.
+
+The list alone says which snapshots are published, and in which order. Every snapshot has a publication, a number that
+is greater than those of all before it, see `protocol.publication`; times of files mean nothing.
+
+Both files may come from anybody: `decode_snapshot` and `decode_list` take bytes of a bounded size, and check every
+field.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.snapshots.names import DELTA, LIST, MANIFEST, check_file_name, check_snapshot_name
 
-MANIFEST, LIST = "snapshot.json", "snapshots.json"
-DELTA = ".delta"  # suffix of what has changed of a file since the snapshot before
+__all__ = ["DELTA", "LIST", "MANIFEST"]
+
+MANIFEST_BYTES, LIST_BYTES = 16 << 20, 4 << 20  # at most
+MOST_PUBLICATION = 1 << 53  # the year 2255, and what every reader of JSON takes
 _PART = 1 << 24  # bytes that are read at once
+_MODE = 0o666  # less the umask, as of any new file
 T = TypeVar("T")
+
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
+_Publication = Annotated[int, msgspec.Meta(ge=0, le=MOST_PUBLICATION)]
+_Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class SnapshotFile(msgspec.Struct, frozen=True):
@@ -24,41 +40,121 @@ class SnapshotFile(msgspec.Struct, frozen=True):
     delta_bytes  of the file beside it that has what has changed since `Snapshot.base`; None if there is none
     """
 
-    nbytes: int
-    sha256: str
-    delta_bytes: int | None = None
+    nbytes: _Bytes
+    sha256: _Sha256
+    delta_bytes: _Bytes | None = None
+
+
+class Entry(NamedTuple):
+    """A snapshot as others refer to it. A name alone may have been written again.
+
+    publication  0 if 0.1.0 wrote it
+    """
+
+    name: str
+    publication: int
 
 
 class Snapshot(msgspec.Struct, frozen=True):
     """A snapshot: its files by name, and the snapshot before, of which there may be deltas."""
 
     name: str
-    files: dict[str, SnapshotFile]
+    files: Annotated[dict[str, SnapshotFile], msgspec.Meta(max_length=1 << 16)]
     base: str = ""
+    publication: _Publication = 0
+    base_publication: _Publication = 0
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(self.name, self.publication)
+
+    @property
+    def base_entry(self) -> Entry | None:
+        return Entry(self.base, self.base_publication) if self.base else None
 
 
 class SnapshotList(msgspec.Struct, frozen=True):
-    """The names of the snapshots in a folder, the newest last."""
+    """The snapshots in a folder that are published.
+
+    names         the newest last
+    publications  of each; empty if 0.1.0 wrote the list
+    unsettled     names of folders that are not published, and may be there: one that was about to be when its writer
+                  died, or that was about to be deleted. The next writer deletes them
+    """
 
     names: tuple[str, ...] = ()
+    publications: tuple[_Publication, ...] = ()
+    unsettled: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry], unsettled: Iterable[str] = ()) -> SnapshotList:
+        """Returns the list of these snapshots, in the order of publication."""
+        ordered = sorted(entries, key=lambda entry: entry.publication)
+        names = tuple(entry.name for entry in ordered)
+        left = dict.fromkeys(name for name in unsettled if name not in names)
+        return cls(names, tuple(entry.publication for entry in ordered), tuple(left))
+
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(map(Entry, self.names, self.publications or (0,) * len(self.names)))
+
+    def with_newest(self, entry: Entry, keep: int | None) -> SnapshotList:
+        """Returns the list with one more snapshot, and without all but the newest `keep`, which become unsettled."""
+        entries = SnapshotList.of([*(e for e in self.entries() if e.name != entry.name), entry]).entries()
+        kept = entries if keep is None else entries[-keep:]
+        return SnapshotList.of(kept, [*self.unsettled, *(e.name for e in entries if e not in kept)])
 
 
 def encode(message: Snapshot | SnapshotList) -> bytes:
     return msgspec.json.format(msgspec.json.encode(message), indent=1) + b"\n"
 
 
-def decode(data: bytes, kind: type[T], where: str) -> T:
-    """Raises Mismatch, naming where it was read, for what is no such file."""
+def decode_snapshot(data: bytes, where: str, entry: Entry | None = None) -> Snapshot:
+    """Raises Mismatch, naming where it was read, for what is no manifest, or not that of `entry`."""
+    snapshot = _decode(data, Snapshot, where, MANIFEST_BYTES)
+    check_snapshot_name(snapshot.name, where)
+    for name in snapshot.files:
+        check_file_name(name, where)
+    if entry is not None and snapshot.entry != entry:
+        raise Mismatch(
+            f"{where} describes snapshot {snapshot.name!r} of publication {snapshot.publication}, and {LIST} says "
+            f"{entry.name!r} of publication {entry.publication}"
+        )
+    if snapshot.base:
+        check_snapshot_name(snapshot.base, where)
+        if snapshot.base == snapshot.name or snapshot.base_publication >= snapshot.publication > 0:
+            raise Mismatch(f"{where}: the base of a snapshot is an earlier one, and {snapshot.base!r} is not")
+    return snapshot
+
+
+def decode_list(data: bytes, where: str) -> SnapshotList:
+    """Raises Mismatch, naming where it was read, for what is no list of snapshots."""
+    listed = _decode(data, SnapshotList, where, LIST_BYTES)
+    for name in (*listed.names, *listed.unsettled):
+        check_snapshot_name(name, where)
+    if listed.publications and len(listed.publications) != len(listed.names):
+        raise Mismatch(f"{where} has {len(listed.publications)} publications of {len(listed.names)} snapshots")
+    numbered = [number for number in listed.publications if number]
+    ordered = tuple(sorted(listed.publications)) == listed.publications and len(set(numbered)) == len(numbered)
+    if not ordered or len({*listed.names, *listed.unsettled}) != len(listed.names) + len(listed.unsettled):
+        raise Mismatch(f"{where} is not in the order of publication, or has a name twice")
+    return listed
+
+
+def _decode(data: bytes, kind: type[T], where: str, most_bytes: int) -> T:
+    if len(data) > most_bytes:
+        raise Mismatch(f"{where} has more than {most_bytes} bytes; it is not of a snapshot of sglang-reshard")
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise Mismatch(f"{where} is not of a snapshot of sglang-reshard: {error}") from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Writes a file that is either the old one or the new one, and is on disk then."""
     partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as opened:
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+    with open(descriptor, "wb") as opened:
         opened.write(data)
         opened.flush()
         os.fsync(opened.fileno())

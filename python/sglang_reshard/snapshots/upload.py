@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from sglang_reshard.snapshots.manifest import LIST, SnapshotList, decode, encode
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.observability.logs import get_logger
+from sglang_reshard.snapshots.folders import StoredFolder, UnreadableFile, entry_of, listed, snapshots_in
+from sglang_reshard.snapshots.manifest import LIST, Entry, SnapshotList, encode
+
+logger = get_logger(__name__)
 
 
 class SnapshotStore:
-    """A URL below which each snapshot has a folder."""
+    """A URL below which each snapshot has a folder. One trainer at a time writes there."""
 
     def __init__(self, url: str) -> None:
         """Raises ImportError or ValueError for a URL that fsspec does not know here."""
         import fsspec
 
         self._files, self._root = fsspec.core.url_to_fs(url)
+        self._reader = StoredFolder(self._files, self._root)
 
     def put(self, folder: Path, name: str, files: Iterable[str]) -> None:
         """Copies files of a snapshot's folder. Nobody reads them before `publish`."""
@@ -23,14 +29,37 @@ class SnapshotStore:
         for file in files:
             self._files.put_file(str(folder / file), f"{self._root}/{name}/{file}")
 
-    def publish(self, name: str, keep: int | None) -> None:
-        """Makes a snapshot the newest, once all its files are there, and deletes all but the newest `keep`."""
-        path = f"{self._root}/{LIST}"
-        names: tuple[str, ...] = ()
-        if self._files.exists(path):
-            names = decode(self._files.cat_file(path), SnapshotList, path).names
-        names = (*(other for other in names if other != name), name)
-        kept = names if keep is None else names[-keep:]
-        self._files.pipe_file(path, encode(SnapshotList(kept)))
-        for old in names[: -len(kept)]:
-            self._files.rm(f"{self._root}/{old}", recursive=True)
+    def publish(self, entry: Entry, keep: int | None) -> None:
+        """Adds a snapshot to the list, once all its files are there, and deletes all but the newest `keep`.
+
+        What cannot be deleted is in the list as unsettled, and the next snapshot deletes it.
+        """
+        found = self._found().with_newest(entry, keep)
+        self._write(found)
+        left = tuple(name for name in found.unsettled if not self._delete(name))
+        if left != found.unsettled:
+            self._write(SnapshotList.of(found.entries(), left))
+
+    def _found(self) -> SnapshotList:
+        try:
+            found = listed(self._reader)
+        except UnreadableFile:
+            raise
+        except Mismatch as error:
+            logger.warning("%s; it is written again, by the manifests of the snapshots", error)
+            found = None
+        return snapshots_in(self._reader) if found is None else found
+
+    def _write(self, found: SnapshotList) -> None:
+        self._files.pipe_file(f"{self._root}/{LIST}", encode(found))
+
+    def _delete(self, name: str) -> bool:
+        """Deletes a snapshot's folder; returns whether it is gone. What is no snapshot stays, whatever a list says."""
+        path = f"{self._root}/{name}"
+        try:
+            if entry_of(self._reader, name) is not None:
+                self._files.rm(path, recursive=True)
+        except Exception as error:  # of any kind, by the store
+            logger.warning("%s cannot be deleted: %s; the next snapshot tries again", path, error)
+            return False
+        return True

@@ -32,6 +32,7 @@ from sglang_reshard.protocol.messages import (
     UpdateResults,
     Verify,
 )
+from sglang_reshard.protocol.publication import next_publication
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import ANSWER_S, TrainerChannel
 from sglang_reshard.sources.names import Renaming, patterns
@@ -265,6 +266,7 @@ class UpdateCoordinator:
             lora=self._config.lora,
             delta=self._config.delta == "auto",
             sections=_sections(statuses, engine),
+            publication=next_publication(),
             package_version=__version__,
             traceparent=spans.traceparent(),
         )

@@ -27,12 +27,14 @@ import torch
 from sglang_reshard.control import WaitTimedOut
 from sglang_reshard.errors import DeadlineExceeded, Mismatch
 from sglang_reshard.protocol.messages import Failure, ListedTensors, decode, encode
+from sglang_reshard.protocol.publication import next_publication
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.snapshots.manifest import DELTA, SnapshotFile
+from sglang_reshard.snapshots.manifest import DELTA, Entry, SnapshotFile
 from sglang_reshard.snapshots.upload import SnapshotStore
 from sglang_reshard.sources import NamedTensors, TrainerState, describe
 from sglang_reshard.sources.names import Renaming
-from sglang_reshard.trainer.snapshot_files import DEFAULT_FILE_BYTES, SnapshotFiles, SnapshotFolder, write_boxes
+from sglang_reshard.trainer.snapshot_files import DEFAULT_FILE_BYTES, SnapshotFiles, write_boxes
+from sglang_reshard.trainer.snapshot_folder import SnapshotFolder
 from sglang_reshard.trainer.stages import Stages
 
 
@@ -84,23 +86,26 @@ class SnapshotWriter:
         began = time.perf_counter()
         if options.keep is not None and options.keep < 1:
             raise Mismatch(f"keep={options.keep} would keep no snapshot at all")
+        publication = next_publication()  # of these weights: an update that begins meanwhile brings later ones
         state = self._described(named_tensors, options.partial, options.rename)
         files = SnapshotFiles.of(state.layout, options.dtype, options.file_bytes)
         target: SnapshotFolder | None = None
+        base: Entry | None = None
         partial = folder / f".{options.name}.partial"
         try:
             with self._phase("reserve") as reserved:
                 if self._rank == 0:
-                    target = SnapshotFolder(folder, options.name)
+                    target = SnapshotFolder(folder, options.name, self._timeout_s)
+                    base = target.base() if options.delta else None
                     files.reserve(target.partial)
-                    reserved.said = target.newest if options.delta else ""
+                    reserved.said = base.name if base is not None else ""
             with self._phase("write"):
                 written = write_boxes(state, files, partial, self._rank)
             with self._phase("read back") as read_back:
-                base = reserved.heard[0]
+                before = reserved.heard[0]
                 mine = files.files[self._rank :: len(self._global_ranks)]
                 described = {
-                    file.name: files.described(file, partial, folder / base if base else None) for file in mine
+                    file.name: files.described(file, partial, folder / before if before else None) for file in mine
                 }
                 read_back.said = msgspec.json.encode(described).decode()
             weights: dict[str, SnapshotFile] = {}
@@ -109,13 +114,13 @@ class SnapshotWriter:
             with self._phase("publish"):
                 if target is not None:
                     files.write_index(target.partial)
-                    target.publish(weights, base, options.copy_from, options.keep)
+                    publication = target.publish(weights, base, options.copy_from, options.keep, publication)
         except BaseException:
             if target is not None:
                 target.remove()
             raise
         if options.upload is not None:
-            self._upload(options.upload, folder / options.name, weights, options.keep)
+            self._upload(options.upload, folder, Entry(options.name, publication), weights, options.keep)
         deltas = [file.delta_bytes for file in weights.values()]
         return SnapshotReport(
             str(folder / options.name),
@@ -126,17 +131,20 @@ class SnapshotWriter:
             None if None in deltas else sum(n for n in deltas if n is not None),
         )
 
-    def _upload(self, url: str, folder: Path, weights: Mapping[str, SnapshotFile], keep: int | None) -> None:
+    def _upload(
+        self, url: str, folder: Path, entry: Entry, weights: Mapping[str, SnapshotFile], keep: int | None
+    ) -> None:
         """Copies a snapshot to `url`; each rank copies its part of the files."""
+        written = folder / entry.name
         with self._phase("upload"):
             store = SnapshotStore(url)
             mine = sorted(weights)[self._rank :: len(self._global_ranks)]
             deltas = [name + DELTA for name in mine if weights[name].delta_bytes is not None]
-            others = [p.name for p in folder.iterdir() if p.name.removesuffix(DELTA) not in weights]
-            store.put(folder, folder.name, [*mine, *deltas, *(others if self._rank == 0 else ())])
+            others = [p.name for p in written.iterdir() if p.name.removesuffix(DELTA) not in weights]
+            store.put(written, entry.name, [*mine, *deltas, *(others if self._rank == 0 else ())])
         with self._phase("announce"):
             if self._rank == 0:
-                store.publish(folder.name, keep)
+                store.publish(entry, keep)
 
     def _described(
         self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, partial: bool, rename: Renaming | None

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import shutil
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from sglang_reshard.snapshots.delta_file import write_delta
-from sglang_reshard.snapshots.manifest import (
-    DELTA,
-    LIST,
-    MANIFEST,
-    Snapshot,
-    SnapshotFile,
-    SnapshotList,
-    decode,
-    encode,
-    sha256_of,
-    write_atomically,
-)
+from sglang_reshard.snapshots.manifest import DELTA, SnapshotFile, sha256_of
+from sglang_reshard.snapshots.tensor_files import INDEX, MOST_TENSORS
 from sglang_reshard.sources import TrainerState
 from sglang_reshard.trace.geometry import contiguous_strides
 from sglang_reshard.trace.program import Copy, Program
+from sglang_reshard.trainer.snapshot_folder import to_disk
 from sglang_reshard.transports.copies import CopyList
 from sglang_reshard.transports.p2p import destination_view
 
@@ -42,9 +30,6 @@ _SAFETENSORS = {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-_INDEX, _LATEST = "model.safetensors.index.json", "latest"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # of a model folder, not copied
-_WRITER = "sglang-reshard"  # in the index of those that `keep` may delete
 DEFAULT_FILE_BYTES = 5 << 30
 
 
@@ -74,7 +59,8 @@ class SnapshotFiles:
         groups: list[list[str]] = [[]]
         filled = 0
         for tensor in layout.tensors:
-            if groups[-1] and filled + sizes[tensor.name] > file_bytes:
+            is_full = filled + sizes[tensor.name] > file_bytes or len(groups[-1]) == MOST_TENSORS
+            if groups[-1] and is_full:
                 groups.append([])
                 filled = 0
             groups[-1].append(tensor.name)
@@ -113,8 +99,8 @@ class SnapshotFiles:
 
     def write_index(self, folder: Path) -> None:
         of_tensor = {name: file.name for file in self.files for name in file.offsets}
-        index = {"metadata": {"total_size": self.nbytes, "written_by": _WRITER}, "weight_map": of_tensor}
-        (folder / _INDEX).write_text(json.dumps(index))
+        index = {"metadata": {"total_size": self.nbytes}, "weight_map": of_tensor}
+        (folder / INDEX).write_text(json.dumps(index))
 
     def described(self, file: _File, folder: Path, base: Path | None) -> SnapshotFile:
         """Reads a file of `folder` back, and writes beside it what has changed since `base`'s, if that is less."""
@@ -124,7 +110,7 @@ class SnapshotFiles:
             out = folder / (file.name + DELTA)
             delta_bytes = write_delta(base / file.name, path, out, units, file.nbytes // 2)
             if delta_bytes is not None:
-                _to_disk(out)
+                to_disk(out)
         return SnapshotFile(file.nbytes, sha256_of(path), delta_bytes)
 
     def program(self, layout: SourceLayout, folder: Path) -> Program:
@@ -162,81 +148,8 @@ def write_boxes(state: TrainerState, files: SnapshotFiles, folder: Path, trainer
     copies.run()
     for file in files.files:
         if not written.isdisjoint(file.offsets):
-            _to_disk(folder / file.name)
+            to_disk(folder / file.name)
     return plan.traffic().get(trainer_rank, (0, 0))[0]
-
-
-class SnapshotFolder:
-    """Trainer rank 0's part: what becomes visible, and what goes."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        """Raises Mismatch if there is a snapshot of that name already, or if it is no name of a folder."""
-        if not name or name in (".", "..", _LATEST) or "/" in name or name.startswith("."):
-            raise Mismatch(f"{name!r} cannot be the name of a snapshot")
-        self.final = folder / name
-        self.partial = folder / f".{name}.partial"
-        if self.final.exists():
-            raise Mismatch(f"{self.final} exists already; give each snapshot a name of its own")
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self.partial, ignore_errors=True)  # of a trainer that died
-        self.partial.mkdir()
-
-    @property
-    def newest(self) -> str:
-        """The name of the newest snapshot in the folder; empty if there is none."""
-        names = self._names()
-        return names[-1] if names and (self.final.parent / names[-1]).is_dir() else ""
-
-    def publish(self, weights: Mapping[str, SnapshotFile], base: str, copy_from: Path | None, keep: int | None) -> None:
-        """Gives the folder its name, once everything is on disk, and deletes all but the newest `keep`.
-
-        weights, base  of the manifest
-        """
-        for source in sorted(copy_from.iterdir()) if copy_from is not None else ():
-            if source.is_file() and source.suffix not in _WEIGHTS and source.name != _INDEX:
-                shutil.copyfile(source, self.partial / source.name)
-        others = [p for p in self.partial.iterdir() if p.name.removesuffix(DELTA) not in weights]
-        described = {p.name: SnapshotFile(p.stat().st_size, sha256_of(p)) for p in others}
-        (self.partial / MANIFEST).write_bytes(encode(Snapshot(self.final.name, {**weights, **described}, base)))
-        for path in self.partial.iterdir():
-            _to_disk(path)
-        _to_disk(self.partial)
-        os.rename(self.partial, self.final)
-        link = self.final.parent / f".{_LATEST}"
-        link.unlink(missing_ok=True)
-        link.symlink_to(self.final.name)
-        os.replace(link, self.final.parent / _LATEST)
-        present = sorted(_snapshots(self.final.parent), key=lambda path: path.stat().st_mtime)
-        kept = present if keep is None else present[-keep:]
-        write_atomically(self.final.parent / LIST, encode(SnapshotList(tuple(path.name for path in kept))))
-        _to_disk(self.final.parent)
-        for old in present[: -len(kept)]:
-            shutil.rmtree(old)
-
-    def _names(self) -> tuple[str, ...]:
-        path = self.final.parent / LIST
-        return decode(path.read_bytes(), SnapshotList, str(path)).names if path.exists() else ()
-
-    def remove(self) -> None:
-        shutil.rmtree(self.partial, ignore_errors=True)
-
-
-def _snapshots(folder: Path) -> Iterator[Path]:
-    """Yields the folders of finished snapshots; other models may be in the same folder."""
-    for path in folder.iterdir():
-        if path.is_symlink() or path.name.startswith(".") or not (path / _INDEX).exists():
-            continue
-        with contextlib.suppress(ValueError):
-            if json.loads((path / _INDEX).read_text()).get("metadata", {}).get("written_by") == _WRITER:
-                yield path
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _written_dtype(name: str, own: str, wanted: str | None) -> str:

@@ -290,4 +290,13 @@ def write_for_a_follower(job: dict[str, Any]) -> dict[str, Any]:
     dist.barrier()
     seen["expected"], _ = greedy_tokens(Path(job["folder"], "checkpoint"), PROMPTS, text.NEW_TOKENS, "float32")
     sender.close()
+    direct = WeightSender(job["url"], mesh.get_group(), admin_api_key=job["key"], timeout_s=60)
+    direct.update(trainer.model, weight_version="5")
+    direct.close()
+    if rank == 0:
+        seen["versions"] = []
+        for options in ([], ["--allow-rollback"]):
+            ended = subprocess.run([*follow, *options], capture_output=True, text=True, timeout=120, check=False)
+            seen["said"].append(ended.stdout + ended.stderr)
+            seen["versions"].append(server.weights_info().version)
     return seen

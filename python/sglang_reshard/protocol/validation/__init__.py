@@ -8,7 +8,7 @@ hash. After these checks every index is within its table, every view within its 
     check_handles       engine ranks, before a trainer rank's memory is mapped
     check_send_request  trainer ranks, before views for an engine rank are made
     check_request       an engine's tokenizer manager, and each engine rank, before an update begins
-    check_pull_request, check_share_request, check_probe_summary
+    check_pull_request, check_share_request, check_load_request, check_probe_summary
                         an engine's HTTP process, before it asks anybody
     check_shared_weights
                         an engine's HTTP process that pulls, before it joins the other's session
@@ -21,6 +21,7 @@ from sglang_reshard.protocol.validation.commands import check_prepare_send
 from sglang_reshard.protocol.validation.handles import check_handles
 from sglang_reshard.protocol.validation.layouts import check_layout
 from sglang_reshard.protocol.validation.requests import (
+    check_load_request,
     check_probe_summary,
     check_pull_request,
     check_request,
@@ -32,6 +33,7 @@ from sglang_reshard.protocol.validation.send_requests import check_send_request
 __all__ = [
     "check_handles",
     "check_layout",
+    "check_load_request",
     "check_prepare_send",
     "check_probe_summary",
     "check_pull_request",

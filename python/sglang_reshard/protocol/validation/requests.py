@@ -1,4 +1,4 @@
-"""Validates the fields of requests: of an update, of a pull, of a share, and of a probe's outcome.
+"""Validates the fields of requests: of an update, a pull, a share, a load of a snapshot, and of a probe's outcome.
 
 The process that receives a request validates all of it before it asks another one, so that no process downstream can
 fail on a value that it cannot send on. All checks raise Mismatch.
@@ -18,12 +18,14 @@ from sglang_reshard.plan import check_transport
 from sglang_reshard.plan.relay import MAX_UPDATE
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsReq,
+    LoadSnapshotReq,
     PullWeightsReq,
     Relay,
     SharedWeights,
     ShareWeightsReq,
 )
 from sglang_reshard.protocol.validation.layouts import MAX_TRAINER_RANKS
+from sglang_reshard.snapshots.manifest import MOST_PUBLICATION
 
 MAX_BUCKET_BYTES = 1 << 40
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-3, 1e9
@@ -54,6 +56,7 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
     for name, number in (("update", request.update), ("engine", request.engine), ("stock", request.stock_changes)):
         if not 0 <= number <= _MAX_NUMBER:
             raise invalid(f"the {name} number {_shown(number)} is not from 0 to {_MAX_NUMBER:,}")
+    _check_publication(request.publication, invalid)
     _check_options(request, invalid, MAX_TIMEOUT_S)
     if len(request.sections) not in (0, ranks):
         raise invalid(f"it offers deltas of {len(request.sections)} trainer ranks, and has {ranks}")
@@ -89,10 +92,19 @@ def check_share_request(request: ShareWeightsReq) -> None:
         _check_address(request.address, invalid)
 
 
+def check_load_request(request: LoadSnapshotReq) -> None:
+    """Raises Mismatch for a request that no follower makes. What is at the path is not looked at."""
+    _check_lengths((request.path, request.version), _invalid_load)
+    _check_publication(request.publication, _invalid_load)
+    if "\0" in request.path:
+        raise _invalid_load("its path has a null character")
+
+
 def check_shared_weights(shared: SharedWeights) -> None:
     """Raises Mismatch for an answer that no server gives."""
     _check_address(shared.address, _invalid_share)
     _check_lengths((shared.version, shared.dtype), _invalid_share)
+    _check_publication(shared.publication, _invalid_share)
     if len(shared.digest) not in (0, _DIGEST_LENGTH) or not _HEXADECIMAL.issuperset(shared.digest):
         raise _invalid_share(f"the digest is not {_DIGEST_LENGTH} hexadecimal digits")
 
@@ -116,6 +128,11 @@ def _check_options(
         raise invalid(f"bucket_bytes={_shown(request.bucket_bytes)} is not from 1 to {MAX_BUCKET_BYTES:,}")
     if not MIN_TIMEOUT_S <= request.timeout_s <= longest_s:  # false for NaN, too
         raise invalid(f"timeout_s={request.timeout_s} is not from {MIN_TIMEOUT_S} to {longest_s:.0f} seconds")
+
+
+def _check_publication(publication: int, invalid: _Invalid) -> None:
+    if not 0 <= publication <= MOST_PUBLICATION:
+        raise invalid(f"the publication number {_shown(publication)} is not from 0 to {MOST_PUBLICATION:,}")
 
 
 def _check_address(address: Address, invalid: _Invalid) -> None:
@@ -181,6 +198,10 @@ def _invalid_request(why: str) -> Mismatch:
 
 def _invalid_pull(why: str) -> Mismatch:
     return Mismatch(f"invalid pull request: {why}. Send it with sglang_reshard.RemoteEngine or `sglang-reshard pull`")
+
+
+def _invalid_load(why: str) -> Mismatch:
+    return Mismatch(f"invalid request to load a snapshot: {why}. Send it with `sglang-reshard follow`")
 
 
 def _invalid_share(why: str) -> Mismatch:

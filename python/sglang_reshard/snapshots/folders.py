@@ -1,0 +1,208 @@
+"""Reads a folder of snapshots that anybody may have written: on this host, or wherever fsspec reads.
+
+Names are checked before they are used. On this host nothing is followed out of the folder: every file is opened below
+its snapshot's folder, is no link, and is a regular file. All that goes wrong is a Mismatch that names the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.snapshots.manifest import (
+    LIST_BYTES,
+    MANIFEST_BYTES,
+    Entry,
+    Snapshot,
+    SnapshotList,
+    decode_list,
+    decode_snapshot,
+)
+from sglang_reshard.snapshots.names import LIST, MANIFEST, check_snapshot_name
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO without a writer is not waited for
+_KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
+
+
+class Folder(Protocol):
+    """Where snapshots are."""
+
+    def where(self, *names: str) -> str:
+        """Returns what errors call a file."""
+
+    def open(self, name: str, file: str) -> contextlib.AbstractContextManager[tuple[BinaryIO, int]]:
+        """Opens a file of the snapshot `name`, or of the folder if that is empty; with its bytes.
+
+        Raises Mismatch if it is no regular file of that folder, and in the block for what reading it fails with.
+        """
+
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of all folders in it that could be those of snapshots, in any order."""
+
+
+def listed(folder: Folder) -> SnapshotList | None:
+    """Returns the list of a folder; None if it has none. Raises Mismatch for a list that is none."""
+    data = _read(folder, "", LIST, LIST_BYTES)
+    return None if data is None else decode_list(data, folder.where(LIST))
+
+
+def manifest(folder: Folder, entry: Entry) -> Snapshot:
+    """Returns a snapshot's manifest. Raises Mismatch if it is missing, or another's."""
+    where = folder.where(entry.name, MANIFEST)
+    data = _read(folder, entry.name, MANIFEST, MANIFEST_BYTES)
+    if data is None:
+        raise Mismatch(f"{where} is missing")
+    return decode_snapshot(data, where, entry)
+
+
+def entry_of(folder: Folder, name: str) -> Entry | None:
+    """Returns the snapshot in the folder of that name; None if that is no snapshot's.
+
+    Raises UnreadableFile if nobody can tell now.
+    """
+    where = folder.where(name, MANIFEST)
+    try:
+        data = _read(folder, name, MANIFEST, MANIFEST_BYTES)
+        snapshot = None if data is None else decode_snapshot(data, where)
+    except UnreadableFile:
+        raise
+    except Mismatch:
+        return None
+    return snapshot.entry if snapshot is not None and snapshot.name == name else None
+
+
+def snapshots_in(folder: Folder) -> SnapshotList:
+    """Returns the list that a folder should have, by its manifests. What has no good one is left out."""
+    found = []
+    for name in sorted(folder.names()):
+        with contextlib.suppress(UnreadableFile):  # another's, perhaps
+            found.append(entry_of(folder, name))
+    return SnapshotList.of({entry.publication or entry.name: entry for entry in found if entry is not None}.values())
+
+
+def _read(folder: Folder, name: str, file: str, most_bytes: int) -> bytes | None:
+    try:
+        with folder.open(name, file) as (opened, _):
+            return opened.read(most_bytes + 1)
+    except MissingFile:
+        return None
+
+
+class UnreadableFile(Mismatch):
+    """A file, good or not, cannot be read now."""
+
+
+class MissingFile(UnreadableFile):
+    """There is no such file."""
+
+
+class LocalFolder:
+    """A folder of this host."""
+
+    def __init__(self, root: str | Path) -> None:
+        self._root = Path(root)
+
+    def where(self, *names: str) -> str:
+        return str(self._root.joinpath(*names))
+
+    @contextlib.contextmanager
+    def open(self, name: str, file: str) -> Iterator[tuple[BinaryIO, int]]:
+        where = self.where(*([name] if name else []), file)
+        with _told(where), contextlib.ExitStack() as stack:
+            within = os.open(self._root, _FOLDER & ~os.O_NOFOLLOW)  # what the user has named
+            stack.callback(os.close, within)
+            if name:
+                within = os.open(name, _FOLDER, dir_fd=within)
+                stack.callback(os.close, within)
+            opened, found = _regular(within, file, where)
+            with opened:
+                yield opened, found.st_size
+
+    def names(self) -> tuple[str, ...]:
+        with _told(str(self._root)), os.scandir(self._root) as found:
+            return tuple(e.name for e in found if e.is_dir(follow_symlinks=False) and _is_name(e.name))
+
+    def files(self, name: str) -> Iterator[str]:
+        """Yields the names of all that is in a snapshot's folder but folders."""
+        with _told(self.where(name)), os.scandir(self._root / name) as found:
+            yield from [entry.name for entry in found if not entry.is_dir(follow_symlinks=False)]
+
+
+class StoredFolder:
+    """A URL that fsspec reads. Its store has no links."""
+
+    def __init__(self, files: Any, root: str) -> None:
+        """`files`: fsspec's file system."""
+        self._files, self._root = files, root
+
+    def where(self, *names: str) -> str:
+        return "/".join((self._root, *names))
+
+    @contextlib.contextmanager
+    def open(self, name: str, file: str) -> Iterator[tuple[BinaryIO, int]]:
+        path = self.where(*([name] if name else []), file)
+        with _told(path):
+            found = self._files.info(path)
+            if found.get("type") != "file":
+                raise Mismatch(f"{path} is not a file")
+            with self._files.open(path, "rb") as opened:
+                yield opened, int(found["size"])
+
+    def names(self) -> tuple[str, ...]:
+        with _told(self._root):
+            found = [entry["name"].rstrip("/").rpartition("/")[2] for entry in self._files.ls(self._root, detail=True)]
+            return tuple(name for name in found if _is_name(name))
+
+
+def folder_of(url: str | Path) -> Folder:
+    """Returns the folder at a path or URL. Raises ImportError or ValueError for a URL that fsspec does not know."""
+    import fsspec
+
+    files, root = fsspec.core.url_to_fs(str(url))
+    protocols = (files.protocol,) if isinstance(files.protocol, str) else files.protocol
+    return LocalFolder(root) if "file" in protocols else StoredFolder(files, root)
+
+
+def _regular(folder: int, file: str, where: str) -> tuple[BinaryIO, os.stat_result]:
+    """Opens a regular file of an open folder. A device is not even opened, unless it is put there in this moment."""
+    _check_regular(os.stat(file, dir_fd=folder, follow_symlinks=False), where)
+    opened = open(os.open(file, _FILE, dir_fd=folder), "rb")  # noqa: SIM115 (the caller closes it)
+    try:
+        found = os.fstat(opened.fileno())
+        _check_regular(found, where)
+    except BaseException:
+        opened.close()
+        raise
+    return opened, found
+
+
+def _check_regular(found: os.stat_result, where: str) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise Mismatch(f"{where} is {_KINDS.get(stat.S_IFMT(found.st_mode), 'a device')}, where a file is expected")
+
+
+def _is_name(name: str) -> bool:
+    try:
+        check_snapshot_name(name)
+    except Mismatch:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _told(where: str) -> Iterator[None]:
+    """Raises MissingFile and UnreadableFile in place of what reading fails with; stores raise whatever they like."""
+    try:
+        yield
+    except ReshardError:
+        raise
+    except FileNotFoundError as error:
+        raise MissingFile(f"{where} is missing") from error
+    except Exception as error:
+        raise UnreadableFile(f"{where} cannot be read: {type(error).__name__}: {error}") from error

@@ -1,0 +1,252 @@
+"""Trainer rank 0's part of a snapshot: what becomes visible in the folder, and what goes.
+
+The list, `snapshots.json`, is replaced at once, and alone says what is published. A folder gets its name while the list
+has it as unsettled, and loses it while the list has it as unsettled again. So whenever a writer dies, each snapshot in
+the list is there, and each folder of a snapshot is in the list: published, or for the next writer to delete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from sglang_reshard.errors import DeadlineExceeded, Mismatch
+from sglang_reshard.observability.logs import get_logger
+from sglang_reshard.protocol.publication import next_publication
+from sglang_reshard.snapshots.folders import LocalFolder, UnreadableFile, entry_of, listed, manifest, snapshots_in
+from sglang_reshard.snapshots.manifest import (
+    MOST_PUBLICATION,
+    Entry,
+    Snapshot,
+    SnapshotFile,
+    SnapshotList,
+    encode,
+    sha256_of,
+    write_atomically,
+)
+from sglang_reshard.snapshots.names import DELTA, LATEST, LIST, MANIFEST, check_file_name, check_snapshot_name
+from sglang_reshard.snapshots.tensor_files import INDEX, WEIGHTS
+
+logger = get_logger(__name__)
+_POLL_S = 0.05
+
+
+class SnapshotFolder:
+    """One snapshot on its way into a folder.
+
+    partial  where it is written
+    final    what `publish` makes of that
+    """
+
+    def __init__(self, folder: Path, name: str, timeout_s: float) -> None:
+        """Raises Mismatch if there is a snapshot of that name already, or if it is no name of a folder.
+
+        Raises DeadlineExceeded if another writer holds the folder for longer than `timeout_s`.
+        """
+        check_snapshot_name(name)
+        self._folder, self._name, self._timeout_s = folder, name, timeout_s
+        self._reader = LocalFolder(folder)
+        self.final, self.partial = folder / name, folder / f".{name}.partial"
+        folder.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            self._settled()
+        if os.path.lexists(self.final):
+            raise Mismatch(f"{self.final} exists already; give each snapshot a name of its own")
+        shutil.rmtree(self.partial, ignore_errors=True)  # of a trainer that died
+        self.partial.mkdir()
+
+    def base(self) -> Entry | None:
+        """Returns the newest snapshot, of which this one may have deltas; None if there is none that can be a base.
+
+        A snapshot may be written again after its folder was deleted. Those in the list that came after the former one
+        have it for a base, by name. With one of these for the base of the new one, names would lead in a circle.
+        """
+        by_name = {entry.name: entry for entry in self._found().entries()}
+        newest = step = next(reversed(by_name.values()), None)
+        seen = {self._name, *(() if newest is None else (newest.name,))}
+        while step is not None:
+            try:
+                base = manifest(self._reader, step).base
+            except Mismatch as error:
+                logger.warning("%s; snapshot %s will have no deltas", error, self._name)
+                return None
+            if base in seen:
+                return None
+            seen.add(base)
+            step = by_name.get(base)
+        return newest
+
+    def publish(
+        self,
+        weights: Mapping[str, SnapshotFile],
+        base: Entry | None,
+        copy_from: Path | None,
+        keep: int | None,
+        publication: int,
+    ) -> int:
+        """Gives the folder its name, once everything is on disk, and deletes all but the newest `keep`.
+
+        weights, base  of the manifest
+        publication    of the snapshot, at least
+
+        Returns the publication. When it raises, there is nothing of the snapshot; what fails once it is in the list is
+        logged, and the next snapshot makes up for it.
+        """
+        files = self._described(weights, copy_from)
+        for path in self.partial.iterdir():
+            to_disk(path)
+        with self._locked():
+            before = self._settled()
+            last = before.publications[-1] if before.publications else 0
+            if last >= MOST_PUBLICATION:
+                raise Mismatch(f"{self._folder / LIST} has publication {last}, and no later one can be; delete it")
+            entry = Entry(self._name, publication if publication > last else next_publication(last))
+            of = base or Entry("", 0)
+            snapshot = Snapshot(self._name, files, of.name, entry.publication, of.publication)
+            (self.partial / MANIFEST).write_bytes(encode(snapshot))
+            to_disk(self.partial / MANIFEST)
+            to_disk(self.partial)
+            after = before.with_newest(entry, keep)
+            try:
+                self._write(SnapshotList.of(before.entries(), (*before.unsettled, self._name)))
+                os.rename(self.partial, self.final)
+                to_disk(self._folder)
+                self._write(after)
+            except BaseException:
+                if not self._is_listed(entry):
+                    self._take_back(before)
+                    raise
+                logger.warning("snapshot %s is published, and not known to be on disk", self._name, exc_info=True)
+            with self._later(f"{LATEST} stays as it is until the next snapshot"):
+                self._link()
+            with self._later(f"{LIST} stays as it is until the next snapshot"):
+                self._settle(after)
+        return entry.publication
+
+    def remove(self) -> None:
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _described(self, weights: Mapping[str, SnapshotFile], copy_from: Path | None) -> dict[str, SnapshotFile]:
+        """Copies the model's other files, and returns all of the snapshot's."""
+        for source in sorted(copy_from.iterdir()) if copy_from is not None else ():
+            own = (INDEX, MANIFEST, LIST)  # the model may be a snapshot itself
+            if source.is_file() and not source.name.endswith((*WEIGHTS, DELTA)) and source.name not in own:
+                check_file_name(source.name, str(copy_from))
+                shutil.copyfile(source, self.partial / source.name)
+        others = [p for p in self.partial.iterdir() if p.name.removesuffix(DELTA) not in weights]
+        return {**weights, **{p.name: SnapshotFile(p.stat().st_size, sha256_of(p)) for p in others}}
+
+    def _found(self) -> SnapshotList:
+        """Returns the list, without what is gone. If it is missing or damaged, the manifests say what it should be.
+
+        Raises Mismatch if it cannot be read now.
+        """
+        try:
+            found = listed(self._reader)
+        except UnreadableFile:
+            raise
+        except Mismatch as error:
+            logger.warning("%s; it is written again, by the manifests of the snapshots", error)
+            found = None
+        if found is None:
+            found = snapshots_in(self._reader)
+        present = [entry for entry in found.entries() if _is_folder(self._folder / entry.name)]
+        return SnapshotList.of(present, found.unsettled)
+
+    def _settled(self) -> SnapshotList:
+        """Returns the list, after what others have left unsettled is deleted as far as it can be."""
+        found = self._found()
+        return self._settle(found) if found.unsettled else found
+
+    def _settle(self, found: SnapshotList) -> SnapshotList:
+        """Deletes what is unsettled. Returns the list without."""
+        settled = SnapshotList.of(found.entries(), [name for name in found.unsettled if not self._delete(name)])
+        if settled != found:
+            self._write(settled)
+        return settled
+
+    def _delete(self, name: str) -> bool:
+        """Deletes a snapshot's folder, and returns whether it is gone.
+
+        One that is no snapshot is another's, whatever a list says, and stays.
+        """
+        trash = self._folder / f".{name}.deleted"
+        with self._later(f"{self._folder / name} stays for the next snapshot to delete"):
+            if os.path.lexists(trash):
+                shutil.rmtree(trash)
+            shutil.rmtree(self._folder / f".{name}.partial", ignore_errors=True)
+            if entry_of(self._reader, name) is not None:
+                os.rename(self._folder / name, trash)
+                shutil.rmtree(trash)
+            return True
+        return False
+
+    def _is_listed(self, entry: Entry) -> bool:
+        """Raises Mismatch if the list cannot be read: then nothing is taken back, and the list is right either way."""
+        found = listed(self._reader)
+        return found is not None and entry in found.entries()
+
+    def _take_back(self, before: SnapshotList) -> None:
+        with self._later(f"{self.final} stays for the next snapshot to delete"):
+            if os.path.lexists(self.final) and not os.path.lexists(self.partial):
+                os.rename(self.final, self.partial)
+            self._write(before)
+
+    def _write(self, found: SnapshotList) -> None:
+        write_atomically(self._folder / LIST, encode(found))
+        to_disk(self._folder)
+
+    def _link(self) -> None:
+        link = self._folder / f".{LATEST}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(self._name)
+        os.replace(link, self._folder / LATEST)
+
+    @contextlib.contextmanager
+    def _later(self, consequence: str) -> Iterator[None]:
+        """In its block the file system may fail: that is told, and what comes after the block goes on."""
+        try:
+            yield
+        except (OSError, Mismatch) as error:
+            logger.warning("%s; %s", error, consequence)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keeps other writers out of the list, on file systems that lock folders."""
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise DeadlineExceeded(
+                            f"another writer has held {self._folder} for {self._timeout_s:.0f} s; look for another "
+                            "trainer that writes there"
+                        ) from None
+                    time.sleep(_POLL_S)
+                    continue
+                except OSError:
+                    logger.debug("%s cannot be locked", self._folder)
+                break
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()

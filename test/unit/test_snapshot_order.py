@@ -1,0 +1,240 @@
+"""A follower never puts a server back: what it holds and what a folder has are ordered by their publications."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from sglang_reshard.errors import EngineRefused, EngineUnreachable
+from sglang_reshard.patches import snapshot_loads, weights_info
+from sglang_reshard.protocol.messages import LoadSnapshotReq
+from sglang_reshard.protocol.publication import next_publication
+from sglang_reshard.snapshots.folders import LocalFolder, listed
+from sglang_reshard.snapshots.follower import SnapshotFollower
+from support.following import Server
+from support.snapshot_writer import write
+from test_weights_info import OUTPUT, REQUEST
+
+
+def publication(folder: Path, name: str) -> int:
+    found = listed(LocalFolder(folder))
+    assert found is not None
+    return dict(zip(found.names, found.publications, strict=True))[name]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the same follower", "a new one"])
+def test_a_direct_update_is_not_undone(tmp_path: Path, told: Any, again: bool) -> None:
+    server = Server()
+    write(tmp_path, 4)
+    follower = SnapshotFollower(tmp_path, server)
+    assert follower.poll() == "step-4"
+    server.version, server.publication = "step-5", next_publication()  # as an update by the trainer
+    if again:
+        follower = SnapshotFollower(tmp_path, server)
+    for _ in range(3):
+        assert follower.poll() is None
+    assert server.version == "step-5"
+    said = [record.getMessage() for record in told.records]
+    assert len(said) == 1, "it is told once"
+    assert "holds version 'step-5', which is not older than snapshot 'step-4'" in said[0]
+    write(tmp_path, 6)
+    assert follower.poll() == "step-6"
+
+
+def test_going_back_is_allowed_where_that_is_asked_for(tmp_path: Path) -> None:
+    server = Server()
+    write(tmp_path, 4)
+    server.version, server.publication = "step-5", next_publication()
+    follower = SnapshotFollower(tmp_path, server, allow_rollback=True)
+    assert follower.poll() == "step-4"
+    assert server.publication == publication(tmp_path, "step-4")
+    assert follower.poll() is None, "it has that one"
+
+
+def test_weights_of_the_users_own_request_stay_until_a_later_snapshot(tmp_path: Path) -> None:
+    server = Server()
+    write(tmp_path, 1)
+    follower = SnapshotFollower(tmp_path, server)
+    assert follower.poll() == "step-1"
+    server.version = "by hand"
+    assert follower.poll() is None
+    write(tmp_path, 2)
+    assert follower.poll() == "step-2"
+
+
+def test_a_server_that_was_started_again_gets_the_newest_again(tmp_path: Path) -> None:
+    server = Server()
+    write(tmp_path, 1)
+    follower = SnapshotFollower(tmp_path, server)
+    assert follower.poll() == "step-1"
+    server.version, server.publication = "default", 0
+    assert follower.poll() == "step-1"
+
+
+def test_torn_weights_are_made_good_by_the_snapshot_that_the_server_had(tmp_path: Path) -> None:
+    server = Server()
+    write(tmp_path, 1)
+    follower = SnapshotFollower(tmp_path, server)
+    assert follower.poll() == "step-1"
+    server.torn = "half of update 8"
+    assert follower.poll() == "step-1"
+    assert not server.torn
+
+
+def test_a_damaged_newest_snapshot_does_not_put_the_server_back(tmp_path: Path) -> None:
+    server = Server()
+    for version in (1, 2):
+        write(tmp_path, version)
+    follower = SnapshotFollower(tmp_path, server)
+    assert follower.poll() == "step-2"
+    write(tmp_path, 3)
+    (tmp_path / "step-3" / "model-00001-of-00001.safetensors").unlink()
+    assert follower.poll() is None
+    assert server.version == "step-2"
+    assert "is missing" in str(follower.refused["step-3"])
+
+
+def test_a_list_of_0_1_0_is_followed_and_continued(tmp_path: Path) -> None:
+    for version in (9, 10):
+        write(tmp_path, version)
+    for name in ("step-9", "step-10"):  # as 0.1.0 has written them
+        path = tmp_path / name / "snapshot.json"
+        content = json.loads(path.read_text())
+        del content["publication"], content["base_publication"]
+        path.write_text(json.dumps(content))
+    (tmp_path / "snapshots.json").write_text('{"names": ["step-9", "step-10"]}')
+    server = Server()
+    follower = SnapshotFollower(tmp_path, server, tmp_path.with_name("cache-of-0.1.0"))
+    assert follower.poll() == "step-10"
+    whole = follower.read_bytes
+    assert follower.poll() is None
+    write(tmp_path, 11)
+    assert follower.poll() == "step-11"
+    assert follower.read_bytes < whole / 4, "of step-10 there are deltas"
+    server.publication = next_publication()
+    shutil.rmtree(tmp_path / "step-11")
+    (tmp_path / "snapshots.json").write_text('{"names": ["step-9", "step-10"]}')
+    assert follower.poll() is None, "what has no number is older"
+
+
+def test_a_server_that_cannot_be_reached_is_no_fault_of_the_snapshot(tmp_path: Path) -> None:
+    server = Server()
+    write(tmp_path, 1)
+    follower = SnapshotFollower(tmp_path, server)
+    server.fails = EngineUnreachable("nobody there")
+    with pytest.raises(EngineUnreachable):
+        follower.poll()
+    server.fails = None
+    assert not follower.refused
+    assert follower.poll() == "step-1"
+
+
+def test_a_snapshot_that_the_server_refuses_is_passed_over(tmp_path: Path) -> None:
+    server = Server()
+    write(tmp_path, 1)
+    follower = SnapshotFollower(tmp_path, server)
+    server.fails = EngineRefused("SGLang cannot load it: no such parameter")
+    assert follower.poll() is None
+    assert follower.poll() is None
+    assert server.asked == 1, "it is not asked in every look"
+    server.fails = None
+    write(tmp_path, 2)
+    assert follower.poll() == "step-2"
+
+
+class Manager(SimpleNamespace):
+    """SGLang's tokenizer manager, as far as a load from disk goes, with the hook where SGLang has it: in its lock."""
+
+    def __init__(self) -> None:
+        super().__init__(is_pause=False, server_args=SimpleNamespace(weight_version="default", dp_size=1))
+        self.lock, self.open, self.loads = asyncio.Lock(), asyncio.Event(), []
+        self.open.set()
+
+    @asynccontextmanager
+    async def update_under_way(self, number: int) -> Any:
+        with weights_info.running(self, "update 8 is running; repeat this one when it has ended"):
+            async with self.lock:
+                yield
+                weights_info.record(self, msgspec.structs.replace(REQUEST, publication=number), OUTPUT)
+
+    async def update_weights_from_disk(self, obj: Any) -> tuple[bool, str, int]:
+        await self.open.wait()
+        async with self.lock:
+            return await snapshot_loads._in_order(self._stock, self, obj)
+
+    async def _stock(self, _manager: Any, obj: Any) -> tuple[bool, str, int]:
+        self.loads.append(obj.model_path)
+        return "bad" not in obj.model_path, "no such parameter", 0
+
+
+@pytest.fixture
+def stock_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one message of SGLang's that a load makes."""
+    import sys
+    from types import ModuleType
+
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.managers.io_struct"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["sglang.srt.managers.io_struct"].UpdateWeightFromDiskReqInput = SimpleNamespace  # type: ignore[attr-defined]
+
+
+def load(manager: Any, path: str, number: int, **options: Any) -> Any:
+    return snapshot_loads.load(manager, LoadSnapshotReq(path=path, version=path, publication=number, **options))
+
+
+@pytest.mark.usefixtures("stock_request")
+def test_an_engine_remembers_what_it_holds_and_loads_nothing_earlier() -> None:
+    async def run() -> None:
+        manager = Manager()
+        assert (await load(manager, "three", 3)).success
+        assert weights_info.current(manager).publication == 3
+        refused = await load(manager, "two", 2)
+        assert not refused.success
+        assert "holds later weights than snapshot 'two'" in refused.message
+        async with manager.update_under_way(7):
+            pass
+        assert weights_info.current(manager).publication == 7
+        assert not (await load(manager, "six", 6)).success
+        with pytest.raises(EngineRefused, match="cannot load bad: no such parameter"):
+            await load(manager, "bad", 8)
+        assert weights_info.current(manager).publication == 7
+        assert (await load(manager, "one", 1, allow_rollback=True)).success
+        assert weights_info.current(manager).publication == 1
+        await manager.update_weights_from_disk(SimpleNamespace(model_path="by hand"))
+        assert weights_info.current(manager).publication == 1
+        async with manager.update_under_way(0):
+            pass
+        assert weights_info.current(manager).publication == 1, "an update without a number"
+        assert manager.loads == ["three", "bad", "one", "by hand"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("stock_request")
+def test_an_update_that_begins_between_a_look_and_the_load_is_not_undone() -> None:
+    async def run() -> None:
+        manager = Manager()
+        manager.open.clear()
+        loading = asyncio.create_task(load(manager, "snapshot", 5))
+        await asyncio.sleep(0)  # it has looked at the order, and is on its way to SGLang's lock
+        async with manager.update_under_way(6):
+            pass
+        manager.open.set()
+        assert not (await loading).success
+        assert manager.loads == []
+        assert weights_info.current(manager).publication == 6
+
+        async with manager.update_under_way(9):
+            refused = await load(manager, "meanwhile", 8)
+            assert refused.message.startswith("update 8 is running")
+        assert "meanwhile" not in manager.loads
+
+    asyncio.run(run())
