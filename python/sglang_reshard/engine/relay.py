@@ -126,6 +126,7 @@ class RelayMember:
         if not found:
             raise Unsupported(f"engine rank {self._rank}: none of the live weights can be read back")
         if self._word is None:
+            self._progress.share(f"engine rank {self._rank}")
             self._word = NixlSource(f"engine rank {self._rank}", [self._progress.word])
         self._source = NixlSource(f"engine rank {self._rank}", [shard.tensor for shard in found])
         self._layout, self._unreadable = _layout(found, size), tuple(unreadable)

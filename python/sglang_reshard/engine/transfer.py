@@ -220,8 +220,13 @@ class PreparedTransfer:
             self.deltas = None
             return False
 
+    def receive_indexes(self, request: DistributedUpdateWeightsReq) -> None:
+        """Receives what says where deltas go, and checks it; raises as `DeltaTarget.receive_indexes` does."""
+        assert self.deltas is not None
+        self.deltas.receive_indexes(self._sections(request))
+
     def move_deltas(self, request: DistributedUpdateWeightsReq) -> None:
-        """Receives what has changed; other engines may take all from here then."""
+        """Receives what has changed, after `receive_indexes`; other engines may take all from here then."""
         assert self.deltas is not None
         self.deltas.move(self._sections(request))
         if self.relays is not None:

@@ -4,6 +4,7 @@
     plan     all demands are known: choose the strategy, map trainer memory, check what can be checked
     call     trainer ranks that send prepare to do so
     connect  create communicators, buffers and views, together with the trainer ranks that send
+    check    where deltas go has arrived, and is checked, on all engine ranks
     staged   a staged update has arrived in the shadow weights, and is verified
     move     bytes arrive in the live parameters, or in the shadow weights of a staged update
     verify   checksums of what has arrived are compared with the trainer's, if requested
@@ -13,7 +14,7 @@
 All engine ranks vote between the phases, and so proceed or fail together. The first byte is written to live memory
 after all ranks have voted that they are ready: before `move`, or before `commit` of a staged update. A failure before
 that leaves the old weights untouched. A failure after it leaves the rank torn until an update succeeds. An update for
-which nothing has changed goes from `prepare` straight to `move`.
+which nothing has changed goes from `prepare` straight to `move`, or to `check` if only deltas are sent.
 """
 
 from __future__ import annotations
@@ -122,6 +123,8 @@ class UpdateExecutor:
         error = ""
         try:
             shadow.copy_from_live()
+            if context.delta:
+                self._receive_indexes(context)
             self._move(context)
             self._verify(context)
         except Exception as failure:
@@ -136,7 +139,9 @@ class UpdateExecutor:
             context.all_gather_votes(Phase.READY, Vote(refusal))
 
     def write(self, context: UpdateContext) -> DistributedUpdateWeightsOutput:
-        """Writes the live weights: everything that a failure leaves torn."""
+        """Writes the live weights: everything that a failure leaves torn. Deltas are checked before it begins."""
+        if context.delta and self.transfer.shadow is None:
+            self._check_deltas(context)
         self.torn, self._live, target = _torn(context.request), None, self.transfer.target
         self._written = LastWrite(context.request.stock_changes, target.program.kept)
         error = ""
@@ -348,15 +353,34 @@ class UpdateExecutor:
             with self._torn_if_vote_is_lost(context, may_write=not error and not request.staged):
                 context.all_gather_votes(Phase.CONNECT, Vote(error))
 
+    def _check_deltas(self, context: UpdateContext) -> None:
+        """Fails on all ranks, and leaves the live weights as they are, if one of them gets a damaged delta."""
+        error = ""
+        try:
+            self._receive_indexes(context)
+        except Exception as failure:
+            error = context.abort_because(failure)
+        with self._torn_if_vote_is_lost(context, may_write=not error):
+            context.all_gather_votes(Phase.CHECK, Vote(error))
+
+    def _receive_indexes(self, context: UpdateContext) -> None:
+        with context.enter(Phase.CHECK):
+            self._start_transfer(context)
+            self.transfer.receive_indexes(context.request)
+
+    def _start_transfer(self, context: UpdateContext) -> None:
+        prepared = self.transfer.plan.prepare_send
+        # By nixl, trainer ranks are only read from.
+        if self._rank == 0 and prepared is not None and prepared.backend != "nixl":
+            context.channel.send_command(StartTransfer(prepared.transfer, context.delta))
+
     def _move(self, context: UpdateContext) -> None:
         request, transfer = context.request, self.transfer
         with context.enter(Phase.MOVE):
-            if self._rank == 0:
-                prepared = transfer.plan.prepare_send
-                if prepared is not None and prepared.backend != "nixl":  # by which trainer ranks only are read from
-                    context.channel.send_command(StartTransfer(prepared.transfer, context.delta))
-                if request.verify != "off":
-                    context.channel.request_checksums(_checksums_requested(request, transfer))
+            if not context.delta:  # else it has begun with the indexes
+                self._start_transfer(context)
+            if self._rank == 0 and request.verify != "off":
+                context.channel.request_checksums(_checksums_requested(request, transfer))
             if transfer.plan.checksums is not None:
                 transfer.plan.checksums.begin(_selection(request))
             transfer.begin(request)

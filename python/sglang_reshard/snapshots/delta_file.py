@@ -2,11 +2,15 @@
 
 header    JSON: unit_bytes, nbytes of either file, and of a chunk
 table     int32 [chunks, 2]: how each chunk is encoded, see `delta.encoding`
-payloads  one after the other
+payloads  the index and the values of each chunk, one after the other
 """
 
 from __future__ import annotations
 
+import itertools
+import shutil
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,11 +18,14 @@ import msgspec
 import numpy as np
 import torch
 
-from sglang_reshard.delta.encoding import ALIGN_BYTES, Encoded, Kind, apply, encode
+from sglang_reshard.delta.checks import is_sound, unfit_reason, verdicts
+from sglang_reshard.delta.encoding import ALIGN_BYTES, UNITS, Encoded, Kind, apply, encode, index_room
 from sglang_reshard.errors import Mismatch
 
 CHUNK_BYTES = 4 << 20
 _LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 1 << 12
+_CHUNKS = CHUNK_BYTES >> 6, CHUNK_BYTES << 4  # bytes of a chunk that are read, from and to
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -48,19 +55,20 @@ def write_delta(base: Path, new: Path, out: Path, unit_bytes: int, most: int) ->
     described += b" " * (-len(described) % ALIGN_BYTES)
     sizes = header.chunks()
     written = _LENGTH_BYTES + len(described) + 8 * len(sizes)
-    room = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+    index, values = (torch.empty(n, dtype=torch.uint8) for n in (index_room(CHUNK_BYTES), CHUNK_BYTES + ALIGN_BYTES))
     table: list[Encoded] = []
     with open(out, "wb") as opened:
         opened.seek(written)
         for number, size in enumerate(sizes):
             begin = number * CHUNK_BYTES
-            encoded = encode(after[begin : begin + size], before[begin : begin + size], unit_bytes, room)
+            encoded = encode(after[begin : begin + size], before[begin : begin + size], unit_bytes, index, values)
             assert encoded is not None, "a chunk fits into a chunk"
-            payload = encoded.payload_bytes(size // unit_bytes, unit_bytes)
-            written += payload
+            units = size // unit_bytes
+            written += encoded.payload_bytes(units, unit_bytes)
             if written > most:
                 break
-            opened.write(room[:payload].numpy().data)
+            opened.write(index[: encoded.index_bytes(units)].numpy().data)
+            opened.write(values[: encoded.value_bytes(units, unit_bytes)].numpy().data)
             table.append(encoded)
         opened.seek(0)
         opened.write(len(described).to_bytes(_LENGTH_BYTES, "little") + described)
@@ -72,34 +80,82 @@ def write_delta(base: Path, new: Path, out: Path, unit_bytes: int, most: int) ->
 
 
 def apply_delta(delta: BinaryIO, path: Path) -> None:
-    """Overwrites a file, the base, by what has changed. Raises Mismatch for a delta that is not of such a file."""
+    """Overwrites a file, the base, by what has changed.
+
+    The delta is copied to a file without a name beside the base, and all of it is checked before the base is written:
+    whoever changes the original meanwhile changes nothing here.
+
+    Raises Mismatch, and leaves the base as it is, for a delta that is damaged, or not of such a file.
+    """
+    header, encoded = _read_header(delta, path)
+    sizes = header.chunks()
+    units = [size // header.unit_bytes for size in sizes]
+    payloads = [e.payload_bytes(n, header.unit_bytes) for e, n in zip(encoded, units, strict=True)]
+    content = torch.from_file(str(path), shared=True, size=header.nbytes, dtype=torch.uint8)
+    with tempfile.TemporaryFile(dir=path.parent) as copy:
+        nbytes = sum(payloads)
+        shutil.copyfileobj(_Limited(delta, nbytes), copy, CHUNK_BYTES)
+        if copy.tell() != nbytes or delta.read(1):
+            raise _invalid(path, f"it does not end after {nbytes:,} bytes of changes")
+        if not nbytes:
+            return
+        copy.flush()
+        parts = torch.from_numpy(np.memmap(copy, np.uint8, "c", shape=nbytes)).split(payloads)
+        checked = (is_sound(e, n, p[: e.index_bytes(n)]) for e, n, p in zip(encoded, units, parts, strict=True))
+        if not all(found := verdicts(list(checked))):
+            raise _invalid(path, f"what says where the changes of chunk {found.index(False)} are is invalid")
+        begins = itertools.accumulate(sizes, initial=0)
+        for how, count, part, begin, size in zip(encoded, units, parts, begins, sizes, strict=False):
+            if how.kind is not Kind.SAME:
+                end = how.index_bytes(count)
+                apply(how, part[:end], part[end:], header.unit_bytes, content[begin : begin + size])
+
+
+def _read_header(delta: BinaryIO, path: Path) -> tuple[_Header, Sequence[Encoded]]:
+    """Returns the header of a delta of the file `path`, and how its chunks are encoded. Every field is checked."""
     length = int.from_bytes(delta.read(_LENGTH_BYTES), "little")
-    if length > CHUNK_BYTES:
-        raise _invalid(path)
+    if length > _MAX_HEADER_BYTES:
+        raise _invalid(path, f"its header has {length:,} bytes")
     try:
         header = msgspec.json.decode(delta.read(length), type=_Header)
-    except msgspec.MsgspecError as error:
-        raise _invalid(path) from error
-    if header.nbytes != path.stat().st_size or header.unit_bytes not in (1, 2, 4) or header.chunk_bytes < 8:
-        raise _invalid(path)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _invalid(path, f"its header cannot be read: {error}") from error
+    if header.nbytes != path.stat().st_size or not header.nbytes:
+        raise _invalid(path, f"it is of a file of {header.nbytes:,} bytes, and this one has {path.stat().st_size:,}")
+    if header.unit_bytes not in UNITS or header.nbytes % header.unit_bytes:
+        raise _invalid(path, f"its units of {header.unit_bytes} bytes do not fit {header.nbytes:,} bytes")
+    if not _CHUNKS[0] <= header.chunk_bytes <= _CHUNKS[1] or header.chunk_bytes % ALIGN_BYTES:
+        raise _invalid(path, f"its chunks have {header.chunk_bytes:,} bytes")
     sizes = header.chunks()
-    rows = np.frombuffer(delta.read(8 * len(sizes)), "<i4").reshape(-1, 2).tolist()
-    if len(rows) != len(sizes):
-        raise _invalid(path)
-    content = torch.from_file(str(path), shared=True, size=header.nbytes, dtype=torch.uint8)
-    for number, (size, (kind, changed)) in enumerate(zip(sizes, rows, strict=True)):
-        units = size // header.unit_bytes
-        if not 0 <= kind < len(Kind) or not 0 <= changed <= units:
-            raise _invalid(path)
-        encoded = Encoded(Kind(kind), changed)
-        payload = bytearray(delta.read(encoded.payload_bytes(units, header.unit_bytes)))
-        if len(payload) != encoded.payload_bytes(units, header.unit_bytes):
-            raise _invalid(path)
-        if payload:
-            begin = number * header.chunk_bytes
-            data = torch.frombuffer(payload, dtype=torch.uint8)
-            apply(encoded, data, header.unit_bytes, content[begin : begin + size])
+    data = delta.read(8 * len(sizes))
+    if len(data) != 8 * len(sizes):
+        raise _invalid(path, f"its table does not have {len(sizes):,} chunks")
+    encoded = []
+    for number, (size, (kind, changed)) in enumerate(
+        zip(sizes, np.frombuffer(data, "<i4").reshape(-1, 2).tolist(), strict=True)
+    ):
+        if not 0 <= kind < len(Kind):
+            raise _invalid(path, f"there is no kind {kind} of chunks, as chunk {number} is said to be")
+        encoded.append(Encoded(Kind(kind), changed))
+        if why := unfit_reason(encoded[-1], size // header.unit_bytes):
+            raise _invalid(path, f"chunk {number}: {why}")
+    return header, encoded
 
 
-def _invalid(path: Path) -> Mismatch:
-    return Mismatch(f"what has changed of {path.name} is damaged, or of another file")
+class _Limited:
+    """The next bytes of a file, so many at most."""
+
+    def __init__(self, opened: BinaryIO, nbytes: int) -> None:
+        self._opened, self._left = opened, nbytes
+
+    def read(self, nbytes: int) -> bytes:
+        data = self._opened.read(min(nbytes, self._left))
+        self._left -= len(data)
+        return data
+
+
+def _invalid(path: Path, why: str) -> Mismatch:
+    return Mismatch(
+        f"the delta of {path.name} is damaged, or of another file: {why}. Nothing of it was written; read the whole "
+        "file of the snapshot"
+    )

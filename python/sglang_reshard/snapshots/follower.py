@@ -83,9 +83,9 @@ class SnapshotFollower:
         chain = self._chain(present, newest, names) if present is not None else None
         (cache / MANIFEST).unlink(missing_ok=True)  # a copy that is half written is none
         if chain is not None:
-            for step in chain:
-                self._advance(cache, step)
             try:
+                for step in chain:
+                    self._advance(cache, step)
                 _check(cache, newest)
             except Mismatch as error:
                 logger.warning("%s; it is read whole", error)

@@ -80,7 +80,7 @@ class EngineTransfers:
             return None
         if not all(delta.encode(update) for delta in prepared.deltas.values()):
             return None
-        return {e: DeltaSection(d.checksum, d.nbytes, *d.memory) for e, d in prepared.deltas.items()}
+        return {e: _announced(delta, prepared.registered) for e, delta in prepared.deltas.items()}
 
     def commit(self, update: int) -> None:
         """The engine has the weights of `update`. What fails here fails no update: the next one sends everything."""
@@ -144,7 +144,14 @@ class EngineTransfers:
         deltas = None
         if command.delta and all(request.delta for request in requests.values()):
             deltas = {
-                e: self._deltas.get(published, shards, request, round_bytes[e], device)
+                e: self._deltas.get(
+                    published,
+                    shards,
+                    request,
+                    round_bytes[e],
+                    device,
+                    f"trainer rank {self._rank}" if one_sided else "",
+                )
                 for e, request in requests.items()
             }
         if one_sided:
@@ -198,13 +205,20 @@ class DeltaSources:
         request: SendRequest,
         round_bytes: int,
         device: torch.device,
+        read_from: str,
     ) -> DeltaSource:
-        key = published.identity, request, round_bytes, device
+        key = published.identity, request, round_bytes, device, read_from
         known = self._known.get(key)
         if known is None:
             link = sent_link(published.source, shards, request, round_bytes)
-            known = self._known[key] = DeltaSource(link, round_bytes, device, self._base_device)
+            known = self._known[key] = DeltaSource(link, round_bytes, device, self._base_device, read_from)
         return known
+
+
+def _announced(delta: DeltaSource, registered: NixlSource | None) -> DeltaSection:
+    if registered is None:
+        return DeltaSection(delta.checksum, delta.nbytes)
+    return DeltaSection(delta.checksum, delta.nbytes, *registered.place(delta.section))
 
 
 def _message_device(backend: str, shards: Sequence[torch.Tensor]) -> torch.device:

@@ -21,8 +21,8 @@ import torch
 
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.transports.abortable_group import PeerDisconnected
+from sglang_reshard.transports.remote_shards import GPU, HOST
 
-_HOST, _GPU = "DRAM", "VRAM"
 INSTALL = "pip install 'sglang-reshard[nixl]'"
 
 
@@ -43,7 +43,7 @@ def _nixl() -> Any:
 
 def memory_kind(device: torch.device) -> tuple[str, int]:
     """Returns NIXL's kind of memory of tensors on `device`, and the number of the GPU in this process."""
-    return (_HOST, 0) if device.type == "cpu" else (_GPU, device.index or 0)
+    return (HOST, 0) if device.type == "cpu" else (GPU, device.index or 0)
 
 
 class NixlAgent:

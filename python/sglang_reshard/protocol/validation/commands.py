@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 
+from sglang_reshard.delta.section import DeltaSection
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.plan.relay import MAX_UPDATE
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, PrepareSend, Relay
 from sglang_reshard.protocol.validation.layouts import MAX_TRAINER_RANKS
+from sglang_reshard.transports.remote_shards import MEMORY_KINDS
 
 MAX_BUCKET_BYTES = 1 << 40
 MAX_TIMEOUT_S = 1e9
 _MAX_UPDATE = (1 << 62) - 1
 _MAX_ENGINES = 65536
+_MAX_ADDRESS = (1 << 63) - 1 - 2 * MAX_BUCKET_BYTES  # so that the end of a section is a 64-bit number
+_MAX_GPUS = 1 << 16
 _MAX_NAME_LENGTH = 4096  # characters of a name, a hash, a host
 
 
@@ -34,10 +38,11 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
     if not _is_timeout(request.timeout_s):
         raise _invalid_request(f"timeout_s={request.timeout_s} is not above 0 and at most {MAX_TIMEOUT_S:.0f}")
     sections = [section for of_ranks in request.sections for section in of_ranks.values()]
-    if len(request.sections) not in (0, ranks) or not all(0 <= s.nbytes <= MAX_BUCKET_BYTES for s in sections):
-        raise _invalid_request(
-            f"it offers deltas of {len(request.sections)} of {ranks} trainer ranks, or too large ones"
-        )
+    if len(request.sections) not in (0, ranks):
+        raise _invalid_request(f"it lists deltas of {len(request.sections)} trainer ranks, expected 0 or {ranks}")
+    for section in sections:
+        if why := _invalid_section_reason(section):
+            raise _invalid_request(f"the delta of a trainer rank {why}")
     if request.relay is not None:
         _check_relay(request, request.relay)
     version = request.weight_version or ""
@@ -48,6 +53,16 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
     for name in (*names, *lora, *request.handles, *request.trainer_hosts, *gpus, *request.prepared, *patterns):
         if len(name) > _MAX_NAME_LENGTH:
             raise _invalid_request(f"a name of {len(name):,} characters is too long: {name[:40]!r}...")
+
+
+def _invalid_section_reason(section: DeltaSection) -> str:
+    if not 0 <= section.nbytes <= MAX_BUCKET_BYTES:
+        return f"has {section.nbytes:,} bytes, and may have 0 to {MAX_BUCKET_BYTES:,}"
+    if section.kind not in ("", *MEMORY_KINDS) or not 0 <= section.gpu < _MAX_GPUS:
+        return f"is in memory of kind {section.kind[:40]!r} on GPU {section.gpu}, which cannot exist"
+    if not 0 <= section.address <= _MAX_ADDRESS:
+        return f"is at address {section.address:,}, which cannot exist"
+    return ""
 
 
 def _check_relay(request: DistributedUpdateWeightsReq, relay: Relay) -> None:
