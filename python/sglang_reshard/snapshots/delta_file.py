@@ -28,7 +28,7 @@ _MAX_HEADER_BYTES = 1 << 12
 _CHUNKS = CHUNK_BYTES >> 6, CHUNK_BYTES << 4  # bytes of a chunk that are read, from and to
 
 
-class _Header(msgspec.Struct, frozen=True):
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unit_bytes: int
     nbytes: int
     chunk_bytes: int = CHUNK_BYTES
@@ -148,7 +148,7 @@ class _Limited:
     def __init__(self, opened: BinaryIO, nbytes: int) -> None:
         self._opened, self._left = opened, nbytes
 
-    def read(self, nbytes: int) -> bytes:
+    def read(self, nbytes: int, /) -> bytes:
         data = self._opened.read(min(nbytes, self._left))
         self._left -= len(data)
         return data
