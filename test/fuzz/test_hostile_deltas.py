@@ -4,14 +4,29 @@
 """
 
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
-from fuzz.delta_runs import KINDS, run_cases
+from fuzz.delta_runs import KINDS, TESTS, run_cases
 from support.sweep import sweep
 
 FEW, MANY = 600, 500_000
 DEADLINE_S = 300.0
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_write_beside_guarded_memory_ends_the_process(at_end):
+    beyond = "64" if at_end else "-1"
+    code = (
+        "import ctypes; from fuzz.guard_pages import GuardedPages;"
+        f"tensor = GuardedPages(1).tensor(64, at_end={at_end}); tensor.fill_(1);"
+        f"ctypes.memset(tensor.data_ptr() + {beyond}, 0, 1)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(TESTS)}, timeout=DEADLINE_S)
+    assert done.returncode == -signal.SIGSEGV
 
 
 def check(kind, seed, cases, processes, deadline_s):

@@ -148,7 +148,7 @@ class _Limited:
     def __init__(self, opened: BinaryIO, nbytes: int) -> None:
         self._opened, self._left = opened, nbytes
 
-    def read(self, nbytes: int, /) -> bytes:
+    def read(self, nbytes: int = CHUNK_BYTES, /) -> bytes:
         data = self._opened.read(min(nbytes, self._left))
         self._left -= len(data)
         return data
