@@ -30,14 +30,15 @@ class GuardedPages:
         inner = begin + mmap.PAGESIZE
         assert _libc.mprotect(inner, self._nbytes, _READ_WRITE) == 0
         self._all = torch.frombuffer((ctypes.c_ubyte * self._nbytes).from_address(inner), dtype=torch.uint8)
+        self._bytes = self._all.numpy()
         self._begin = self._end = 0
 
     def tensor(self, nbytes: int, *, at_end: bool) -> torch.Tensor:
         """Returns bytes whose last, or whose first, is beside a guard page, as near as its alignment allows."""
         self._begin = (self._nbytes - nbytes) // ALIGN_BYTES * ALIGN_BYTES if at_end else 0
         self._end = self._begin + nbytes
-        self._all[: self._begin].fill_(_CANARY)
-        self._all[self._end :].fill_(_CANARY)
+        self._bytes[: self._begin] = _CANARY
+        self._bytes[self._end :] = _CANARY
         return self._all[self._begin : self._end]
 
     @property
@@ -47,7 +48,8 @@ class GuardedPages:
 
     def is_whole(self) -> bool:
         """Returns whether nothing was written between the tensor and the guard pages."""
-        return bool((self._all[: self._begin] == _CANARY).all() and (self._all[self._end :] == _CANARY).all())
+        around = self._bytes[: self._begin], self._bytes[self._end :]
+        return all(part.tobytes() == bytes([_CANARY]) * len(part) for part in around)
 
 
 class GuardingTorch:
