@@ -155,8 +155,11 @@ class Request(msgspec.Struct, frozen=True):
         ({"relay": replace(RELAY, own=2), "transport": "nixl"}, "engine 2 of 2"),
         ({"relay": replace(RELAY, update=0), "transport": "nixl"}, "the update number 0"),
         ({"relay": replace(RELAY, engines=("a", "x" * 5000)), "transport": "nixl"}, "the name of an engine"),
-        ({"sections": ({},)}, "deltas of 1 of 2 trainer ranks"),
-        ({"sections": ({}, {0: DeltaSection(1, -1)})}, "or too large ones"),
+        ({"sections": ({},)}, "deltas of 1 trainer ranks, expected 0 or 2"),
+        ({"sections": ({}, {0: DeltaSection(1, -1)})}, "has -1 bytes, and may have 0 to"),
+        ({"sections": ({}, {0: DeltaSection(1, 8, "FILE")})}, "kind 'FILE'"),
+        ({"sections": ({}, {0: DeltaSection(1, 8, "DRAM", 0, -8)})}, "at address -8"),
+        ({"sections": ({}, {0: DeltaSection(1, 8, "DRAM", 0, (1 << 64) - 8)})}, "which cannot exist"),
     ],
 )
 def test_a_request_that_no_sender_makes_is_refused(changes, says):

@@ -23,6 +23,7 @@ from sglang_reshard.snapshots.manifest import (
     DELTA,
     LIST,
     MANIFEST,
+    MAX_MANIFEST_BYTES,
     Snapshot,
     SnapshotList,
     decode,
@@ -147,11 +148,19 @@ class _Folder:
         path = f"{self._root}/{LIST}"
         if not self._files.exists(path):
             return ()
-        return decode(self._files.cat_file(path), SnapshotList, path).names
+        return decode(self._read(path), SnapshotList, path).names
 
     def snapshot(self, name: str) -> Snapshot:
         path = f"{self._root}/{name}/{MANIFEST}"
-        return decode(self._files.cat_file(path), Snapshot, path)
+        return decode(self._read(path), Snapshot, path)
+
+    def _read(self, path: str) -> bytes:
+        """Returns a file of JSON. Raises Mismatch for one that has more bytes than any of ours."""
+        with self._files.open(path, "rb") as opened:
+            data: bytes = opened.read(MAX_MANIFEST_BYTES + 1)
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise Mismatch(f"{path} has more than {MAX_MANIFEST_BYTES:,} bytes, and is not of a snapshot")
+        return data
 
     def open(self, name: str, file: str) -> Any:
         return self._files.open(f"{self._root}/{name}/{file}", "rb")

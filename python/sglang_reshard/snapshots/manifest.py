@@ -12,6 +12,7 @@ import msgspec
 from sglang_reshard.errors import Mismatch
 
 MANIFEST, LIST = "snapshot.json", "snapshots.json"
+MAX_MANIFEST_BYTES = 1 << 24  # of a file of JSON: 100,000 files take 14 MB
 DELTA = ".delta"  # suffix of what has changed of a file since the snapshot before
 _PART = 1 << 24  # bytes that are read at once
 T = TypeVar("T")

@@ -23,6 +23,7 @@ from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.transports.abortable_group import PeerDisconnected
 from sglang_reshard.transports.remote_shards import GPU, HOST
 
+_NOT_REGISTERED = ("nixlNotFoundError", "nixlInvalidParamError")  # of memory that is read
 INSTALL = "pip install 'sglang-reshard[nixl]'"
 
 
@@ -133,5 +134,7 @@ class NixlAgent:
         except ReshardError:
             raise
         except Exception as error:  # NIXL's own are of many classes
-            kind = PeerDisconnected if what.startswith("read") else ReshardError
+            kind: type[ReshardError] = PeerDisconnected if what.startswith("read") else ReshardError
+            if what.startswith("prepare a read") and type(error).__name__ in _NOT_REGISTERED:
+                kind = Mismatch
             raise kind(f"{self._owner} could not {what}: {type(error).__name__}: {error}") from error

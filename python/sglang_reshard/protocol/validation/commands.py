@@ -11,14 +11,13 @@ from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.plan.relay import MAX_UPDATE
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, PrepareSend, Relay
 from sglang_reshard.protocol.validation.layouts import MAX_TRAINER_RANKS
+from sglang_reshard.protocol.validation.remote_shards import MAX_ADDRESS, MAX_GPUS
 from sglang_reshard.transports.remote_shards import MEMORY_KINDS
 
 MAX_BUCKET_BYTES = 1 << 40
 MAX_TIMEOUT_S = 1e9
 _MAX_UPDATE = (1 << 62) - 1
 _MAX_ENGINES = 65536
-_MAX_ADDRESS = (1 << 63) - 1 - 2 * MAX_BUCKET_BYTES  # so that the end of a section is a 64-bit number
-_MAX_GPUS = 1 << 16
 _MAX_NAME_LENGTH = 4096  # characters of a name, a hash, a host
 
 
@@ -58,9 +57,9 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
 def _invalid_section_reason(section: DeltaSection) -> str:
     if not 0 <= section.nbytes <= MAX_BUCKET_BYTES:
         return f"has {section.nbytes:,} bytes, and may have 0 to {MAX_BUCKET_BYTES:,}"
-    if section.kind not in ("", *MEMORY_KINDS) or not 0 <= section.gpu < _MAX_GPUS:
+    if section.kind not in ("", *MEMORY_KINDS) or not 0 <= section.gpu < MAX_GPUS:
         return f"is in memory of kind {section.kind[:40]!r} on GPU {section.gpu}, which cannot exist"
-    if not 0 <= section.address <= _MAX_ADDRESS:
+    if not 0 <= section.address <= MAX_ADDRESS:
         return f"is at address {section.address:,}, which cannot exist"
     return ""
 
