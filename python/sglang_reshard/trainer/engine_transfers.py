@@ -73,6 +73,12 @@ class EngineTransfers:
             return ""
         return prepared.command.transfer if prepared.shards == published.identity else ""
 
+    @property
+    def writable_bytes(self) -> int:
+        """Bytes of this rank's memory that engine ranks could write to."""
+        registered = self._prepared.registered if self._prepared is not None else None
+        return registered.writable_bytes if registered is not None else 0
+
     def encode(self, published: PublishedShards, update: int) -> dict[int, DeltaSection] | None:
         """Encodes what has changed, if that is all that the engine needs; returns a section for each engine rank."""
         prepared = self._prepared
