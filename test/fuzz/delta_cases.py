@@ -182,6 +182,7 @@ class Sections:
             end = part.offset + len(part.buffer)
             assert 0 <= part.offset <= end <= max(self._begin[0], self._announced), "bytes of nobody are read"
             own = np.frombuffer(self._memory, np.uint8)[part.offset : end]
+            part.buffer.zero_()  # what the table announces, and nobody has sent
             part.buffer.numpy()[: len(own)] = own
         return self
 
