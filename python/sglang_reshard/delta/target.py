@@ -9,15 +9,14 @@ The indexes are kept in memory of this rank's own between the two: what was chec
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
 from sglang_reshard.delta.checks import is_sound, verdicts
 from sglang_reshard.delta.encoding import Encoded, Kind, apply
+from sglang_reshard.delta.incoming import Incoming, NixlReads, P2pReceives, Part
 from sglang_reshard.delta.messages import (
     LinkMessages,
     Piece,
@@ -30,27 +29,15 @@ from sglang_reshard.delta.messages import (
 )
 from sglang_reshard.delta.section import Sections
 from sglang_reshard.digest.coefficients import MODULUS
-from sglang_reshard.errors import DeadlineExceeded, Mismatch
-from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.errors import Mismatch
 from sglang_reshard.transports.base import TransportContext
 from sglang_reshard.transports.ipc import DirectReads, mapped_reads
-from sglang_reshard.transports.nixl_agent import memory_kind
-from sglang_reshard.transports.nixl_reader import NixlReader
 from sglang_reshard.transports.p2p import BUCKETS, P2pLink, engine_links, packed_bytes, sent_tensors
 
 if TYPE_CHECKING:  # as everywhere in transports
     from sglang_reshard.trace.program import Program
 
-_POLL_S = 1e-4
 _SHOWN_NAMES = 3
-
-
-class _Part(NamedTuple):
-    """Bytes of a trainer rank's section, from `offset`, and where they arrive."""
-
-    trainer_rank: int
-    offset: int
-    buffer: torch.Tensor
 
 
 class _Checked(NamedTuple):
@@ -91,12 +78,12 @@ class DeltaTarget:
             torch.empty(sum(self._limits.values()), dtype=torch.uint8, device=device) for _ in range(BUCKETS)
         ]
         self._direct = DirectReads(context, mapped_reads(context))
-        self._incoming: _Incoming
+        self._incoming: Incoming
         if context.nixl is not None:
-            self._incoming = _NixlReads(context.nixl, context)
+            self._incoming = NixlReads(context.nixl, context)
             context.nixl.register([room.untyped_storage() for room in self._rooms])
         else:
-            self._incoming = _P2pReceives(context)
+            self._incoming = P2pReceives(context)
         self.extra_bytes = len(bucket) + sum(map(len, self._rooms)) + self._direct.extra_bytes
         self.received_bytes, self.read_bytes = 0, dict[int, int]()
         self.compared = sum(m.units(n) for m in self._written.values() for n in range(len(m)))
@@ -190,7 +177,7 @@ class DeltaTarget:
         self.received_bytes = sum(self.read_bytes.values())
         self.changed = sum(message.changed for own in self._checked.values() for message in own.encoded)
 
-    def _rounds(self, pieces: Mapping[int, Sequence[Piece]]) -> Iterator[list[_Part]]:
+    def _rounds(self, pieces: Mapping[int, Sequence[Piece]]) -> Iterator[list[Part]]:
         """Yields what has arrived, round by round: of each trainer rank a piece, until the next one is asked for."""
         rounds = []
         for number in range(max(map(len, pieces.values()), default=0)):
@@ -215,11 +202,11 @@ class DeltaTarget:
             f"sends all weights. If it happens again, suspect the memory or the network of trainer rank {trainer_rank}"
         )
 
-    def _parts(self, pieces: Mapping[int, Piece], room: torch.Tensor) -> list[_Part]:
+    def _parts(self, pieces: Mapping[int, Piece], room: torch.Tensor) -> list[Part]:
         """Returns where these pieces arrive, one of each trainer rank."""
         found, begin = [], 0
         for trainer_rank, piece in sorted(pieces.items()):
-            found.append(_Part(trainer_rank, piece.offset, room[begin : begin + piece.nbytes]))
+            found.append(Part(trainer_rank, piece.offset, room[begin : begin + piece.nbytes]))
             begin += self._limits[trainer_rank]
         return found
 
@@ -232,94 +219,3 @@ def _apply(messages: LinkMessages, checked: _Checked, run: range, data: torch.Te
             if how.kind is not Kind.SAME:
                 apply(how, checked.indexes[number], values, messages.unit_bytes, messages.read(number))
                 messages.write(number)
-
-
-class _Pending(Protocol):
-    def wait(self) -> None: ...
-
-
-class _Incoming(Protocol):
-    """How sections arrive."""
-
-    def begin(self, sections: Sections) -> None: ...
-
-    def start(self, parts: Sequence[_Part]) -> _Pending: ...
-
-    def close(self) -> None: ...
-
-
-class _P2pReceives:
-    """Trainer ranks send them."""
-
-    def __init__(self, context: TransportContext) -> None:
-        self._communicators = context.p2p
-
-    def begin(self, sections: Sections) -> None:
-        pass
-
-    def start(self, parts: Sequence[_Part]) -> _Pending:
-        if self._communicators is None:  # all is read from mapped memory
-            return _Nothing()
-        return self._communicators.receive([(part.trainer_rank, part.buffer) for part in parts])
-
-    def close(self) -> None:
-        if self._communicators is not None:
-            self._communicators.close()
-
-
-class _Nothing:
-    def wait(self) -> None:
-        pass
-
-
-class _NixlReads:
-    """This rank reads them out of the trainer ranks' memory."""
-
-    def __init__(self, reader: NixlReader, context: TransportContext) -> None:
-        self._reader, self._device = reader, context.device
-        self._rank, self._timeout_s = context.engine_rank, context.timeout_s
-        self._sections: Sections = {}
-
-    def begin(self, sections: Sections) -> None:
-        for trainer_rank, section in sections.items():
-            if not section.kind:
-                raise Mismatch(
-                    f"trainer rank {trainer_rank} did not announce where the delta is that engine rank {self._rank} "
-                    "reads. Nothing was written; repeat the update, which sends all weights"
-                )
-        self._sections = sections
-
-    def start(self, parts: Sequence[_Part]) -> _Pending:
-        reads: list[tuple[str, list[Any]]] = []
-        runtime().synchronize([self._device])  # what was there before may still be read; no stream orders these reads
-        for part in parts:
-            section, peer = self._sections[part.trainer_rank], f"trainer rank {part.trainer_rank}"
-            kind, gpu = memory_kind(part.buffer.device)
-            remote = np.array([[section.address + part.offset, len(part.buffer), section.gpu]])
-            local = np.array([[part.buffer.data_ptr(), len(part.buffer), gpu]])
-            reads.append((peer, [self._reader.prepare(peer, (section.kind, remote), (kind, local))]))
-            self._reader.start(*reads[-1])
-        return _PendingReads(self._reader, reads, self._rank, self._timeout_s)
-
-    def close(self) -> None:
-        self._reader.close()
-
-
-class _PendingReads:
-    def __init__(
-        self, reader: NixlReader, reads: list[tuple[str, list[Any]]], engine_rank: int, timeout_s: float
-    ) -> None:
-        self._reader, self._reads, self._rank, self._timeout_s = reader, reads, engine_rank, timeout_s
-
-    def wait(self) -> None:
-        """Raises PeerDisconnected if a read fails, and DeadlineExceeded."""
-        deadline = time.monotonic() + self._timeout_s
-        for peer, reads in self._reads:
-            while not self._reader.are_done(peer, reads):
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(
-                        f"engine rank {self._rank} could not finish reading from {peer} in time; is that rank's "
-                        "process stopped, or its host unreachable?"
-                    )
-                time.sleep(_POLL_S)
-            self._reader.release(reads)
