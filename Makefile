@@ -217,12 +217,18 @@ soak: setup
 	$(BIN)/python -m benchmark.pages soak
 
 # A million cases of the fuzz tests; `make test` runs 100 of each, `make test-all` 200. It writes
-# benchmark/results/fuzz.json and docs/results/fuzz.md, and fails when a test does.
+# benchmark/results/fuzz.json and docs/results/fuzz.md, and fails when a test does. `fuzz-deltas` runs as many damaged
+# deltas between guard pages, and writes benchmark/results/fuzz-deltas.json and the same page.
 CASES ?= 1000000
 .PHONY: fuzz
 fuzz: setup
 	$(BIN)/python -m benchmark.fuzz --cases $(CASES)
 	$(BIN)/python -m benchmark.pages fuzz
+
+.PHONY: fuzz-deltas
+fuzz-deltas: setup
+	$(BIN)/python -m benchmark.fuzz_deltas --cases $(CASES)
+	$(BIN)/python -m benchmark.pages fuzz-deltas
 
 # What only a GPU can show, in ten minutes on one H200; see docs/results/gpu.md. It needs torch 2.11 with CUDA and
 # Triton and no SGLang: where this checkout has no environment, the host's own Python runs it. Without a GPU it is

@@ -345,6 +345,41 @@ def fuzz(path: Path) -> str:
     return "\n".join(lines)
 
 
+def fuzz_deltas(path: Path) -> str:
+    head, rows = results.load(path)
+    cases, failed = sum(row["cases"] for row in rows), sum(len(row["failures"]) for row in rows)
+    outcome = f"{failed} processes failed" if failed else "nothing was written out of place, and no process failed"
+    lines = [
+        f"{_measured_by(head, path)}: {cases:,} damaged deltas; {outcome}.",
+        "",
+        "| damaged | cases | refused | applied as the format says | seconds |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    names = {"section": "what a trainer rank sends an engine rank", "file": "a file that a follower of snapshots reads"}
+    lines += [
+        f"| {names[r['kind']]} | {r['cases']:,} | {r['refused']:,} | {r['applied']:,} | {r['seconds']:,.0f} |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def delta_checks(path: Path) -> str:
+    head, rows = results.load(path)
+    lines = [
+        f"{_measured_by(head, path)}: a message of {rows[0]['mib']} MiB of bfloat16, one thread.",
+        "",
+        "| changed | sent as | index, bytes | checked, ms | applied, ms | check / apply | copy of the message, ms |",
+        "|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        check, applied, copied = (r[f"{what}_seconds"] * 1e3 for what in ("check", "apply", "copy"))
+        lines.append(
+            f"| {r['changed_share']:.1%} | {r['kind'].lower()} | {r['index_bytes']:,} | {check:.2f} | {applied:.2f} | "
+            f"{check / applied:.2f} | {copied:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def soak(path: Path) -> str:
     head, rows = results.load(path)
     summary = next(row for row in rows if row["row"] == "summary")
@@ -513,6 +548,8 @@ TABLES: dict[str, Table] = {
     "fuzz": Table("docs/results/fuzz.md", results.FOLDER / "fuzz.json", fuzz),
     "fuzz-http": Table("docs/results/fuzz.md", results.FOLDER / "fuzz-http.json", fuzz),
     "folders": Table("docs/results/folders.md", results.FOLDER / "folders.json", fuzz),
+    "fuzz-deltas": Table("docs/results/fuzz.md", results.FOLDER / "fuzz-deltas.json", fuzz_deltas),
+    "delta-checks": Table("docs/results/deltas.md", results.FOLDER / "delta-checks.json", delta_checks),
     "gpu": Table("docs/results/gpu.md", results.FOLDER / "gpu.json", gpu),
     "soak": Table("docs/results/soak.md", results.FOLDER / "soak.json", soak),
     "test-all": Table("docs/results/test-all.md", results.FOLDER / "test-all.json", test_all),

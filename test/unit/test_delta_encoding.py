@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_reshard.delta import encoding
+from sglang_reshard.delta.checks import is_sound, unfit_reason, verdicts
 from sglang_reshard.delta.checksum import ROW_WORDS, message_checksum
-from sglang_reshard.delta.encoding import BLOCK, UNITS, Kind, apply, cut_pieces, encode
+from sglang_reshard.delta.encoding import BLOCK, UNITS, Kind, apply, cut_pieces, encode, index_room
 
 SIZES = [1, 2, 3, 7, 8, 9, 64, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5]
 
@@ -46,22 +47,30 @@ def lossless(units: int, unit_bytes: int, part: float, seed: int, offset: int) -
     changed = min(units, round(part * units))
     new, base = messages(units, unit_bytes, changed, seed)
     base = torch.cat([torch.zeros(offset, dtype=torch.uint8), base])[offset:]  # at another address
-    out = torch.full((units * unit_bytes + 64,), 0xAB, dtype=torch.uint8)
-    found = encode(new, base, unit_bytes, out)
+    index = torch.full((index_room(units) + 64,), 0xAB, dtype=torch.uint8)
+    values = torch.full((units * unit_bytes + 64,), 0xAB, dtype=torch.uint8)
+    found = encode(new, base, unit_bytes, index, values)
     assert found is not None
     encoded = found
-    nbytes = encoded.payload_bytes(units, unit_bytes)
+    ends = encoded.index_bytes(units), encoded.value_bytes(units, unit_bytes)
     assert encoded.changed == changed
-    assert nbytes <= units * unit_bytes + 7
-    assert (out[nbytes:] == 0xAB).all(), "nothing is written beyond the payload"
+    assert ends[0] <= index_room(units)
+    assert encoded.payload_bytes(units, unit_bytes) == sum(ends) <= units * unit_bytes + 7
+    assert (index[ends[0] :] == 0xAB).all(), "nothing is written beyond the index"
+    assert (values[ends[1] :] == 0xAB).all(), "nothing is written beyond the values"
+    assert unfit_reason(encoded, units) == ""
     if changed:
         kinds = [encoded._replace(kind=kind).payload_bytes(units, unit_bytes) for kind in Kind if kind is not Kind.SAME]
-        assert nbytes == min(kinds)
+        assert sum(ends) == min(kinds)
     there = base.clone()
-    apply(encoded, out[:nbytes].clone(), unit_bytes, there)
+    index, values = index[: ends[0]].clone(), values[: ends[1]].clone()
+    assert verdicts([is_sound(encoded, units, index)]) == [True]
+    apply(encoded, index, values, unit_bytes, there)
     assert torch.equal(there, new)
-    room = torch.empty(max(0, nbytes - 8), dtype=torch.uint8)
-    assert nbytes == 0 or encode(new, base, unit_bytes, room) is None
+    for part, other in ((0, values), (1, index)):
+        if ends[part]:
+            room = torch.empty(ends[part] - 8, dtype=torch.uint8)
+            assert encode(new, base, unit_bytes, *((room, other) if part == 0 else (other, room))) is None
 
 
 @pytest.mark.parametrize(
@@ -70,7 +79,7 @@ def lossless(units: int, unit_bytes: int, part: float, seed: int, offset: int) -
 )
 def test_the_kind_follows_what_has_changed(changed: int, kind: Kind) -> None:
     new, base = messages(BLOCK, 2, changed, 7)
-    found = encode(new, base, 2, torch.empty(4 * BLOCK, dtype=torch.uint8))
+    found = encode(new, base, 2, *(torch.empty(4 * BLOCK, dtype=torch.uint8) for _ in range(2)))
     assert found is not None
     assert found.kind is kind
 
@@ -79,7 +88,9 @@ def test_values_are_bits() -> None:
     """A NaN is equal to itself, and -0.0 differs from 0.0."""
     base = torch.tensor([float("nan"), 0.0, 1.0, 2.0])
     new = torch.tensor([float("nan"), -0.0, 1.0, 2.0])
-    found = encode(new.view(torch.uint8), base.view(torch.uint8), 4, torch.empty(64, dtype=torch.uint8))
+    found = encode(
+        new.view(torch.uint8), base.view(torch.uint8), 4, *(torch.empty(64, dtype=torch.uint8) for _ in range(2))
+    )
     assert found is not None
     assert found.changed == 1
 

@@ -208,6 +208,7 @@ RUN_BY = {
     r"make test-faults": "test/faults/test_storm.py",
     r"make test-newest": "test/engine/live/test_newest.py",
     r"make fuzz|python -m benchmark\.fuzz .*": "test/fuzz/test_frames.py",
+    r"make fuzz-deltas|python -m benchmark\.fuzz_deltas .*": "test/fuzz/test_hostile_deltas.py",
     r"make soak|python -m benchmark\.soak .*": "test/engine/live/test_soak_short.py",
     r"make (test-gpu|gpu-bundle)( .*)?|python -m benchmark\.gpu(\.record)?( .*)?": "test/unit/test_gpu_battery.py",
     r"python -m benchmark\.mesh_to_mesh": "test/trainers/test_mesh_to_mesh.py",

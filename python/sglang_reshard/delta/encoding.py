@@ -7,6 +7,9 @@ Every message is encoded in the way that takes the fewest bytes:
     MASK       a bit for each unit, and the values of those that changed
     WHOLE      all units
 
+An encoded message has two parts: an index, which says where values go, and the values. An index of another process is
+checked (`delta.checks`) before it is applied: applying one that is damaged would write outside of the message.
+
 Nothing here is Python per tensor or per element: numpy finds changes on a CPU, where it is twice as fast as torch, and
 torch on any other device.
 """
@@ -23,7 +26,7 @@ import torch
 UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
 BLOCK = 1 << 16  # units
 _HALF = BLOCK // 2
-ALIGN_BYTES = 8  # of each part of an encoded message
+ALIGN_BYTES = 8  # of each part of an index, and of values
 _NUMPY = "cpu"  # the device on which numpy works; tests let torch do it there, as it does on a GPU
 
 
@@ -32,7 +35,7 @@ class Kind(IntEnum):
 
 
 class Encoded(NamedTuple):
-    """How a message is encoded: everything that the receiver has to know to read its payload.
+    """How a message is encoded: everything that the receiver has to know to read its index and its values.
 
     changed  number of units that differ
     """
@@ -40,91 +43,122 @@ class Encoded(NamedTuple):
     kind: Kind
     changed: int
 
+    def index_bytes(self, units: int) -> int:
+        """Returns the bytes of the index of a message of `units`."""
+        if self.kind is Kind.POSITIONS:
+            return _counts_bytes(units) + _aligned(2 * self.changed)
+        return index_room(units) if self.kind is Kind.MASK else 0
+
+    def value_bytes(self, units: int, unit_bytes: int) -> int:
+        """Returns the bytes of the values of a message of `units`."""
+        return _aligned(self.values(units) * unit_bytes)
+
     def payload_bytes(self, units: int, unit_bytes: int) -> int:
-        """Returns the bytes of the payload of a message of `units`."""
-        return sum(_parts(self.kind, self.changed, units, unit_bytes))
+        """Returns the bytes of the index and the values of a message of `units`."""
+        return self.index_bytes(units) + self.value_bytes(units, unit_bytes)
+
+    def values(self, units: int) -> int:
+        """Returns the number of values of a message of `units`."""
+        return units if self.kind is Kind.WHOLE else self.changed
 
 
-def encode(new: torch.Tensor, base: torch.Tensor, unit_bytes: int, out: torch.Tensor) -> Encoded | None:
-    """Encodes `new` against `base`, and writes the payload to the beginning of `out`; None if it has no room for it.
+class Index(NamedTuple):
+    """The parts of an index, as views of its bytes.
 
-    All are bytes on one device, 1-D and contiguous, at addresses that are multiples of `unit_bytes`; `out` at one of
-    ALIGN_BYTES.
+    counts     of changes in each block, int32 [blocks]; empty unless it is of POSITIONS
+    positions  in their blocks, the lower 16 bits, int16 [changed]; empty unless it is of POSITIONS
+    bits       of units, the lowest of each byte first, uint8; empty unless it is of MASK
+    """
+
+    counts: torch.Tensor
+    positions: torch.Tensor
+    bits: torch.Tensor
+
+    @classmethod
+    def of(cls, encoded: Encoded, units: int, index: torch.Tensor) -> Index:
+        """`index`: bytes, at least those of the index of a message of `units`."""
+        counts_bytes, end = 0, encoded.index_bytes(units)
+        if encoded.kind is Kind.POSITIONS:
+            counts_bytes = _counts_bytes(units)
+        counts, positions = index[:counts_bytes].view(torch.int32), index[counts_bytes:end].view(torch.int16)
+        if encoded.kind is Kind.POSITIONS:
+            return cls(counts[: blocks_of(units)], positions[: encoded.changed], index[:0])
+        return cls(counts, positions[:0], index[:end])
+
+
+def blocks_of(units: int) -> int:
+    return -(-units // BLOCK)
+
+
+def index_room(units: int) -> int:
+    """Returns the bytes that the index of a message of `units` takes at most: a bit for each."""
+    return _aligned(-(-units // 8))
+
+
+def encode(
+    new: torch.Tensor, base: torch.Tensor, unit_bytes: int, index: torch.Tensor, values: torch.Tensor
+) -> Encoded | None:
+    """Encodes `new` against `base`, into the beginnings of `index` and `values`; None if these have no room for it.
+
+    All are bytes on one device, 1-D and contiguous, at addresses that are multiples of `unit_bytes`; `index` and
+    `values` at multiples of ALIGN_BYTES. `index` needs no more than `index_room`.
     """
     dtype = UNITS[unit_bytes]
-    values = new.view(dtype)
-    differs = _differs(values, base.view(dtype))
-    units, changed = len(values), int(np.count_nonzero(differs) if isinstance(differs, np.ndarray) else differs.sum())
+    own = new.view(dtype)
+    differs = _differs(own, base.view(dtype))
+    units, changed = len(own), int(np.count_nonzero(differs) if isinstance(differs, np.ndarray) else differs.sum())
     if not changed:
         return Encoded(Kind.SAME, 0)
-    kind = min((Kind.POSITIONS, Kind.MASK, Kind.WHOLE), key=lambda k: sum(_parts(k, changed, units, unit_bytes)))
-    encoded = Encoded(kind, changed)
-    if encoded.payload_bytes(units, unit_bytes) > len(out):
+    kinds = (Encoded(kind, changed) for kind in (Kind.POSITIONS, Kind.MASK, Kind.WHOLE))
+    encoded = min(kinds, key=lambda e: e.payload_bytes(units, unit_bytes))
+    if encoded.index_bytes(units) > len(index) or encoded.value_bytes(units, unit_bytes) > len(values):
         return None
-    where, second, third = _split(encoded, units, unit_bytes, out)
-    if kind is Kind.WHOLE:
-        third.copy_(values)
+    changes = _values(encoded, units, unit_bytes, values)
+    if encoded.kind is Kind.WHOLE:
+        changes.copy_(own)
         return encoded
     positions = _positions(differs)
-    torch.index_select(values, 0, positions, out=third)
-    if kind is Kind.POSITIONS:
-        edges = torch.arange(0, len(where) + 1, device=new.device) * BLOCK
+    torch.index_select(own, 0, positions, out=changes)
+    counts, in_blocks, bits = Index.of(encoded, units, index)
+    if encoded.kind is Kind.POSITIONS:
+        edges = torch.arange(0, len(counts) + 1, device=new.device) * BLOCK
         upto = torch.searchsorted(positions, edges)
-        where.copy_(upto[1:] - upto[:-1])
-        second.copy_(((positions & (BLOCK - 1)) ^ _HALF) - _HALF)  # as a signed 16-bit number
+        counts.copy_(upto[1:] - upto[:-1])
+        in_blocks.copy_(((positions & (BLOCK - 1)) ^ _HALF) - _HALF)  # as a signed 16-bit number
     else:
-        where.copy_(_packed(differs))
+        packed = _packed(differs)
+        bits[: len(packed)].copy_(packed)
+        bits[len(packed) :].zero_()
     return encoded
 
 
-def decode(encoded: Encoded, units: int, unit_bytes: int, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns positions (int64) and values of what has changed in a message of `units`. Not for WHOLE."""
-    first, second, third = _split(encoded, units, unit_bytes, payload)
-    if encoded.kind is Kind.POSITIONS:
-        counts = first.to(torch.int64)
-        begin = torch.arange(len(counts), device=payload.device) * BLOCK
-        begin = begin.repeat_interleave(counts, output_size=encoded.changed)
-        return begin + (second.to(torch.int64) & (BLOCK - 1)), third
-    return _positions(_unpacked(first, units)), third
-
-
-def apply(encoded: Encoded, payload: torch.Tensor, unit_bytes: int, message: torch.Tensor) -> None:
-    """Overwrites in `message`, the base, what has changed."""
+def apply(encoded: Encoded, index: torch.Tensor, values: torch.Tensor, unit_bytes: int, message: torch.Tensor) -> None:
+    """Overwrites in `message`, the base, what has changed. `index` was found sound, see `delta.checks`."""
     units = message.view(UNITS[unit_bytes])
+    changes = _values(encoded, len(units), unit_bytes, values)
     if encoded.kind is Kind.WHOLE:
-        units.copy_(_split(encoded, len(units), unit_bytes, payload)[2])
-    elif encoded.kind is not Kind.SAME:
-        units.index_copy_(0, *decode(encoded, len(units), unit_bytes, payload))
-
-
-def _parts(kind: Kind, changed: int, units: int, unit_bytes: int) -> tuple[int, int, int]:
-    """Returns the bytes of each part of a payload: the first two say where, the last one has the values."""
-    if kind is Kind.SAME:
-        return 0, 0, 0
-    if kind is Kind.WHOLE:
-        return 0, 0, _aligned(units * unit_bytes)
-    values = _aligned(changed * unit_bytes)
-    if kind is Kind.POSITIONS:
-        return _aligned(-(-units // BLOCK) * 4), _aligned(2 * changed), values
-    return _aligned(-(-units // 8)), 0, values
-
-
-def _split(
-    encoded: Encoded, units: int, unit_bytes: int, payload: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the parts of a payload, as what they are."""
-    begin, parts = 0, []
-    for nbytes in _parts(encoded.kind, encoded.changed, units, unit_bytes):
-        parts.append(payload[begin : begin + nbytes])
-        begin += nbytes
-    where, positions, values = parts
-    if encoded.kind is Kind.POSITIONS:
-        where = where.view(torch.int32)[: -(-units // BLOCK)]
-        positions = positions.view(torch.int16)[: encoded.changed]
+        units.copy_(changes)
+    elif encoded.kind is Kind.POSITIONS:
+        counts, positions, _ = Index.of(encoded, len(units), index)
+        begin = torch.arange(len(counts), device=index.device) * BLOCK
+        begin = begin.repeat_interleave(counts.to(torch.int64), output_size=encoded.changed)
+        units.index_copy_(0, begin + (positions.to(torch.int64) & (BLOCK - 1)), changes)
     elif encoded.kind is Kind.MASK:
-        where = where[: -(-units // 8)]
-    count = units if encoded.kind is Kind.WHOLE else encoded.changed
-    return where, positions, values.view(UNITS[unit_bytes])[:count]
+        differs = _unpacked(Index.of(encoded, len(units), index).bits, len(units))
+        if isinstance(differs, np.ndarray):
+            units.index_copy_(0, _positions(differs), changes)
+        else:  # without waiting for a GPU, as to find positions would
+            units.masked_scatter_(differs, changes)
+
+
+def _values(encoded: Encoded, units: int, unit_bytes: int, values: torch.Tensor) -> torch.Tensor:
+    """Returns the values of a message of `units`, as integers, in bytes that begin with them."""
+    nbytes = encoded.value_bytes(units, unit_bytes)
+    return values[:nbytes].view(UNITS[unit_bytes])[: encoded.values(units)]
+
+
+def _counts_bytes(units: int) -> int:
+    return _aligned(4 * blocks_of(units))
 
 
 def _differs(values: torch.Tensor, known: torch.Tensor) -> np.ndarray | torch.Tensor:
@@ -153,6 +187,7 @@ def _packed(differs: np.ndarray | torch.Tensor) -> torch.Tensor:
 def _unpacked(bits: torch.Tensor, units: int) -> np.ndarray | torch.Tensor:
     if bits.device.type == _NUMPY:
         return np.unpackbits(bits.numpy(), count=units, bitorder="little").view(bool)
+    bits = bits[: -(-units // 8)]
     flags = bits[:, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
     return flags.view(-1)[:units].bool()
 

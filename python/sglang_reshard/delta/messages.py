@@ -1,16 +1,26 @@
-"""The messages of one link in the memory of one side, one at a time: in place, or in a bucket that they share."""
+"""The messages of one link in the memory of one side, one at a time: in place, or in a bucket that they share.
+
+A section is a link's encoded messages:
+
+    table    how each message is encoded, int64 [messages, 2]: kind, and number of units that have changed
+    indexes  one after the other, in as much room as a bit for each unit takes
+    values   one after the other
+
+Indexes are sent and checked before the first value.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from sglang_reshard.delta.checks import unfit_reason
 from sglang_reshard.delta.checksum import message_checksum, rows_of
-from sglang_reshard.delta.encoding import UNITS, Encoded, Kind, cut_pieces
+from sglang_reshard.delta.encoding import UNITS, Encoded, Kind, cut_pieces, index_room
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.transports.copies import CopyList
 from sglang_reshard.transports.p2p import P2pLink
@@ -88,47 +98,78 @@ class LinkMessages:
 
 def table_bytes(messages: int) -> int:
     """Returns the bytes of the table at the beginning of a section."""
-    return 8 * messages
+    return 16 * messages
 
 
 def table(encoded: Sequence[Encoded], device: torch.device) -> torch.Tensor:
-    """Returns the table as bytes: the kind of each message, and how many units have changed, int32."""
-    return torch.tensor(encoded, dtype=torch.int32).view(-1).view(torch.uint8).to(device)
+    """Returns the table as bytes."""
+    return torch.tensor(encoded, dtype=torch.int64).view(-1).view(torch.uint8).to(device)
 
 
-def read_table(data: torch.Tensor, messages: LinkMessages, nbytes: int, sender: str) -> list[Encoded]:
-    """Returns how each message is encoded. Raises Mismatch, naming the sender, if it does not fit them, or `nbytes`."""
-    rows = np.frombuffer(data.cpu().numpy().tobytes(), "<i4").reshape(-1, 2).tolist()
-    found = [Encoded(Kind(kind), changed) for kind, changed in rows if 0 <= kind < len(Kind)]
-    fits = len(found) == len(messages)
-    fits = fits and all(0 <= encoded.changed <= messages.units(n) for n, encoded in enumerate(found))
-    if not fits or table_bytes(len(found)) + sum(payload_sizes(found, messages)) != nbytes:
-        raise Mismatch(f"{sender} sent deltas that do not fit its messages; this is a bug, please report it")
+def values_begin(messages: LinkMessages) -> int:
+    """Returns the offset of the values in a section."""
+    return table_bytes(len(messages)) + sum(index_room(messages.units(n)) for n in range(len(messages)))
+
+
+def read_table(
+    data: torch.Tensor, messages: LinkMessages, nbytes: int, damaged: Callable[[int, str], Mismatch]
+) -> list[Encoded]:
+    """Returns how each message is encoded. Every field is checked, and nothing that it says of is in memory yet.
+
+    data     the table's bytes
+    nbytes   of the section, as it was announced
+    damaged  returns the error for a message of this number, and what is wrong with it
+
+    Raises that error unless the table fits the messages, and Mismatch unless it fits `nbytes`.
+    """
+    rows = np.frombuffer(data.cpu().numpy().tobytes(), "<i8").reshape(-1, 2).tolist()
+    found = []
+    for number, (kind, changed) in enumerate(rows):
+        if not 0 <= kind < len(Kind):
+            raise damaged(number, f"there is no kind {kind} of messages")
+        encoded = Encoded(Kind(kind), changed)
+        if why := unfit_reason(encoded, messages.units(number)):
+            raise damaged(number, why)
+        found.append(encoded)
+    announced = table_bytes(len(found)) + sum(index_sizes(found, messages)) + sum(value_sizes(found, messages))
+    if announced != nbytes:
+        raise damaged(0, f"its table describes {announced:,} bytes, and {nbytes:,} were announced")
     return found
 
 
 class Piece(NamedTuple):
-    """Messages whose payloads are sent together: `nbytes` from `offset` of the section."""
+    """Bytes of a section that are sent together: `nbytes` from `offset` of it. `messages`: whose values they are."""
 
-    messages: range
     offset: int
     nbytes: int
+    messages: range = range(0)
 
 
-def cut_section(encoded: Sequence[Encoded], messages: LinkMessages, round_bytes: int) -> list[Piece]:
-    """Returns the pieces of a section after its table. None has more than `round_bytes`, of which one message has less.
+def cut_indexes(encoded: Sequence[Encoded], messages: LinkMessages, round_bytes: int) -> list[Piece]:
+    """Returns the pieces of a section's indexes, `round_bytes` each but for the last. Both sides cut them alike."""
+    begin, nbytes = table_bytes(len(messages)), sum(index_sizes(encoded, messages))
+    return [Piece(begin + done, min(round_bytes, nbytes - done)) for done in range(0, nbytes, round_bytes)]
 
-    Both sides cut it alike.
+
+def cut_values(encoded: Sequence[Encoded], messages: LinkMessages, round_bytes: int) -> list[Piece]:
+    """Returns the pieces of a section's values. None has more than `round_bytes`, of which one message has less.
+
+    Both sides cut them alike.
     """
-    sizes = payload_sizes(encoded, messages)
-    end, found = table_bytes(len(messages)), []
+    sizes = value_sizes(encoded, messages)
+    end, found = values_begin(messages), []
     for run in cut_pieces(sizes, round_bytes):
         nbytes = sum(sizes[run.start : run.stop])
-        found.append(Piece(run, end, nbytes))
+        found.append(Piece(end, nbytes, run))
         end += nbytes
     return found
 
 
-def payload_sizes(encoded: Sequence[Encoded], messages: LinkMessages) -> list[int]:
-    """Returns the bytes of each message's payload."""
-    return [e.payload_bytes(messages.units(n), messages.unit_bytes) for n, e in enumerate(encoded)]
+def index_sizes(encoded: Sequence[Encoded], messages: LinkMessages) -> list[int]:
+    """Returns the bytes of each message's index."""
+    return [e.index_bytes(messages.units(n)) for n, e in enumerate(encoded)]
+
+
+def value_sizes(encoded: Sequence[Encoded], messages: LinkMessages) -> list[int]:
+    """Returns the bytes of each message's values."""
+    return [e.value_bytes(messages.units(n), messages.unit_bytes) for n, e in enumerate(encoded)]

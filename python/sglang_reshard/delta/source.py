@@ -6,13 +6,25 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from sglang_reshard.delta.checks import is_sound, verdicts
 from sglang_reshard.delta.checksum import message_checksum
 from sglang_reshard.delta.encoding import Encoded, Kind, apply, encode
-from sglang_reshard.delta.messages import LinkMessages, cut_section, payload_sizes, table, table_bytes
+from sglang_reshard.delta.messages import (
+    LinkMessages,
+    Piece,
+    cut_indexes,
+    cut_values,
+    index_sizes,
+    table,
+    table_bytes,
+    value_sizes,
+    values_begin,
+)
 from sglang_reshard.digest.coefficients import MODULUS
+from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.transports.communicator import P2pCommunicators, PendingRound
-from sglang_reshard.transports.nixl_agent import memory_kind
+from sglang_reshard.transports.nixl_source import allocate_readable
 from sglang_reshard.transports.p2p import BUCKETS, P2pLink, packed_bytes
 
 _ALIGN_BYTES = 64
@@ -22,11 +34,21 @@ _PART = 2  # a section may have this part of the bytes of its messages: else eve
 class DeltaSource:
     """What one trainer rank has sent to one engine rank, and the section that it could send next.
 
-    section  the encoded messages, in memory that stays the same; the first `nbytes` of it
+    section  the encoded messages, in memory that stays the same; `nbytes` of it are sent
     """
 
-    def __init__(self, link: P2pLink, round_bytes: int, device: torch.device, base_device: torch.device | None) -> None:
-        """`device`: where messages are packed and encoded; `base_device`: where the base is, by default there, too."""
+    def __init__(
+        self,
+        link: P2pLink,
+        round_bytes: int,
+        device: torch.device,
+        base_device: torch.device | None,
+        read_from: str = "",
+    ) -> None:
+        """`device`: where messages are packed and encoded; `base_device`: where the base is, by default there, too.
+
+        read_from  names this rank, in warnings, if engine ranks read the section by NIXL
+        """
         bucket = torch.empty(packed_bytes(link.rounds(device)), dtype=torch.uint8, device=device)
         self._messages = LinkMessages(link, device, bucket, written=False)
         self._device, self._base_device = device, base_device or device
@@ -34,9 +56,13 @@ class DeltaSource:
         self._begin = [0]
         for nbytes in self._messages.nbytes:
             self._begin.append(self._begin[-1] + -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES)
-        self._table_bytes = table_bytes(len(self._messages))
-        room = self._table_bytes + self._begin[-1] // _PART
-        self.section = torch.empty(room, dtype=torch.uint8, device=device)
+        self._table_bytes, self._values_begin = table_bytes(len(self._messages)), values_begin(self._messages)
+        room = max(self._values_begin, self._table_bytes + self._begin[-1] // _PART)
+        self.section = (
+            allocate_readable(room, device, read_from)
+            if read_from
+            else torch.empty(room, dtype=torch.uint8, device=device)
+        )
         self.nbytes = 0
         self._base: torch.Tensor | None = None
         self._checksums: list[int] = []  # of each message of the base
@@ -65,24 +91,27 @@ class DeltaSource:
             return
         self._committed_in = update
         if self._encoded_in == update and self._encoded:
-            for number, payload in enumerate(self._payloads()):
-                encoded, base = self._encoded[number], self._kept(number)
-                apply(encoded, payload.to(self._base_device), self._messages.unit_bytes, base)
+            indexes, values = self._parts()
+            units = [self._messages.units(number) for number in range(len(self._messages))]
+            if not all(verdicts(list(map(is_sound, self._encoded, units, indexes)))):  # others can reach this memory
+                raise Mismatch("somebody has written to what was sent of the last update")
+            for number, encoded in enumerate(self._encoded):
+                index, changed = indexes[number].to(self._base_device), values[number].to(self._base_device)
+                apply(encoded, index, changed, self._messages.unit_bytes, self._kept(number))
             self._checksums = self._next
         else:
             self._capture()
 
     @property
-    def memory(self) -> tuple[str, int, int]:
-        """Where the section is, as NIXL has it: kind of memory, GPU, address."""
-        return *memory_kind(self._device), self.section.data_ptr()
+    def indexes(self) -> list[torch.Tensor]:
+        """What is sent first, in pieces that fit a round: the table, and the indexes."""
+        pieces = cut_indexes(self._encoded, self._messages, self._round_bytes)
+        return self._cut([Piece(0, self._table_bytes), *pieces])
 
     @property
-    def parts(self) -> list[torch.Tensor]:
-        """The section, as it is sent: its table, and pieces that fit a round."""
-        pieces = cut_section(self._encoded, self._messages, self._round_bytes)
-        found = [self.section[: self._table_bytes]]
-        return found + [self.section[piece.offset : piece.offset + piece.nbytes] for piece in pieces]
+    def values(self) -> list[torch.Tensor]:
+        """What is sent then, in pieces that fit a round."""
+        return self._cut(cut_values(self._encoded, self._messages, self._round_bytes))
 
     def _capture(self) -> None:
         if self._base is None:
@@ -96,21 +125,23 @@ class DeltaSource:
 
     def _encode(self) -> list[Encoded]:
         messages, unit_bytes = self._messages, self._messages.unit_bytes
-        end = self._table_bytes
+        index_end, values_end = self._table_bytes, self._values_begin
         found: list[Encoded] = []
         self._next = list(self._checksums)
         with torch.inference_mode():
             for number in range(len(messages)):
                 new, base = messages.read(number), self._kept(number).to(self._device)
-                encoded = encode(new, base, unit_bytes, self.section[end:])
+                index, values = self.section[index_end : self._values_begin], self.section[values_end:]
+                encoded = encode(new, base, unit_bytes, index, values)
                 if encoded is None:
                     return []
                 found.append(encoded)
-                end += encoded.payload_bytes(messages.units(number), unit_bytes)
+                index_end += encoded.index_bytes(messages.units(number))
+                values_end += encoded.value_bytes(messages.units(number), unit_bytes)
                 if encoded.kind is not Kind.SAME:
                     self._next[number] = message_checksum(new, messages.first_row(number))
             self.section[: self._table_bytes].copy_(table(found, self._device))
-        self.nbytes = end
+        self.nbytes = index_end + values_end - self._values_begin
         runtime().synchronize([self._device])  # it may be read in no stream's order
         return found
 
@@ -119,18 +150,34 @@ class DeltaSource:
         begin = self._begin[number]
         return self._base[begin : begin + self._messages.nbytes[number]]
 
-    def _payloads(self) -> Sequence[torch.Tensor]:
-        sizes = payload_sizes(self._encoded, self._messages)
-        return self.section[self._table_bytes : self._table_bytes + sum(sizes)].split(sizes)
+    def _parts(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Returns the indexes and the values of all messages."""
+        found = []
+        for begin, sizes in (
+            (self._table_bytes, index_sizes(self._encoded, self._messages)),
+            (self._values_begin, value_sizes(self._encoded, self._messages)),
+        ):
+            found.append(self.section[begin : begin + sum(sizes)].split(sizes))
+        return found[0], found[1]
+
+    def _cut(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        return [self.section[piece.offset : piece.offset + piece.nbytes] for piece in pieces]
 
 
 def send_sections(sources: Mapping[int, DeltaSource], communicators: P2pCommunicators) -> None:
-    """Sends the sections that were encoded last, by peer id, in rounds. Raises as `PendingOps.wait` does."""
-    parts = {peer: source.parts for peer, source in sorted(sources.items())}
+    """Sends the sections that were encoded last, by peer id, in rounds. Raises as `PendingOps.wait` does.
+
+    No value is sent before all indexes: engine ranks wait for each other when they have these.
+    """
     pending: list[PendingRound] = []
-    for number in range(max(map(len, parts.values()), default=0)):
-        if len(pending) == BUCKETS:
-            pending.pop(0).wait()
-        pending.append(communicators.send([(peer, own[number]) for peer, own in parts.items() if number < len(own)]))
+    for of_peers in (
+        {peer: source.indexes for peer, source in sorted(sources.items())},
+        {peer: source.values for peer, source in sorted(sources.items())},
+    ):
+        for number in range(max(map(len, of_peers.values()), default=0)):
+            if len(pending) == BUCKETS:
+                pending.pop(0).wait()
+            parts = [(peer, own[number]) for peer, own in of_peers.items() if number < len(own)]
+            pending.append(communicators.send(parts))
     for ops in pending:
         ops.wait()

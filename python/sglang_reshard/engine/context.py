@@ -35,6 +35,7 @@ class Phase(str, Enum):
     CONNECT = "connect"
     STAGED = "staged"
     READY = "ready"
+    CHECK = "check"
     MOVE = "move"
     VERIFY = "verify"
     COMMIT = "commit"

@@ -23,6 +23,7 @@ from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from sglang_reshard.plan.relay import CHECK_BITS, NO_OWNER, choose_owners, positions
 from sglang_reshard.protocol.messages import Relay
 from sglang_reshard.protocol.relay_offers import Offer, OfferedMemory, OfferedRank, RelayOffers
+from sglang_reshard.protocol.validation import check_remote_shards
 from sglang_reshard.trace.live_shards import LiveShard, readable_shards
 from sglang_reshard.trace.program import Program
 from sglang_reshard.transports.memory import host_identity
@@ -126,6 +127,7 @@ class RelayMember:
         if not found:
             raise Unsupported(f"engine rank {self._rank}: none of the live weights can be read back")
         if self._word is None:
+            self._progress.share(f"engine rank {self._rank}")
             self._word = NixlSource(f"engine rank {self._rank}", [self._progress.word])
         self._source = NixlSource(f"engine rank {self._rank}", [shard.tensor for shard in found])
         self._layout, self._unreadable = _layout(found, size), tuple(unreadable)
@@ -175,6 +177,7 @@ class RelayMember:
         for rank in plan.traffic():
             what = f"the registered memory of engine rank {rank} of {name}"
             found = offers.get(offer.ranks[rank].memory, OfferedMemory, what)
+            check_remote_shards(found.remote, len(found.names) + 1, f"engine rank {rank} of {name}")
             *shards, word = found.remote.shards
             by_name = dict(zip(found.names, shards, strict=True))
             in_order = tuple(by_name.get(tensor.name, _NO_SHARD) for tensor in owned.tensors)

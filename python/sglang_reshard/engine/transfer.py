@@ -42,7 +42,7 @@ from sglang_reshard.plan import (
 from sglang_reshard.plan.p2p import send_request
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, PrepareSend
 from sglang_reshard.protocol.session import Link, Session
-from sglang_reshard.protocol.validation import check_layout
+from sglang_reshard.protocol.validation import check_layout, check_remote_shards
 from sglang_reshard.trace.kept import MayStay
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.stock_load import EngineStart
@@ -220,8 +220,13 @@ class PreparedTransfer:
             self.deltas = None
             return False
 
+    def receive_indexes(self, request: DistributedUpdateWeightsReq) -> None:
+        """Receives what says where deltas go, and checks it; raises as `DeltaTarget.receive_indexes` does."""
+        assert self.deltas is not None
+        self.deltas.receive_indexes(self._sections(request))
+
     def move_deltas(self, request: DistributedUpdateWeightsReq) -> None:
-        """Receives what has changed; other engines may take all from here then."""
+        """Receives what has changed, after `receive_indexes`; other engines may take all from here then."""
         assert self.deltas is not None
         self.deltas.move(self._sections(request))
         if self.relays is not None:
@@ -370,6 +375,8 @@ class TransferCache:
         if plan.strategy.name == "nixl":
             self._nixl = NixlReader(self._rank)
             remote = {t: session.get_remote_shards(request.engine, t, request.timeout_s) for t in round_bytes}
+            for trainer_rank, shards in remote.items():
+                check_remote_shards(shards, len(target.tensor_index.layout.tensors), f"trainer rank {trainer_rank}")
             self._nixl.connect({f"trainer rank {t}": shards for t, shards in remote.items()})
         elif plan.prepare_send is not None and round_bytes:
             peer_id = len(request.trainer_hosts) + self._rank

@@ -4,6 +4,7 @@
     plan     all demands are known: choose the strategy, map trainer memory, check what can be checked
     call     trainer ranks that send prepare to do so
     connect  create communicators, buffers and views, together with the trainer ranks that send
+    check    where deltas go has arrived, and is checked, on all engine ranks
     staged   a staged update has arrived in the shadow weights, and is verified
     move     bytes arrive in the live parameters, or in the shadow weights of a staged update
     verify   checksums of what has arrived are compared with the trainer's, if requested
@@ -14,7 +15,7 @@ All engine ranks vote between the phases, and so proceed or fail together. The f
 after all ranks have voted that they are ready: before `move`, or before `commit` of a staged update. The control server
 counts that vote only while the trainer stands by the update, and lets the trainer know of it: see `update_channel`. A
 failure before that leaves the old weights untouched. A failure after it leaves the rank torn until an update succeeds.
-An update for which nothing has changed goes from `prepare` straight to `move`.
+An update for which nothing has changed goes from `prepare` straight to `move`, or to `check` if only deltas are sent.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ class UpdateExecutor:
 
     def _prepare(self, context: UpdateContext, refusal: str) -> None:
         vote = Vote(error=refusal) if refusal else self._target_vote(context)
-        with self._begins_to_write(context, vote.reusable and not context.request.staged) as mark:
+        # Where deltas are offered, the votes tell whether they are used, and so which vote is the last one.
+        last = vote.reusable and not context.request.staged and not context.request.sections
+        with self._begins_to_write(context, last) as mark:
             votes = context.all_gather(Phase.PREPARE.value, vote, mark)
         if not all(v.reusable for v in votes) and _names_are_open(votes):
             votes = self._find_names(context)
@@ -108,6 +111,8 @@ class UpdateExecutor:
         if all(v.reusable for v in votes):
             context.delta = all(v.is_base for v in votes)
             context.kept_bytes = self.transfer.held_bytes
+            if context.request.sections and not context.request.staged and not context.delta:
+                self.prepare_commit(context, refusal)
             return
         if not all(v.has_communicators for v in votes):
             self.transfers.drop_communicators()
@@ -124,6 +129,8 @@ class UpdateExecutor:
         error = ""
         try:
             shadow.copy_from_live()
+            if context.delta:
+                self._receive_indexes(context)
             self._move(context)
             self._verify(context)
         except Exception as failure:
@@ -138,7 +145,9 @@ class UpdateExecutor:
             context.all_gather_votes(Phase.READY, Vote(refusal), mark)
 
     def write(self, context: UpdateContext) -> DistributedUpdateWeightsOutput:
-        """Writes the live weights: everything that a failure leaves torn."""
+        """Writes the live weights: everything that a failure leaves torn. Deltas are checked before it begins."""
+        if context.delta and self.transfer.shadow is None:
+            self._check_deltas(context)
         self.torn, self._live, target = _torn(context.request), None, self.transfer.target
         self._written = LastWrite(context.request.stock_changes, target.program.kept)
         error = ""
@@ -350,15 +359,34 @@ class UpdateExecutor:
             with self._begins_to_write(context, not error and not request.staged) as mark:
                 context.all_gather_votes(Phase.CONNECT, Vote(error), mark)
 
+    def _check_deltas(self, context: UpdateContext) -> None:
+        """Fails on all ranks, and leaves the live weights as they are, if one of them gets a damaged delta."""
+        error = ""
+        try:
+            self._receive_indexes(context)
+        except Exception as failure:
+            error = context.abort_because(failure)
+        with self._begins_to_write(context, not error) as mark:
+            context.all_gather_votes(Phase.CHECK, Vote(error), mark)
+
+    def _receive_indexes(self, context: UpdateContext) -> None:
+        with context.enter(Phase.CHECK):
+            self._start_transfer(context)
+            self.transfer.receive_indexes(context.request)
+
+    def _start_transfer(self, context: UpdateContext) -> None:
+        prepared = self.transfer.plan.prepare_send
+        # By nixl, trainer ranks are only read from.
+        if self._rank == 0 and prepared is not None and prepared.backend != "nixl":
+            context.channel.send_command(StartTransfer(prepared.transfer, context.delta))
+
     def _move(self, context: UpdateContext) -> None:
         request, transfer = context.request, self.transfer
         with context.enter(Phase.MOVE):
-            if self._rank == 0:
-                prepared = transfer.plan.prepare_send
-                if prepared is not None and prepared.backend != "nixl":  # by which trainer ranks only are read from
-                    context.channel.send_command(StartTransfer(prepared.transfer, context.delta))
-                if request.verify != "off":
-                    context.channel.request_checksums(_checksums_requested(request, transfer))
+            if not context.delta:  # else it has begun with the indexes
+                self._start_transfer(context)
+            if self._rank == 0 and request.verify != "off":
+                context.channel.request_checksums(_checksums_requested(request, transfer))
             if transfer.plan.checksums is not None:
                 transfer.plan.checksums.begin(_selection(request))
             transfer.begin(request)

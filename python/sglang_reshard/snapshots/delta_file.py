@@ -1,16 +1,21 @@
-"""Writes what has changed between two files of the same size, and applies it to the earlier one.
+"""What has changed between two files of equal size, as a file of its own.
 
 header    JSON: unit_bytes, nbytes of either file, and of a chunk
 table     int32 [chunks, 2]: how each chunk is encoded, see `delta.encoding`
-payloads  one after the other
+payloads  the index and the values of each chunk, one after the other
 
-Files are read and written in chunks and not mapped: one that another process truncates is an error, and no SIGBUS.
+Files of others are read and written in chunks and not mapped: one that another process truncates is an error, and no
+SIGBUS.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
 import stat
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -18,25 +23,27 @@ import msgspec
 import numpy as np
 import torch
 
-from sglang_reshard.delta.encoding import ALIGN_BYTES, BLOCK, Encoded, Kind, apply, encode
+from sglang_reshard.delta.checks import is_sound, unfit_reason, verdicts
+from sglang_reshard.delta.encoding import ALIGN_BYTES, UNITS, Encoded, Kind, apply, encode, index_room
 from sglang_reshard.errors import Mismatch
 
 CHUNK_BYTES = 4 << 20
 _LENGTH_BYTES = 8
 _HEADER_BYTES = 1 << 12  # at most
 _ROW_BYTES = 8
+_CHUNKS = CHUNK_BYTES >> 6, CHUNK_BYTES << 4  # bytes of a chunk that are read, from and to
 
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 
 
-class _Header(msgspec.Struct, frozen=True):
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unit_bytes: int
     nbytes: _Bytes
     chunk_bytes: int = CHUNK_BYTES
 
-    @property
-    def chunks(self) -> int:
-        return -(-self.nbytes // self.chunk_bytes)
+    def chunks(self) -> list[int]:
+        """Returns the bytes of each chunk."""
+        return [min(self.chunk_bytes, self.nbytes - begin) for begin in range(0, self.nbytes, self.chunk_bytes)]
 
 
 def write_delta(base: Path, new: Path, out: Path, unit_bytes: int, most: int) -> int | None:
@@ -57,25 +64,27 @@ def write_delta(base: Path, new: Path, out: Path, unit_bytes: int, most: int) ->
     header = _Header(unit_bytes, nbytes)
     described = msgspec.json.encode(header)
     described += b" " * (-len(described) % ALIGN_BYTES)
-    written = _LENGTH_BYTES + len(described) + _ROW_BYTES * header.chunks
-    room, before, after = (torch.empty(CHUNK_BYTES, dtype=torch.uint8) for _ in range(3))
+    sizes = header.chunks()
+    written = _LENGTH_BYTES + len(described) + _ROW_BYTES * len(sizes)
+    before, after = (torch.empty(CHUNK_BYTES, dtype=torch.uint8) for _ in range(2))
+    index, values = (torch.empty(n, dtype=torch.uint8) for n in (index_room(CHUNK_BYTES), CHUNK_BYTES + ALIGN_BYTES))
     table: list[Encoded] = []
     with open(out, "wb") as opened, open(base, "rb", buffering=0) as old, open(new, "rb", buffering=0) as changed:
         opened.seek(written)
-        for begin in range(0, nbytes, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, nbytes - begin)
+        for size in sizes:
             for file, part in ((old, before), (changed, after)):
                 if _read_into(file, part[:size]) != size:
                     written = most + 1  # one of them was truncated: there is no delta
             if written > most:
                 break
-            encoded = encode(after[:size], before[:size], unit_bytes, room)
+            encoded = encode(after[:size], before[:size], unit_bytes, index, values)
             assert encoded is not None, "a chunk fits into a chunk"
-            payload = encoded.payload_bytes(size // unit_bytes, unit_bytes)
-            written += payload
+            units = size // unit_bytes
+            written += encoded.payload_bytes(units, unit_bytes)
             if written > most:
                 break
-            opened.write(room[:payload].numpy().data)
+            opened.write(index[: encoded.index_bytes(units)].numpy().data)
+            opened.write(values[: encoded.value_bytes(units, unit_bytes)].numpy().data)
             table.append(encoded)
         opened.seek(0)
         opened.write(len(described).to_bytes(_LENGTH_BYTES, "little") + described)
@@ -87,65 +96,84 @@ def write_delta(base: Path, new: Path, out: Path, unit_bytes: int, most: int) ->
 
 
 def apply_delta(delta: BinaryIO, path: Path) -> None:
-    """Overwrites a file, the base, by what has changed. Raises Mismatch for a delta that is not of such a file."""
+    """Overwrites a file, the base, by what has changed.
+
+    The delta is copied to a file without a name beside the base, and all of it is checked before the base is written:
+    whoever changes the original meanwhile changes nothing here.
+
+    Raises Mismatch, and leaves the base as it is, for a delta that is damaged, or not of such a file.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with open(descriptor, "r+b", buffering=0) as content:
-        header = _read_header(delta, os.fstat(descriptor).st_size, path)
-        table = delta.read(_ROW_BYTES * header.chunks)
-        if len(table) != _ROW_BYTES * header.chunks:
-            raise _invalid(path)
-        chunk = torch.empty(min(CHUNK_BYTES, header.nbytes), dtype=torch.uint8)
-        for number, (kind, changed) in enumerate(np.frombuffer(table, "<i4").reshape(-1, 2).tolist()):
-            begin = number * header.chunk_bytes
-            message = chunk[: min(header.chunk_bytes, header.nbytes - begin)]
-            units = len(message) // header.unit_bytes
-            if not 0 <= kind < len(Kind) or not 0 <= changed <= units:
-                raise _invalid(path)
-            encoded = Encoded(Kind(kind), changed)
-            payload = bytearray(delta.read(encoded.payload_bytes(units, header.unit_bytes)))
-            if len(payload) != encoded.payload_bytes(units, header.unit_bytes):
-                raise _invalid(path)
-            if not payload:
+    with open(descriptor, "r+b", buffering=0) as content, tempfile.TemporaryFile(dir=path.parent) as copy:
+        header, encoded = _read_header(delta, os.fstat(descriptor).st_size, path)
+        sizes = header.chunks()
+        units = [size // header.unit_bytes for size in sizes]
+        payloads = [e.payload_bytes(n, header.unit_bytes) for e, n in zip(encoded, units, strict=True)]
+        nbytes = sum(payloads)
+        shutil.copyfileobj(_Limited(delta, nbytes), copy, CHUNK_BYTES)
+        if copy.tell() != nbytes or delta.read(1):
+            raise _invalid(path, f"it does not end after {nbytes:,} bytes of changes")
+        if not nbytes:
+            return
+        copy.flush()
+        parts = torch.from_numpy(np.memmap(copy, np.uint8, "c", shape=nbytes)).split(payloads)
+        checked = (is_sound(e, n, p[: e.index_bytes(n)]) for e, n, p in zip(encoded, units, parts, strict=True))
+        if not all(found := verdicts(list(checked))):
+            raise _invalid(path, f"what says where the changes of chunk {found.index(False)} are is invalid")
+        room = torch.empty(max(sizes), dtype=torch.uint8)
+        begins = itertools.accumulate(sizes, initial=0)
+        for how, count, part, begin, size in zip(encoded, units, parts, begins, sizes, strict=False):
+            if how.kind is Kind.SAME:
                 continue
-            if not _is_sound(encoded, payload, units):
-                raise _invalid(path)
             content.seek(begin)
-            if _read_into(content, message) != len(message):
-                raise _invalid(path)
-            apply(encoded, torch.frombuffer(payload, dtype=torch.uint8), header.unit_bytes, message)
+            if _read_into(content, chunk := room[:size]) != size:
+                raise _invalid(path, "it was truncated meanwhile")
+            end = how.index_bytes(count)
+            apply(how, part[:end], part[end:], header.unit_bytes, chunk)
             content.seek(begin)
-            _write_all(content, message)
+            _write_all(content, chunk)
 
 
-def _read_header(delta: BinaryIO, nbytes: int, path: Path) -> _Header:
+def _read_header(delta: BinaryIO, nbytes: int, path: Path) -> tuple[_Header, Sequence[Encoded]]:
+    """Returns the header of a delta of a file of `nbytes`, and how its chunks are encoded. Every field is checked."""
     length = int.from_bytes(delta.read(_LENGTH_BYTES), "little")
     if length > _HEADER_BYTES:
-        raise _invalid(path)
+        raise _invalid(path, f"its header has {length:,} bytes")
     try:
         header = msgspec.json.decode(delta.read(length), type=_Header)
-    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-        raise _invalid(path) from error
-    if (header.nbytes, header.chunk_bytes) != (nbytes, CHUNK_BYTES):
-        raise _invalid(path)
-    if header.unit_bytes not in (1, 2, 4) or nbytes % header.unit_bytes:
-        raise _invalid(path)
-    return header
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise _invalid(path, f"its header cannot be read: {error}") from error
+    if header.nbytes != nbytes or not nbytes:
+        raise _invalid(path, f"it is of a file of {header.nbytes:,} bytes, and this one has {nbytes:,}")
+    if header.unit_bytes not in UNITS or nbytes % header.unit_bytes:
+        raise _invalid(path, f"its units of {header.unit_bytes} bytes do not fit {nbytes:,} bytes")
+    if not _CHUNKS[0] <= header.chunk_bytes <= _CHUNKS[1] or header.chunk_bytes % ALIGN_BYTES:
+        raise _invalid(path, f"its chunks have {header.chunk_bytes:,} bytes")
+    sizes = header.chunks()
+    data = delta.read(_ROW_BYTES * len(sizes))
+    if len(data) != _ROW_BYTES * len(sizes):
+        raise _invalid(path, f"its table does not have {len(sizes):,} chunks")
+    encoded = []
+    rows = np.frombuffer(data, "<i4").reshape(-1, 2).tolist()
+    for number, (size, (kind, changed)) in enumerate(zip(sizes, rows, strict=True)):
+        if not 0 <= kind < len(Kind):
+            raise _invalid(path, f"there is no kind {kind} of chunks, as chunk {number} is said to be")
+        encoded.append(Encoded(Kind(kind), changed))
+        if why := unfit_reason(encoded[-1], size // header.unit_bytes):
+            raise _invalid(path, f"chunk {number}: {why}")
+    return header, encoded
 
 
-def _is_sound(encoded: Encoded, payload: bytearray, units: int) -> bool:
-    """Returns whether all positions are within the chunk, and as many as there are values."""
-    if encoded.kind is Kind.MASK:
-        bits = np.frombuffer(payload, np.uint8, -(-units // 8))
-        return int(np.unpackbits(bits, count=units, bitorder="little").sum()) == encoded.changed
-    if encoded.kind is Kind.POSITIONS:
-        counts = np.frombuffer(payload, "<i4", -(-units // BLOCK))
-        if counts.min() < 0 or counts.sum(dtype=np.int64) != encoded.changed:
-            return False
-        after_counts = -(-counts.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-        positions = np.frombuffer(payload, "<u2", encoded.changed, after_counts)
-        last = positions[encoded.changed - int(counts[-1]) :]  # the other blocks are full: no 16 bits lead out of them
-        return not len(last) or int(last.max()) < units - (len(counts) - 1) * BLOCK
-    return True
+class _Limited:
+    """The next bytes of a file, so many at most."""
+
+    def __init__(self, opened: BinaryIO, nbytes: int) -> None:
+        self._opened, self._left = opened, nbytes
+
+    def read(self, nbytes: int = CHUNK_BYTES, /) -> bytes:
+        data = self._opened.read(min(nbytes, self._left))
+        self._left -= len(data)
+        return data
 
 
 def _read_into(opened: BinaryIO, room: torch.Tensor) -> int:
@@ -162,5 +190,8 @@ def _write_all(opened: BinaryIO, content: torch.Tensor) -> None:
         view = view[opened.write(view) :]
 
 
-def _invalid(path: Path) -> Mismatch:
-    return Mismatch(f"what has changed of {path.name} is damaged, or of another file")
+def _invalid(path: Path, why: str) -> Mismatch:
+    return Mismatch(
+        f"the delta of {path.name} is damaged, or of another file: {why}. Nothing of it was written; read the whole "
+        "file of the snapshot"
+    )

@@ -73,6 +73,12 @@ class EngineTransfers:
             return ""
         return prepared.command.transfer if prepared.shards == published.identity else ""
 
+    @property
+    def writable_bytes(self) -> int:
+        """Bytes of this rank's memory that engine ranks could write to."""
+        registered = self._prepared.registered if self._prepared is not None else None
+        return registered.writable_bytes if registered is not None else 0
+
     def encode(self, published: PublishedShards, update: int) -> dict[int, DeltaSection] | None:
         """Encodes what has changed, if that is all that the engine needs; returns a section for each engine rank."""
         prepared = self._prepared
@@ -80,7 +86,7 @@ class EngineTransfers:
             return None
         if not all(delta.encode(update) for delta in prepared.deltas.values()):
             return None
-        return {e: DeltaSection(d.checksum, d.nbytes, *d.memory) for e, d in prepared.deltas.items()}
+        return {e: _announced(delta, prepared.registered) for e, delta in prepared.deltas.items()}
 
     def commit(self, update: int) -> None:
         """The engine has the weights of `update`. What fails here fails no update: the next one sends everything."""
@@ -144,7 +150,14 @@ class EngineTransfers:
         deltas = None
         if command.delta and all(request.delta for request in requests.values()):
             deltas = {
-                e: self._deltas.get(published, shards, request, round_bytes[e], device)
+                e: self._deltas.get(
+                    published,
+                    shards,
+                    request,
+                    round_bytes[e],
+                    device,
+                    f"trainer rank {self._rank}" if one_sided else "",
+                )
                 for e, request in requests.items()
             }
         if one_sided:
@@ -198,13 +211,20 @@ class DeltaSources:
         request: SendRequest,
         round_bytes: int,
         device: torch.device,
+        read_from: str,
     ) -> DeltaSource:
-        key = published.identity, request, round_bytes, device
+        key = published.identity, request, round_bytes, device, read_from
         known = self._known.get(key)
         if known is None:
             link = sent_link(published.source, shards, request, round_bytes)
-            known = self._known[key] = DeltaSource(link, round_bytes, device, self._base_device)
+            known = self._known[key] = DeltaSource(link, round_bytes, device, self._base_device, read_from)
         return known
+
+
+def _announced(delta: DeltaSource, registered: NixlSource | None) -> DeltaSection:
+    if registered is None:
+        return DeltaSection(delta.checksum, delta.nbytes)
+    return DeltaSection(delta.checksum, delta.nbytes, *registered.place(delta.section))
 
 
 def _message_device(backend: str, shards: Sequence[torch.Tensor]) -> torch.device:

@@ -10,11 +10,13 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
+from typing import NamedTuple
 
 import torch
 
 from sglang_reshard.delta.section import DeltaSection
 from sglang_reshard.digest.regions import RegionSet
+from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.source import SourceChecksums
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
 from sglang_reshard.gpu.runtime import runtime
@@ -39,6 +41,14 @@ logger = get_logger(__name__)
 _ChecksumKey = tuple[tuple[str, ...], str, tuple[object, ...]]
 
 
+class _Answer(NamedTuple):
+    """The checksums that were sent of a selection of the shards."""
+
+    of: SourceChecksums
+    selection: Selection
+    part: ChecksumPart
+
+
 class TrainerWorker:
     """Executes commands on one trainer rank, of `size`."""
 
@@ -57,6 +67,7 @@ class TrainerWorker:
         self._transfers: dict[int, EngineTransfers] = {}  # of engines that have sent commands
         self._regions: dict[str, RegionSet] = {}
         self._checksums: dict[_ChecksumKey, SourceChecksums] = {}
+        self._answered: list[_Answer] = []
 
     def set_engines(self, engines: Iterable[int]) -> None:
         """Sets the engines of further updates, by their numbers."""
@@ -78,8 +89,10 @@ class TrainerWorker:
         """Executes commands until the update ends for all engines.
 
         A failure here aborts the update of the engine whose command it was, and is not raised: the results report it.
-        Raises Aborted if no results arrive.
+        Raises Aborted if no results arrive, and Mismatch if the shards have changed since their checksums were sent, as
+        far as peers could write to them.
         """
+        self._answered = []
         commands = _EngineCommands(self._of, channel, published, shards, self._rank)
         self._checksums, known = {}, self._checksums
         results = None
@@ -105,7 +118,24 @@ class TrainerWorker:
         self._checksums = self._checksums or known
         used = {digest for regions, *_ in self._checksums for digest in regions}
         self._regions = {digest: self._regions[digest] for digest in self._regions.keys() & used}
+        self._check_unchanged(channel.update)
         return results
+
+    def _check_unchanged(self, update: int) -> None:
+        """Raises Mismatch if this rank's shards are not what they were when their checksums were sent.
+
+        Nobody but the trainer writes to them, and it does not during an update. Memory of GPUs is registered with NIXL
+        so that peers could: an optimizer step must not use what they have written.
+        """
+        answered, self._answered = self._answered, []
+        if not any(transfers.writable_bytes for transfers in self._transfers.values()):
+            return
+        if any(checksum_part(of.compute(selection)) != part for of, selection, part in answered):
+            raise Mismatch(
+                f"the shards of trainer rank {self._rank} have changed during update {update}, while peers could write "
+                "to them through NIXL. Do not train on them: load a checkpoint, and look for processes on its network "
+                "that are no part of this job. If this rank itself writes to its weights during an update, let it not"
+            )
 
     def _of(self, engine: int) -> EngineTransfers:
         if engine not in self._transfers:
@@ -130,6 +160,7 @@ class TrainerWorker:
         try:
             checksums = self._source_checksums(command, _published(published, self._rank), shards, known)
             part = checksum_part(checksums.compute(command.selection))
+            self._answered.append(_Answer(checksums, command.selection, part))
         except Exception as error:
             if not isinstance(error, ReshardError):
                 logger.exception("trainer rank %d computed no checksums in update %d", self._rank, channel.update)

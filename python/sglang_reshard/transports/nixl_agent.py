@@ -21,8 +21,9 @@ import torch
 
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.transports.abortable_group import PeerDisconnected
+from sglang_reshard.transports.remote_shards import GPU, HOST
 
-_HOST, _GPU = "DRAM", "VRAM"
+_NOT_REGISTERED = ("nixlNotFoundError", "nixlInvalidParamError")  # of memory that is read
 INSTALL = "pip install 'sglang-reshard[nixl]'"
 
 
@@ -43,7 +44,7 @@ def _nixl() -> Any:
 
 def memory_kind(device: torch.device) -> tuple[str, int]:
     """Returns NIXL's kind of memory of tensors on `device`, and the number of the GPU in this process."""
-    return (_HOST, 0) if device.type == "cpu" else (_GPU, device.index or 0)
+    return (HOST, 0) if device.type == "cpu" else (GPU, device.index or 0)
 
 
 class NixlAgent:
@@ -133,5 +134,7 @@ class NixlAgent:
         except ReshardError:
             raise
         except Exception as error:  # NIXL's own are of many classes
-            kind = PeerDisconnected if what.startswith("read") else ReshardError
+            kind: type[ReshardError] = PeerDisconnected if what.startswith("read") else ReshardError
+            if what.startswith("prepare a read") and type(error).__name__ in _NOT_REGISTERED:
+                kind = Mismatch
             raise kind(f"{self._owner} could not {what}: {type(error).__name__}: {error}") from error

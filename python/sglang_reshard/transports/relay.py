@@ -19,6 +19,7 @@ from sglang_reshard.plan.read_plan import ReadPlan
 from sglang_reshard.plan.relay import CHECK_BITS, COUNT_BITS
 from sglang_reshard.transports.nixl_agent import memory_kind
 from sglang_reshard.transports.nixl_reader import NixlReader
+from sglang_reshard.transports.nixl_source import allocate_readable
 from sglang_reshard.transports.remote_shards import RemoteShards
 
 _MIN_POLL_S, _MAX_POLL_S = 2e-4, 2e-2  # the longer nothing has changed, the more seldom the word is read
@@ -40,6 +41,12 @@ class Progress:
         self.word = torch.zeros(1, dtype=torch.int64)
         self._view = self.word.numpy()
         self.update, self._base = 0, 0
+
+    def share(self, who: str) -> None:
+        """Moves the word to memory that can be registered so that readers cannot write it. `who` is for warnings."""
+        word = allocate_readable(8, self.word.device, who).view(torch.int64)
+        word.copy_(self.word)
+        self.word, self._view = word, word.numpy()
 
     def reset(self) -> None:
         """No update has begun."""

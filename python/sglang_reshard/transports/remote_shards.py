@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+MEMORY_KINDS = HOST, GPU = "DRAM", "VRAM"  # as NIXL names them
+
 
 class RemoteShard(msgspec.Struct, frozen=True, array_like=True):
     """A shard in a trainer rank's registered memory: kind of memory, GPU, address, and strides in elements."""

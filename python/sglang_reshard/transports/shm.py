@@ -101,6 +101,22 @@ def share(storage: torch.UntypedStorage, who: str) -> tuple[int, int]:
         return int(descriptor), int(nbytes)
 
 
+def read_only_view(storage: torch.UntypedStorage) -> torch.Tensor | None:
+    """Maps a storage once more, without the right to write: bytes, 1-D. None for one that is in no shared-memory file.
+
+    Through this mapping nobody changes the storage: neither this process, nor what the kernel, or a peer over a
+    network, writes to its addresses.
+    """
+    if storage.device.type != "cpu" or not storage.nbytes() or not storage.is_shared():
+        return None
+    descriptor, nbytes = storage._share_fd_cpu_()  # one that is shared stays where it is
+    if descriptor < 0 or nbytes < storage.nbytes():
+        return None
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    mapped, _ = map_files([storage.nbytes()], lambda _: os.open(f"/proc/self/fd/{descriptor}", flags))
+    return mapped
+
+
 def allocate_shared(nbytes: int, who: str) -> torch.UntypedStorage:
     """Returns a storage in shared memory. Raises Unsupported, naming `who`, if there is too little."""
     with _allocating(nbytes, who):

@@ -6,6 +6,7 @@ hash. After these checks every index is within its table, every view within its 
 
     check_layout        engine ranks, before a trainer's layout is used
     check_handles       engine ranks, before a trainer rank's memory is mapped
+    check_remote_shards engine ranks, before reads of another rank's registered memory are prepared
     check_send_request  trainer ranks, before views for an engine rank are made
     check_request       an engine's tokenizer manager, and each engine rank, before an update begins
     check_pull_request, check_share_request, check_load_request, check_probe_summary
@@ -20,6 +21,7 @@ All raise Mismatch. Manifests are checked when they are new, not in every update
 from sglang_reshard.protocol.validation.commands import check_prepare_send
 from sglang_reshard.protocol.validation.handles import check_handles
 from sglang_reshard.protocol.validation.layouts import check_layout
+from sglang_reshard.protocol.validation.remote_shards import check_remote_shards
 from sglang_reshard.protocol.validation.requests import (
     check_load_request,
     check_probe_summary,
@@ -37,6 +39,7 @@ __all__ = [
     "check_prepare_send",
     "check_probe_summary",
     "check_pull_request",
+    "check_remote_shards",
     "check_request",
     "check_send_request",
     "check_share_request",

@@ -26,6 +26,7 @@ from sglang_reshard.protocol.messages import (
 )
 from sglang_reshard.protocol.validation.layouts import MAX_TRAINER_RANKS
 from sglang_reshard.snapshots.manifest import MOST_PUBLICATION
+from sglang_reshard.transports.remote_shards import MEMORY_KINDS
 
 MAX_BUCKET_BYTES = 1 << 40
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-3, 1e9
@@ -155,7 +156,7 @@ def _check_sections(trainer_rank: int, sections: dict[int, DeltaSection]) -> Non
             and 0 <= section.base <= _MAX_CHECKSUM
             and 0 <= section.gpu < _MAX_GPUS
             and 0 <= section.address <= _MAX_NUMBER
-            and len(section.kind) <= MAX_NAME_LENGTH
+            and section.kind in ("", *MEMORY_KINDS)
         ):
             raise _invalid_request(
                 f"the delta of trainer rank {trainer_rank} for engine rank {_shown(engine_rank)} is out of range"

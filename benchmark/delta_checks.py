@@ -1,0 +1,73 @@
+"""What it costs to check an index of a delta, beside applying it: `python -m benchmark.delta_checks`.
+
+One message of bfloat16, in host memory, on one thread; checked and applied in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import torch
+
+from benchmark import pages, results
+from sglang_reshard.delta.checks import is_sound, verdicts
+from sglang_reshard.delta.encoding import apply, encode, index_room
+
+RESULT = results.FOLDER / "delta-checks.json"
+MIB, REPEATS = 32, 15
+SHARES = (0.001, 0.01, 0.05, 0.2)
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """One message. index_bytes: what is checked. Seconds are medians."""
+
+    mib: int
+    changed_share: float
+    kind: str
+    index_bytes: int
+    check_seconds: float
+    apply_seconds: float
+    copy_seconds: float
+
+
+def measure(share: float) -> Cost:
+    generator = np.random.default_rng(0)
+    units = MIB * (1 << 20) // 2
+    base = torch.from_numpy(generator.integers(0, 1 << 15, units, np.int16))
+    new, where = base.clone(), torch.from_numpy(generator.choice(units, int(units * share), replace=False))
+    new[where] ^= 1
+    old, latest = base.view(torch.uint8), new.view(torch.uint8)
+    index = torch.empty(index_room(units), dtype=torch.uint8)
+    values = torch.empty(len(latest) + 8, dtype=torch.uint8)
+    encoded = encode(latest, old, 2, index, values)
+    assert encoded is not None
+    index = index[: encoded.index_bytes(units)]
+    copy, seconds = old.clone(), list[tuple[float, ...]]()
+    for _ in range(REPEATS):
+        check = _timed(lambda: verdicts([is_sound(encoded, units, index)]))
+        seconds.append((check, _timed(lambda: apply(encoded, index, values, 2, copy)), _timed(lambda: copy.copy_(old))))
+    medians = [statistics.median(column) for column in zip(*seconds, strict=True)]
+    return Cost(MIB, share, encoded.kind.name, len(index), *medians)
+
+
+def _timed(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    argparse.ArgumentParser(prog="python -m benchmark.delta_checks", description=__doc__).parse_args()
+    torch.set_num_threads(1)
+    rows = [measure(share) for share in SHARES]
+    results.save(RESULT, results.header("python -m benchmark.delta_checks", []), rows)
+    pages.write("delta-checks")
+
+
+if __name__ == "__main__":
+    main()

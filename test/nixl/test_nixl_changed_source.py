@@ -1,0 +1,63 @@
+"""Shards that peers could write to, and that change during an update: the trainer rank is told before it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.trainer.worker import TrainerWorker
+from sglang_reshard.transports import nixl_source
+from support.nixl_env import needs_nixl, use_nixl
+from support.toy import ToyRank
+from support.toy_changes import HIDDEN, become, sharded
+from support.world import run_world
+
+pytestmark = needs_nixl
+BF16 = torch.bfloat16
+
+
+def train(trainer: Any, writable: bool) -> list[str]:
+    use_nixl()
+    if writable:  # as memory of a GPU is
+        nixl_source.read_only_view = lambda storage: None  # type: ignore[assignment]
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=60, transport="nixl")
+    weights, told = sharded(1, BF16), []
+    real = TrainerWorker._check_unchanged
+
+    def check(worker: TrainerWorker, update: int) -> None:
+        if update == 2:  # somebody writes, once all has been read and verified
+            weights["down.weight"].to_local().view(-1)[3] += 1
+        real(worker, update)
+
+    TrainerWorker._check_unchanged = check  # type: ignore[method-assign]
+    for version in range(1, 4):
+        become(weights, version, BF16)
+        try:
+            told.append("done" if sender.update(weights.items(), verify="full").success else "failed")
+        except ReshardError as error:
+            told.append(str(error))
+    sender.close()
+    return told
+
+
+def serve(rank: int, size: int, requests: Any, _writable: bool) -> None:
+    use_nixl()
+    receiver = WeightReceiver(ToyRank(rank, size, BF16, HIDDEN), rank, size, torch.device("cpu"))
+    for request in requests:
+        requests.answer(receiver.update(request))
+
+
+def test_shards_that_peers_could_write_to_are_compared_after_the_update() -> None:
+    (told,), _ = run_world(1, 1, train, serve, True)
+    assert (told[0], told[2]) == ("done", "done")
+    assert "the shards of trainer rank 0 have changed during update 2" in told[1]
+    assert "Do not train on them" in told[1]
+
+
+def test_shards_that_nobody_can_write_to_are_not() -> None:
+    (told,), _ = run_world(1, 1, train, serve, False)
+    assert told == ["done"] * 3
