@@ -50,6 +50,7 @@ def _place(place):
     _logger.setLevel(level)
 
 
+@pytest.mark.timeout(7200)
 @functools.partial(fuzzed, sweep=100_000)
 def test_a_server_gets_right_weights_or_none_and_its_follower_goes_on(random):
     test_folders(random)
