@@ -49,6 +49,7 @@ def _place(place):
     _logger.setLevel(level)
 
 
+@pytest.mark.timeout(1800)
 @fuzzed_with(max(EXAMPLES, 10_000) if SWEEP else EXAMPLES)
 def test_a_server_gets_right_weights_or_none_and_its_follower_goes_on(random):
     test_folders(random)
