@@ -85,7 +85,8 @@ class UpdateExecutor:
         self._model, self._rank, self._size, self._device = model, rank, size, device
         self._derived, self._placement = DerivedState(model, addresses_stay), placement
         self._start = start
-        self._remarked: Program | None = None  # whose remark is in an earlier report
+        # Signature and layout of the target whose remark is in an earlier report; a reference would keep its memory.
+        self._remarked: tuple[int | str, str] | None = None
         self._placed = b""  # when the update under way was prepared
         self._target: TargetPlan | None = None
         self._live: TargetPlan | None = None  # by which the live weights, and scratch memory, were written
@@ -167,7 +168,7 @@ class UpdateExecutor:
         if context.request.unmap_after:
             self.unmap()  # before the vote: after it the trainer may be answered, and free its memory
         votes = self._vote_written(context, output, vote)
-        self.torn, self._live, self._remarked = "", target, target.program
+        self.torn, self._live, self._remarked = "", target, (target.signature, target.layout)
         return _with_votes(output, votes)
 
     def live_program(self) -> tuple[Program, dict[str, tuple[int, ...]]]:
@@ -202,7 +203,7 @@ class UpdateExecutor:
 
     def _outcome(self, context: UpdateContext, error: str) -> tuple[DistributedUpdateWeightsOutput, Vote]:
         """Returns what all ranks report alike, and this rank's vote."""
-        transfer = self.transfer
+        transfer, target = self.transfer, self.transfer.target
         # Buffers of an earlier update count too, and so do those that found room in freed memory.
         peak_extra_bytes = max(context.memory.extra_bytes() + context.kept_bytes, transfer.held_bytes)
         deltas = transfer.deltas if context.delta else None
@@ -225,7 +226,7 @@ class UpdateExecutor:
             read_bytes=moved.read_bytes,
             digest=context.digest,
             relay_lost=transfer.relays.outcome.lost if transfer.relays is not None else self.transfers.relay.lost,
-            remark="" if self._remarked is transfer.target.program else left_alone_remark(transfer.target.program),
+            remark="" if self._remarked == (target.signature, target.layout) else left_alone_remark(target.program),
         )
         strategy, tensor_index = transfer.plan.strategy, transfer.target.tensor_index
         output = DistributedUpdateWeightsOutput(
