@@ -107,7 +107,8 @@ class VirtualProcess:
 
     def _watch_the_engine(self) -> None:
         _before(UpdateExecutor, "_move", lambda *_: self._sources_are_synchronized())
-        _before(UpdateContext, "all_gather_votes", lambda _, phase, vote, mark="": self._own_is_synchronized(phase, vote))
+        votes = "all_gather_votes"
+        _before(UpdateContext, votes, lambda _, phase, vote, _mark="": self._own_is_synchronized(phase, vote))
         _before(CopyList, "run", lambda *_: self.cuda.copied(self.place.number))
 
     def _sources_are_synchronized(self) -> None:
