@@ -158,7 +158,9 @@ class UpdateCoordinator:
         result: Future[UpdateResult] = Future()
         scope, lora = channel.engine(engine), self._config.lora
         if_torn = _TORN if lora is None else _UNLOADED.format(lora.name)
-        settlement = Settlement(scope, self._config.timeout_s, if_torn)
+
+        def settlement() -> Settlement:
+            return Settlement(scope, self._config.timeout_s, if_torn)
 
         def settle(outcome: Callable[[], DistributedUpdateWeightsOutput]) -> None:
             try:
@@ -175,7 +177,7 @@ class UpdateCoordinator:
             with contextlib.suppress(TimeoutError):
                 result.result(ANSWER_S)  # the engine's own answer says more
                 return
-            settle(lambda: settlement.without_answer(Aborted(reason)))
+            settle(lambda: settlement().without_answer(Aborted(reason)))
 
         try:
             scope.on_abort(give_up)
@@ -192,7 +194,7 @@ class UpdateCoordinator:
         engine: int,
         request: Callable[[int], DistributedUpdateWeightsReq],
         previous: threading.Thread | None,
-        settlement: Settlement,
+        settlement: Callable[[], Settlement],
     ) -> DistributedUpdateWeightsOutput:
         """Returns an engine's answer of success. Raises what any other answer, or none, means for the weights."""
         self._check_answered(channel, previous)
@@ -201,9 +203,9 @@ class UpdateCoordinator:
             try:
                 output = self._engines[engine](asked)
             except Exception as error:
-                return settlement.without_answer(error)
+                return settlement().without_answer(error)
         if not output.success:
-            raise settlement.failed(output)
+            raise settlement().failed(output)
         return output
 
     def _check_answered(self, channel: TrainerChannel, previous: threading.Thread | None) -> None:
