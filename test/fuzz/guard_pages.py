@@ -75,12 +75,6 @@ class GuardingTorch:
             return self.bytes(int(size[0]))
         return torch.empty(*size, dtype=dtype, **options)
 
-    def from_file(self, path: str, *, size: int, **_: Any) -> torch.Tensor:
-        found = self.bytes(size)
-        with open(path, "rb") as opened:
-            assert opened.readinto(found.numpy().data) == size
-        return found
-
     def end(self, kept: int) -> None:
         """Ends a case: all but the first `kept` are used again. Raises AssertionError for one that was overrun."""
         assert all(pages.is_whole() for pages in self.used), "something was written beside memory"
