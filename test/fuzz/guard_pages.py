@@ -41,11 +41,6 @@ class GuardedPages:
         self._bytes[self._end :] = _CANARY
         return self._all[self._begin : self._end]
 
-    @property
-    def last(self) -> torch.Tensor:
-        """The bytes that were returned last."""
-        return self._all[self._begin : self._end]
-
     def is_whole(self) -> bool:
         """Returns whether nothing was written between the tensor and the guard pages."""
         around = self._bytes[: self._begin], self._bytes[self._end :]

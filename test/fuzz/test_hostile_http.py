@@ -46,7 +46,7 @@ UPDATE = DistributedUpdateWeightsReq(
     timeout_s=5.0,
     ignore=("*.bias",),
     apart={"lm_head.weight": "it differs"},
-    sections=({0: DeltaSection(1, 2, "cpu", 0, 4096)}, {}),
+    sections=({0: DeltaSection(1, 2, "DRAM", 0, 4096)}, {}),
     package_version=__version__,
     traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
 )
