@@ -67,7 +67,9 @@ class Job:
         row.outcome = judged(values, failure)
         assert not row.bad
         if "train" in said:
-            assert not said["train"][1].startswith("nothing"), "the trainer was told that all went well"
+            # Once all engine ranks have voted that they have written, the control server knows it, and so the trainer.
+            well = said["train"][1].startswith("nothing")
+            assert not well or self._station == "agreed", "the trainer was told that all went well"
             self._processes.pop("train").wait(NOTICED_S)
 
     def begin(self):

@@ -31,9 +31,9 @@ def install() -> None:
     stock_init, stock_run = WeightReceiver.__init__, CopyList.run
 
     @functools.wraps(stock_init)
-    def init(self: Any, model: Any, rank: int, *rest: Any) -> None:
+    def init(self: Any, model: Any, rank: int, *rest: Any, **options: Any) -> None:
         ranks[:] = [rank]
-        stock_init(self, model, rank, *rest)
+        stock_init(self, model, rank, *rest, **options)
 
     @functools.wraps(stock_run)
     def run(self: Any) -> None:
