@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import itertools
-import secrets
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -18,21 +15,14 @@ from typing import Any
 from sglang_reshard.control import protocol
 from sglang_reshard.control.address import Address
 from sglang_reshard.control.framing import (
-    ANSWER_BYTES,
-    MAGIC,
-    NONCE_BYTES,
-    FrameReader,
     FrameTooLarge,
-    FrameWriter,
     ProtocolError,
-    directions,
-    proof,
 )
-from sglang_reshard.control.sockets import LOOK_S, SILENT_S, configure, silent_seconds
-from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, ReshardError, Unauthorized
+from sglang_reshard.control.handshake import connect, server_name
+from sglang_reshard.control.sockets import LOOK_S, SILENT_S, silent_seconds
+from sglang_reshard.errors import Aborted, ConnectionLost, ReshardError
 
 GRACE_S = 5.0  # how much longer than the requested wait the server may take to reply
-_RETRY_S = 0.1
 _CLOSE_S = 2.0
 _READ_BYTES = 256 * 1024
 
@@ -83,7 +73,7 @@ class ControlClient:
         self._lost: str | None = None
         self._closed = False
         self._kept_alive: list[object] = []
-        self._socket, self._writer, self._reader = _connect(address, timeout_s)
+        self._socket, self._writer, self._reader = connect(address, timeout_s)
         self._socket.settimeout(self._timeout_s)
         self._local_address = str(self._socket.getsockname()[0])
         self._thread = threading.Thread(target=self._receive, name="sglang-reshard control client", daemon=True)
@@ -287,7 +277,7 @@ class ControlClient:
             raise WaitTimedOut(reply.missing)
         if isinstance(reply, protocol.Cancelled):
             raise Aborted(reply.reason)
-        raise ReshardError(f"the {_server(self.address)} refused `{operation}`: {reply.message}")
+        raise ReshardError(f"{server_name(self.address)} refused `{operation}`: {reply.message}")
 
     def _post(self, operation: str, *arguments: Any) -> None:
         """Requests an operation that is not waited for: its number is negative, and only a failure is replied to."""
@@ -402,82 +392,9 @@ class ControlClient:
             _start(callback, str(self._error()))
 
     def _error(self) -> ConnectionLost:
-        return ConnectionLost(f"the {_server(self.address)} cannot be reached any more: {self._lost}")
+        return ConnectionLost(f"{server_name(self.address)} cannot be reached any more: {self._lost}")
 
 
 def _start(callback: Callable[[str], None], reason: str) -> None:
     """In a thread of its own, because it may wait and may use the client."""
     threading.Thread(target=callback, args=(reason,), name="sglang-reshard callback", daemon=True).start()
-
-
-def _server(address: Address) -> str:
-    return f"control server of trainer rank 0 at {address.host}:{address.port}"
-
-
-# -- the client's side of the handshake
-
-
-def _connect(address: Address, timeout_s: float) -> tuple[socket.socket, FrameWriter, FrameReader]:
-    """Returns a connection with mutual proof of the key. Raises DeadlineExceeded or Unauthorized."""
-    end = time.monotonic() + timeout_s
-    while True:
-        try:
-            return _try_connect(address, end)
-        except ConnectionRefusedError as error:  # a server listens before its address is known
-            raise DeadlineExceeded(
-                f"the {_server(address)} does not answer: {error}; has its process ended? Check its log"
-            ) from error
-        except UnicodeError as error:
-            raise DeadlineExceeded(f"the {_server(address)} cannot be reached: this is no name of a host") from error
-        except OSError as error:
-            # A server that many clients connect to at once may disconnect those whose handshake is slow.
-            if time.monotonic() + _RETRY_S >= end:
-                raise DeadlineExceeded(
-                    f"the {_server(address)} did not answer within {timeout_s:g} s: {error}; is its process stopped, "
-                    "or is the address not reachable from this host?"
-                ) from error
-        time.sleep(_RETRY_S)
-
-
-def _try_connect(address: Address, end: float) -> tuple[socket.socket, FrameWriter, FrameReader]:
-    connection = configure(socket.create_connection((address.host, address.port), _left_s(end)))
-    try:
-        key, client_nonce = address.secret(), secrets.token_bytes(NONCE_BYTES)
-        connection.sendall(MAGIC + client_nonce)
-        answer = b""
-        while len(answer) < ANSWER_BYTES:
-            answer += _read(connection, ANSWER_BYTES - len(answer), end)
-        nonces = client_nonce, answer[:NONCE_BYTES]
-        if not hmac.compare_digest(answer[NONCE_BYTES:], proof(key, b"server", *nonces)):
-            raise Unauthorized(
-                f"the process that listens at {address.host}:{address.port} does not have the key of trainer rank 0's "
-                "session: the address is of another session, or another program has taken the port"
-            )
-        writer, reader = directions(key, b"client", b"server", *nonces)
-        connection.sendall(proof(key, b"client", *nonces) + writer.frame((0, "hello", (address.session,))))
-        while not (bodies := reader.feed(_read(connection, _READ_BYTES, end))):
-            pass
-        reply = protocol.read_message(bodies[0])  # the only one: a server sends nothing before the next request
-        if isinstance(reply, protocol.Refused):
-            raise ReshardError(f"the {_server(address)} refused the connection: {reply.message}")
-        return connection, writer, reader
-    except ProtocolError as error:
-        connection.close()
-        raise Unauthorized(
-            f"data from {address.host}:{address.port} are not from the control server of trainer rank 0: {error}; does "
-            "another program alter the connection?"
-        ) from error
-    except BaseException:
-        connection.close()
-        raise
-
-
-def _read(connection: socket.socket, size: int, end: float) -> bytes:
-    connection.settimeout(_left_s(end))
-    if not (data := connection.recv(size)):
-        raise OSError("it disconnected")
-    return data
-
-
-def _left_s(end: float) -> float:
-    return max(end - time.monotonic(), 0.001)
