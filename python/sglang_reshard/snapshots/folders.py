@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.snapshots.manifest import (
     LIST_BYTES,
     MANIFEST_BYTES,
@@ -25,6 +26,7 @@ from sglang_reshard.snapshots.manifest import (
 )
 from sglang_reshard.snapshots.names import LIST, MANIFEST, check_snapshot_name
 
+logger = get_logger(__name__)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO without a writer is not waited for
 _KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
@@ -84,6 +86,21 @@ def snapshots_in(folder: Folder) -> SnapshotList:
         with contextlib.suppress(UnreadableFile):  # another's, perhaps
             found.append(entry_of(folder, name))
     return SnapshotList.of({entry.publication or entry.name: entry for entry in found if entry is not None}.values())
+
+
+def listed_or_found(folder: Folder) -> SnapshotList:
+    """Returns the list of a folder, or what it should be by the manifests if it is missing or damaged.
+
+    Raises UnreadableFile if it cannot be read now.
+    """
+    try:
+        found = listed(folder)
+    except UnreadableFile:
+        raise
+    except Mismatch as error:
+        logger.warning("%s; it is written again, by the manifests of the snapshots", error)
+        found = None
+    return snapshots_in(folder) if found is None else found
 
 
 def _read(folder: Folder, name: str, file: str, most_bytes: int) -> bytes | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from sglang_reshard.errors import Mismatch
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.snapshots.folders import StoredFolder, UnreadableFile, entry_of, listed, snapshots_in
+from sglang_reshard.snapshots.folders import StoredFolder, entry_of, listed_or_found
 from sglang_reshard.snapshots.manifest import LIST, Entry, SnapshotList, encode
 
 logger = get_logger(__name__)
@@ -34,21 +33,11 @@ class SnapshotStore:
 
         What cannot be deleted is in the list as unsettled, and the next snapshot deletes it.
         """
-        found = self._found().with_newest(entry, keep)
+        found = listed_or_found(self._reader).with_newest(entry, keep)
         self._write(found)
         left = tuple(name for name in found.unsettled if not self._delete(name))
         if left != found.unsettled:
             self._write(SnapshotList.of(found.entries(), left))
-
-    def _found(self) -> SnapshotList:
-        try:
-            found = listed(self._reader)
-        except UnreadableFile:
-            raise
-        except Mismatch as error:
-            logger.warning("%s; it is written again, by the manifests of the snapshots", error)
-            found = None
-        return snapshots_in(self._reader) if found is None else found
 
     def _write(self, found: SnapshotList) -> None:
         self._files.pipe_file(f"{self._root}/{LIST}", encode(found))

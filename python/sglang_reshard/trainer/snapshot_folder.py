@@ -18,7 +18,7 @@ from pathlib import Path
 from sglang_reshard.errors import DeadlineExceeded, Mismatch
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.publication import next_publication
-from sglang_reshard.snapshots.folders import LocalFolder, UnreadableFile, entry_of, listed, manifest, snapshots_in
+from sglang_reshard.snapshots.folders import LocalFolder, entry_of, listed, listed_or_found, manifest
 from sglang_reshard.snapshots.manifest import (
     MOST_PUBLICATION,
     Entry,
@@ -146,15 +146,7 @@ class SnapshotFolder:
 
         Raises Mismatch if it cannot be read now.
         """
-        try:
-            found = listed(self._reader)
-        except UnreadableFile:
-            raise
-        except Mismatch as error:
-            logger.warning("%s; it is written again, by the manifests of the snapshots", error)
-            found = None
-        if found is None:
-            found = snapshots_in(self._reader)
+        found = listed_or_found(self._reader)
         present = [entry for entry in found.entries() if _is_folder(self._folder / entry.name)]
         return SnapshotList.of(present, found.unsettled)
 
