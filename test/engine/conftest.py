@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from sglang_reshard.testing import cpu_host
 from support import zygote
 
 
@@ -13,3 +15,12 @@ from support import zygote
 def forks() -> Iterator[None]:
     with zygote.forks("cpu"):
         yield
+
+
+@pytest.fixture(scope="module")
+def engine_class() -> Any:
+    """The class of engines whose HTTP process is real and whose schedulers are not, see `support.asgi_engine`."""
+    cpu_host.activate(tp_size=1)  # else SGLang, which this imports, is no CPU's for the tests that follow
+    from support.asgi_engine import Engine
+
+    return Engine

@@ -9,7 +9,7 @@ import pytest
 from sglang_reshard.control import Address
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput as Output
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
-from sglang_reshard.testing import cpu_host
+from support.scenarios import run
 
 pytestmark = pytest.mark.engine
 UPDATE, PULL, SHARE, PROBE = "/update_weights_distributed", "/pull_weights", "/share_weights", "/record_probe"
@@ -19,18 +19,6 @@ REQUEST = DistributedUpdateWeightsReq(
 )
 BODY = msgspec.to_builtins(REQUEST)
 SHORT = {**BODY, "timeout_s": 0.005}  # of which the schedulers have eight
-
-
-@pytest.fixture(scope="module")
-def engine_class():
-    cpu_host.activate(tp_size=1)  # else SGLang, which this imports, is no CPU's for the tests that follow
-    from support.asgi_engine import Engine
-
-    return Engine
-
-
-def run(scenario):
-    return asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 async def settled(engine):

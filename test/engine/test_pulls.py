@@ -12,21 +12,9 @@ from sglang_reshard.control import ControlServer
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput as Output
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, SharedWeights
 from sglang_reshard.protocol.request_mail import MailRoom
-from sglang_reshard.testing import cpu_host
+from support.scenarios import run
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(scope="module")
-def engine_class():
-    cpu_host.activate(tp_size=1)  # else SGLang, which this imports, is no CPU's for the tests that follow
-    from support.asgi_engine import Engine
-
-    return Engine
-
-
-def run(scenario):
-    return asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 async def until(condition):

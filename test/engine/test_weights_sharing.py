@@ -22,6 +22,7 @@ from sglang_reshard.protocol.request_mail import Mailbox
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.replicas.share import LiveWeights
 from sglang_reshard.testing import cpu_host
+from support.scenarios import run
 from support.toy import ToyRank, checkpoint
 
 pytestmark = pytest.mark.engine
@@ -136,7 +137,7 @@ def test_a_share_that_is_not_answered_holds_up_no_update(patches, manager, monke
             await asyncio.to_thread(mailbox.close)
 
     try:
-        asyncio.run(asyncio.wait_for(scenario(), 60))
+        run(scenario())
     finally:
         sender.close()
         receiver.close()

@@ -10,6 +10,7 @@ from sglang_reshard.control import Address
 from sglang_reshard.errors import DeadlineExceeded, EngineRefused, EngineUnreachable, Unauthorized, Unsupported
 from sglang_reshard.protocol.messages import PullWeightsReq, SharedWeights
 from sglang_reshard.replicas.pull import pull
+from support.scenarios import run
 
 SECRET = "the internal page"
 OK = "HTTP/1.1 200 OK\r\n"
@@ -46,10 +47,6 @@ def answering(status, body, head=""):
         writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n{head}\r\n{body}".encode())
 
     return serve
-
-
-def run(scenario):
-    return asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def error(kind):
