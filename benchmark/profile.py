@@ -50,21 +50,21 @@ CASES = {
     "moe-p2p": Case(matrices.MOE, 4, 4, "p2p"),
     "many-ranks": Case(Matrices("dense", 148, 1024, 512), 4, 16, "ipc"),
 }
-# Side, step, and what is timed: module, class, method.
+# Side, step, and what is timed: module, class, method; or package, module, function that the module calls.
 STEPS: tuple[tuple[str, str, str, str, str], ...] = (
     ("trainer", "update", "sglang_reshard.trainer.update_sender", "UpdateSender", "update_engines"),
     ("trainer", "publish", "sglang_reshard.trainer.publisher", "ShardPublisher", "publish"),
     ("trainer", "compare with the last update", "sglang_reshard.trainer.publisher", "ShardPublisher", "_has_changed"),
     ("trainer", "status to rank 0", "sglang_reshard.protocol.update_channel", "TrainerChannel", "publish_status"),
     ("trainer", "all statuses", "sglang_reshard.protocol.update_channel", "TrainerChannel", "collect_statuses"),
-    ("trainer", "request and answer", "sglang_reshard.trainer.coordinator", "UpdateCoordinator", "_request"),
+    ("trainer", "request and answer", "sglang_reshard.trainer.coordinator", "UpdateCoordinator", "_answer"),
     ("trainer", "send", "sglang_reshard.transports.p2p", "P2pSender", "send"),
     ("trainer", "commands, until the results", "sglang_reshard.trainer.worker", "TrainerWorker", "run"),
     ("engine", "update", "sglang_reshard.engine.receiver", "WeightReceiver", "update"),
     ("engine", "join", "sglang_reshard.engine.receiver", "WeightReceiver", "_begin"),
     ("engine", "look", "sglang_reshard.engine.update", "UpdateExecutor", "_prepare_target"),
     ("engine", "votes", "sglang_reshard.engine.context", "UpdateContext", "all_gather"),
-    ("engine", "trace", "sglang_reshard.engine.transfer", "TargetPlan", "of"),
+    ("engine", "trace", "sglang_reshard.engine", "update", "plan_target"),
     ("engine", "plan", "sglang_reshard.engine.transfer", "TransferCache", "plan"),
     ("engine", "connect", "sglang_reshard.engine.transfer", "TransferCache", "connect"),
     ("engine", "move", "sglang_reshard.engine.update", "UpdateExecutor", "_move"),

@@ -7,11 +7,8 @@ transfer  PreparedTransfer  the transport with its views and buffers; kept while
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from types import MappingProxyType
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -22,43 +19,33 @@ from sglang_reshard.engine.loader_names import LoaderNames
 from sglang_reshard.engine.relay import RelayMember
 from sglang_reshard.engine.shadow_weights import ShadowWeights, check_room, shadow_bytes
 from sglang_reshard.engine.trainer_memory import TrainerMemory
-from sglang_reshard.errors import Mismatch
-from sglang_reshard.gpu.announce import rank_device
-from sglang_reshard.layout.names import renamed
-from sglang_reshard.layout.source_layout import SourceLayout
+from sglang_reshard.engine.unread import check_unread, unread_remark
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.plan import (
     ClusterTopology,
     RankDemand,
-    RankLocation,
     ReadPlan,
     Strategy,
     TensorIndex,
     choose_strategy,
-    plan_reads,
-    rank_demand,
     unread_tensors,
 )
 from sglang_reshard.plan.p2p import send_request
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, PrepareSend
 from sglang_reshard.protocol.session import Link, Session
-from sglang_reshard.protocol.validation import check_layout, check_remote_shards
+from sglang_reshard.protocol.validation import check_remote_shards
 from sglang_reshard.trace.kept import MayStay
 from sglang_reshard.trace.program import Program
-from sglang_reshard.trace.stock_load import EngineStart
-from sglang_reshard.trace.tracer import trace
 from sglang_reshard.transports.arrivals import ArrivalMemory
 from sglang_reshard.transports.base import Transport, TransportContext
 from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicators, backend_of
 from sglang_reshard.transports.factory import create_transport
-from sglang_reshard.transports.memory import PeerMemory, host_identity
+from sglang_reshard.transports.memory import PeerMemory
 from sglang_reshard.transports.nixl_reader import NixlReader
 from sglang_reshard.transports.p2p import kept_dtypes
 from sglang_reshard.transports.relay import Relays
 
 logger = get_logger(__name__)
-_SHOWN_NAMES = 5
-_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,71 +67,15 @@ class TargetPlan:
     demand: RankDemand
 
     def is_current(self, request: DistributedUpdateWeightsReq, signature: int | str, names: LoaderNames) -> bool:
-        return self._is_traced(request, signature, names) and self.trainers == _trainers(request)
+        return self.is_traced(request, signature, names) and self.trainers == trainers_of(request)
 
-    def _is_traced(self, request: DistributedUpdateWeightsReq, signature: int | str, names: LoaderNames) -> bool:
+    def is_traced(self, request: DistributedUpdateWeightsReq, signature: int | str, names: LoaderNames) -> bool:
         known = self.layout, self.signature, self.may_stay, self.names.digest
         return known == (request.layout, signature, MayStay(request.frozen, request.only), names.digest)
 
     def unread(self, demands: Sequence[RankDemand]) -> tuple[str, ...]:
         """Returns the names, as the trainer has them, of tensors that no engine rank reads."""
         return self.names.trainer_names(unread_tensors(self.tensor_index, demands))
-
-    @classmethod
-    def of(
-        cls,
-        model: torch.nn.Module,
-        signature: int | str,
-        request: DistributedUpdateWeightsReq,
-        session: Session,
-        rank: int,
-        size: int,
-        device: torch.device,
-        transfers: TransferCache,
-        known: TargetPlan | None,
-        names: LoaderNames,
-        start: Callable[[], EngineStart] | None = None,
-    ) -> TargetPlan:
-        """Traces and plans for engine rank `rank` of `size` on `device`.
-
-        transfers  tries whether the trainer ranks' memory can be mapped; drops its prepared transfer before, but not
-                   for weights that the loader refuses
-        known      an earlier plan, whose trace is reused for a trainer that has the same tensors elsewhere, and which
-                   is returned if nothing has changed
-        names      of the layout's tensors, as the loader reads them
-        start      see `trace`
-        """
-        if known is not None and known._is_traced(request, signature, names):
-            tensor_index, program = known.tensor_index, known.program
-        else:
-            layout = get_layout(request, session)
-            if names.names:
-                layout = renamed(layout, names.names)
-            may_stay = MayStay(request.frozen, request.only)
-            program = trace(model, [t.spec for t in layout.tensors], start, may_stay=may_stay)
-            if program.left_alone:
-                logger.info("engine rank %d: %s", rank, left_alone_remark(program))
-            tensor_index, known = TensorIndex.of(layout), None
-        host, gpu = host_identity(), rank_device(device)
-        location = RankLocation(rank, size, host, request.trainer_hosts, gpu, request.trainer_devices)
-        transfers.drop_transfer()  # its views would keep memory mapped that is mapped anew
-        read_plan = None
-        if known is not None and known.trainers == _trainers(request):
-            read_plan, location = known.read_plan, replace(location, unreadable=known.demand.unreadable)
-        while True:
-            read_plan = read_plan or plan_reads(tensor_index, program.copies, location)
-            tried = {t for t in read_plan.traffic() if request.trainer_hosts[t] == host} | set(location.unreadable)
-            unreadable = transfers.trainer_memory.unreadable(tried, request, session, tensor_index.layout)
-            if unreadable.keys() == set(location.unreadable):
-                break
-            # Others may hold the same shards, and have not been tried.
-            read_plan, location = None, replace(location, unreadable=unreadable)
-        if known is not None and known.read_plan is read_plan and known.demand.unreadable == unreadable:
-            return known
-        demand = rank_demand(tensor_index, read_plan, host, len(os.sched_getaffinity(0)), gpu, unreadable)
-        may_stay = MayStay(request.frozen, request.only)
-        trainers = _trainers(request)
-        return cls(request.layout, signature, may_stay, names, trainers, tensor_index, program, read_plan, demand)
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,14 +358,7 @@ class TransferCache:
         return self._shadow.program if self._shadow is not None else target.program
 
 
-def get_layout(request: DistributedUpdateWeightsReq, session: Session) -> SourceLayout:
-    """Returns the layout of what an update sends. Raises Mismatch if it is not valid."""
-    layout = session.get_layout(request.layout, SourceLayout, request.timeout_s)
-    check_layout(layout, len(request.trainer_hosts))
-    return layout
-
-
-def _trainers(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:
+def trainers_of(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:
     return request.trainer_hosts, request.trainer_devices
 
 
@@ -454,47 +378,3 @@ def _trainer_ranks_read(strategy: Strategy, target: TargetPlan, engine_rank: int
     read_alone = strategy.broadcast.direct_reads[engine_rank][plan.shards(target.tensor_index)]
     led = {group.trainer_rank for group in strategy.broadcast.groups if group.leader == engine_rank}
     return tuple(sorted(led | set(plan.trainer_ranks[read_alone].tolist())))
-
-
-def check_unread(unread: Sequence[str], ignore: Sequence[str], apart: Mapping[str, str] = _NOTHING) -> None:
-    """Raises Mismatch unless each name that no engine rank reads matches one of the patterns in `ignore`.
-
-    A loader skips what it does not know and what it does not need (a tied head, a layer for speculative decoding)
-    alike, without reporting which. So the trainer declares what it means to be skipped.
-
-    apart  why a tensor is not the embedding that an engine would read in its place, see `trainer.tied_heads`
-    """
-    mistaken = not_ignored(unread, ignore)
-    if untied := next((apart[name] for name in mistaken if name in apart), ""):
-        raise Mismatch(
-            f"{untied}, but the engine ties the two: no rank's loader reads the head. Tie them in the trainer, too, or "
-            "start the engine on a checkpoint whose config has tie_word_embeddings=false"
-        )
-    if mistaken:
-        raise Mismatch(
-            f"{unread_remark(mistaken)}: no rank's loader reads it. Correct the name, or if it is meant to be skipped, "
-            f"pass ignore=[{mistaken[0]!r}], patterns allowed, to the update"
-        )
-
-
-def not_ignored(names: Sequence[str], ignore: Sequence[str]) -> list[str]:
-    return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in ignore)]
-
-
-def unread_remark(unread: Sequence[str]) -> str:
-    """Returns the report's remark on names that no engine rank reads; empty if there are none."""
-    if not unread:
-        return ""
-    return f"the engine does not read {_some(unread)}"
-
-
-def left_alone_remark(program: Program) -> str:
-    """Returns the report's remark on parameters that an update does not write; empty if there are none."""
-    if not program.left_alone:
-        return ""
-    return f"left as in an engine started on its checkpoint, of which no tensor reaches: {_some(program.left_alone)}"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return f"{', '.join(names[:_SHOWN_NAMES])}{more}"

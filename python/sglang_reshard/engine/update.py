@@ -36,20 +36,13 @@ from sglang_reshard.engine.loader_names import LoaderNames
 from sglang_reshard.engine.name_search import search_names
 from sglang_reshard.engine.received_tensors import ReceivedTensors
 from sglang_reshard.engine.sound_weights import LastWrite, check_kept
-from sglang_reshard.engine.transfer import (
-    PreparedTransfer,
-    TargetPlan,
-    TransferCache,
-    TransferPlan,
-    get_layout,
-    left_alone_remark,
-    not_ignored,
-)
+from sglang_reshard.engine.target_planning import get_layout, plan_target
+from sglang_reshard.engine.transfer import PreparedTransfer, TargetPlan, TransferCache, TransferPlan
+from sglang_reshard.engine.unread import left_alone_remark, not_ignored
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.observability.report import RankReport
-from sglang_reshard.plan import check_transport
 from sglang_reshard.protocol.messages import (
     ConnectPeers,
     DistributedUpdateWeightsOutput,
@@ -280,7 +273,6 @@ class UpdateExecutor:
         transfer = self.transfers.transfer
         if transfer is None or not transfer.is_checked(request):
             check_same_version(request.package_version)
-            check_transport(request.transport)
         if isinstance(self._model, ReceivedTensors) and (self._target is None or self._target.layout != request.layout):
             self._model.allocate([t.spec for t in get_layout(request, context.session).tensors])
         signature, self._placed = self._signature(), self._placement()
@@ -288,7 +280,7 @@ class UpdateExecutor:
         target, tried_handles = self._target, self.transfers.trainer_memory.tried_handles
         if target is None or not target.is_current(request, signature, names) or tried_handles != request.handles:
             with context.enter(Phase.TRACE):
-                self._target = target = TargetPlan.of(
+                self._target = target = plan_target(
                     self._model,
                     signature,
                     request,

@@ -28,7 +28,7 @@ from sglang_reshard.cli.plan.request import PlanRequest
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from sglang_reshard.cli.plan.sources import layout_of
 from sglang_reshard.engine.context import failure_message
-from sglang_reshard.engine.transfer import check_unread, unread_remark
+from sglang_reshard.engine.unread import check_unread, unread_remark
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
 from sglang_reshard.plan import ClusterTopology, RankDemand, Strategy, TensorIndex, choose_strategy, unread_tensors
 from sglang_reshard.plan.cost import Costs, usual_costs

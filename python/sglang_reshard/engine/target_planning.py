@@ -1,0 +1,89 @@
+"""Traces an engine rank's loader, and plans what it reads from which trainer rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from sglang_reshard.engine.loader_names import LoaderNames
+from sglang_reshard.engine.transfer import TargetPlan, TransferCache, trainers_of
+from sglang_reshard.engine.unread import left_alone_remark
+from sglang_reshard.gpu.announce import rank_device
+from sglang_reshard.layout.names import renamed
+from sglang_reshard.layout.source_layout import SourceLayout
+from sglang_reshard.observability.logs import get_logger
+from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads, rank_demand
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.protocol.validation import check_layout
+from sglang_reshard.trace.kept import MayStay
+from sglang_reshard.trace.stock_load import EngineStart
+from sglang_reshard.trace.tracer import trace
+from sglang_reshard.transports.memory import host_identity
+
+logger = get_logger(__name__)
+
+
+def plan_target(
+    model: torch.nn.Module,
+    signature: int | str,
+    request: DistributedUpdateWeightsReq,
+    session: Session,
+    rank: int,
+    size: int,
+    device: torch.device,
+    transfers: TransferCache,
+    known: TargetPlan | None,
+    names: LoaderNames,
+    start: Callable[[], EngineStart] | None = None,
+) -> TargetPlan:
+    """Traces and plans for engine rank `rank` of `size` on `device`.
+
+    transfers  tries whether the trainer ranks' memory can be mapped; drops its prepared transfer before, but not
+               for weights that the loader refuses
+    known      an earlier plan, whose trace is reused for a trainer that has the same tensors elsewhere, and which
+               is returned if nothing has changed
+    names      of the layout's tensors, as the loader reads them
+    start      see `trace`
+    """
+    if known is not None and known.is_traced(request, signature, names):
+        tensor_index, program = known.tensor_index, known.program
+    else:
+        layout = get_layout(request, session)
+        if names.names:
+            layout = renamed(layout, names.names)
+        may_stay = MayStay(request.frozen, request.only)
+        program = trace(model, [t.spec for t in layout.tensors], start, may_stay=may_stay)
+        if program.left_alone:
+            logger.info("engine rank %d: %s", rank, left_alone_remark(program))
+        tensor_index, known = TensorIndex.of(layout), None
+    host, gpu = host_identity(), rank_device(device)
+    location = RankLocation(rank, size, host, request.trainer_hosts, gpu, request.trainer_devices)
+    transfers.drop_transfer()  # its views would keep memory mapped that is mapped anew
+    read_plan = None
+    if known is not None and known.trainers == trainers_of(request):
+        read_plan, location = known.read_plan, replace(location, unreadable=known.demand.unreadable)
+    while True:
+        read_plan = read_plan or plan_reads(tensor_index, program.copies, location)
+        tried = {t for t in read_plan.traffic() if request.trainer_hosts[t] == host} | set(location.unreadable)
+        unreadable = transfers.trainer_memory.unreadable(tried, request, session, tensor_index.layout)
+        if unreadable.keys() == set(location.unreadable):
+            break
+        # Others may hold the same shards, and have not been tried.
+        read_plan, location = None, replace(location, unreadable=unreadable)
+    if known is not None and known.read_plan is read_plan and known.demand.unreadable == unreadable:
+        return known
+    demand = rank_demand(tensor_index, read_plan, host, len(os.sched_getaffinity(0)), gpu, unreadable)
+    may_stay = MayStay(request.frozen, request.only)
+    trainers = trainers_of(request)
+    return TargetPlan(request.layout, signature, may_stay, names, trainers, tensor_index, program, read_plan, demand)
+
+
+def get_layout(request: DistributedUpdateWeightsReq, session: Session) -> SourceLayout:
+    """Returns the layout of what an update sends. Raises Mismatch if it is not valid."""
+    layout = session.get_layout(request.layout, SourceLayout, request.timeout_s)
+    check_layout(layout, len(request.trainer_hosts))
+    return layout
