@@ -45,7 +45,7 @@ async def is_answered(
     answer: asyncio.Future[list[UpdateWeightsDistributedReqOutput]],
     request: DistributedUpdateWeightsReq | ShareWeightsReq,
 ) -> bool:
-    """Whether the schedulers answer in time."""
+    """Waits for the schedulers' answer. Returns whether it comes in time."""
     done, _ = await asyncio.wait([answer], timeout=WAITS * request.timeout_s)
     return bool(done)
 

@@ -51,7 +51,7 @@ def apply() -> None:
 
 
 class _Caller(NamedTuple):
-    """Who waits for an update: is told the outcome, or that there is none in time."""
+    """The caller of an update, which is told the outcome, or that there is none in time."""
 
     outcome: _Outcome
     check: Check | None

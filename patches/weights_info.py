@@ -97,7 +97,7 @@ def unanswered(manager: TokenizerManager, description: str) -> Iterator[None]:
 
 
 def is_unanswered(manager: TokenizerManager) -> bool:
-    """Whether the schedulers write, as far as is known."""
+    """Returns whether the schedulers write, as far as is known."""
     return bool(getattr(manager, _UNANSWERED, ""))
 
 
@@ -110,7 +110,7 @@ class Share(Protocol):
     """Another engine that has been offered the live weights."""
 
     def has_begun(self) -> bool:
-        """Whether one of its engine ranks takes part."""
+        """Returns whether one of its engine ranks takes part."""
 
     async def end(self) -> None:
         """Ends it for all its ranks: none of them counts what it has read as weights."""

@@ -35,7 +35,7 @@ from sglang_reshard.verl.training_engine_weights import engine_of, install
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """What a worker returns from `prepare`.
+    """A worker's answer to `prepare`.
 
     address  on trainer rank 0: of the control server
     sync     on trainer rank 0: number of the sync that begins

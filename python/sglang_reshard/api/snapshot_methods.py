@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SnapshotMethods:
-    """Of `WeightSender` and `MultiEngineSender`."""
+    """Methods that `WeightSender` and `MultiEngineSender` share."""
 
     _background: BackgroundUpdates[Any]
 

@@ -231,7 +231,7 @@ class ControlClient:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the server, the session or the connection has ended: every method raises ConnectionLost."""
+        """True once the server, the session or the connection has ended: every method raises ConnectionLost."""
         return self._lost is not None
 
     def on_lost(self, callback: Callable[[], None]) -> None:

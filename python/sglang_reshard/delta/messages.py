@@ -27,7 +27,7 @@ from sglang_reshard.transports.p2p import P2pLink
 
 
 class _Message(NamedTuple):
-    """Where a message is, and the copies that bring it there and back; none if it is in place.
+    """The memory of a message, and the copies that bring it there and back; none if it is in place.
 
     gaps  between its slices, in the bucket
     """

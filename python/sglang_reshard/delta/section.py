@@ -8,7 +8,7 @@ import msgspec
 
 
 class DeltaSection(msgspec.Struct, frozen=True, array_like=True):
-    """What one trainer rank would send one engine rank instead of all of its weights.
+    """Describes the changes that one trainer rank offers one engine rank instead of all weights.
 
     base                checksum of what the engine rank must have already
     nbytes              of the section

@@ -32,7 +32,7 @@ _PART = 2  # a section may have this part of the bytes of its messages: else eve
 
 
 class DeltaSource:
-    """What one trainer rank has sent to one engine rank, and the section that it could send next.
+    """Keeps the weights that one trainer rank has sent to one engine rank, and the section that it could send next.
 
     section  the encoded messages, in memory that stays the same; `nbytes` of it are sent
     """
@@ -104,13 +104,13 @@ class DeltaSource:
 
     @property
     def indexes(self) -> list[torch.Tensor]:
-        """What is sent first, in pieces that fit a round: the table, and the indexes."""
+        """The part that is sent first, in pieces that fit a round: the table, and the indexes."""
         pieces = cut_indexes(self._encoded, self._messages, self._round_bytes)
         return self._cut([Piece(0, self._table_bytes), *pieces])
 
     @property
     def values(self) -> list[torch.Tensor]:
-        """What is sent then, in pieces that fit a round."""
+        """The part that is sent second, in pieces that fit a round."""
         return self._cut(cut_values(self._encoded, self._messages, self._round_bytes))
 
     def _capture(self) -> None:

@@ -88,7 +88,7 @@ _Share = list[tuple[RegionSpec, LocalRegion]]
 
 
 class _Shares:
-    """What a trainer rank counts of a tensor of which engine ranks keep some view. Computed once per tensor class."""
+    """The parts of a viewed tensor that a trainer rank counts. Computes them once per tensor class."""
 
     def __init__(self, tensor_index: TensorIndex, views: Sequence[tuple[str, Region]], trainer_rank: int) -> None:
         self._index, self._views, self._rank = tensor_index, views, trainer_rank

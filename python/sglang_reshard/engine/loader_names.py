@@ -26,7 +26,7 @@ _SHOWN_NAMES = 3
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """What one engine rank's loader reads of names: a bit for each, packed; `refused`: the index at which it raised."""
+    """The names that one engine rank's loader reads: a packed bit for each. refused: the index at which it raised."""
 
     read: bytes
     refused: int = -1

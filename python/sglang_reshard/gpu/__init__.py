@@ -1,4 +1,4 @@
-"""What ranks know of their GPUs, and the only calls of the CUDA driver and of `torch.cuda` that updates make.
+"""Describes the GPUs of ranks, and makes the only calls of the CUDA driver and of `torch.cuda` that updates make.
 
 device    RankDevice: what a rank announces of the GPU that it uses
 announce  makes that of this process

@@ -1,4 +1,4 @@
-"""What a rank announces of the GPU that it uses, so that the planner knows who shares one and who can reach whom."""
+"""Describes the GPU of a rank to the planner, which must know who shares one and who can reach whom."""
 
 from __future__ import annotations
 

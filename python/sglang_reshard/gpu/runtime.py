@@ -1,4 +1,4 @@
-"""What the rest of the package asks about GPUs: whether memory is on one, its handles, devices and streams.
+"""Answers the package's questions about GPUs: whether memory is on one, its handles, devices and streams.
 
 `runtime()` returns the process's CudaRuntime. Tests of the rules of GPUs replace it by one of virtual GPUs (`use`).
 """

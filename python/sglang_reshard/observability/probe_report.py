@@ -35,7 +35,7 @@ class ProbedToken(msgspec.Struct, frozen=True):
 
 
 class ProbeReport(msgspec.Struct, frozen=True):
-    """What a probe found in one engine. All log-probabilities and differences are in nats.
+    """The findings of a probe in one engine. All log-probabilities and differences are in nats.
 
     weight_version       of the update; None if it left the version unchanged
     skipped              why nothing was compared: the engine is paused, another update came between; else empty
@@ -106,7 +106,7 @@ class ProbeReport(msgspec.Struct, frozen=True):
 
 
 class ProbeSummary(msgspec.Struct, frozen=True):
-    """What an engine's metrics show of a probe: differences in nats, None for infinite ones, and seconds."""
+    """A probe's outcome as an engine's metrics show it: differences in nats, None for infinite ones, and seconds."""
 
     outcome: Outcome
     mean_difference: float | None

@@ -50,7 +50,7 @@ class Message(NamedTuple):
 
 
 class SendRequest(msgspec.Struct, frozen=True):
-    """What one engine rank requests from one trainer rank, in the order in which it unpacks it.
+    """Lists the reads that one engine rank requests from one trainer rank, in the order in which it unpacks them.
 
     regions                 of local tensors
     tensor_ids, region_ids  a number per item, int32 little-endian: the layout's tensor, and the region

@@ -33,7 +33,7 @@ _ITEM_BITS, _COPY_BITS = 20, 26  # of a sort key, next to 17 for the trainer ran
 
 @dataclass(frozen=True, slots=True)
 class RankLocation:
-    """Where an engine rank runs. Hosts are equal if their processes can map each other's memory.
+    """The place where an engine rank runs. Hosts are equal if their processes can map each other's memory.
 
     engine_ranks  number of engine ranks
     device        its GPU, and those of the trainer ranks; none for trainer ranks without GPUs
@@ -269,7 +269,7 @@ def _duplicates(plan: ReadPlan, repeated: set[int]) -> dict[int, int]:
 
 
 class RankDemand(msgspec.Struct, frozen=True):
-    """What one engine rank needs, small enough to be gathered from all of them.
+    """The needs of one engine rank, small enough to be gathered from all of them.
 
     shards       compressed bits: bit i is set if the rank needs elements of shard i
     least_bytes  bytes that have to reach it, in the trainer's dtypes

@@ -15,7 +15,7 @@ import numpy as np
 
 
 class Runs(NamedTuple):
-    """What a read of a region fetches.
+    """The runs of elements that a read of a region fetches.
 
     offsets  bytes from the region's first element to the first of each run, [runs]
     nbytes   of each run

@@ -1,4 +1,4 @@
-"""Who runs where, and who can reach whom: by memory handle, or by messages through NCCL."""
+"""Tells which ranks share a host or a GPU, and which can reach each other: by memory handle, or through NCCL."""
 
 from __future__ import annotations
 

@@ -379,7 +379,7 @@ class ChecksumPart(msgspec.Struct, frozen=True):
 
 
 class Checksums(msgspec.Struct, frozen=True):
-    """What one engine rank's weights must have.
+    """The checksums that one engine rank's weights must have.
 
     row      little-endian uint64 [groups]
     model    digest of all weights; empty if they have none

@@ -32,14 +32,14 @@ class OfferedRank(msgspec.Struct, frozen=True):
 
 
 class OfferedMemory(msgspec.Struct, frozen=True):
-    """What an engine rank holds of each of the checkpoint tensors `names`; its word is one more shard, the last."""
+    """The parts of the checkpoint tensors `names` that an engine rank holds; its word is one more shard, the last."""
 
     names: tuple[str, ...]
     remote: RemoteShards
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What an engine passes on.
+    """The weights that an engine passes on.
 
     layout  content hash of the layout of its live weights, in which engine ranks take the place of trainer ranks
     error   why it offers nothing; empty if it does

@@ -59,7 +59,7 @@ class Mailbox:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the sender has ended, or the connection to it: no request will come any more."""
+        """True once the sender has ended, or the connection to it: no request will come any more."""
         return self._client.is_lost
 
     def request(self, timeout_s: float | None) -> DistributedUpdateWeightsReq | None:

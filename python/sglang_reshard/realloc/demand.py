@@ -24,7 +24,7 @@ NAMES = 8  # that an error lists
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What one rank needs, as all ranks are told.
+    """The needs of one rank, as all ranks are told.
 
     listed         bits: bit i is set if the rank's target has tensor i of the source's layout
     sent_bytes     rank -> bytes that it has to send to this one

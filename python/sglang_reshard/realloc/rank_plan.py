@@ -32,7 +32,7 @@ Given: TypeAlias = NamedTensors | torch.nn.Module | None
 
 
 class Described(msgspec.Struct, frozen=True):
-    """What a rank tells of itself: the content hash of what it lists in the source, its host, its options.
+    """A rank's description of itself: the content hash of its list of the source, its host, its options.
 
     tied  name -> earlier name that is the same memory in its source, see `tied_names`
     """

@@ -37,7 +37,7 @@ def refusal(url: str) -> str:
 
 
 def is_peer(host: str, listed: str) -> bool:
-    """Whether `host`, a name in lower case or an address, is of this host or among `listed`."""
+    """Returns whether `host`, a name in lower case or an address, is this host or among `listed`."""
     entries = listed.replace(",", " ").lower().split()
     if "*" in entries:
         return True

@@ -109,7 +109,7 @@ class LiveWeights:
 
 
 def has_begun(server: ControlServer, engine_ranks: int) -> bool:
-    """Whether an engine rank of the other engine takes part, next to the `engine_ranks` that share."""
+    """Returns whether an engine rank of the other engine takes part, next to the `engine_ranks` that share."""
     return server.clients(server.address.named(_WEIGHTS).session) > engine_ranks
 
 

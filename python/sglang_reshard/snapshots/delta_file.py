@@ -1,4 +1,4 @@
-"""What has changed between two files of equal size, as a file of its own.
+"""Writes and applies the difference of two files of equal size, as a file of its own.
 
 header    JSON: unit_bytes, nbytes of either file, and of a chunk
 table     int32 [chunks, 2]: how each chunk is encoded, see `delta.encoding`

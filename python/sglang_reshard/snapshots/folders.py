@@ -33,7 +33,7 @@ _KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a FIFO", stat.S_IFDIR:
 
 
 class Folder(Protocol):
-    """Where snapshots are."""
+    """A folder of snapshots, for reading."""
 
     def where(self, *names: str) -> str:
         """Returns what errors call a file."""

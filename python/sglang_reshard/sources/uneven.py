@@ -16,7 +16,7 @@ from sglang_reshard.layout.regions import Box
 
 
 class OwnPart(NamedTuple):
-    """What this trainer rank holds of a tensor: a box, or None for nothing."""
+    """The part of a tensor that this trainer rank holds: a box, or None for nothing."""
 
     box: Box | None
 

@@ -17,7 +17,7 @@ from sglang_reshard.trace.tracer import run_loader, tracing
 
 
 class NamesRead(NamedTuple):
-    """What a loader did with checkpoint tensors.
+    """The names that a loader has read, and the one that it refused.
 
     read     names of those that reach a live tensor
     refused  the name at which the loader raised; empty if it did not

@@ -20,7 +20,7 @@ _USE_OWN = "Update this model with SGLang's own update_weights_from_tensor."
 
 
 class TracedScalar(float):
-    """What `item()` of a checkpoint tensor returns: a float that stands for the tensor's value, which is not known.
+    """The result of `item()` of a checkpoint tensor: a float that stands for the tensor's value, which is not known.
 
     A fill recognizes the float. Anything else that Python does with it raises Unsupported: the program would keep
     a meaningless result.

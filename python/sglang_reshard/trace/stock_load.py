@@ -48,7 +48,7 @@ class TraceRecords(Protocol):
 
 
 class StockLoad:
-    """What the loader writes with the engine's own checkpoint. Traces at most once, when it is asked.
+    """Finds what the loader writes with the engine's own checkpoint. Traces at most once, when it is asked.
 
     unknown  why nothing is known; empty if it is, or before it is asked
     """

@@ -37,7 +37,7 @@ Shards = Callable[[], Sequence[torch.Tensor]]  # returns this rank's, in the lay
 
 @dataclass(slots=True)
 class _Prepared:
-    """What is kept between updates. A rank that sends nothing has no communicators to connect.
+    """A transfer that is kept between updates. A rank that sends nothing has no communicators to connect.
 
     shards      `PublishedShards.identity`
     registered  its shards, if engine ranks read them by NIXL: then there is neither sender nor communicators

@@ -49,7 +49,7 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class TiedHeads:
-    """What one trainer rank compares. Refers to no memory.
+    """The heads that one trainer rank compares with their embeddings. Refers to no memory.
 
     inputs  numbers of the inputs (`TrainerState.inputs`) that `compare` reads
     """

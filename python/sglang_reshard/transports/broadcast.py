@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _BucketOps(NamedTuple):
-    """What this rank does with one bucket. `pack` is None unless this rank is the group's leader."""
+    """This rank's operations on one bucket. `pack` is None unless this rank is the group's leader."""
 
     communicator: BroadcastCommunicator
     root: int

@@ -34,7 +34,7 @@ _MAX_ROWS = 1 << 30  # the kernel numbers them in 32 bits
 
 
 class TileKind(NamedTuple):
-    """What the kernel is compiled for.
+    """The variant that the kernel is compiled for.
 
     source, destination  names of dtypes; equal unless it casts
     vector               units that a thread moves by one instruction

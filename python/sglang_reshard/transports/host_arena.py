@@ -20,7 +20,7 @@ _ALIGNMENT = 64  # bytes
 
 
 class _Place(NamedTuple):
-    """What is copied. `first` is the number of the first shard that is the same view of the same memory."""
+    """A view to copy. `first` is the number of the first shard that is the same view of the same memory."""
 
     first: int
     shape: torch.Size

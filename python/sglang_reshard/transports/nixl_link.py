@@ -45,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ReadMessage:
-    """What is read from one rank at once, into `in_place` if there is such memory, else into a bucket."""
+    """The reads from one rank at once, into `in_place` if there is such memory, else into a bucket."""
 
     parts: list[Part]
     nbytes: int

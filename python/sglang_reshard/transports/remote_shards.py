@@ -17,7 +17,7 @@ class RemoteShard(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RemoteShards(msgspec.Struct, frozen=True):
-    """What an engine rank needs to read a trainer rank's shards, in the layout's order.
+    """Tells an engine rank how to read a trainer rank's shards, in the layout's order.
 
     metadata  of the trainer rank's NIXL agent, with the keys of the memory that it has registered
     """

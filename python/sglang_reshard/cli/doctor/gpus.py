@@ -87,7 +87,7 @@ def check_allocator() -> list[Finding]:
 
 
 def check_nccl() -> list[Finding]:
-    """What trainer and engine must agree on where trainer ranks send to engine ranks, see `plan.topology`."""
+    """Checks what trainer and engine must agree on for sends between them, see `plan.topology`."""
     if not torch.cuda.is_available():
         return ok("NCCL", "no GPU: gloo carries what is sent")
     if not torch.distributed.is_nccl_available():

@@ -42,7 +42,7 @@ def has_files(folder: Path) -> bool:
 
 
 def dtype_of(config: dict[str, Any]) -> str:
-    """What a config says of its weights' dtype, quantized ones aside."""
+    """Returns the dtype that a config states for its weights, quantized ones aside."""
     text = config.get("text_config", {})
     named = next((d for c in (config, text) for k in ("dtype", "torch_dtype") if (d := c.get(k))), "bfloat16")
     return str(named).removeprefix("torch.")

@@ -36,7 +36,7 @@ _META = torch.device("meta")
 
 
 class LinkLoad(NamedTuple):
-    """What one link adds to the load of one side in an update. `bucket_bytes` is its part of each bucket."""
+    """The load that one link adds to one side in an update. `bucket_bytes` is its part of each bucket."""
 
     messages: int
     payload_bytes: int
