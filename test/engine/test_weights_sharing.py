@@ -1,7 +1,6 @@
 """When a server's weights are not shared with another engine, and who waits while they are."""
 
 import asyncio
-import threading
 import time
 from types import SimpleNamespace
 
@@ -23,6 +22,7 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.replicas.share import LiveWeights
 from sglang_reshard.testing import cpu_host
 from support.scenarios import run
+from support.threads import have_ended
 from support.toy import ToyRank, checkpoint
 
 pytestmark = pytest.mark.engine
@@ -141,7 +141,4 @@ def test_a_share_that_is_not_answered_holds_up_no_update(patches, manager, monke
     finally:
         sender.close()
         receiver.close()
-    end = time.monotonic() + 10
-    while any(t.name == "sglang-reshard share" for t in threading.enumerate()) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not any(t.name == "sglang-reshard share" for t in threading.enumerate())
+    assert have_ended("sglang-reshard share")

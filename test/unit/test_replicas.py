@@ -1,7 +1,6 @@
 """Engine ranks that take their weights from another engine's, without its trainer. All ranks are threads here."""
 
 import contextlib
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +19,7 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.replicas.share import LiveWeights, has_begun, wait_until_shared
 from sglang_reshard.trace.program import Program
 from sglang_reshard.version import __version__
+from support.threads import have_ended
 from support.toy import ToyRank, checkpoint
 
 CPU = torch.device("cpu")
@@ -90,9 +90,7 @@ def shared(engine, **options):
     finally:
         mailbox.close()
         server.close()
-        end = time.monotonic() + 10
-        while any(t.name == "sglang-reshard share" for t in threading.enumerate()) and time.monotonic() < end:
-            time.sleep(0.01)
+        have_ended("sglang-reshard share")
 
 
 def pull(engine, source, **options):

@@ -132,7 +132,7 @@ class UpdateExecutor:
         context.all_gather_votes(Phase.STAGED, Vote(error))
 
     def prepare_commit(self, context: UpdateContext, refusal: str) -> None:
-        """Votes once more before the shadow weights become live, as time has passed since `prepare`."""
+        """Takes the last vote before the live weights are written, where `prepare` has not: time may have passed."""
         if not refusal and self._placement() != self._placed:
             refusal = "experts were rebalanced since the update was staged; repeat it"
         with self._begins_to_write(context, not refusal) as mark:

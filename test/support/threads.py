@@ -1,0 +1,16 @@
+"""Threads that a test waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+
+def have_ended(name: str, within_s: float = 10.0) -> bool:
+    """Waits for the threads of this name. Returns whether all have ended in time."""
+    end = time.monotonic() + within_s
+    while any(thread.name == name for thread in threading.enumerate()):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.01)
+    return True
