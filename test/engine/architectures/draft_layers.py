@@ -15,7 +15,7 @@ from pathlib import Path
 from examination import Finding, examine
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
-from support.checkpoints import PUBLISHED, read_weights, write_checkpoint, write_weights
+from support.checkpoints import PUBLISHED, write_checkpoint
 from support.scripts import answer
 
 # Two are a layer of the target's checkpoint, the others have one of their own.
@@ -29,14 +29,12 @@ TP, DEADLINE_S = 2, 400
 
 
 def examined(root: Path, name: str, rank: int, without: str) -> Finding:
-    """without  what the names of tensors that are not sent contain"""
+    """without  tensors with this in their name are in the checkpoint, and no update sends them"""
     writer = PUBLISHED[name].writer
     assert writer is not None
     folder = root / f"{name}-{rank}-{without}"
     write_checkpoint(writer, folder, architecture=name)
-    if without:
-        write_weights({n: t for n, t in read_weights(folder).items() if without not in n}, folder)
-    return examine(str(folder), gpu=False, draft=True, tp_size=TP, tp_rank=rank)
+    return examine(str(folder), gpu=False, draft=True, unsent=without, tp_size=TP, tp_rank=rank)
 
 
 def main() -> None:

@@ -57,9 +57,19 @@ class Finding:
 
 
 def examine(
-    folder: str, *, weights_dtype: str | None = None, gpu: bool = True, draft: bool = False, **build: Any
+    folder: str,
+    *,
+    weights_dtype: str | None = None,
+    gpu: bool = True,
+    draft: bool = False,
+    unsent: str = "",
+    **build: Any,
 ) -> Finding:
-    """draft  the checkpoint is for a draft as well, which is built and loaded with its target"""
+    """Examine one engine rank that started on the checkpoint in `folder`.
+
+    draft   the checkpoint is for a draft as well, which is built and loaded with its target
+    unsent  tensors with this in their name are in the checkpoint, and no update sends them
+    """
     try:
         model = built(folder, gpu, build)
         if draft:
@@ -70,11 +80,14 @@ def examine(
     if weights_dtype is not None:
         weights = {n: t.to(getattr(torch, weights_dtype)) if t.dtype.itemsize > 1 else t for n, t in weights.items()}
     config = json.loads((Path(folder) / "config.json").read_text())
+    started_on = _specs(weights)
+    if unsent:
+        weights = {name: tensor for name, tensor in weights.items() if unsent not in name}
     try:
-        found = _examined(model, weights, config, folder)
+        found = _examined(model, weights, started_on, config, folder)
         if (found.outcome == "refused" and _LOAD_ONCE in found.why) or found.why.startswith(_MADE_ONCE):
             # The stock load that ended the examination was the engine's start from a checkpoint.
-            once = _examined(model, weights, config, folder)
+            once = _examined(model, weights, started_on, config, folder)
             found = once if once.outcome == "failed" else dataclasses.replace(once, why=once.why or found.why)
     except Exception as error:
         return Finding("failed", said(error, folder))
@@ -99,13 +112,15 @@ def _no_gpu() -> None:
     raise RuntimeError("there is no GPU on this host")
 
 
-def _examined(model: torch.nn.Module, weights: Weights, config: dict[str, Any], folder: str) -> Finding:
+def _examined(
+    model: torch.nn.Module, weights: Weights, started_on: list[TensorSpec], config: dict[str, Any], folder: str
+) -> Finding:
     fill_with_garbage(model)
     before, signature, paths = digests(model), live_signature(model), _paths(model)
     program, refusal, start = *_traced(model, weights), None
     if program is None and _NEVER_WRITTEN in refusal and "scale" not in refusal.partition(" ")[0]:
         # An engine knows its own checkpoint, and what a start on it leaves alone.
-        start = functools.partial(EngineStart, _specs(weights))
+        start = functools.partial(EngineStart, started_on)
         again, why = _traced(model, weights, start)
         if again is None or not _misnamed(again, weights):
             program, refusal = again, why
