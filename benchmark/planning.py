@@ -21,16 +21,9 @@ from benchmark import results
 from benchmark.deepseek_v3 import copies, fsdp_layout
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.layout.manifest import pack_blob
-from sglang_reshard.plan import (
-    ClusterTopology,
-    RankLocation,
-    ReadPlan,
-    TensorIndex,
-    choose_strategy,
-    plan_reads,
-    rank_demand,
-)
-from sglang_reshard.plan.p2p import send_request
+from sglang_reshard.plan import ClusterTopology, RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
+from sglang_reshard.routes.choice import choose_strategy
+from sglang_reshard.routes.p2p.messages import send_request
 
 TRAINERS, ENGINES, BUCKET_BYTES = 64, 32, 64 << 20
 RANKS_A_HOST = 8

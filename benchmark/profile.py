@@ -58,15 +58,15 @@ STEPS: tuple[tuple[str, str, str, str, str], ...] = (
     ("trainer", "status to rank 0", "sglang_reshard.protocol.update_channel", "TrainerChannel", "publish_status"),
     ("trainer", "all statuses", "sglang_reshard.protocol.update_channel", "TrainerChannel", "collect_statuses"),
     ("trainer", "request and answer", "sglang_reshard.trainer.coordinator", "UpdateCoordinator", "_answer"),
-    ("trainer", "send", "sglang_reshard.transports.p2p", "P2pSender", "send"),
+    ("trainer", "send", "sglang_reshard.routes.p2p.trainer", "P2pSender", "send"),
     ("trainer", "commands, until the results", "sglang_reshard.trainer.worker", "TrainerWorker", "run"),
     ("engine", "update", "sglang_reshard.engine.receiver", "WeightReceiver", "update"),
     ("engine", "join", "sglang_reshard.engine.receiver", "WeightReceiver", "_begin"),
     ("engine", "look", "sglang_reshard.engine.update", "UpdateExecutor", "_prepare_target"),
     ("engine", "votes", "sglang_reshard.engine.context", "UpdateContext", "all_gather"),
     ("engine", "trace", "sglang_reshard.engine", "update", "plan_target"),
-    ("engine", "plan", "sglang_reshard.engine.transfer", "TransferCache", "plan"),
-    ("engine", "connect", "sglang_reshard.engine.transfer", "TransferCache", "connect"),
+    ("engine", "plan", "sglang_reshard.engine.prepared", "Transfers", "plan"),
+    ("engine", "connect", "sglang_reshard.engine.prepared", "Transfers", "connect"),
     ("engine", "move", "sglang_reshard.engine.update", "UpdateExecutor", "_move"),
 )
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from sglang_reshard.derived import DerivedState
+from sglang_reshard.landings.arrivals import ArrivalMemory
 from sglang_reshard.trace.program import Program
-from sglang_reshard.transports.arrivals import ArrivalMemory
 
 
 def replay(program: Program, weights: Mapping[str, torch.Tensor], derived: DerivedState | None = None) -> None:

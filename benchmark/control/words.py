@@ -115,7 +115,7 @@ def engine_rank(update: int, engine: int, rank: int, ranks: int, verify: bool) -
     recorder = _Recorder([[encode(Checksums(bytes(8 * num_groups(_TENSORS)), _DIGEST[:16]))]])
     with EngineChannel(recorder, update, engine, f"engine rank {rank} (host worker-91, process 4242)") as channel:
         channel.on_abort(lambda _: None)
-        channel.all_gather("prepare", rank, ranks, Vote(reusable=True, has_communicators=True), TIMEOUT_S, WRITING)
+        channel.all_gather("prepare", rank, ranks, Vote(reusable=True), TIMEOUT_S, WRITING)
         if verify:
             if rank == 0:
                 channel.request_checksums(_request(ranks))

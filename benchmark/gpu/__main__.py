@@ -48,7 +48,7 @@ def _run(options: argparse.Namespace, folder: str) -> int:
     import msgspec
 
     # Imported once for all processes that are forked; it does not use the GPU.
-    import sglang_reshard.transports.copy_kernel  # noqa: F401
+    import sglang_reshard.copying.copy_kernel  # noqa: F401
     from benchmark.gpu import facts, items, runner
     from benchmark.gpu.item import Row
     from benchmark.gpu.peer import PeerFailed

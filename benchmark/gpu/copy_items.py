@@ -15,10 +15,10 @@ from benchmark.gpu import sharing
 from benchmark.gpu.item import Bench, Item
 from benchmark.gpu.peer import Here
 from benchmark.gpu.place import DEVICE, GIB, MIB, Place, free_bytes, pattern, same_bytes, seconds_of
+from sglang_reshard.copying.copy_list import CopyList
+from sglang_reshard.copying.copy_table import DEFAULT_TILING, Tiling
+from sglang_reshard.copying.kernel_copies import KernelCopies
 from sglang_reshard.layout.regions import ITEM_BYTES
-from sglang_reshard.transports.copies import CopyList
-from sglang_reshard.transports.copy_table import DEFAULT_TILING, Tiling
-from sglang_reshard.transports.kernel_copies import KernelCopies
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # destination, source
 SHAPE = 96, 2048  # of an expert's shard in Qwen3-30B-A3B, FSDP over 8 trainer ranks
@@ -228,7 +228,7 @@ def _tilings(place: Place) -> dict[str, Tiling]:
 
 
 def _with_warps(pairs: list[Pair], warps: int) -> float:
-    from sglang_reshard.transports.copy_kernel import launch
+    from sglang_reshard.copying.copy_kernel import launch
 
     copies, _ = KernelCopies.of(pairs, DEVICE)
 

@@ -15,7 +15,7 @@ from benchmark.gpu.item import Bench, Item, Skip
 from benchmark.gpu.peer import Here
 from benchmark.gpu.place import DEVICE, GIB, MIB, pattern, same_bytes, seconds_of
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.transports.memory import Handles, MemoryExporter
+from sglang_reshard.memory.mapping import Handles, MemoryExporter
 
 
 def streams(bench: Bench) -> None:

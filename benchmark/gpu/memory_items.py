@@ -13,7 +13,7 @@ from benchmark.gpu.peer import Here, Peer
 from benchmark.gpu.place import DEVICE, MIB, free_bytes
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.transports.memory import MemoryExporter
+from sglang_reshard.memory.mapping import MemoryExporter
 
 _MANY_S = 25.0
 _SLACK = 16 * MIB  # kernels that are loaded late, tables of the driver

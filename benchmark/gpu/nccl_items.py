@@ -16,8 +16,8 @@ from benchmark.gpu.place import DEVICE, GIB, MIB, free_bytes, pattern, same_byte
 from sglang_reshard.control import Address
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.protocol.session import LOOPBACK, Session
-from sglang_reshard.transports.communicator import P2pCommunicator
-from sglang_reshard.transports.nccl import NcclGroup
+from sglang_reshard.routes.p2p.communicators import P2pCommunicator
+from sglang_reshard.routes.wire.nccl import NcclGroup
 
 _TIMEOUT_S = 6.0
 _LATE_S = 6.0  # beyond a deadline, for threads and processes

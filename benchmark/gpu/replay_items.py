@@ -20,13 +20,13 @@ from benchmark.gpu.item import Bench, Item
 from benchmark.gpu.peer import Here
 from benchmark.gpu.place import DEVICE, MIB, Place, pattern, same_bytes, seconds_of
 from benchmark.gpu.recording import Recording
+from sglang_reshard.landings.arrivals import ArrivalMemory
 from sglang_reshard.layout.regions import Region
+from sglang_reshard.memory.mapping import Handles, MemoryExporter, PeerMemory
 from sglang_reshard.plan import TensorIndex
+from sglang_reshard.routes.base import Reads
+from sglang_reshard.routes.p2p.engine import P2pReceiver
 from sglang_reshard.trace.program import Program
-from sglang_reshard.transports.arrivals import ArrivalMemory
-from sglang_reshard.transports.base import TransportContext
-from sglang_reshard.transports.ipc import IpcTransport
-from sglang_reshard.transports.memory import Handles, MemoryExporter, PeerMemory
 
 _HOST = "host"
 
@@ -129,24 +129,13 @@ def replay(path: Path, bench: Bench) -> None:
     mapped = time.perf_counter()
     bench.saw(reads=len(read_plan.copy_ids), plan_seconds=planned - begin, map_seconds=mapped - planned)
     program = found.program(DEVICE)
-    context = TransportContext(
-        engine_rank=found.engine_rank,
-        device=DEVICE,
-        tensor_index=index,
-        read_plan=read_plan,
-        arrivals=ArrivalMemory(program, DEVICE, 64 << 20),
-        memory=memory,
-        broadcast=None,
-        broadcast_groups=None,
-        round_bytes={},
-        p2p=None,
-    )
+    reads = Reads(found.engine_rank, DEVICE, index, read_plan, ArrivalMemory(program, DEVICE, 64 << 20), memory)
     connecting = time.perf_counter()
-    transport = IpcTransport(context)
+    transport = P2pReceiver(reads, {}, None)  # which reads all from mapped memory
     torch.cuda.synchronize(DEVICE)
     connected = time.perf_counter()
     seconds = seconds_of(transport.move, rounds=7)
-    nbytes = transport.received_bytes
+    nbytes = transport.traffic.received_bytes
     plain = torch.empty((2, max(1, nbytes)), dtype=torch.uint8, device=DEVICE)
     plain.fill_(1)
     limit = seconds_of(partial(plain[0].copy_, plain[1]), rounds=7)
@@ -165,7 +154,7 @@ def replay(path: Path, bench: Bench) -> None:
     wrong = _wrong(found, index, program)
     bench.saw(wrong=wrong[:10])
     bench.check(not wrong, f"{len(wrong)} of {len(program.targets)} storages have other bytes: {wrong[:3]}")
-    del transport, context
+    del transport, reads
     for peer_memory in memory.values():
         peer_memory.close()
 

@@ -13,7 +13,7 @@ from benchmark.gpu.peer import Here
 from benchmark.gpu.place import DEVICE, free_bytes, pattern, same_bytes
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.regions import LocalRegion
-from sglang_reshard.transports.memory import Handles, MemoryExporter, PeerMemory
+from sglang_reshard.memory.mapping import Handles, MemoryExporter, PeerMemory
 
 PRODUCER = 0  # its trainer rank
 

@@ -10,8 +10,8 @@ from benchmark.gpu.item import Bench, Item
 from benchmark.gpu.nccl_items import join
 from benchmark.gpu.peer import Here
 from benchmark.gpu.place import DEVICE, GIB, MIB, pattern, same_bytes, seconds_of
+from sglang_reshard.memory.mapping import Handles
 from sglang_reshard.protocol.session import LOOPBACK, Session
-from sglang_reshard.transports.memory import Handles
 
 _FIRST, _SECOND = ("0", (0,)), ("1", (1,))
 

@@ -42,6 +42,10 @@ class Aborted(ReshardError):
     """Another rank failed or disconnected, which aborted the update on all ranks."""
 
 
+class PeerDisconnected(ReshardError):
+    """The connection to another rank broke. Most often that rank has failed, and reports the cause."""
+
+
 class ConnectionLost(ReshardError):
     """The connection to trainer rank 0's process, which hosts the session, was lost."""
 

@@ -39,9 +39,7 @@ def received(scene):
 
 
 def received_bytes(me):
-    transfer = me.receiver._executor.transfer
-    deltas = transfer.deltas
-    return deltas.received_bytes if deltas is not None and deltas.received_bytes else transfer.transport.received_bytes
+    return me.receiver._executor.transfer.end.traffic.received_bytes
 
 
 @pytest.mark.parametrize(("side", "rank", "of", "at", "phase", "skip"), CASES)

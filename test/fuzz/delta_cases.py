@@ -26,21 +26,22 @@ import torch
 from fuzz.delta_mutations import Described, Shape, damage, described, places
 from fuzz.guard_pages import GuardingTorch
 from sglang_reshard.delta import encoding
-from sglang_reshard.delta import target as target_module
 from sglang_reshard.delta.encoding import UNITS, encode, index_room
-from sglang_reshard.delta.messages import table_bytes, values_begin
-from sglang_reshard.delta.section import DeltaSection
-from sglang_reshard.delta.source import DeltaSource
-from sglang_reshard.delta.target import DeltaTarget
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.landings.arrivals import ArrivalMemory
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
-from sglang_reshard.plan.p2p import send_request
+from sglang_reshard.routes.base import Reads
+from sglang_reshard.routes.delta import target as target_module
+from sglang_reshard.routes.delta.incoming import P2pReceives
+from sglang_reshard.routes.delta.messages import table_bytes, values_begin
+from sglang_reshard.routes.delta.section import DeltaSection
+from sglang_reshard.routes.delta.source import DeltaSource
+from sglang_reshard.routes.delta.target import DeltaTarget
+from sglang_reshard.routes.p2p.links import kept_dtypes, sent_link
+from sglang_reshard.routes.p2p.messages import send_request
 from sglang_reshard.snapshots import delta_file
 from sglang_reshard.trace.program import Copy, Program
-from sglang_reshard.transports.arrivals import ArrivalMemory
-from sglang_reshard.transports.base import TransportContext
-from sglang_reshard.transports.p2p import kept_dtypes, sent_link
 from support.plans import tensor_parallel
 
 CPU = torch.device("cpu")
@@ -92,20 +93,8 @@ class Sections:
         program = Program(tuple(copies), {"live": self.live.view(dtype)})
         index = TensorIndex.of(layout)
         plan = plan_reads(index, copies, RankLocation(0, 1, "engine", ("trainer",)))
-        context = TransportContext(
-            engine_rank=0,
-            device=CPU,
-            tensor_index=index,
-            read_plan=plan,
-            arrivals=ArrivalMemory(program, CPU, model.round_bytes),
-            memory={},
-            broadcast=None,
-            broadcast_groups=None,
-            round_bytes={0: model.round_bytes},
-            p2p=None,
-            delta=True,
-        )
-        self.target = DeltaTarget(context, program)
+        reads = Reads(0, CPU, index, plan, ArrivalMemory(program, CPU, model.round_bytes), {})
+        self.target = DeltaTarget(reads, program, {0: model.round_bytes}, P2pReceives(None))
         self.target._incoming = self  # type: ignore[assignment]
         self._kept = len(self._torch.used)
         self.messages = self.target._written[0]

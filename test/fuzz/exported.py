@@ -13,9 +13,9 @@ from random import Random
 import torch
 
 from fuzz.states import layout_of, shards_of, whole_of
+from sglang_reshard.memory.mapping import Handles, MemoryExporter, ShmStorage
 from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.sources import SourceLayout
-from sglang_reshard.transports.memory import Handles, MemoryExporter, ShmStorage
 
 SEED = 7
 

@@ -11,13 +11,13 @@ from fuzz.settings import fuzzed
 from sglang_reshard.digest.regions import RegionSet
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.layout.manifest import inflate, pack_blob, unpack_blob
+from sglang_reshard.memory.mapping import Handles
 from sglang_reshard.plan import RankDemand
-from sglang_reshard.plan.p2p import SendRequest
 from sglang_reshard.protocol import messages
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, decode, encode
 from sglang_reshard.protocol.validation import check_request
+from sglang_reshard.routes.p2p.messages import SendRequest
 from sglang_reshard.sources import SourceLayout
-from sglang_reshard.transports.memory import Handles
 
 WORDS = tuple(
     kind
@@ -34,7 +34,7 @@ def same(one, other):
 
 
 def test_there_is_something_to_send():
-    assert {"DistributedUpdateWeightsReq", "PrepareSend", "UpdateResult", "TrainerStatus"} <= {
+    assert {"DistributedUpdateWeightsReq", "Prepare", "UpdateResult", "TrainerStatus"} <= {
         kind.__name__ for kind in WORDS
     }
 

@@ -12,9 +12,9 @@ from fuzz.settings import fuzzed
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Region
+from sglang_reshard.memory.mapping import Handles, PeerMemory, ShmStorage
 from sglang_reshard.protocol.validation import check_handles, check_layout
 from sglang_reshard.sources import SourceLayout
-from sglang_reshard.transports.memory import Handles, PeerMemory, ShmStorage
 
 EXPORTED = some_exported(24)
 

@@ -14,7 +14,6 @@ import pytest
 from fuzz.arbitrary import changed, damaged
 from fuzz.settings import EXAMPLES, SWEEP, fuzzed_with
 from sglang_reshard.control import Address
-from sglang_reshard.delta.section import DeltaSection
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.observability.report import RankReport
@@ -23,10 +22,12 @@ from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsReq,
     LoraAdapter,
     PullWeightsReq,
-    Relay,
     SharedWeights,
     ShareWeightsReq,
+    encode,
 )
+from sglang_reshard.routes.delta.section import DeltaSection
+from sglang_reshard.routes.relay.offers import Relay
 from sglang_reshard.testing import cpu_host
 from sglang_reshard.version import __version__
 
@@ -46,7 +47,7 @@ UPDATE = DistributedUpdateWeightsReq(
     timeout_s=5.0,
     ignore=("*.bias",),
     apart={"lm_head.weight": "it differs"},
-    sections=({0: DeltaSection(1, 2, "DRAM", 0, 4096)}, {}),
+    offers=({0: encode(DeltaSection(1, 2, "DRAM", 0, 4096))}, {}),
     package_version=__version__,
     traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
 )
@@ -54,7 +55,7 @@ UPDATES = (
     UPDATE,
     msgspec.structs.replace(UPDATE, staged=True, verify="full"),
     msgspec.structs.replace(UPDATE, lora=LoraAdapter("policy", '{"r": 8}')),
-    msgspec.structs.replace(UPDATE, transport="nixl", relay=Relay(ADDRESS, ("a", "b"), 0, 1)),
+    msgspec.structs.replace(UPDATE, transport="nixl", around={"relay": encode(Relay("relay/1", ("a", "b"), 0, 1))}),
 )
 SHARE = ShareWeightsReq(package_version=__version__, timeout_s=5.0)
 SHARED = SharedWeights(ADDRESS, "7", "0" * 16, "float32")

@@ -11,10 +11,10 @@ from fuzz.states import copies_of, layout_of, shards_of, whole_of
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
-from sglang_reshard.plan.p2p import SendRequest, send_request
-from sglang_reshard.protocol.messages import PrepareSend
-from sglang_reshard.protocol.validation import check_prepare_send, check_send_request
-from sglang_reshard.transports.p2p import P2pSender
+from sglang_reshard.routes.p2p.ask import Links, P2pAsk
+from sglang_reshard.routes.p2p.messages import SendRequest, send_request
+from sglang_reshard.routes.p2p.send_requests import check_send_request
+from sglang_reshard.routes.p2p.trainer import P2pSender
 
 CPU = torch.device("cpu")
 
@@ -69,24 +69,25 @@ def test_arbitrary_orders_are_refused_or_carried_out(random):
 
 @fuzzed
 def test_arbitrary_words_to_connect_are_refused_or_make_sense(random):
-    connect = value_of(PrepareSend, random)
+    connect = value_of(P2pAsk, random)
     if random.random() < 0.7:
         trainers, engines = random.randint(1, 3), random.randint(1, 3)
         shares = tuple(tuple(random.choice((0, 16, 1000)) for _ in range(engines)) for _ in range(trainers))
         receivers = [e for e in range(engines) if any(row[e] for row in shares)]
         senders = [t for t in range(trainers) if any(shares[t])]
         groups = ((*senders, *(trainers + e for e in receivers)),) if senders else ()
-        connect = PrepareSend("route", ("intake",) * engines, shares, "gloo", 10.0, groups)
+        connect = P2pAsk(Links(("intake",) * engines, shares), "gloo", groups)
         for _ in range(random.randrange(3)):
             connect = changed(connect, random)
-    trainer_ranks = len(connect.round_bytes) if isinstance(connect.round_bytes, tuple) and random.random() < 0.9 else 1
+    rows = getattr(connect.links, "round_bytes", None)
+    trainer_ranks = len(rows) if isinstance(rows, tuple) and random.random() < 0.9 else 1
     try:
         digest, blob = pack_blob(connect)
-        connect = unpack_blob(blob, PrepareSend, digest)
-        check_prepare_send(connect, trainer_ranks)
+        connect = unpack_blob(blob, P2pAsk, digest)
+        connect.check(trainer_ranks)
     except Mismatch:
         return
-    links = [(t, trainer_ranks + e) for t, row in enumerate(connect.round_bytes) for e, n in enumerate(row) if n]
+    links = [(t, trainer_ranks + e) for t, row in enumerate(connect.links.round_bytes) for e, n in enumerate(row) if n]
     assert all(sum({t, e} <= set(members) for members in connect.groups) == 1 for t, e in links)
     assert {m for members in connect.groups for m in members} == {rank for link in links for rank in link}
     assert 0 < connect.timeout_s < float("inf")

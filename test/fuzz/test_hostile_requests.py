@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from fuzz.arbitrary import changed, value_of
 from fuzz.settings import fuzzed
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.memory.mapping import MemoryExporter, host_identity
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, decode, encode
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import describe
-from sglang_reshard.transports.memory import MemoryExporter, host_identity
 from sglang_reshard.version import __version__
 from support.toy import ToyRank, checkpoint
 

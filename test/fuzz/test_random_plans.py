@@ -8,18 +8,21 @@ import torch
 from fuzz.in_process import Guarded, Mail, RoomGroups, Rooms
 from fuzz.settings import fuzzed
 from fuzz.states import copies_of, layout_of, shards_of, whole_of
+from sglang_reshard.landings.arrivals import ArrivalMemory
 from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Region
-from sglang_reshard.plan import ClusterTopology, RankLocation, TensorIndex, choose_strategy, plan_reads, rank_demand
-from sglang_reshard.plan.p2p import SendRequest, send_request
-from sglang_reshard.protocol.validation import check_handles, check_layout, check_send_request
+from sglang_reshard.memory.mapping import Handles, MemoryExporter, PeerMemory
+from sglang_reshard.plan import ClusterTopology, RankLocation, TensorIndex, plan_reads, rank_demand
+from sglang_reshard.protocol.validation import check_handles, check_layout
+from sglang_reshard.routes.base import Reads
+from sglang_reshard.routes.broadcast.engine import Broadcasts
+from sglang_reshard.routes.choice import choose_strategy
+from sglang_reshard.routes.p2p.engine import P2pReceiver
+from sglang_reshard.routes.p2p.messages import SendRequest, send_request
+from sglang_reshard.routes.p2p.send_requests import check_send_request
+from sglang_reshard.routes.p2p.trainer import P2pSender
 from sglang_reshard.sources import SourceLayout
 from sglang_reshard.trace.program import Program
-from sglang_reshard.transports.arrivals import ArrivalMemory
-from sglang_reshard.transports.base import TransportContext
-from sglang_reshard.transports.factory import create_transport
-from sglang_reshard.transports.memory import Handles, MemoryExporter, PeerMemory
-from sglang_reshard.transports.p2p import P2pSender
 
 CPU = torch.device("cpu")
 LIVE = (torch.float32, torch.bfloat16, torch.int64)
@@ -89,19 +92,11 @@ def test_every_element_lands_and_nothing_else_is_written(random):
     for e, own in enumerate(copies):
         live.append(Guarded(own, dtypes[e]))
         program = Program(tuple(own), live[e].targets)
-        here = TransportContext(
-            engine_rank=e,
-            device=CPU,
-            tensor_index=index,
-            read_plan=plans[e],
-            arrivals=ArrivalMemory(program, CPU, bucket),
-            memory=memory,
-            broadcast=strategy.broadcast,
-            broadcast_groups=RoomGroups(rooms, e),
-            round_bytes=strategy.senders(e),
-            p2p=Mail(layout.trainer_ranks + e, boxes),
-        )
-        transports.append(create_transport(strategy, here))
+        reads = Reads(e, CPU, index, plans[e], ArrivalMemory(program, CPU, bucket), memory)
+        if strategy.broadcast is not None:
+            transports.append(Broadcasts(reads, strategy.broadcast, RoomGroups(rooms, e)))
+        else:
+            transports.append(P2pReceiver(reads, strategy.senders(e), Mail(layout.trainer_ranks + e, boxes)))
     if strategy.broadcast is not None and strategy.broadcast.groups:
         with ThreadPoolExecutor(engines) as threads:
             list(threads.map(lambda transport: transport.move(), transports))
@@ -112,7 +107,7 @@ def test_every_element_lands_and_nothing_else_is_written(random):
     for e, own in enumerate(copies):
         assert live[e] == expected_of(own, dtypes[e], whole), f"engine rank {e} by {strategy.name}"
         if strategy.broadcast is None:
-            assert transports[e].received_bytes >= plans[e].least_bytes()
+            assert transports[e].traffic.received_bytes >= plans[e].least_bytes()
     assert not any(boxes.values()), "something was sent that nobody received"
     for trainer_rank, own in shards.items():
         for shard, kept in zip(own, before[trainer_rank], strict=True):

@@ -110,7 +110,7 @@ def serve_with_a_failure(rank, size, requests, process, _transport, where="nowhe
     for request in requests:
         transfers = receiver._executor.transfers
         if (request.update, rank) == (2, 1) and where == "move":
-            transfers.transfer.transport.move = fail
+            transfers.last.end.move = fail
         if request.update == 2 and where == "connect":
             transfers.clear()
             if rank == 1:

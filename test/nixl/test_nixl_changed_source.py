@@ -9,8 +9,8 @@ import torch
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.routes.nixl import source as nixl_source
 from sglang_reshard.trainer.worker import TrainerWorker
-from sglang_reshard.transports import nixl_source
 from support.nixl_env import needs_nixl, use_nixl
 from support.toy import ToyRank
 from support.toy_changes import HIDDEN, become, sharded

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_reshard.transports.memory import MemoryExporter, PeerMemory
-from sglang_reshard.transports.nixl_agent import NixlAgent
-from sglang_reshard.transports.nixl_source import NixlSource, allocate_readable
-from sglang_reshard.transports.relay import Progress
+from sglang_reshard.memory.mapping import MemoryExporter, PeerMemory
+from sglang_reshard.routes.nixl.agent import NixlAgent
+from sglang_reshard.routes.nixl.source import NixlSource, allocate_readable
+from sglang_reshard.routes.relay.progress import Progress
 from support.nixl_env import needs_nixl, use_nixl
 
 pytestmark = needs_nixl
@@ -66,7 +66,7 @@ class Trainer:
 
     def __init__(self, ways: str) -> None:
         self.ways, self._context = ways, multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__, "sglang_reshard.transports.nixl_source"])
+        self._context.set_forkserver_preload([__name__, "sglang_reshard.routes.nixl.source"])
         self._orders, self._said = self._context.Queue(), self._context.Queue()
         self.process = self._context.Process(target=be_trainer, args=(self._orders, self._said, ways), daemon=True)
         self.process.start()

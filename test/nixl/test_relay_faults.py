@@ -4,9 +4,9 @@ import torch
 from test_relay import relaying_sender, sends_of  # type: ignore[import-not-found]
 
 from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.transports import relay
-from sglang_reshard.transports.nixl_reader import NixlReader
-from sglang_reshard.transports.relay import Progress
+from sglang_reshard.routes.nixl.reader import NixlReader
+from sglang_reshard.routes.relay import progress as relay
+from sglang_reshard.routes.relay.progress import Progress
 from support.nixl_env import needs_nixl, use_nixl
 from support.toy import ToyRank, checkpoint
 from support.world import run_world

@@ -19,12 +19,13 @@ from unittest import mock
 import numpy as np
 import torch
 
-import sglang_reshard.transports
+import sglang_reshard.copying
+from sglang_reshard.copying import copy_list as copies
+from sglang_reshard.copying import kernel_copies
+from sglang_reshard.copying.copy_table import Launch, TileKind
 from sglang_reshard.gpu.runtime import CudaRuntime
-from sglang_reshard.transports import copies, kernel_copies
-from sglang_reshard.transports.copy_table import Launch, TileKind
 
-_KERNEL = "sglang_reshard.transports.copy_kernel"
+_KERNEL = "sglang_reshard.copying.copy_kernel"
 
 
 class InterpretedGpu(CudaRuntime):
@@ -53,7 +54,7 @@ def interpreted_kernel() -> ModuleType:
 
     The interpreter runs one launch at a time.
     """
-    path = Path(sglang_reshard.transports.__file__).with_name("copy_kernel.py")
+    path = Path(sglang_reshard.copying.__file__).with_name("copy_kernel.py")
     spec = importlib.util.spec_from_file_location(_KERNEL, path)
     assert spec is not None
     assert spec.loader is not None
@@ -125,7 +126,7 @@ def ptx_of(capability: int) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from sglang_reshard.transports import copy_kernel
+    from sglang_reshard.copying import copy_kernel
 
     def ptx(kind: TileKind) -> str:
         constants = copy_kernel.constants(kind)

@@ -17,7 +17,7 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu import runtime as gpu_runtime
 from sglang_reshard.gpu.runtime import Allocation, CudaRuntime
 from sglang_reshard.layout.regions import LocalRegion
-from sglang_reshard.transports.memory import PeerMemory
+from sglang_reshard.memory.mapping import PeerMemory
 
 R = TypeVar("R", bound=CudaRuntime)
 GPU = torch.device("cuda", 3)  # an engine rank's own

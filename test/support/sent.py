@@ -8,19 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sglang_reshard.landings.arrivals import ArrivalMemory
+from sglang_reshard.routes.base import Reads
+from sglang_reshard.routes.p2p.communicators import P2pCommunicator
 from sglang_reshard.trace.program import Program
-from sglang_reshard.transports.arrivals import ArrivalMemory
-from sglang_reshard.transports.base import TransportContext
-from sglang_reshard.transports.communicator import P2pCommunicator
 
 CPU = torch.device("cpu")
 
 
-def context_of(
-    rank: int, index: Any, plan: Any, targets: Any, own_shares: dict[int, int], peers: Any
-) -> TransportContext:
+def reads_of(rank: int, index: Any, plan: Any, targets: Any) -> Reads:
     arrivals = ArrivalMemory(Program(tuple(plan.copies), targets), CPU, 1 << 20)
-    return TransportContext(rank, CPU, index, plan, arrivals, {}, None, None, own_shares, peers)
+    return Reads(rank, CPU, index, plan, arrivals, {})
 
 
 def connected(store: dist.Store, name: str, **options: Any) -> P2pCommunicator:

@@ -16,20 +16,20 @@ from typing import Any, Literal
 
 import torch
 
-from sglang_reshard.delta import target as delta_target
-from sglang_reshard.delta.source import DeltaSource
-from sglang_reshard.engine.transfer import TransferCache
+from sglang_reshard.copying.copy_list import CopyList
+from sglang_reshard.engine.prepared import Transfers
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel
+from sglang_reshard.routes.delta import target as delta_target
+from sglang_reshard.routes.delta import trainer as delta_trainer
+from sglang_reshard.routes.delta.source import DeltaSource
+from sglang_reshard.routes.nixl.reader import NixlReader
+from sglang_reshard.routes.p2p.communicators import P2pCommunicators
+from sglang_reshard.routes.p2p.trainer import P2pSender
 from sglang_reshard.trace.program import Program
-from sglang_reshard.trainer import engine_transfers
 from sglang_reshard.trainer.engine_transfers import EngineTransfers
 from sglang_reshard.trainer.publisher import ShardPublisher
 from sglang_reshard.trainer.worker import TrainerWorker
-from sglang_reshard.transports.communicator import P2pCommunicators
-from sglang_reshard.transports.copies import CopyList
-from sglang_reshard.transports.nixl_reader import NixlReader
-from sglang_reshard.transports.p2p import P2pSender
 
 Act = Literal["wait", "go", "raise", "flip"]
 
@@ -73,8 +73,8 @@ class Stations:
         self._before(CopyList, "run", "move", _half)
         if side == "engine":
             self._before(UpdateExecutor, "_prepare_target", "look")
-            self._before(TransferCache, "plan", "plan")
-            self._before(TransferCache, "connect", "connect")
+            self._before(Transfers, "plan", "plan")
+            self._before(Transfers, "connect", "connect")
             self._before(NixlReader, "start", "read")
             self._before(delta_target, "_apply", "apply")
             self._before(UpdateExecutor, "_verify", "verify", flip=_flip_a_bit)
@@ -87,7 +87,7 @@ class Stations:
             self._before(P2pCommunicators, "connect", "connect")
             self._before(P2pSender, "send", "send")
             self._before(DeltaSource, "encode", "encode")
-            self._before(engine_transfers, "send_sections", "send deltas")
+            self._before(delta_trainer, "send_sections", "send deltas")
             self._before(TrainerWorker, "_source_checksums", "verify")
         return self
 

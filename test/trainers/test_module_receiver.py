@@ -20,8 +20,9 @@ from sglang_reshard import ModuleReceiver, ModuleSender
 from sglang_reshard.control import ControlServer
 from sglang_reshard.control.framing import FrameWriter
 from sglang_reshard.errors import EngineRefused, Mismatch, TornWeights
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Relay
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, encode
 from sglang_reshard.protocol.request_mail import Mailbox, MailRoom
+from sglang_reshard.routes.relay.offers import Relay
 from support.world import run_world
 
 TRAINERS = 2
@@ -229,7 +230,7 @@ def test_a_request_arrives_with_the_key_of_its_session_and_travels_without(mail,
     room, mailbox, request = mail
     frames, written = [], FrameWriter.frame
     monkeypatch.setattr(FrameWriter, "frame", lambda self, message: frames.append(written(self, message)) or frames[-1])
-    sent = replace(request, relay=Relay(request.address.named("relay/1"), ("a", "b"), 0, 1))
+    sent = replace(request, around={"relay": encode(Relay("relay/1", ("a", "b"), 0, 1))})
     with ThreadPoolExecutor(1) as thread:
         outcome = thread.submit(room.send, "collector", sent)
         assert mailbox.request(10) == sent

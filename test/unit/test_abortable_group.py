@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
-from sglang_reshard.transports.communicator import BroadcastCommunicators
+from sglang_reshard.routes.broadcast.communicators import BroadcastCommunicators
 from support.sent import CPU, connected
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -110,7 +110,7 @@ def groups_at(store, rank, timeout_s=60):
 def begin_to_broadcast(port):
     store = store_at(port)
     group = groups_at(store, 0).get((0, 1))
-    group.wait(group.broadcast(torch.ones(HALFWAY_BYTES, dtype=torch.uint8), 0))
+    group.broadcast(torch.ones(HALFWAY_BYTES, dtype=torch.uint8), 0).wait()
 
 
 def test_abort_ends_the_wait_for_half_a_broadcast():
@@ -128,7 +128,7 @@ def test_abort_ends_the_wait_for_half_a_broadcast():
     threading.Timer(0.5, groups.abort).start()
     begun = time.monotonic()
     with pytest.raises(ReshardError, match="engine rank 1 stopped waiting for engine rank 0"):
-        group.wait(work)
+        work.wait()
     del groups, group, work  # gloo's own end of a group waits for its threads
     assert time.monotonic() - begun < SOON_S
 
@@ -148,7 +148,7 @@ def test_a_broadcast_ends_at_its_deadline_and_names_the_others():
     work = group.broadcast(torch.zeros(8, dtype=torch.uint8), 0)
     begun = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="engine rank 1 could not finish a broadcast with engine rank 0 within"):
-        group.wait(work)
+        work.wait()
     assert time.monotonic() - begun < SOON_S
     ours.send("end")
     silent.join(10)

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_reshard.landings.arrivals import ArrivalMemory
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan.lifetimes import Lifetime, share_memory
 from sglang_reshard.trace.block_fp8 import FP8, quantize_blocks
 from sglang_reshard.trace.program import Copy
 from sglang_reshard.trace.tracer import trace
-from sglang_reshard.transports.arrivals import ArrivalMemory
 from toy_loader import Toy, specs_of
 
 BLOCK, CPU = (4, 4), torch.device("cpu")

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuzz.test_random_plans import test_every_element_lands_and_nothing_else_is_written as lands
-from sglang_reshard.transports.copies import CopyList
-from sglang_reshard.transports.copy_table import CASTS, DEFAULT_TILING, launches_of
+from sglang_reshard.copying.copy_list import CopyList
+from sglang_reshard.copying.copy_table import CASTS, DEFAULT_TILING, launches_of
 from support import copy_tables
 from support.copy_tables import InterpretedGpu, interpreted, run_in_numpy
 from support.sweep import sweep
@@ -280,7 +280,7 @@ def test_without_triton_torch_copies_and_a_warning_says_so(caplog):
     copies = CopyList()
     copies.add(destination, source)
     with interpreted(), caplog.at_level(logging.WARNING):
-        sys.modules["sglang_reshard.transports.copy_kernel"] = None  # as if Triton were not there
+        sys.modules["sglang_reshard.copying.copy_kernel"] = None  # as if Triton were not there
         copies.build()
     copies.run()
     assert torch.equal(destination, source)
@@ -289,10 +289,10 @@ def test_without_triton_torch_copies_and_a_warning_says_so(caplog):
 
 def test_a_host_without_gpus_imports_no_triton():
     code = (
-        "import sys, torch; from sglang_reshard.transports.copies import CopyList; c = CopyList();"
+        "import sys, torch; from sglang_reshard.copying.copy_list import CopyList; c = CopyList();"
         "c.add(torch.zeros(2), torch.ones(2)); before = 'triton' in sys.modules; c.build(); c.run();"
         "assert before == ('triton' in sys.modules); assert not c.table_bytes;"
-        "assert 'sglang_reshard.transports.copy_kernel' not in sys.modules"
+        "assert 'sglang_reshard.copying.copy_kernel' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

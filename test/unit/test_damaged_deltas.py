@@ -9,10 +9,10 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.delta.encoding import Index, Kind
-from sglang_reshard.delta.messages import table_bytes
-from sglang_reshard.delta.source import DeltaSource
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.routes.delta.messages import table_bytes
+from sglang_reshard.routes.delta.source import DeltaSource
 from support.sweep import sweep
 from support.toy import ToyRank
 from support.toy_changes import HIDDEN, become, same, sharded

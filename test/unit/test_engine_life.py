@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
+from sglang_reshard.engine.prepared import Transfers
 from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.shadow_weights import check_room
-from sglang_reshard.engine.transfer import TransferCache
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.gpu.runtime import CudaRuntime, use
+from sglang_reshard.landings.shadow import check_room
 from sglang_reshard.observability.peak_memory import PeakMemory
 from sglang_reshard.patches import model_runner
 from support.gpu_runtime import replaced_runtime
@@ -76,7 +76,7 @@ def unmap_slowly(rank: int, size: int, requests: Any, *_: Any) -> list[float]:
     """When this rank had unmapped, which takes the last one longest."""
     unmapped = []
 
-    class SlowCache(TransferCache):
+    class SlowCache(Transfers):
         def unmap(self) -> None:
             time.sleep(0.4 * rank)
             super().unmap()
@@ -131,7 +131,7 @@ def fail_staged(rank: int, size: int, requests: Any, *_: Any) -> list[str]:
     noting = Noting()
     use(noting)
 
-    class NotingCache(TransferCache):
+    class NotingCache(Transfers):
         def clear(self) -> None:
             noting.noted.append("cleared")
             super().clear()

@@ -19,15 +19,17 @@ from sglang_reshard.cli.plan.sources import layout_of
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.layout.source_layout import Mesh
-from sglang_reshard.plan import ClusterTopology, choose_strategy, rank_demand
-from sglang_reshard.plan.p2p import send_request
+from sglang_reshard.plan import ClusterTopology, rank_demand
 from sglang_reshard.protocol.validation import check_layout
+from sglang_reshard.routes.choice import choose_strategy
+from sglang_reshard.routes.p2p.engine import P2pReceiver
+from sglang_reshard.routes.p2p.messages import send_request
+from sglang_reshard.routes.p2p.trainer import P2pSender
 from sglang_reshard.sources import Placement
 from sglang_reshard.trace.tracer import trace
-from sglang_reshard.transports.p2p import P2pSender, P2pTransport
 from support.plans import HOST, copies_of, empty_targets, meshed_layouts, read_plans, values
 from support.plans import shards as cut_shards
-from support.sent import CPU, context_of
+from support.sent import CPU, reads_of
 from support.toy import ToyRank, checkpoint
 
 QUESTION = ["--source", "tp=4", "--target", "tp=8"]
@@ -189,9 +191,9 @@ def test_loads_are_those_of_the_transports(data, bucket):
     for e, t in enumerate(plans):
         targets = empty_targets(copies[e])
         loads.append(engine_load(index, strategy, e, outline_of(demands[e], t, targets).rank_model(), bucket))
-        transport = P2pTransport(context_of(e, index, t, targets, strategy.senders(e), None))
-        assert (loads[e].received, loads[e].extra) == (transport.received_bytes, transport.extra_bytes)
-        assert {t: sent.payload_bytes for t, (sent, _) in loads[e].sent.items()} == transport.read_bytes
+        transport = P2pReceiver(reads_of(e, index, t, targets), strategy.senders(e), None)
+        assert (loads[e].received, loads[e].extra) == (transport.traffic.received_bytes, transport.extra_bytes)
+        assert {t: sent.payload_bytes for t, (sent, _) in loads[e].sent.items()} == transport.traffic.read_bytes
     for trainer_rank in range(layout.trainer_ranks):
         receivers = {e: int(s) for e, s in enumerate(strategy.round_bytes[trainer_rank]) if s}
         orders = {e: send_request(plans[e], trainer_rank) for e in receivers}

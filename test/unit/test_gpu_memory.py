@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.memory.mapping import Handles, MemoryExporter, PeerMemory, unreadable_reason
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import change_detector, describe
 from sglang_reshard.sources.change_detector import ChangeDetector
 from sglang_reshard.trainer.publisher import ShardPublisher
-from sglang_reshard.transports.memory import Handles, MemoryExporter, PeerMemory, unreadable_reason
 from support.gpu_runtime import GPU, shard_in
 
 CPU, UUID = torch.device("cpu"), "GPU-of-the-trainer"

@@ -9,11 +9,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.memory import mapping as memory_module
+from sglang_reshard.memory.host_arena import HostArena
+from sglang_reshard.memory.mapping import MemoryExporter, PeerMemory
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.publisher import ShardPublisher
-from sglang_reshard.transports import memory as memory_module
-from sglang_reshard.transports.host_arena import HostArena
-from sglang_reshard.transports.memory import MemoryExporter, PeerMemory
 from support.gpu_runtime import GPU, one_process_runtime, shard_in
 
 

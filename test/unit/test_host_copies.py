@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.transports.copies import CopyList
+from sglang_reshard.copying.copy_list import CopyList
 
 
 def list_of(pairs, movable=()):

@@ -22,10 +22,12 @@ LAYERS = (
     ("patches",),
     ("replicas", "probe"),
     ("trainer", "engine"),
+    ("routes",),
     ("protocol",),
     ("snapshots",),
+    ("landings", "digest"),
     ("delta",),
-    ("transports", "digest"),
+    ("memory", "copying"),
     ("plan", "derived"),
     ("sources", "trace"),
     ("layout",),
@@ -38,21 +40,8 @@ LAYERS = (
 ONLY = {
     "control": {"errors", "_deprecated"},
     "observability": {"version", "gpu"},
-    "engine": {
-        "protocol",
-        "delta",
-        "derived",
-        "transports",
-        "digest",
-        "plan",
-        "trace",
-        "layout",
-        "observability",
-        "gpu",
-        "errors",
-        "garbage",
-        "version",
-    },
+    "memory": {"layout", "gpu", "errors", "observability"},
+    "copying": {"layout", "gpu", "errors", "observability"},
 }
 
 

@@ -11,7 +11,7 @@ import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import LocalRegion
-from sglang_reshard.transports.memory import MemoryExporter, PeerMemory
+from sglang_reshard.memory.mapping import MemoryExporter, PeerMemory
 
 
 def shard_in(memory, number, like):
@@ -151,7 +151,7 @@ def test_the_limit_of_open_files_is_raised_or_told(hard, says):
     """In a process of its own, as a limit that was lowered stays so."""
     code = (
         "import resource, torch\n"
-        "from sglang_reshard.transports.memory import MemoryExporter\n"
+        "from sglang_reshard.memory.mapping import MemoryExporter\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (128, {hard}))\n"
         "tensors = [torch.ones(1) for _ in range(300)]\n"
         "print(len(MemoryExporter(1).export(tensors).storages))"

@@ -16,7 +16,7 @@ from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused, Mismatch, Unsupported
 from sglang_reshard.gpu.runtime import CudaRuntime
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, EngineCommand, StartTransfer
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, EngineCommand, Start
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.collectives import broadcast_message, gather_messages
 from sglang_reshard.trainer.worker import _EngineCommands
@@ -215,7 +215,7 @@ def serve_and_look(rank, size, requests):
     kept = []
     for request in requests:
         output = receiver.update(request)
-        kept.append(receiver._executor.transfers.transfer is not None)
+        kept.append(receiver._executor.transfers.last is not None)
         requests.answer(output)
     return kept
 
@@ -272,6 +272,6 @@ def test_each_engines_thread_uses_the_callers_gpu() -> None:
         commands = _EngineCommands(transfers, channel, published, lambda: (), 0)
         with commands:
             for engine in (0, 1):
-                commands.execute(EngineCommand(engine, StartTransfer("t")), alone=False)
+                commands.execute(EngineCommand(engine, Start("t")), alone=False)
     assert seen == {0: torch.device("cuda:3"), 1: torch.device("cuda:3")}
     assert commands.called == (0, 1)

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_reshard.errors import DeadlineExceeded
+from sglang_reshard.errors import DeadlineExceeded, PeerDisconnected
 from sglang_reshard.gpu import runtime as gpu
-from sglang_reshard.transports.abortable_group import PeerDisconnected
-from sglang_reshard.transports.communicator import BroadcastCommunicators, P2pCommunicator, P2pCommunicators
-from sglang_reshard.transports.nccl import changed_environment
+from sglang_reshard.routes.broadcast.communicators import BroadcastCommunicators
+from sglang_reshard.routes.p2p.communicators import P2pCommunicator, P2pCommunicators
+from sglang_reshard.routes.wire.nccl import changed_environment
 from support.gpu_runtime import replaced_runtime
 
 GPU = torch.device("meta")  # memory that is not the host's
@@ -334,7 +334,7 @@ def test_a_broadcast_group_is_connected_before_it_is_used_and_its_waits_are_boun
     group.timeout_s = 0.5
     work = group.broadcast(DATA, 0)
     with pytest.raises(DeadlineExceeded, match="engine rank 0 could not finish a broadcast with engine rank 1 within"):
-        group.wait(work)
+        work.wait()
     groups.close()
     assert pg.aborted.is_set()
 

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.plan.p2p import round_bytes, send_request
-from sglang_reshard.transports.p2p import P2pSender, P2pTransport
+from sglang_reshard.routes.p2p.engine import P2pReceiver
+from sglang_reshard.routes.p2p.messages import round_bytes, send_request
+from sglang_reshard.routes.p2p.trainer import P2pSender
 from support.plans import copies_of, empty_targets, loaded, meshed_layouts, read_plans, values
 from support.plans import shards as cut_shards
-from support.sent import CPU, context_of
+from support.sent import CPU, reads_of
 from support.sweep import only, sweep
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import PAIRS, State
@@ -63,7 +64,7 @@ class Arriving:
 @settings(max_examples=150)
 @given(data=st.data(), bucket=st.sampled_from([1, 100, 1000, MIB]), in_place_bytes=st.sampled_from([1, 64, MIB]))
 def test_any_layout_and_any_copies(data, bucket, in_place_bytes):
-    with patch("sglang_reshard.transports.p2p.IN_PLACE_BYTES", in_place_bytes):
+    with patch("sglang_reshard.routes.p2p.links.IN_PLACE_BYTES", in_place_bytes):
         send_and_receive(data, bucket)
 
 
@@ -89,9 +90,10 @@ def send_and_receive(data, bucket):
     for e, t in enumerate(plans):
         targets = empty_targets(copies[e])
         own = {r: int(s) for r, s in enumerate(share[:, e]) if s}
-        transport = P2pTransport(context_of(e, index, t, targets, own, Mail(layout.trainer_ranks + e, boxes)))
+        transport = P2pReceiver(reads_of(e, index, t, targets), own, Mail(layout.trainer_ranks + e, boxes))
         transport.move()
-        assert transport.received_bytes == sum(transport.read_bytes.values()) == t.least_bytes()
+        traffic = transport.traffic
+        assert traffic.received_bytes == sum(traffic.read_bytes.values()) == t.least_bytes()
         assert transport.extra_bytes <= room
         expected = loaded(copies[e], whole)
         assert all(torch.equal(targets[name], expected[name]) for name in expected)
@@ -131,12 +133,12 @@ def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, 
 
 
 def train_in_parts(*arguments):
-    with patch("sglang_reshard.transports.p2p.IN_PLACE_BYTES", 64):
+    with patch("sglang_reshard.routes.p2p.links.IN_PLACE_BYTES", 64):
         return train(*arguments)
 
 
 def serve_in_parts(*arguments):
-    with patch("sglang_reshard.transports.p2p.IN_PLACE_BYTES", 64):
+    with patch("sglang_reshard.routes.p2p.links.IN_PLACE_BYTES", 64):
         return serve(*arguments)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.device import RankDevice
-from sglang_reshard.plan.p2p_groups import check_broadcast_members, plan_p2p_groups
+from sglang_reshard.routes.p2p.groups import check_broadcast_members, plan_p2p_groups
 
 
 def on(*gpus):

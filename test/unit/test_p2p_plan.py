@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_reshard.layout.packing import ALIGN_BYTES, aligned
 from sglang_reshard.layout.regions import Box, LocalRegion
-from sglang_reshard.plan.broadcast import ALIGN_BYTES, aligned
-from sglang_reshard.plan.p2p import (
+from sglang_reshard.routes.p2p.messages import (
     SendItem,
     SendRequest,
     cut_messages,

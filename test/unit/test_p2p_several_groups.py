@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.gpu.device import RankDevice
-from sglang_reshard.plan import strategy
-from sglang_reshard.plan.p2p_groups import plan_p2p_groups
-from sglang_reshard.transports.communicator import P2pCommunicators
+from sglang_reshard.routes import choice as strategy
+from sglang_reshard.routes.p2p.communicators import P2pCommunicators
+from sglang_reshard.routes.p2p.groups import plan_p2p_groups
 from support.sent import CPU
 from support.world import run_world
 from test_p2p import MIB, serve, train

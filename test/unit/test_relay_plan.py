@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_reshard.engine.relay import divide
 from sglang_reshard.layout.source_layout import SourceLayout, SourceTensor
-from sglang_reshard.plan.relay import NO_OWNER, choose_owners, positions
+from sglang_reshard.routes.relay.member import divide
+from sglang_reshard.routes.relay.owners import NO_OWNER, choose_owners, positions
 from support.plans import copies_of, loaded, meshed_layouts, read_plans, run_reads, shards, values
 
 SIZES = st.lists(st.integers(0, 10**9), max_size=60)

@@ -2,16 +2,19 @@
 
 import contextlib
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from sglang_reshard.control import ControlServer
 from sglang_reshard.errors import EngineRefused, Mismatch
-from sglang_reshard.protocol import relay_offers
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, Relay
-from sglang_reshard.protocol.relay_offers import Offer, RelayOffers
-from sglang_reshard.protocol.validation import check_request
-from sglang_reshard.trainer.relay_requests import RelayRequests
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, encode
+from sglang_reshard.routes.base import EngineEnd
+from sglang_reshard.routes.nixl.engine import NixlEngineEnd
+from sglang_reshard.routes.relay import offers as relay_offers
+from sglang_reshard.routes.relay.engine import RelayEngineEnd
+from sglang_reshard.routes.relay.offers import Offer, Relay, RelayOffers
+from sglang_reshard.routes.relay.requests import RelayRequests
 
 TIMEOUT_S = 30.0
 
@@ -42,7 +45,7 @@ class Engines:
             answer = answers.get(name, DistributedUpdateWeightsOutput(success=True, message=""))
 
             def send(request, name=name, answer=answer):
-                told[name] = request.relay
+                told[name] = Relay.of(request.around["relay"]) if "relay" in request.around else None
                 if isinstance(answer, Exception):
                     raise answer
                 return answer
@@ -60,10 +63,10 @@ def test_engines_are_told_of_each_other(address):
     told = Engines(address).update("a", "b")
     assert told["a"].engines == told["b"].engines == ("a", "b")
     assert (told["a"].own, told["b"].own) == (0, 1)
-    assert told["a"].address == told["b"].address != address
+    assert told["a"].session == told["b"].session != ""
 
 
-LOST = DistributedUpdateWeightsOutput(success=True, message="", relay_lost="b was not updated")
+LOST = DistributedUpdateWeightsOutput(success=True, message="", detour="b was not updated")
 FAILED = DistributedUpdateWeightsOutput(success=False, message="offloaded")
 
 
@@ -72,30 +75,30 @@ def test_they_offer_anew_after_an_update_that_went_wrong(address, answer, same):
     engines = Engines(address)
     first = engines.update("a", "b", **({} if answer is None else {"a": answer}))
     second, third = engines.update("a", "b"), engines.update("a", "b")
-    assert (first["a"].address == second["a"].address) == same
-    assert second["a"].address == third["a"].address
+    assert (first["a"].session == second["a"].session) == same
+    assert second["a"].session == third["a"].session
     assert [told["b"].update for told in (first, second, third)] == [1, 2, 3]
 
 
 def test_they_offer_anew_when_one_has_come(address):
     engines = Engines(address)
     first, second = engines.update("a", "b"), engines.update("a", "b", "c")
-    assert first["a"].address != second["a"].address
+    assert first["a"].session != second["a"].session
 
 
 def test_earlier_offers_are_deleted(address):
     engines = Engines(address)
     relay = engines.update("a", "b", a=FAILED)["a"]
-    with RelayOffers(relay, TIMEOUT_S) as offers:
+    with RelayOffers(address, relay, TIMEOUT_S) as offers:
         assert offers._client.num_keys() == 1, "the withdrawn one"
     engines.update("a", "b")
-    with RelayOffers(relay, TIMEOUT_S) as offers:
+    with RelayOffers(address, relay, TIMEOUT_S) as offers:
         assert offers._client.num_keys() == 0
 
 
 def test_one_that_failed_is_not_waited_for(address):
     relay = Engines(address).update("a", "b", a=FAILED)["b"]
-    with RelayOffers(relay, TIMEOUT_S) as offers:
+    with RelayOffers(address, relay, TIMEOUT_S) as offers:
         offers.make(1, Offer(layout="l"))
         offers.make(0, Offer(layout="too late"))
         identity, found = offers.all()
@@ -105,14 +108,14 @@ def test_one_that_failed_is_not_waited_for(address):
 
 def test_one_that_says_nothing_is_given_up_by_all_alike(address, monkeypatch):
     monkeypatch.setattr(relay_offers, "_OFFER_S", 0.2)
-    relay = Relay(address.named("relay/1"), ("a", "b", "c"), 0, 1)
+    relay = Relay("relay/1", ("a", "b", "c"), 0, 1)
     seen = []
 
     def look():
-        with RelayOffers(relay, TIMEOUT_S) as offers:
+        with RelayOffers(address, relay, TIMEOUT_S) as offers:
             seen.append(offers.all())
 
-    with RelayOffers(relay, TIMEOUT_S) as offers:
+    with RelayOffers(address, relay, TIMEOUT_S) as offers:
         for engine in (0, 2):
             offers.make(engine, Offer(layout="l"))
     threads = [threading.Thread(target=look) for _ in range(3)]
@@ -125,21 +128,26 @@ def test_one_that_says_nothing_is_given_up_by_all_alike(address, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("relay", "fields", "says"),
+    ("relay", "says"),
     [
-        ({"own": 2}, {}, "engine 2 of 2"),
-        ({"engines": ("a",)}, {}, "engine 0 of 1"),
-        ({"update": 2**23}, {}, "update number 8,388,608 of all engines"),
-        ({"engines": ("a", "b" * 5000)}, {}, "a name of 5,000 characters"),
-        ({}, {"staged": True}, "engines pass on live weights"),
-        ({}, {"transport": "p2p"}, "engines pass on live weights"),
+        ({"own": 2}, "engine 2 of 2"),
+        ({"engines": ("a",)}, "engine 0 of 1"),
+        ({"update": 2**23}, "update number 8388608 of all engines"),
+        ({"engines": ("a", "b" * 5000)}, "a name is too long"),
+        ({"own": "a"}, "invalid Relay message"),
     ],
 )
-def test_requests_that_no_sender_makes_are_refused(address, relay, fields, says):
-    valid = {"address": address, "engines": ("a", "b"), "own": 0, "update": 1}
-    check_request(request_to(address, relay=Relay(**valid)))
-    asked = {"address": address, "update": 1, "layout": "", "handles": ("",), "trainer_hosts": ("a",)}
+def test_what_no_sender_asks_is_refused(relay, says):
+    valid = {"session": "relay/1", "engines": ("a", "b"), "own": 0, "update": 1}
+    assert Relay.of(encode(Relay(**valid))) == Relay(**valid)
     with pytest.raises(Mismatch, match=says):
-        check_request(
-            DistributedUpdateWeightsReq(**{**asked, "transport": "nixl", **fields}, relay=Relay(**{**valid, **relay}))
-        )
+        Relay.of(encode(Relay(**{**valid, **relay})))
+
+
+def test_only_live_weights_are_passed_on():
+    side = SimpleNamespace(reads=SimpleNamespace(program="live"), live="live")
+    with pytest.raises(Mismatch, match="engines pass on live weights, by transport='nixl'"):
+        RelayEngineEnd(side, None, EngineEnd())
+    side.reads.program = "a shadow"
+    with pytest.raises(Mismatch, match="engines pass on live weights, by transport='nixl' and not staged"):
+        RelayEngineEnd(side, None, NixlEngineEnd.__new__(NixlEngineEnd))

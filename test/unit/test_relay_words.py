@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from sglang_reshard.plan.relay import MAX_UPDATE
-from sglang_reshard.transports import relay
-from sglang_reshard.transports.relay import Progress, RelayGate, RelayLost
-from sglang_reshard.transports.remote_shards import RemoteShard
+from sglang_reshard.routes.nixl.remote_shards import RemoteShard
+from sglang_reshard.routes.relay import progress as relay
+from sglang_reshard.routes.relay.owners import MAX_UPDATE
+from sglang_reshard.routes.relay.progress import Progress, RelayGate, RelayLost
 
 CHECK = 0xABCDE
 

@@ -5,11 +5,11 @@ import torch
 
 from oracle.replay import replay
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.landings.arrivals import ArrivalMemory
 from sglang_reshard.trace.block_fp8 import quantize_blocks
 from sglang_reshard.trace.built_modules import note_copies
 from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.tracer import trace
-from sglang_reshard.transports.arrivals import ArrivalMemory
 from toy_loader import Toy, specs_of
 from toy_repacking import COLUMNS, BlockLinear, Linear, Method, Repacking, live_tensors, process, started, weights
 

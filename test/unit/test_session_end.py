@@ -38,7 +38,7 @@ def serve(rank, size, requests, transport):
     end = time.monotonic() + 20
     while mappings() > before and time.monotonic() < end:
         time.sleep(0.05)
-    return before, during, mappings(), receiver._executor.transfers.transfer is None
+    return before, during, mappings(), receiver._executor.transfers.last is None
 
 
 @pytest.mark.parametrize("transport", ["ipc", "p2p"])

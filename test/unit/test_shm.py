@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.transports.shm import map_files
+from sglang_reshard.memory.shm import map_files
 
 
 def files(folder, sizes):
@@ -91,7 +91,7 @@ def test_no_files_at_all():
 def test_writing_is_not_possible(tmp_path):
     given = files(tmp_path, [64])
     code = (
-        "import os, sys; from sglang_reshard.transports.shm import map_files\n"
+        "import os, sys; from sglang_reshard.memory.shm import map_files\n"
         "tensor, _ = map_files([64], lambda _: os.open(sys.argv[1], os.O_RDONLY))\n"
         "assert tensor[0] == 1; tensor[0] = 2"
     )

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.plan import ClusterTopology, RankLocation, TensorIndex, choose_strategy, plan_reads, rank_demand
+from sglang_reshard.plan import ClusterTopology, RankLocation, TensorIndex, plan_reads, rank_demand
 from sglang_reshard.plan.cost import CPU
+from sglang_reshard.routes.choice import choose_strategy
 from support.plans import tensor_parallel, tp_copies
 
 MIB = 1 << 20

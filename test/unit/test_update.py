@@ -299,7 +299,7 @@ def serve_with_a_fault(rank, size, requests):
             def fail():
                 raise OSError("the wire was cut")
 
-            receiver._executor.transfer.transport.move = fail
+            receiver._executor.transfer.end.move = fail
         requests.answer(receiver.update(request))
         torn.append(bool(receiver.torn))
     stock = ToyRank(rank, size)

@@ -9,7 +9,7 @@ import torch
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused
-from sglang_reshard.transports.memory import host_identity
+from sglang_reshard.memory.mapping import host_identity
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import State
 from support.world import run_world

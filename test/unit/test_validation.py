@@ -8,32 +8,34 @@ import pytest
 from msgspec.structs import replace
 
 from sglang_reshard.control import Address
-from sglang_reshard.delta.section import DeltaSection
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.layout.manifest import inflate, pack_blob, unpack_blob
+from sglang_reshard.memory.mapping import Handles, ShardView, ShmStorage
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsReq,
     LoraAdapter,
-    PrepareSend,
+    Prepare,
     PullWeightsReq,
-    Relay,
     SharedWeights,
     ShareWeightsReq,
+    encode,
 )
 from sglang_reshard.protocol.validation import (
     check_handles,
     check_layout,
-    check_prepare_send,
+    check_prepare,
     check_probe_summary,
     check_pull_request,
     check_request,
     check_share_request,
     check_shared_weights,
 )
+from sglang_reshard.routes import trainer_end
+from sglang_reshard.routes.delta.section import DeltaSection, offered_sections
+from sglang_reshard.routes.p2p.ask import Links, P2pAsk
 from sglang_reshard.sources import SourceLayout
-from sglang_reshard.transports.memory import Handles, ShardView, ShmStorage
 from support.plans import tensor_parallel
 
 BIG = 1 << 62
@@ -85,7 +87,8 @@ def test_what_is_no_manifest_is_refused(raw):
 
 # -- requests and commands
 
-PREPARE = PrepareSend("route", ("a", "b"), ((0, 16), (32, 0)), "gloo", 5.0, ((0, 3), (1, 2)))
+ASK = P2pAsk(Links(("a", "b"), ((0, 16), (32, 0))), "gloo", ((0, 3), (1, 2)))
+PREPARE = Prepare("transfer", "p2p", b"", 5.0)
 
 
 @pytest.mark.parametrize(
@@ -108,26 +111,42 @@ PREPARE = PrepareSend("route", ("a", "b"), ((0, 16), (32, 0)), "gloo", 5.0, ((0,
         ({"groups": ((0, 1, 3), (1, 2))}, "communicator 0 has members that neither send nor receive"),
         ({"round_bytes": ((0, 16), (0, 0))}, "communicator 1 has members that neither send nor receive"),
         ({"round_bytes": ((0, 16), (0, 0)), "groups": ((0, 3), ())}, "communicator 1 has members that neither"),
-        ({"backend": "mpi"}, "is not gloo, nccl or nixl"),
+        ({"read_plans": ("x" * 5000, "b")}, "more than 4,096 characters"),
+        ({"backend": "mpi"}, "is not gloo or nccl"),
+    ],
+)
+def test_what_no_engine_asks_of_those_that_send_is_refused(changes, says):
+    ASK.check(2)
+    links = {name: value for name, value in changes.items() if name in ("read_plans", "round_bytes")}
+    others = {name: value for name, value in changes.items() if name not in links}
+    with pytest.raises(Mismatch, match=says):
+        replace(ASK, links=replace(ASK.links, **links), **others).check(2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
         ({"timeout_s": float("nan")}, "timeout_s=nan"),
         ({"timeout_s": 0.0}, "timeout_s=0.0"),
-        ({"transfer": "x" * 5000}, "more than 4,096 characters"),
+        ({"transfer": "x" * 5000}, "a name of 5,000 characters"),
+        ({"route": "x" * 5000}, "a name of 5,000 characters"),
     ],
 )
 def test_a_command_that_is_not_valid_is_refused(changes, says):
-    check_prepare_send(PREPARE, 2)
+    check_prepare(PREPARE)
     with pytest.raises(Mismatch, match=says):
-        check_prepare_send(replace(PREPARE, **changes), 2)
+        check_prepare(replace(PREPARE, **changes))
 
 
-RELAY = Relay(Address("s", "h", 1, "0" * 64), ("a", "b"), 0, 1)
+def test_a_route_that_does_not_exist_is_refused():
+    with pytest.raises(Mismatch, match="no route is called 'pigeons'"):
+        trainer_end(None, replace(PREPARE, route="pigeons"))
 
 
 ADDRESS = Address("s", "h", 1, "0" * 64)
 REQUEST = DistributedUpdateWeightsReq(
     address=ADDRESS, update=1, layout="l", handles=("a", "b"), trainer_hosts=("h", "h"), bucket_bytes=1, timeout_s=1.0
 )
-SECTIONS = {0: DeltaSection(1, 2)}
 
 
 @pytest.mark.parametrize(
@@ -169,32 +188,39 @@ SECTIONS = {0: DeltaSection(1, 2)}
         ({"frozen": ("x" * 5000,)}, "a name of 5,000 characters"),
         ({"only": ("x" * 5000,)}, "a name of 5,000 characters"),
         ({"lora": LoraAdapter("policy", "x" * 5000)}, "a name of 5,000 characters"),
-        ({"relay": RELAY}, "no others"),
-        ({"relay": RELAY, "transport": "nixl", "staged": True}, "no others"),
-        ({"relay": replace(RELAY, engines=("a",)), "transport": "nixl"}, "engine 0 of 1"),
-        ({"relay": replace(RELAY, own=2), "transport": "nixl"}, "engine 2 of 2"),
-        ({"relay": replace(RELAY, update=0), "transport": "nixl"}, "the update number 0"),
-        ({"relay": replace(RELAY, engines=("a", "x" * 5000)), "transport": "nixl"}, "a name of 5,000"),
-        ({"relay": replace(RELAY, update=1 << 64), "transport": "nixl"}, "the update number 18,446"),
-        ({"relay": replace(RELAY, address=replace(ADDRESS, key="")), "transport": "nixl"}, "64 hexadecimal digits"),
-        ({"sections": ({},)}, "deltas of 1 trainer ranks, and has 2"),
-        ({"sections": ({}, {0: DeltaSection(1, -1)})}, "trainer rank 1 for engine rank 0 is out of range"),
-        ({"sections": ({1 << 64: DeltaSection(1, 1)}, {})}, "trainer rank 0 for engine rank 18,446"),
-        ({"sections": ({-1: DeltaSection(1, 1)}, {})}, "trainer rank 0 for engine rank -1"),
-        ({"sections": ({0: DeltaSection(1 << 64, 1)}, {})}, "is out of range"),
-        ({"sections": ({0: DeltaSection(-1, 1)}, {})}, "is out of range"),
-        ({"sections": ({0: DeltaSection(1, 1 << 62)}, {})}, "is out of range"),
-        ({"sections": ({0: DeltaSection(1, 1, gpu=-1)}, {})}, "is out of range"),
-        ({"sections": ({0: DeltaSection(1, 1, address=1 << 63)}, {})}, "is out of range"),
-        ({"sections": ({0: DeltaSection(1, 1, "FILE")}, {})}, "is out of range"),
+        ({"around": {str(n): b"" for n in range(17)}}, "17 routes around the transport"),
+        ({"around": {"relay": bytes(1 << 25)}}, "with too many options"),
+        ({"around": {"x" * 5000: b""}}, "a name of 5,000 characters"),
+        ({"offers": ({},)}, "offers of 1 trainer ranks, and has 2"),
+        ({"offers": ({1 << 64: b""}, {})}, "an engine rank that cannot exist"),
+        ({"offers": ({}, {-1: b""})}, "an engine rank that cannot exist"),
+        ({"offers": ({0: bytes(1 << 25)}, {})}, "or too long"),
     ],
 )
 def test_a_request_that_no_sender_makes_is_refused(changes, says):
     check_request(REQUEST)
-    check_request(replace(REQUEST, sections=(SECTIONS, {})))
-    check_request(replace(REQUEST, transport="nixl", relay=RELAY))
+    check_request(replace(REQUEST, offers=({0: encode(DeltaSection(1, 2))}, {}), around={"delta": b""}))
     with pytest.raises(Mismatch, match=says):
         check_request(replace(REQUEST, **changes))
+
+
+@pytest.mark.parametrize(
+    "offered",
+    [
+        DeltaSection(1, -1),
+        DeltaSection(-1, 1),
+        DeltaSection(1, 1 << 62),
+        DeltaSection(1, 1, gpu=-1),
+        DeltaSection(1, 1, address=1 << 63),
+        DeltaSection(1, 1, "FILE"),
+    ],
+)
+def test_a_delta_that_no_trainer_rank_offers_is_refused(offered):
+    request = replace(REQUEST, offers=({}, {3: encode(DeltaSection(1, 2, "DRAM", 0, 4096))}))
+    assert offered_sections(request, 3) == {1: DeltaSection(1, 2, "DRAM", 0, 4096)}
+    assert offered_sections(request, 2) == {}
+    with pytest.raises(Mismatch, match="the delta of trainer rank 1 for engine rank 3 is out of range"):
+        offered_sections(replace(request, offers=({}, {3: encode(offered)})), 3)
 
 
 PULL = PullWeightsReq(url="http://gpu7:30000")

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import LocalRegion, Region
+from sglang_reshard.memory.gpu_memory import GpuAllocation
+from sglang_reshard.memory.mapping import Handles, MemoryExporter, PeerMemory, ShardView, ShmStorage
 from sglang_reshard.protocol.validation import check_handles, check_layout
 from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor, describe
-from sglang_reshard.transports.gpu_memory import GpuAllocation
-from sglang_reshard.transports.memory import Handles, MemoryExporter, PeerMemory, ShardView, ShmStorage
 from support.stated import BIG, GOOD, rows, stated
 from support.toy import checkpoint
 from support.toy_fused import fused

@@ -3,8 +3,8 @@
 import pytest
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.protocol.validation import check_remote_shards
-from sglang_reshard.transports.remote_shards import RemoteShard, RemoteShards
+from sglang_reshard.routes.nixl.remote_shards import RemoteShard, RemoteShards
+from sglang_reshard.routes.nixl.validation import check_remote_shards
 
 RIGHT = RemoteShard("DRAM", 0, 1 << 40, (64, 1))
 

@@ -64,4 +64,4 @@ def test_a_warm_update_by_ipc_passes_few_files():
     trainers, engines = run_world(2, 2, train, serve)
     files = sorted({file for ranks in (trainers, engines) for files in ranks for file in files})
     assert len(files) <= MOST_FILES, "\n".join(files)
-    assert "transports/ipc.py" in files, "the transport asked for is not among the files seen"
+    assert "routes/ipc.py" in files, "the transport asked for is not among the files seen"

@@ -27,10 +27,10 @@ from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Delta, LoraAdapter
 from sglang_reshard.protocol.session import Session
+from sglang_reshard.routes.relay.requests import RelayRequests
 from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.trainer.background import BackgroundUpdates, UpdateHandle
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateOptions
-from sglang_reshard.trainer.relay_requests import RelayRequests
 from sglang_reshard.trainer.update_sender import UpdateSender
 
 if TYPE_CHECKING:

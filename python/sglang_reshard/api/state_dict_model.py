@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.routes.wire.overlap import Written, written_once
 from sglang_reshard.sources.versions import VersionCounters
 from sglang_reshard.trace.kept import MayStay
-from sglang_reshard.transports.overlap import Written, written_once
 
 logger = get_logger(__name__)
 _SHOWN_NAMES = 5

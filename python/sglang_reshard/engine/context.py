@@ -57,32 +57,30 @@ class Vote(msgspec.Struct, frozen=True):
 
     error              why it failed; empty if it succeeded
     reusable           prepare: the transfer of an earlier update can be used again
-    is_base            prepare: the live weights are what the offered deltas change
+    accepts            prepare: this rank can take what the trainer ranks offer
     names_open         prepare: it failed while the loader was traced, which tensors under other names may mend
     names              prepare: digest of the names that its loader was given, and whether others were looked for
-    has_communicators  prepare: this rank has this session's broadcast communicators
     plan               plan: digest of the strategy, which must be the same on all ranks
     regions            plan: content hash of the regions that this rank wants checksums of
     kept               plan: names of the parameters that this rank leaves as they are
     report, read_bytes commit: see `RankReport` and `DistributedUpdateWeightsOutput`
     digest             commit: of all weights, by engine rank 0
-    relay_lost         commit: see `DistributedUpdateWeightsOutput`
+    detour             commit: see `Traffic`
     remark             commit: for the trainer's report
     """
 
     error: str = ""
     reusable: bool = False
-    is_base: bool = False
+    accepts: bool = False
     names_open: bool = False
     names: str = ""
-    has_communicators: bool = False
     plan: str = ""
     regions: str = ""
     kept: tuple[str, ...] = ()
     report: RankReport | None = None
     read_bytes: dict[int, int] = {}
     digest: str = ""
-    relay_lost: str = ""
+    detour: str = ""
     remark: str = ""
 
 
@@ -91,7 +89,7 @@ class UpdateContext:
     """The state of one update on engine rank `rank` of `size`.
 
     kept_bytes  bytes of buffers that an earlier update left
-    delta       only what has changed is sent
+    taken       engine ranks take what trainer ranks offer instead of all weights
     seconds     phase -> seconds
     phase       the phase that was entered last
     digest      of all weights, on engine rank 0, once they have been verified in full
@@ -104,7 +102,7 @@ class UpdateContext:
     size: int
     memory: PeakMemory
     kept_bytes: int = 0
-    delta: bool = False
+    taken: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     phase: Phase = Phase.PREPARE
     digest: str = ""

@@ -192,7 +192,7 @@ class WeightReceiver:
     def _cleaned_up(self, error: Exception, request: DistributedUpdateWeightsReq) -> _UpdateFailed:
         """Ends a failed update: drops what it leaves unusable, and informs the other ranks if they do not know."""
         message = str(error)
-        self._executor.transfers.relay.stop(request.relay)
+        self._executor.transfers.failed(request)
         if isinstance(error, PhaseFailed):  # all engine ranks raise it
             if error.phase is not Phase.PREPARE:  # until then nothing that is kept was changed
                 self._executor.transfers.clear()

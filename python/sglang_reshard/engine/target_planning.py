@@ -3,28 +3,59 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from sglang_reshard.engine.loader_names import LoaderNames
-from sglang_reshard.engine.transfer import TargetPlan, TransferCache, trainers_of
+from sglang_reshard.engine.trainer_memory import TrainerMemory
 from sglang_reshard.engine.unread import left_alone_remark
 from sglang_reshard.gpu.announce import rank_device
 from sglang_reshard.layout.names import renamed
 from sglang_reshard.layout.source_layout import SourceLayout
+from sglang_reshard.memory.mapping import host_identity
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads, rank_demand
+from sglang_reshard.plan import RankDemand, RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand, unread_tensors
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.trace.kept import MayStay
+from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
-from sglang_reshard.transports.memory import host_identity
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPlan:
+    """An engine rank's traced loader and read plan.
+
+    Valid for one source layout (by content hash), its names for the loader, one rule of what may stay, one set of live
+    addresses, one set of trainer ranks' hosts and GPUs, and one set of trainer ranks whose memory cannot be mapped.
+    """
+
+    layout: str
+    signature: int | str
+    may_stay: MayStay
+    names: LoaderNames
+    trainers: tuple[object, ...]
+    tensor_index: TensorIndex
+    program: Program
+    read_plan: ReadPlan
+    demand: RankDemand
+
+    def is_current(self, request: DistributedUpdateWeightsReq, signature: int | str, names: LoaderNames) -> bool:
+        return self.is_traced(request, signature, names) and self.trainers == trainers_of(request)
+
+    def is_traced(self, request: DistributedUpdateWeightsReq, signature: int | str, names: LoaderNames) -> bool:
+        known = self.layout, self.signature, self.may_stay, self.names.digest
+        return known == (request.layout, signature, MayStay(request.frozen, request.only), names.digest)
+
+    def unread(self, demands: Sequence[RankDemand]) -> tuple[str, ...]:
+        """Returns the names, as the trainer has them, of tensors that no engine rank reads."""
+        return self.names.trainer_names(unread_tensors(self.tensor_index, demands))
 
 
 def plan_target(
@@ -35,15 +66,16 @@ def plan_target(
     rank: int,
     size: int,
     device: torch.device,
-    transfers: TransferCache,
+    memory: TrainerMemory,
+    drop_views: Callable[[], None],
     known: TargetPlan | None,
     names: LoaderNames,
     start: Callable[[], EngineStart] | None = None,
 ) -> TargetPlan:
     """Traces and plans for engine rank `rank` of `size` on `device`.
 
-    transfers  tries whether the trainer ranks' memory can be mapped; drops its prepared transfer before, but not
-               for weights that the loader refuses
+    memory     tries whether the trainer ranks' memory can be mapped
+    drop_views drops all views of it; is called before, but not for weights that the loader refuses
     known      an earlier plan, whose trace is reused for a trainer that has the same tensors elsewhere, and which
                is returned if nothing has changed
     names      of the layout's tensors, as the loader reads them
@@ -60,16 +92,16 @@ def plan_target(
         if program.left_alone:
             logger.info("engine rank %d: %s", rank, left_alone_remark(program))
         tensor_index, known = TensorIndex.of(layout), None
+    drop_views()  # they would keep memory mapped that is mapped anew
     host, gpu = host_identity(), rank_device(device)
     location = RankLocation(rank, size, host, request.trainer_hosts, gpu, request.trainer_devices)
-    transfers.drop_transfer()  # its views would keep memory mapped that is mapped anew
     read_plan = None
     if known is not None and known.trainers == trainers_of(request):
         read_plan, location = known.read_plan, replace(location, unreadable=known.demand.unreadable)
     while True:
         read_plan = read_plan or plan_reads(tensor_index, program.copies, location)
         tried = {t for t in read_plan.traffic() if request.trainer_hosts[t] == host} | set(location.unreadable)
-        unreadable = transfers.trainer_memory.unreadable(tried, request, session, tensor_index.layout)
+        unreadable = memory.unreadable(tried, request, session, tensor_index.layout)
         if unreadable.keys() == set(location.unreadable):
             break
         # Others may hold the same shards, and have not been tried.
@@ -87,3 +119,7 @@ def get_layout(request: DistributedUpdateWeightsReq, session: Session) -> Source
     layout = session.get_layout(request.layout, SourceLayout, request.timeout_s)
     check_layout(layout, len(request.trainer_hosts))
     return layout
+
+
+def trainers_of(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:
+    return request.trainer_hosts, request.trainer_devices

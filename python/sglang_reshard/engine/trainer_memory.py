@@ -8,10 +8,10 @@ import torch
 
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.source_layout import SourceLayout
+from sglang_reshard.memory.mapping import Handles, PeerMemory, unreadable_reason
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.validation import check_handles
-from sglang_reshard.transports.memory import Handles, PeerMemory, unreadable_reason
 
 
 class TrainerMemory:

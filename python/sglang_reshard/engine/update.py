@@ -4,7 +4,7 @@
     plan     all demands are known: choose the strategy, map trainer memory, check what can be checked
     call     trainer ranks that send prepare to do so
     connect  create communicators, buffers and views, together with the trainer ranks that send
-    check    where deltas go has arrived, and is checked, on all engine ranks
+    check    what has to be checked of an offer has arrived, and is sound, on all engine ranks
     staged   a staged update has arrived in the shadow weights, and is verified
     move     bytes arrive in the live parameters, or in the shadow weights of a staged update
     verify   checksums of what has arrived are compared with the trainer's, if requested
@@ -15,7 +15,7 @@ All engine ranks vote between the phases, and so proceed or fail together. The f
 after all ranks have voted that they are ready: before `move`, or before `commit` of a staged update. The control server
 counts that vote only while the trainer stands by the update, and lets the trainer know of it: see `update_channel`. A
 failure before that leaves the old weights untouched. A failure after it leaves the rank torn until an update succeeds.
-An update for which nothing has changed goes from `prepare` straight to `move`, or to `check` if only deltas are sent.
+An update for which nothing has changed goes from `prepare` straight to `move`, or to `check` if an offer is taken.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_error
 from sglang_reshard.engine.loader_names import LoaderNames
 from sglang_reshard.engine.name_search import search_names
+from sglang_reshard.engine.prepared import Prepared, Transfers
 from sglang_reshard.engine.received_tensors import ReceivedTensors
 from sglang_reshard.engine.sound_weights import LastWrite, check_kept
-from sglang_reshard.engine.target_planning import get_layout, plan_target
-from sglang_reshard.engine.transfer import PreparedTransfer, TargetPlan, TransferCache, TransferPlan
+from sglang_reshard.engine.target_planning import TargetPlan, get_layout, plan_target
 from sglang_reshard.engine.unread import left_alone_remark, not_ignored
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.observability.report import RankReport
 from sglang_reshard.protocol.messages import (
-    ConnectPeers,
+    Connect,
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
     RequestChecksums,
-    StartTransfer,
+    Start,
 )
 from sglang_reshard.protocol.update_channel import WRITING, WRITTEN
 from sglang_reshard.trace.program import Program
@@ -83,7 +83,7 @@ class UpdateExecutor:
         self._placed = b""  # when the update under way was prepared
         self._target: TargetPlan | None = None
         self._live: TargetPlan | None = None  # by which the live weights, and scratch memory, were written
-        self.transfers = TransferCache(rank, device, live=not isinstance(model, ReceivedTensors))
+        self.transfers = Transfers(rank, device, live=not isinstance(model, ReceivedTensors))
         self._written = LastWrite()
         self._names = LoaderNames()
         self.torn = ""  # why the weights are partly written; empty if they are sound
@@ -95,24 +95,21 @@ class UpdateExecutor:
 
     def _prepare(self, context: UpdateContext, refusal: str) -> None:
         vote = Vote(error=refusal) if refusal else self._target_vote(context)
-        # Where deltas are offered, the votes tell whether they are used, and so which vote is the last one.
-        last = vote.reusable and not context.request.staged and not context.request.sections
+        # Where something is offered, the votes tell whether it is taken, and so which vote is the last one.
+        last = vote.reusable and not context.request.staged and not context.request.offers
         with self._begins_to_write(context, last) as mark:
             votes = context.all_gather(Phase.PREPARE.value, vote, mark)
         if not all(v.reusable for v in votes) and _names_are_open(votes):
             votes = self._find_names(context)
         context.check_votes(Phase.PREPARE, votes)
         if all(v.reusable for v in votes):
-            context.delta = all(v.is_base for v in votes)
+            context.taken = all(v.accepts for v in votes)
             context.kept_bytes = self.transfer.held_bytes
-            if context.request.sections and not context.request.staged and not context.delta:
+            if context.request.offers and not context.request.staged and not context.taken:
                 self.prepare_commit(context, refusal)
             return
-        if not all(v.has_communicators for v in votes):
-            self.transfers.drop_communicators()
-        self.transfers.drop_transfer()
-        plan, regions = self._plan(context)
-        self._connect(context, plan, regions)
+        self.transfers.drop_last()
+        self._connect(context, self._plan(context))
 
     def receive_staged(self, context: UpdateContext) -> None:
         """Receives into the shadow weights, and verifies them."""
@@ -123,8 +120,8 @@ class UpdateExecutor:
         error = ""
         try:
             shadow.copy_from_live()
-            if context.delta:
-                self._receive_indexes(context)
+            if context.taken:
+                self._check_taken(context)
             self._move(context)
             self._verify(context)
         except Exception as failure:
@@ -139,9 +136,9 @@ class UpdateExecutor:
             context.all_gather_votes(Phase.READY, Vote(refusal), mark)
 
     def write(self, context: UpdateContext) -> DistributedUpdateWeightsOutput:
-        """Writes the live weights: everything that a failure leaves torn. Deltas are checked before it begins."""
-        if context.delta and self.transfer.shadow is None:
-            self._check_deltas(context)
+        """Writes the live weights: everything that a failure leaves torn. An offer is checked before it begins."""
+        if context.taken and self.transfer.shadow is None:
+            self._vote_on_taken(context)
         self.torn, self._live, target = _torn(context.request), None, self.transfer.target
         self._written = LastWrite(context.request.stock_changes, target.program.kept)
         error = ""
@@ -199,39 +196,38 @@ class UpdateExecutor:
         transfer, target = self.transfer, self.transfer.target
         # Buffers of an earlier update count too, and so do those that found room in freed memory.
         peak_extra_bytes = max(context.memory.extra_bytes() + context.kept_bytes, transfer.held_bytes)
-        deltas = transfer.deltas if context.delta else None
-        moved = deltas or transfer.transport
+        traffic = transfer.end.traffic
         report = RankReport(
             rank=self._rank,
-            received_bytes=moved.received_bytes,
+            received_bytes=traffic.received_bytes,
             least_bytes=transfer.target.demand.least_bytes,
             peak_extra_bytes=peak_extra_bytes,
             seconds=context.seconds,
             staged_bytes=transfer.shadow_bytes,
-            compared=deltas.compared if deltas is not None else 0,
-            changed=deltas.changed if deltas is not None else 0,
             foreign_bytes=context.memory.foreign_bytes(),
-            relayed_bytes=transfer.relays.outcome.read_bytes if transfer.relays is not None else 0,
+            relayed_bytes=traffic.relayed_bytes,
+            compared=traffic.compared,
+            changed=traffic.changed,
         )
         vote = Vote(
             error,
             report=report,
-            read_bytes=moved.read_bytes,
+            read_bytes=traffic.read_bytes,
             digest=context.digest,
-            relay_lost=transfer.relays.outcome.lost if transfer.relays is not None else self.transfers.relay.lost,
+            detour=traffic.detour,
             remark="" if self._remarked == (target.signature, target.layout) else left_alone_remark(target.program),
         )
-        strategy, tensor_index = transfer.plan.strategy, transfer.target.tensor_index
+        strategy, tensor_index = transfer.strategy, transfer.target.tensor_index
         output = DistributedUpdateWeightsOutput(
             success=True,
-            message="; ".join(filter(None, (transfer.plan.remark, self.transfers.relay.remark, self._derived.remark))),
+            message="; ".join(filter(None, (transfer.remark, traffic.remark, self._derived.remark))),
             transport=strategy.name,
             transport_reason=strategy.reason,
             predicted_seconds=strategy.predicted_seconds,
             tensors=len(tensor_index.layout.tensors),
             source_bytes=tensor_index.nbytes,
-            delta=context.delta,
-            kept=transfer.plan.kept,
+            taken=context.taken,
+            kept=transfer.kept,
         )
         return output, vote
 
@@ -254,7 +250,7 @@ class UpdateExecutor:
         try:
             with context.enter(Phase.TRACE):
                 self._names = search_names(context, self._model, get_layout(context.request, context.session))
-            vote = msgspec.structs.replace(self._target_vote(context), reusable=False, is_base=False)
+            vote = msgspec.structs.replace(self._target_vote(context), reusable=False, accepts=False)
         except Mismatch as error:  # the same on all ranks
             vote = Vote(error=str(error))
         return context.all_gather("prepare/names", vote)
@@ -270,7 +266,7 @@ class UpdateExecutor:
     def _prepare_target(self, context: UpdateContext) -> Vote:
         """Traces and plans this rank's reads, unless that was done for the same layout and live parameters."""
         request = context.request
-        transfer = self.transfers.transfer
+        transfer = self.transfers.last
         if transfer is None or not transfer.is_checked(request):
             check_same_version(request.package_version)
         if isinstance(self._model, ReceivedTensors) and (self._target is None or self._target.layout != request.layout):
@@ -288,24 +284,24 @@ class UpdateExecutor:
                     self._rank,
                     self._size,
                     self._device,
-                    self.transfers,
+                    self.transfers.trainer_memory,
+                    self.transfers.drop_last,
                     known=target,
                     names=names,
                     start=self._start,
                 )
         if target.program.kept:
             check_kept(target.program.kept, request, self._written, torn=bool(self.torn))
-        transfer = self.transfers.transfer
+        transfer = self.transfers.last
         reusable = transfer is not None and transfer.is_current(request, target)
-        is_base = False
-        if reusable and request.sections:
+        accepts = False
+        if reusable and request.offers:
             assert transfer is not None
             with context.enter(Phase.COMPARE):
-                is_base = transfer.is_base_of(request)
-        return Vote(reusable=reusable, is_base=is_base, has_communicators=self.transfers.has_communicators)
+                accepts = transfer.end.accepts(request)
+        return Vote(reusable=reusable, accepts=accepts)
 
-    def _plan(self, context: UpdateContext) -> tuple[TransferPlan, tuple[str, ...]]:
-        """Returns the plan, and the content hashes of all engine ranks' regions."""
+    def _plan(self, context: UpdateContext) -> Prepared:
         target = self._target
         assert target is not None
         plan, vote = None, Vote()
@@ -320,78 +316,72 @@ class UpdateExecutor:
         with context.enter(Phase.PLAN):
             try:
                 plan = self.transfers.plan(context.request, demands, context.session, target)
-                vote = Vote(plan=plan.strategy.digest(), regions=plan.regions, kept=target.program.kept)
+                vote = Vote(plan=plan.strategy.digest(), regions=plan.regions[0], kept=target.program.kept)
             except Exception as error:
                 vote = Vote(error=self._described(context, error))
             votes = context.all_gather_votes(Phase.PLAN, vote)
         if plan is None or len({v.plan for v in votes}) > 1:
             raise ReshardError("engine ranks made different plans; this is a bug, please report it")
-        kept = tuple(sorted({name for v in votes for name in v.kept}))
-        return replace(plan, kept=kept), tuple(v.regions for v in votes)
+        plan.kept = tuple(sorted({name for v in votes for name in v.kept}))
+        plan.regions = tuple(v.regions for v in votes)
+        return plan
 
-    def _connect(self, context: UpdateContext, plan: TransferPlan, regions: tuple[str, ...]) -> None:
-        request, channel, target = context.request, context.channel, self._target
-        assert target is not None
+    def _connect(self, context: UpdateContext, plan: Prepared) -> None:
+        request, channel = context.request, context.channel
         with context.enter(Phase.CONNECT):
-            if plan.prepare_send is not None:
+            if plan.command is not None:
                 error = ""
                 if self._rank == 0:
                     try:
-                        channel.send_command(plan.prepare_send)
+                        channel.send_command(plan.command)
                         channel.collect_ready(len(request.trainer_hosts), request.timeout_s)
-                        channel.send_command(ConnectPeers())
+                        channel.send_command(Connect())
                     except Exception as failure:
                         error = describe_error(failure)
                 context.all_gather_votes(Phase.CALL, Vote(error))
             error = ""
             try:
-                relays = self.transfers.relay.agree(context, target)
-                self.transfers.connect(request, plan, regions, context.session, channel.scope, target, relays)
+                self.transfers.connect(context.session, channel.scope, context.all_gather)
             except Exception as failure:
                 error = context.abort_because(failure)
             with self._begins_to_write(context, not error and not request.staged) as mark:
                 context.all_gather_votes(Phase.CONNECT, Vote(error), mark)
 
-    def _check_deltas(self, context: UpdateContext) -> None:
-        """Fails on all ranks, and leaves the live weights as they are, if one of them gets a damaged delta."""
+    def _vote_on_taken(self, context: UpdateContext) -> None:
+        """Fails on all ranks, and leaves the live weights as they are, if one of them gets what is damaged."""
         error = ""
         try:
-            self._receive_indexes(context)
+            self._check_taken(context)
         except Exception as failure:
             error = context.abort_because(failure)
         with self._begins_to_write(context, not error) as mark:
             context.all_gather_votes(Phase.CHECK, Vote(error), mark)
 
-    def _receive_indexes(self, context: UpdateContext) -> None:
+    def _check_taken(self, context: UpdateContext) -> None:
         with context.enter(Phase.CHECK):
-            self._start_transfer(context)
-            self.transfer.receive_indexes(context.request)
+            self._call_trainers(context)
+            self.transfer.end.check(context.request)
 
-    def _start_transfer(self, context: UpdateContext) -> None:
-        prepared = self.transfer.plan.prepare_send
-        # By nixl, trainer ranks are only read from.
-        if self._rank == 0 and prepared is not None and prepared.backend != "nixl":
-            context.channel.send_command(StartTransfer(prepared.transfer, context.delta))
+    def _call_trainers(self, context: UpdateContext) -> None:
+        command = self.transfer.command
+        if self._rank == 0 and command is not None and self.transfer.end.calls:
+            context.channel.send_command(Start(command.transfer, context.taken))
 
     def _move(self, context: UpdateContext) -> None:
         request, transfer = context.request, self.transfer
         with context.enter(Phase.MOVE):
-            if not context.delta:  # else it has begun with the indexes
-                self._start_transfer(context)
+            if not context.taken:  # else it has begun with what was checked
+                self._call_trainers(context)
             if self._rank == 0 and request.verify != "off":
                 context.channel.request_checksums(_checksums_requested(request, transfer))
-            if transfer.plan.checksums is not None:
-                transfer.plan.checksums.begin(_selection(request))
-            transfer.begin(request)
-            if context.delta:
-                transfer.move_deltas(request)
-            else:
-                transfer.transport.move()
+            if transfer.checksums is not None:
+                transfer.checksums.begin(_selection(request))
+            transfer.end.move(request, context.taken)
             self._synchronize()  # a GPU has only been given the copies
 
     def _verify(self, context: UpdateContext) -> None:
         """Raises Mismatch, naming the tensors, if this rank's weights are not the trainer's."""
-        request, checksums = context.request, self.transfer.plan.checksums
+        request, checksums = context.request, self.transfer.checksums
         if checksums is None:
             return
         with context.enter(Phase.VERIFY):
@@ -405,7 +395,7 @@ class UpdateExecutor:
                     "this host's memory or its network"
                 )
             if self._rank == 0 and request.verify == "full":
-                context.digest = with_kept(digest, self.transfer.plan.kept)
+                context.digest = with_kept(digest, self.transfer.kept)
 
     def _signature(self) -> int:
         """Returns a number that changes when the loader must be traced again."""
@@ -415,8 +405,8 @@ class UpdateExecutor:
         runtime().synchronize([self._device])
 
     @property
-    def transfer(self) -> PreparedTransfer:
-        transfer = self.transfers.transfer
+    def transfer(self) -> Prepared:
+        transfer = self.transfers.last
         assert transfer is not None
         return transfer
 
@@ -469,8 +459,8 @@ def _selection(request: DistributedUpdateWeightsReq) -> Selection:
     return Selection.full() if request.verify == "full" else Selection.sample(request.update)
 
 
-def _checksums_requested(request: DistributedUpdateWeightsReq, transfer: PreparedTransfer) -> RequestChecksums:
-    return RequestChecksums(transfer.regions, _selection(request), transfer.plan.names)
+def _checksums_requested(request: DistributedUpdateWeightsReq, transfer: Prepared) -> RequestChecksums:
+    return RequestChecksums(transfer.regions, _selection(request), transfer.names)
 
 
 def _with_votes(output: DistributedUpdateWeightsOutput, votes: list[Vote]) -> DistributedUpdateWeightsOutput:
@@ -483,6 +473,6 @@ def _with_votes(output: DistributedUpdateWeightsOutput, votes: list[Vote]) -> Di
         message="; ".join(dict.fromkeys(filter(None, (output.message, *(vote.remark for vote in votes))))),
         digest=votes[0].digest,
         read_bytes=read_bytes,
-        relay_lost=next((vote.relay_lost for vote in votes if vote.relay_lost), ""),
+        detour=next((vote.detour for vote in votes if vote.detour), ""),
         ranks=tuple(vote.report for vote in votes if vote.report is not None),
     )

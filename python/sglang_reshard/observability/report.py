@@ -19,6 +19,32 @@ _WIDTH = 100
 _TRAINER_PHASES = ("publish", "total", "probe")  # measured by trainer rank 0
 
 
+class Traffic(msgspec.Struct, frozen=True):
+    """What one engine rank received in an update, by whichever route.
+
+    received_bytes  that reached this rank
+    read_bytes      trainer rank -> bytes of its memory that this rank read or was sent
+    relayed_bytes   of those received, bytes read from the memory of other engines
+    compared        elements that the trainer has compared with what it had sent before; 0 if everything was sent
+    changed         of these, elements that had changed
+    detour          why weights came from the trainer that were to come another way; empty if none did
+    remark          on the route, for the trainer's report
+    """
+
+    received_bytes: int = 0
+    read_bytes: dict[int, int] = {}
+    relayed_bytes: int = 0
+    compared: int = 0
+    changed: int = 0
+    detour: str = ""
+    remark: str = ""
+
+    @classmethod
+    def of(cls, read_bytes: dict[int, int]) -> Traffic:
+        """Returns that of a rank that received this from trainer ranks, and nothing else."""
+        return cls(sum(read_bytes.values()), read_bytes)
+
+
 class RankReport(msgspec.Struct, frozen=True):
     """One engine rank's part.
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_reshard.plan.broadcast import BroadcastPlan
 from sglang_reshard.plan.read_plan import RankDemand
 from sglang_reshard.plan.topology import ClusterTopology, Relation
+from sglang_reshard.routes.broadcast.plan import BroadcastPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Costs:
 # On 2 cores without a GPU, fitted to benchmark/results/bench.json.
 CPU = Costs(1e10, 1e-6, 5e9, 1.2e9, 1e-4, 1e-5, shares_cores=True)
 # From data sheets (HBM, NVLink, 400 Gb/s network cards); not measured on a GPU. A box is a tile or more of a kernel's
-# (`transports.copy_table`), of which a GPU makes hundreds in a microsecond, and no launch of its own.
+# (`copying.copy_table`), of which a GPU makes hundreds in a microsecond, and no launch of its own.
 GPU = Costs(1.5e12, 5e-9, 3e11, 4e10, 2e-5, 1e-6, shares_cores=False)
 
 

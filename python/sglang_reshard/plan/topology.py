@@ -8,7 +8,6 @@ from enum import Enum
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.device import NCCL_SETTINGS, RankDevice
-from sglang_reshard.plan.p2p_groups import peer_name
 from sglang_reshard.plan.read_plan import RankDemand
 
 _VERSION = "NCCL's version"
@@ -17,6 +16,11 @@ _CURES = {
     "NCCL_CUMEM_ENABLE": "export NCCL_CUMEM_ENABLE=0 for trainer and engine before they start, as SGLang does for its "
     "own processes where it is unset",
 }
+
+
+def peer_name(peer_id: int, trainer_ranks: int) -> str:
+    """Returns the rank that a peer id stands for, for messages: a trainer rank, or their number plus an engine rank."""
+    return f"trainer rank {peer_id}" if peer_id < trainer_ranks else f"engine rank {peer_id - trainer_ranks}"
 
 
 class Relation(Enum):
@@ -93,7 +97,7 @@ class ClusterTopology:
     def check_messages(self, members: Sequence[int]) -> None:
         """Raises Unsupported, with the cure, if NCCL would not connect the ranks with these peer ids.
 
-        No GPU is twice among them, see `plan.p2p_groups`.
+        No GPU is twice among them, see `routes.p2p.groups`.
         """
         hosts, devices = (*self.trainer_hosts, *self.engine_hosts), (*self.trainer_devices, *self.engine_devices)
         first: dict[tuple[str, str], tuple[str, str]] = {}  # (where it is shared, setting) -> (rank, value)

@@ -8,7 +8,6 @@ import msgspec
 
 from sglang_reshard import errors
 from sglang_reshard.control import Address
-from sglang_reshard.delta.section import DeltaSection
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.gpu.device import RankDevice
@@ -40,21 +39,6 @@ class LoraAdapter(msgspec.Struct, frozen=True):
     lora_id: str = ""
 
 
-class Relay(msgspec.Struct, frozen=True):
-    """Asks an engine to read what another engine has read already from there, and to let others read its weights.
-
-    address  of the session in which the engines offer their memory; another one once anything has changed
-    engines  names of all engines of the update, the same for all
-    own      number of this one among them
-    update   number of the update among those of all engines
-    """
-
-    address: Address
-    engines: tuple[str, ...]
-    own: int
-    update: int
-
-
 class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     """Requests one update of the engine. It carries no tensor and no handle, only where to find them.
 
@@ -66,7 +50,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     handles          content hash of each trainer rank's memory handles in the session
     trainer_hosts    identity of each trainer rank's host
     trainer_devices  each trainer rank's GPU; empty if no trainer rank has one
-    prepared         the transfer that each trainer rank is still prepared to send, by `PrepareSend.transfer`
+    prepared         the transfer that each trainer rank is still prepared for, by `Prepare.transfer`
     weight_version   the engine's weight_version once all ranks have the weights; None leaves it unchanged
     bucket_bytes     size of a bucket; a rank holds at most two
     timeout_s        seconds that any one wait of this update may last
@@ -80,9 +64,8 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     unmap_after      unmap the trainer ranks' memory at the end; the next update maps it again
     draft            update the draft models of speculative decoding, too
     lora             the adapter that is updated; None for the model's own weights
-    relay            the other engines of the update, if they pass on weights to each other
-    delta            weights are sent in the engine's dtypes, and trainer ranks keep what they have sent
-    sections         trainer rank -> engine rank -> what has changed; empty if it is not less than everything
+    around           routes around the transport -> what each of them is asked, see `routes`
+    offers           trainer rank -> engine rank -> what it can take instead of all weights; empty if it cannot
     publication      number of these weights, see `protocol.publication`; 0 if they have none
     package_version  of the sender; the engine's must be the same
     traceparent      W3C context of the sender's span; empty without one
@@ -95,7 +78,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     handles: tuple[str, ...]
     trainer_hosts: tuple[str, ...]
     trainer_devices: tuple[RankDevice, ...] = ()
-    prepared: tuple[str, ...] = msgspec.field(default=(), name="routes")
+    prepared: tuple[str, ...] = ()
     weight_version: str | None = None
     transport: str = "auto"
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
@@ -113,9 +96,8 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     unmap_after: bool = False
     draft: bool = True
     lora: LoraAdapter | None = None
-    relay: Relay | None = None
-    delta: bool = False
-    sections: tuple[dict[int, DeltaSection], ...] = ()
+    around: dict[str, bytes] = {}
+    offers: tuple[dict[int, bytes], ...] = ()
     publication: int = 0
     package_version: str = ""
     traceparent: str = ""
@@ -211,8 +193,8 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     tensors            number of tensors in the source layout
     source_bytes       bytes of these
     read_bytes         trainer rank -> bytes that engine ranks read from its memory, or are sent
-    delta              only what had changed was sent
-    relay_lost         why weights that other engines were to pass on came from the trainer; empty if none did
+    taken              engine ranks took what trainer ranks offered instead of all weights
+    detour             see `Traffic`
     kept               names of the engine's parameters that were left as they are
     phase              in which the update failed, see `engine.context.Phase`; empty if it did not, or before the first
     """
@@ -229,8 +211,8 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     source_bytes: int = 0
     read_bytes: dict[int, int] = {}
     ranks: tuple[RankReport, ...] = ()
-    delta: bool = False
-    relay_lost: str = ""
+    taken: bool = False
+    detour: str = ""
     kept: tuple[str, ...] = ()
     phase: str = ""
 
@@ -267,9 +249,9 @@ class TrainerStatus(msgspec.Struct, frozen=True):
     """Published by each trainer rank at the start of an update.
 
     failure   why it cannot participate
-    prepared  engine -> `PrepareSend.transfer` of the transfer that it is still prepared to send, if there is one
+    prepared  engine -> `Prepare.transfer` of the transfer that it is still prepared for, if there is one
     device    its GPU
-    sections  engine -> engine rank -> what has changed, for engines to which it could send that only
+    offers    engine -> engine rank -> what it can take instead of all weights, for engines that can
     heads     name -> why it is not its embedding bit for bit, empty if it is; see `trainer.tied_heads`
     """
 
@@ -279,7 +261,7 @@ class TrainerStatus(msgspec.Struct, frozen=True):
     failure: Failure | None = None
     prepared: dict[int, str] = {}
     device: RankDevice = RankDevice()
-    sections: dict[int, dict[int, DeltaSection]] = {}
+    offers: dict[int, dict[int, bytes]] = {}
     heads: dict[str, str] = {}
 
 
@@ -294,37 +276,34 @@ class ListedTensors(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
-class PrepareSend(msgspec.Struct, frozen=True, tag="prepare_send"):
-    """Command of engine rank 0: fetch the send requests, allocate views and buffers, and report ready.
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """Command of engine rank 0: make this rank's end of a route, and report ready.
 
-    transfer     identifies what is prepared; a later `StartTransfer` refers to it
-    read_plans   digest of each engine rank's read plan, under which its send requests are in the session
-    round_bytes  bytes sent in one round, [trainer ranks, engine ranks]; 0 where nothing is sent
-    backend      "gloo" or "nccl"; "nixl" to register the shards for engine ranks that read them, and send nothing
-    timeout_s    seconds that any one wait may last
-    groups       peer ids of the members of each communicator, ascending, see `plan.p2p_groups`; every link's two ends
-                 are in exactly one of them
-    delta        keep what has been sent, so that deltas of it can be
+    transfer   names what is prepared; a later `Start` refers to it
+    route      name of the end, see `routes.trainer_end`
+    message    what the end is told, encoded
+    timeout_s  seconds that any one wait may last
     """
 
     transfer: str
-    read_plans: tuple[str, ...]
-    round_bytes: tuple[tuple[int, ...], ...]
-    backend: str
+    route: str
+    message: bytes
     timeout_s: float
-    groups: tuple[tuple[int, ...], ...]
-    delta: bool = False
+
+    def asked(self, kind: type[T]) -> T:
+        """Returns what the end is told. Raises Mismatch for what is not of this kind."""
+        return decode(self.message, kind)
 
 
-class ConnectPeers(msgspec.Struct, frozen=True, tag="connect_peers"):
+class Connect(msgspec.Struct, frozen=True, tag="connect"):
     """Command of engine rank 0, once all trainer ranks have reported ready: connect to the engine ranks."""
 
 
-class StartTransfer(msgspec.Struct, frozen=True, tag="start_transfer"):
-    """Command of engine rank 0: send what was prepared as `transfer`; with `delta`, only what has changed."""
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """Command of engine rank 0: send what was prepared as `transfer`; with `taken`, what was offered instead."""
 
     transfer: str
-    delta: bool = False
+    taken: bool = False
 
 
 class RequestChecksums(msgspec.Struct, frozen=True, tag="request_checksums"):
@@ -340,7 +319,7 @@ class RequestChecksums(msgspec.Struct, frozen=True, tag="request_checksums"):
     names: str = ""
 
 
-Command = PrepareSend | ConnectPeers | StartTransfer | RequestChecksums
+Command = Prepare | Connect | Start | RequestChecksums
 
 
 class EngineCommand(msgspec.Struct, frozen=True, tag="engine_command"):

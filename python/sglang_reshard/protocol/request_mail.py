@@ -178,8 +178,7 @@ def _with_key(request: DistributedUpdateWeightsReq, old: str, new: str) -> Distr
             raise Mismatch(f"{request.name()} is of another control server than its receiver is connected to")
         return msgspec.structs.replace(address, key=new)
 
-    relay = request.relay and msgspec.structs.replace(request.relay, address=changed(request.relay.address))
-    return msgspec.structs.replace(request, address=changed(request.address), relay=relay)
+    return msgspec.structs.replace(request, address=changed(request.address))
 
 
 def _scope(name: str) -> str:

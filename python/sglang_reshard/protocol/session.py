@@ -10,38 +10,20 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from sglang_reshard.control import Address, ControlClient, ControlServer, ControlStore, WaitTimedOut
 from sglang_reshard.digest.regions import RegionSet
 from sglang_reshard.errors import Aborted, DeadlineExceeded
 from sglang_reshard.layout.manifest import pack_blob, unpack_blob
-from sglang_reshard.plan.p2p import SendRequest
-from sglang_reshard.protocol.messages import PrepareSend
 from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel
-from sglang_reshard.transports.communicator import P2pCommunicators
-from sglang_reshard.transports.remote_shards import RemoteShards
 
 T = TypeVar("T")
 _TRAINERS = "trainers"  # the scope that trainer ranks stay in between updates
 LOOPBACK = "127.0.0.1"
 LEAVE_TIMEOUT_S = 10.0  # how long trainer rank 0 waits at the end for ranks that may have died
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """From a trainer rank to a rank of an engine."""
-
-    engine: int
-    engine_rank: int
-    trainer_rank: int
-
-    def key(self, read_plan: str) -> str:
-        return f"{_engine_prefix(self.engine)}send_request/{self.engine_rank}/{read_plan}/{self.trainer_rank}"
 
 
 class Session:
@@ -95,34 +77,6 @@ class Session:
         """Returns a store for the rendezvous of process groups of an engine's ranks. `scope` aborts its waits."""
         return dist.PrefixStore(f"{_engine_prefix(engine)}groups", self._bounded_store(engine, timeout_s, scope))
 
-    def p2p_communicators(self, prepare: PrepareSend, peer_id: int, device: torch.device) -> P2pCommunicators:
-        """Returns a rank's communicators of a transfer, to be connected over its `p2p_store`.
-
-        peer_id  trainer rank, or the number of trainer ranks plus the engine rank
-        """
-        trainer_ranks = len(prepare.round_bytes)
-        if peer_id < trainer_ranks:
-            peers = [trainer_ranks + e for e, nbytes in enumerate(prepare.round_bytes[peer_id]) if nbytes]
-        else:
-            peers = [t for t, row in enumerate(prepare.round_bytes) if row[peer_id - trainer_ranks]]
-        return P2pCommunicators(
-            prepare.groups,
-            peer_id=peer_id,
-            peers=peers,
-            trainer_ranks=trainer_ranks,
-            backend=prepare.backend,
-            device=device,
-            timeout_s=prepare.timeout_s,
-        )
-
-    def p2p_store(self, engine: int, prepare: PrepareSend, scope: str) -> dist.Store:
-        """Returns the store over which a transfer's communicators connect. `scope`, an update's, aborts its waits.
-
-        What they leave there is deleted with the update's messages: by then all have connected.
-        """
-        store = self._bounded_store(engine, prepare.timeout_s, scope)
-        return dist.PrefixStore(f"{scope}/p2p/{prepare.transfer}", store)
-
     def _bounded_store(self, engine: int, timeout_s: float, scope: str) -> ControlStore:
         """Returns the store for process groups with an engine's ranks.
 
@@ -158,17 +112,6 @@ class Session:
 
     # -- published by engine ranks, until it changes
 
-    def put_send_request(self, link: Link, read_plan: str, request: SendRequest) -> None:
-        """Publishes what a trainer rank is to send to an engine rank; `read_plan` is the digest of its read plan."""
-        self.client.set({link.key(read_plan): pack_blob(request)[1]})
-
-    def get_send_request(self, link: Link, read_plan: str, timeout_s: float) -> SendRequest:
-        name = f"the send request of engine rank {link.engine_rank} for trainer rank {link.trainer_rank}"
-        return self._get(link.key(read_plan), "", name, SendRequest, timeout_s)
-
-    def delete_send_request(self, link: Link, read_plan: str) -> None:
-        self.client.delete_keys([link.key(read_plan)])
-
     def put_regions(self, regions: RegionSet) -> str:
         """Publishes the regions that an engine rank wants checksums of. Returns their content hash."""
         digest, blob = pack_blob(regions)
@@ -188,15 +131,23 @@ class Session:
         name = "the names that the engine's loader reads"
         return self._get(f"names/{digest}", digest, name, tuple[str, ...], timeout_s)
 
-    # -- published by trainer ranks whose memory is read by NIXL, before each is ready
+    # -- published by one end of a route for the other
 
-    def put_remote_shards(self, engine: int, trainer_rank: int, shards: RemoteShards) -> None:
-        """Publishes where a trainer rank has registered its shards; replaces what it has published for this engine."""
-        self.client.set({f"{_engine_prefix(engine)}remote_shards/{trainer_rank}": pack_blob(shards)[1]})
+    @staticmethod
+    def of_engine(engine: int, name: str) -> str:
+        """Returns a key that is deleted when the session ends for this engine."""
+        return f"{_engine_prefix(engine)}{name}"
 
-    def get_remote_shards(self, engine: int, trainer_rank: int, timeout_s: float) -> RemoteShards:
-        name = f"the registered memory of trainer rank {trainer_rank}"
-        return self._get(f"{_engine_prefix(engine)}remote_shards/{trainer_rank}", "", name, RemoteShards, timeout_s)
+    def put(self, key: str, message: object) -> None:
+        """Publishes a message; replaces what was there."""
+        self.client.set({key: pack_blob(message)[1]})
+
+    def get(self, key: str, kind: type[T], name: str, timeout_s: float) -> T:
+        """Returns what was put under `key`; `name` is its name in errors."""
+        return self._get(key, "", name, kind, timeout_s)
+
+    def delete(self, key: str) -> None:
+        self.client.delete_keys([key])
 
     # -- engines that join and leave, while the session goes on
 

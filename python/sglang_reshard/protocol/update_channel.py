@@ -25,7 +25,7 @@ import numpy as np
 from sglang_reshard.control import ControlClient, Standing, WaitTimedOut
 from sglang_reshard.digest import whole_model
 from sglang_reshard.digest.source import PartialChecksums
-from sglang_reshard.errors import Aborted, DeadlineExceeded, ReshardError
+from sglang_reshard.errors import Aborted, DeadlineExceeded, PeerDisconnected, ReshardError
 from sglang_reshard.protocol.messages import (
     ChecksumPart,
     Checksums,
@@ -40,7 +40,6 @@ from sglang_reshard.protocol.messages import (
     decode,
     encode,
 )
-from sglang_reshard.transports.abortable_group import PeerDisconnected
 
 T = TypeVar("T")
 _MESSAGE: Any = EngineCommand | UpdateResults  # a union, which is no type[T]

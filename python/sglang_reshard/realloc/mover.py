@@ -1,10 +1,10 @@
 """Moves what a plan says: rounds of messages between ranks of one process group, and copies within a rank.
 
-Every rank may send and receive. Both ends of a link cut its stream into the same messages (`plan.p2p`), one per round,
-and the messages of a rank's round, in both directions, are one batch: NCCL runs them as one group, within which no
-order can deadlock. All ranks go through the rounds in ascending order, so of all messages that have not arrived, those
-of the lowest round have been started by both ends, or will be without waiting for another. Two buckets alternate on
-either side: while the messages of one are in transit, the other is packed and unpacked.
+Every rank may send and receive. Both ends of a link cut its stream into the same messages (`routes.p2p.messages`), one
+per round, and the messages of a rank's round, in both directions, are one batch: NCCL runs them as one group, within
+which no order can deadlock. All ranks go through the rounds in ascending order, so of all messages that have not
+arrived, those of the lowest round have been started by both ends, or will be without waiting for another. Two buckets
+alternate on either side: while the messages of one are in transit, the other is packed and unpacked.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import DeadlineExceeded
-from sglang_reshard.transports.copies import CopyList
-from sglang_reshard.transports.p2p import BUCKETS, Round
+from sglang_reshard.routes.p2p.links import BUCKETS, Round
 
 _TAG = 0x2E5A  # gloo keeps these messages apart from others between the same ranks
 

@@ -18,6 +18,7 @@ from sglang_reshard.control import Address, ControlClient, ControlServer, WaitTi
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused, ReshardError
 from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.memory.mapping import MemoryExporter
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import WAITS, DistributedUpdateWeightsOutput, ShareWeightsReq
 from sglang_reshard.protocol.request_mail import MailRoom
@@ -25,7 +26,6 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.trace.live_shards import LiveShard, live_shards
 from sglang_reshard.trainer.coordinator import SenderConfig, UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender
-from sglang_reshard.transports.memory import MemoryExporter
 
 logger = get_logger(__name__)
 _ENGINE = 0  # number in the session of the one that takes them

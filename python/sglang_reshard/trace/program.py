@@ -86,7 +86,7 @@ class Program:
     steps     fills, expressions and deferred post_load_weights calls, in the loader's order
     seconds   that the trace took
     arrivals  what is converted when all copies to that target have been made, and before the steps. The target is a
-              meta tensor until a transport has placed it in memory, see `transports.arrivals`
+              meta tensor until a transport has placed it in memory, see `landings.arrivals`
     left_alone  names of the parameters of which it does not write all: neither does a start on the checkpoint
     kept        names of tensors that it does not write, in order, see `trace.kept`
     """

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import torch
 
-from sglang_reshard.delta.section import DeltaSection
 from sglang_reshard.errors import Aborted, DeadlineExceeded, Mismatch, ReshardError
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.layout.source_layout import SourceLayout, first_difference
@@ -35,6 +34,7 @@ from sglang_reshard.protocol.messages import (
 from sglang_reshard.protocol.publication import next_publication
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import ANSWER_S, TrainerChannel
+from sglang_reshard.routes import options_around
 from sglang_reshard.sources.names import Renaming, patterns
 from sglang_reshard.trainer.publisher import PublishedShards
 from sglang_reshard.trainer.settlement import Settlement
@@ -266,8 +266,8 @@ class UpdateCoordinator:
             unmap_after=options.unmap_after,
             draft=options.draft,
             lora=self._config.lora,
-            delta=self._config.delta == "auto",
-            sections=_sections(statuses, engine),
+            around=options_around(self._config),
+            offers=_offers(statuses, engine),
             publication=next_publication(),
             package_version=__version__,
             traceparent=spans.traceparent(),
@@ -291,9 +291,9 @@ def _start_thread(name: str, run: Callable[..., None], *arguments: Any) -> threa
     return thread
 
 
-def _sections(statuses: Sequence[TrainerStatus], engine: int) -> tuple[dict[int, DeltaSection], ...]:
-    """Returns what has changed, by trainer rank; nothing unless all trainer ranks could send that."""
-    found = [status.sections[engine] for status in statuses if engine in status.sections]
+def _offers(statuses: Sequence[TrainerStatus], engine: int) -> tuple[dict[int, bytes], ...]:
+    """Returns what can be taken instead of all weights, by trainer rank; nothing unless all trainer ranks offer it."""
+    found = [status.offers[engine] for status in statuses if engine in status.offers]
     return tuple(found) if len(found) == len(statuses) else ()
 
 
@@ -313,7 +313,7 @@ def _report(
     trainer_ranks = tuple(
         TrainerRankReport(rank, nbytes, output.read_bytes.get(rank, 0)) for rank, nbytes in enumerate(shard_bytes)
     )
-    remarks = output.message, output.relay_lost and f"engines did not pass on all weights: {output.relay_lost}"
+    remarks = output.message, output.detour
     return UpdateReport(
         success=True,
         message="; ".join(filter(None, remarks)),
@@ -323,7 +323,7 @@ def _report(
         transport_reason=output.transport_reason,
         predicted_seconds=output.predicted_seconds,
         digest=output.digest,
-        delta=output.delta,
+        delta=output.taken,
         kept=output.kept,
         bucket_bytes=config.bucket_bytes,
         seconds=seconds | slowest_seconds(output.ranks),

@@ -12,6 +12,7 @@ from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.announce import rank_device, trainer_device
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.memory.mapping import Handles, MemoryExporter
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import (
     NamedTensors,
@@ -26,7 +27,6 @@ from sglang_reshard.sources.change_detector import ChangeDetector, NamedTensorLi
 from sglang_reshard.sources.names import Renaming
 from sglang_reshard.trainer.stages import Stages
 from sglang_reshard.trainer.tied_heads import TiedHeads
-from sglang_reshard.transports.memory import Handles, MemoryExporter
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.sources import NamedTensors, TrainerState, as_list, describe
 from sglang_reshard.sources.change_detector import ChangeDetector
 from sglang_reshard.sources.names import Renaming
-from sglang_reshard.transports.copies import CopyList
 
 _ALIGN_BYTES = 256
 

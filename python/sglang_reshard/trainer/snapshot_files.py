@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 
+from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
+from sglang_reshard.routes.p2p.links import destination_view
 from sglang_reshard.snapshots.delta_file import write_delta
 from sglang_reshard.snapshots.manifest import DELTA, SnapshotFile, sha256_of
 from sglang_reshard.snapshots.tensor_files import INDEX, MOST_TENSORS
@@ -21,8 +23,6 @@ from sglang_reshard.sources import TrainerState
 from sglang_reshard.trace.geometry import contiguous_strides
 from sglang_reshard.trace.program import Copy, Program
 from sglang_reshard.trainer.snapshot_folder import to_disk
-from sglang_reshard.transports.copies import CopyList
-from sglang_reshard.transports.p2p import destination_view
 
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",

@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from sglang_reshard.control import WaitTimedOut
-from sglang_reshard.delta.section import DeltaSection
 from sglang_reshard.errors import Aborted, DeadlineExceeded, Mismatch, ReshardError, Unsupported
+from sglang_reshard.memory.mapping import MemoryExporter, host_identity
 from sglang_reshard.observability import spans
 from sglang_reshard.observability.logs import configure, get_logger, log_context
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import Failure, ListedTensors, TrainerStatus, UpdateResult
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import TrainerChannel
+from sglang_reshard.routes import shared_state
 from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.sources.names import Renaming, is_mapping
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateCoordinator, UpdateOptions
 from sglang_reshard.trainer.engine_transfers import Shards
 from sglang_reshard.trainer.publisher import PublishedShards, ShardPublisher
 from sglang_reshard.trainer.worker import TrainerWorker
-from sglang_reshard.transports.memory import MemoryExporter, host_identity
 
 if TYPE_CHECKING:
     from sglang_reshard.trainer.snapshot import SnapshotReport
@@ -76,7 +76,7 @@ class UpdateSender:
         self._host = host_identity()
         self._coordinator = UpdateCoordinator(session, global_ranks, config) if rank == 0 else None
         self._publisher = ShardPublisher(session, rank, global_ranks, shared_memory)
-        self._worker = TrainerWorker(session, rank, len(global_ranks), config.timeout_s, config.delta_device)
+        self._worker = TrainerWorker(session, rank, len(global_ranks), config.timeout_s, shared_state(config))
         self._timeout_s = config.timeout_s
         self._engines: tuple[int, ...] = ()
         self._update = 0
@@ -270,7 +270,7 @@ class UpdateSender:
         Returns what is published, and a function that returns the shards, which is called only if they are sent.
         """
         published, failure = None, None
-        sections: dict[int, dict[int, DeltaSection]] = {}
+        offers: dict[int, dict[int, bytes]] = {}
         exchanged = not options.partial
 
         def exchange(layout: str, failure: Failure | None = None) -> list[str]:
@@ -288,9 +288,8 @@ class UpdateSender:
                     rename=options.rename,
                     exchange=exchange if options.partial else None,
                 )
-            if self._config.delta == "auto":
-                with self._span("reshard.encode"):
-                    sections = self._worker.encode(published, self._update)
+            with self._span("reshard.offer"):
+                offers = self._worker.offers(published, self._update)
         except Exception as error:
             failure = Failure.on(self._rank, error)
             if not exchanged:  # the others wait for it
@@ -309,7 +308,7 @@ class UpdateSender:
                 None,
                 prepared,
                 published.device,
-                sections,
+                offers,
                 self._publisher.heads,
             )
         channel.publish_status(self._rank, status)

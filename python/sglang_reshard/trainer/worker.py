@@ -7,14 +7,11 @@ waits for the results, unless the update is verified. Commands of several engine
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-
-from sglang_reshard.delta.section import DeltaSection
 from sglang_reshard.digest.regions import RegionSet
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.source import SourceChecksums
@@ -32,7 +29,7 @@ from sglang_reshard.protocol.messages import (
 )
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import EngineScope, TrainerChannel, checksum_part, request_key
-from sglang_reshard.trainer.engine_transfers import DeltaSources, EngineTransfers, Shards
+from sglang_reshard.trainer.engine_transfers import EngineTransfers, Shards
 from sglang_reshard.trainer.publisher import PublishedShards
 
 logger = get_logger(__name__)
@@ -58,11 +55,11 @@ class TrainerWorker:
         trainer_rank: int,
         size: int,
         timeout_s: float,
-        base_device: torch.device | None = None,
+        shared: Mapping[str, Any],
     ) -> None:
-        """`base_device`: see `WeightSender`."""
+        """`shared`: see `EngineTransfers`."""
         self._session, self._rank, self._size, self._timeout_s = session, trainer_rank, size, timeout_s
-        self._deltas = DeltaSources(base_device)
+        self._shared = shared
         self._engines: tuple[int, ...] = ()
         self._transfers: dict[int, EngineTransfers] = {}  # of engines that have sent commands
         self._regions: dict[str, RegionSet] = {}
@@ -80,10 +77,10 @@ class TrainerWorker:
         found = {engine: transfers.prepared_transfer(published) for engine, transfers in self._transfers.items()}
         return {engine: transfer for engine, transfer in found.items() if transfer}
 
-    def encode(self, published: PublishedShards, update: int) -> dict[int, dict[int, DeltaSection]]:
-        """Encodes what has changed; returns engine -> engine rank -> section, for engines to which that may be sent."""
-        found = {engine: transfers.encode(published, update) for engine, transfers in self._transfers.items()}
-        return {engine: sections for engine, sections in found.items() if sections is not None}
+    def offers(self, published: PublishedShards, update: int) -> dict[int, dict[int, bytes]]:
+        """Returns engine -> engine rank -> what it can take instead of all weights, for engines that can."""
+        found = {engine: transfers.offer(published, update) for engine, transfers in self._transfers.items()}
+        return {engine: offer for engine, offer in found.items() if offer is not None}
 
     def run(self, channel: TrainerChannel, published: PublishedShards | None, shards: Shards) -> UpdateResults:
         """Executes commands until the update ends for all engines.
@@ -139,7 +136,7 @@ class TrainerWorker:
 
     def _of(self, engine: int) -> EngineTransfers:
         if engine not in self._transfers:
-            self._transfers[engine] = EngineTransfers(self._session, engine, self._rank, self._deltas)
+            self._transfers[engine] = EngineTransfers(self._session, engine, self._rank, self._shared)
         return self._transfers[engine]
 
     def release(self) -> None:

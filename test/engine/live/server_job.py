@@ -23,8 +23,8 @@ from demo.reference import greedy_tokens
 from demo.trainer import Trainer
 from sglang_reshard import VerlEngine, WeightSender
 from sglang_reshard.api.remote_engine import RemoteEngine
+from sglang_reshard.routes.p2p.links import P2pSender
 from sglang_reshard.testing import cpu_host
-from sglang_reshard.transports.p2p import P2pSender
 from support.refusals import refusal_of
 
 SLOW_S = 3.0

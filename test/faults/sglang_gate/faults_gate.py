@@ -22,8 +22,8 @@ def install() -> None:
         return
     import torch
 
+    from sglang_reshard.copying.copy_list import CopyList
     from sglang_reshard.engine.receiver import WeightReceiver
-    from sglang_reshard.transports.copies import CopyList
 
     if hasattr(CopyList.run, "gate"):
         return

@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.transports.copy_table import FIELDS, TileKind
+from sglang_reshard.copying.copy_table import FIELDS, TileKind
 from support.virtual_gpus.journal import Journal
 from support.virtual_gpus.libcuda import VirtualLibcuda
 from support.virtual_gpus.memory import VirtualMemory
 
 
 class VirtualKernel:
-    """In place of the module `transports.copy_kernel`."""
+    """In place of the module `copying.copy_kernel`."""
 
     def __init__(self, memory: VirtualMemory, library: VirtualLibcuda, cuda: Any, journal: Journal) -> None:
         self._memory, self._library, self._cuda, self._journal = memory, library, cuda, journal
 
     def install(self) -> None:
-        module: Any = ModuleType("sglang_reshard.transports.copy_kernel")
+        module: Any = ModuleType("sglang_reshard.copying.copy_kernel")
         module.compile_kernel, module.launch = lambda *_: None, self.launch
         sys.modules[module.__name__] = module
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.engine.context import Phase, UpdateContext, Vote
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.gpu.driver import CudaDriver
 from sglang_reshard.gpu.runtime import CudaRuntime, use
-from sglang_reshard.transports.copies import CopyList
 from support.virtual_gpus.description import Place, VirtualGpus
 from support.virtual_gpus.environment import Environment
 from support.virtual_gpus.journal import Journal

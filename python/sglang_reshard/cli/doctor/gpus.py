@@ -18,7 +18,7 @@ from sglang_reshard.errors import ReshardError
 from sglang_reshard.gpu.announce import rank_device
 from sglang_reshard.gpu.device import NCCL_SETTINGS
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.transports.memory import MemoryExporter
+from sglang_reshard.memory.mapping import MemoryExporter
 
 _READER_S = 120.0  # it imports torch, which takes long where many do
 _DEVICES = Path("/dev")

@@ -10,9 +10,9 @@ import sys
 import torch
 
 from sglang_reshard.layout.regions import LocalRegion
+from sglang_reshard.memory.gpu_memory import GpuAllocation
+from sglang_reshard.memory.mapping import Handles, PeerMemory
 from sglang_reshard.protocol.messages import decode
-from sglang_reshard.transports.gpu_memory import GpuAllocation
-from sglang_reshard.transports.memory import Handles, PeerMemory
 
 ELEMENTS = 1024
 

@@ -15,13 +15,15 @@ import numpy as np
 import torch
 
 from sglang_reshard.cli.plan.rank_model import RankModel
-from sglang_reshard.plan import BroadcastPlan, Strategy, TensorIndex
-from sglang_reshard.plan.p2p import send_request
-from sglang_reshard.transports.arrivals import ArrivalMemory
-from sglang_reshard.transports.broadcast import targets_by_bucket
-from sglang_reshard.transports.ipc import read_targets
-from sglang_reshard.transports.nixl_link import NixlLink
-from sglang_reshard.transports.p2p import (
+from sglang_reshard.landings.arrivals import ArrivalMemory
+from sglang_reshard.plan import TensorIndex
+from sglang_reshard.routes.broadcast.engine import targets_by_bucket
+from sglang_reshard.routes.broadcast.plan import BroadcastPlan
+from sglang_reshard.routes.choice import Strategy
+from sglang_reshard.routes.ipc import read_targets
+from sglang_reshard.routes.nixl.link import NixlLink
+from sglang_reshard.routes.nixl.remote_shards import RemoteShard
+from sglang_reshard.routes.p2p.links import (
     BUCKETS,
     P2pLink,
     destination_reads,
@@ -30,7 +32,7 @@ from sglang_reshard.transports.p2p import (
     packed_bytes,
     targets_by_round,
 )
-from sglang_reshard.transports.remote_shards import RemoteShard
+from sglang_reshard.routes.p2p.messages import send_request
 
 _META = torch.device("meta")
 

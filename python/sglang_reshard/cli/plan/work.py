@@ -30,8 +30,9 @@ from sglang_reshard.cli.plan.sources import layout_of
 from sglang_reshard.engine.context import failure_message
 from sglang_reshard.engine.unread import check_unread, unread_remark
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
-from sglang_reshard.plan import ClusterTopology, RankDemand, Strategy, TensorIndex, choose_strategy, unread_tensors
+from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex, unread_tensors
 from sglang_reshard.plan.cost import Costs, usual_costs
+from sglang_reshard.routes.choice import Strategy, choose_strategy
 
 STEPS = ("import SGLang", "build, trace and take in", "choose", "cut messages")
 

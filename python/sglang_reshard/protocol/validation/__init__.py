@@ -6,42 +6,37 @@ hash. After these checks every index is within its table, every view within its 
 
     check_layout        engine ranks, before a trainer's layout is used
     check_handles       engine ranks, before a trainer rank's memory is mapped
-    check_remote_shards engine ranks, before reads of another rank's registered memory are prepared
-    check_send_request  trainer ranks, before views for an engine rank are made
+    check_prepare       trainer ranks, before they make their end of a route
     check_request       an engine's tokenizer manager, and each engine rank, before an update begins
     check_pull_request, check_share_request, check_load_request, check_probe_summary
                         an engine's HTTP process, before it asks anybody
     check_shared_weights
                         an engine's HTTP process that pulls, before it joins the other's session
-    check_prepare_send  trainer ranks, before they prepare to send
 
-All raise Mismatch. Manifests are checked when they are new, not in every update.
+What the ends of a route send to each other is checked by the route. All raise Mismatch. Manifests are checked when they
+are new, not in every update.
 """
 
-from sglang_reshard.protocol.validation.commands import check_prepare_send
 from sglang_reshard.protocol.validation.handles import check_handles
 from sglang_reshard.protocol.validation.layouts import check_layout
-from sglang_reshard.protocol.validation.remote_shards import check_remote_shards
 from sglang_reshard.protocol.validation.requests import (
     check_load_request,
+    check_prepare,
     check_probe_summary,
     check_pull_request,
     check_request,
     check_share_request,
     check_shared_weights,
 )
-from sglang_reshard.protocol.validation.send_requests import check_send_request
 
 __all__ = [
     "check_handles",
     "check_layout",
     "check_load_request",
-    "check_prepare_send",
+    "check_prepare",
     "check_probe_summary",
     "check_pull_request",
-    "check_remote_shards",
     "check_request",
-    "check_send_request",
     "check_share_request",
     "check_shared_weights",
 ]

@@ -6,8 +6,8 @@ from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.driver import HANDLE_BYTES
 from sglang_reshard.layout.regions import ITEM_BYTES
 from sglang_reshard.layout.source_layout import SourceLayout
-from sglang_reshard.transports.gpu_memory import GpuAllocation
-from sglang_reshard.transports.memory import Handles, ShardView, ShmStorage
+from sglang_reshard.memory.gpu_memory import GpuAllocation
+from sglang_reshard.memory.mapping import Handles, ShardView, ShmStorage
 
 MAX_STORAGE_BYTES = 1 << 46  # half of the addresses that a process has on common machines
 _MAX_NUMBER = (1 << 31) - 1  # of processes and descriptors

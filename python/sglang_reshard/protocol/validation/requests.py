@@ -10,37 +10,40 @@ import math
 from collections.abc import Callable, Collection, Iterable
 
 from sglang_reshard.control import Address
-from sglang_reshard.delta.section import DeltaSection
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.observability.probe_report import ProbeSummary
-from sglang_reshard.plan import check_transport
-from sglang_reshard.plan.relay import MAX_UPDATE
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsReq,
     LoadSnapshotReq,
+    Prepare,
     PullWeightsReq,
-    Relay,
     SharedWeights,
     ShareWeightsReq,
 )
 from sglang_reshard.protocol.validation.layouts import MAX_TRAINER_RANKS
 from sglang_reshard.snapshots.manifest import MOST_PUBLICATION
-from sglang_reshard.transports.remote_shards import MEMORY_KINDS
 
+TRANSPORTS = ("auto", "ipc", "p2p", "broadcast", "nixl")
 MAX_BUCKET_BYTES = 1 << 40
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-3, 1e9
 MAX_PULL_TIMEOUT_S = 3600.0  # of a pull and a share: one engine waits for another, which nobody may have started
 MAX_NAME_LENGTH = 4096  # characters of a name, a hash, a host
 _MAX_NUMBER = (1 << 62) - 1  # of an update, an engine, an address in memory: fits into 64 bits after an addition
-_MAX_CHECKSUM = (1 << 64) - 1
-_MAX_ENGINES = _MAX_ENGINE_RANKS = 1 << 16
+_MAX_ENGINE_RANKS = 1 << 16
+_MAX_ROUTES, _MAX_ROUTE_BYTES = 16, 1 << 24  # around a transport, and of what one of them is asked
 _MAX_PATTERNS = 1 << 16
 _MAX_GPUS = 1 << 10  # of one host
 _MAX_SESSION_LENGTH = 512  # characters; names of keys and scopes are added to it
 _MAX_HOST_LENGTH = 255
 _KEY_LENGTH, _DIGEST_LENGTH = 64, 16  # hexadecimal digits
 _HEXADECIMAL = frozenset("0123456789abcdef")
+
+
+def check_transport(name: str) -> None:
+    """Raises Mismatch for the name of a transport that does not exist."""
+    if name not in TRANSPORTS:
+        raise Mismatch(f"transport {name!r} is not one of: {', '.join(TRANSPORTS)}")
 
 
 def check_request(request: DistributedUpdateWeightsReq) -> None:
@@ -59,12 +62,13 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
             raise invalid(f"the {name} number {_shown(number)} is not from 0 to {_MAX_NUMBER:,}")
     _check_publication(request.publication, invalid)
     _check_options(request, invalid, MAX_TIMEOUT_S)
-    if len(request.sections) not in (0, ranks):
-        raise invalid(f"it offers deltas of {len(request.sections)} trainer ranks, and has {ranks}")
-    for trainer_rank, sections in enumerate(request.sections):
-        _check_sections(trainer_rank, sections)
-    if request.relay is not None:
-        _check_relay(request, request.relay)
+    if len(request.offers) not in (0, ranks):
+        raise invalid(f"it has offers of {len(request.offers)} trainer ranks, and has {ranks}")
+    if len(request.around) > _MAX_ROUTES or max(map(len, request.around.values()), default=0) > _MAX_ROUTE_BYTES:
+        raise invalid(f"it has {len(request.around):,} routes around the transport, or one with too many options")
+    for of_ranks in request.offers:
+        if any(not 0 <= e < _MAX_ENGINE_RANKS or len(o) > _MAX_ROUTE_BYTES for e, o in of_ranks.items()):
+            raise invalid("an offer is for an engine rank that cannot exist, or too long")
     patterns: tuple[Collection[str], ...] = (request.ignore, request.frozen, request.only, request.apart)
     if (most := max(map(len, patterns))) > _MAX_PATTERNS:
         raise invalid(f"it has {most:,} names or patterns of one kind, of at most {_MAX_PATTERNS:,}")
@@ -72,7 +76,17 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
     lora = (request.lora.name, request.lora.config, request.lora.lora_id) if request.lora is not None else ()
     gpus = [text for device in request.trainer_devices for text in _texts(device)]
     _check_lengths((*names, *lora, *request.handles, *request.trainer_hosts, *gpus, *request.prepared), invalid)
-    _check_lengths((*request.apart, *request.apart.values(), *request.ignore, *request.frozen, *request.only), invalid)
+    _check_lengths(
+        (*request.around, *request.apart, *request.apart.values(), *request.ignore, *request.frozen, *request.only),
+        invalid,
+    )
+
+
+def check_prepare(command: Prepare) -> None:
+    """Raises Mismatch for a command that no engine sends. What it asks is checked by the route."""
+    _check_lengths((command.transfer, command.route), _invalid_command)
+    if not MIN_TIMEOUT_S <= command.timeout_s <= MAX_TIMEOUT_S:
+        raise _invalid_command(f"timeout_s={command.timeout_s} is not from {MIN_TIMEOUT_S} to {MAX_TIMEOUT_S:.0f}")
 
 
 def check_pull_request(request: PullWeightsReq) -> None:
@@ -148,34 +162,6 @@ def _check_address(address: Address, invalid: _Invalid) -> None:
         raise invalid(f"the key of its address is not {_KEY_LENGTH} hexadecimal digits")
 
 
-def _check_sections(trainer_rank: int, sections: dict[int, DeltaSection]) -> None:
-    for engine_rank, section in sections.items():
-        if not (
-            0 <= engine_rank < _MAX_ENGINE_RANKS
-            and 0 <= section.nbytes <= MAX_BUCKET_BYTES
-            and 0 <= section.base <= _MAX_CHECKSUM
-            and 0 <= section.gpu < _MAX_GPUS
-            and 0 <= section.address <= _MAX_NUMBER
-            and section.kind in ("", *MEMORY_KINDS)
-        ):
-            raise _invalid_request(
-                f"the delta of trainer rank {trainer_rank} for engine rank {_shown(engine_rank)} is out of range"
-            )
-
-
-def _check_relay(request: DistributedUpdateWeightsReq, relay: Relay) -> None:
-    _check_address(relay.address, _invalid_request)
-    if not 2 <= len(relay.engines) <= _MAX_ENGINES or not 0 <= relay.own < len(relay.engines):
-        raise _invalid_request(
-            f"it is for engine {_shown(relay.own)} of {len(relay.engines)}, of 2 to {_MAX_ENGINES:,}"
-        )
-    if not 1 <= relay.update <= MAX_UPDATE:
-        raise _invalid_request(f"the update number {_shown(relay.update)} of all engines is not 1 to {MAX_UPDATE:,}")
-    _check_lengths(relay.engines, _invalid_request)
-    if request.transport != "nixl" or request.staged or request.lora is not None:
-        raise _invalid_request("engines pass on live weights, by transport='nixl', and no others")
-
-
 def _texts(device: RankDevice) -> tuple[str, ...]:
     if max(len(device.visible), len(device.nccl)) > _MAX_GPUS:
         raise _invalid_request(f"a trainer device has more than {_MAX_GPUS:,} visible GPUs, or settings of NCCL")
@@ -195,6 +181,12 @@ def _shown(number: int) -> str:
 
 def _invalid_request(why: str) -> Mismatch:
     return Mismatch(f"invalid update request: {why}. Send it with sglang_reshard.WeightSender")
+
+
+def _invalid_command(why: str) -> Mismatch:
+    return Mismatch(
+        f"invalid Prepare command of engine rank 0: {why}. Do both sides run the same version of sglang-reshard?"
+    )
 
 
 def _invalid_pull(why: str) -> Mismatch:

@@ -1,0 +1,108 @@
+"""The Triton kernel that makes the copies of a table (`copy_table`). Imported only where copies run on a GPU.
+
+Without type annotations but for constants: Triton reads them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_reshard.copying.copy_table import FIELDS, TileKind
+
+WARPS = 4  # of a tile: with 16 KiB, eight 16-byte loads of each thread are under way at once
+
+
+@cache
+def compile_kernel(kind: TileKind, device: torch.device, warps: int = WARPS) -> None:
+    """Compiles the kernel of this kind and loads it, by a launch that copies nothing. Takes seconds the first time."""
+    nothing = torch.zeros(FIELDS, dtype=torch.int64)
+    nothing[[2, 3, 5]] = 1  # divisors; there are no rows
+    launch(kind, nothing.to(device), torch.zeros(1, dtype=torch.int64, device=device), warps)
+
+
+def launch(kind: TileKind, boxes: torch.Tensor, tiles: torch.Tensor, warps: int = WARPS) -> None:
+    """Starts the copies of `tiles` in the current stream of the current device."""
+    copy_tiles[(tiles.numel(),)](boxes, tiles, *constants(kind), num_warps=warps)
+
+
+def constants(kind: TileKind) -> tuple[Any, ...]:
+    """Returns what the kernel is compiled for, in the order of its arguments."""
+    return getattr(tl, kind.source), getattr(tl, kind.destination), *kind[2:], FIELDS
+
+
+@triton.jit
+def copy_tiles(  # type: ignore[no-untyped-def]
+    boxes,
+    tiles,
+    from_dtype: tl.constexpr,
+    to_dtype: tl.constexpr,
+    VECTOR: tl.constexpr,
+    STRIDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """Copies one tile of one box: `tiles` has the number of the box in its upper half, of the tile in its lower half.
+
+    Everything that is divisible by VECTOR elements is said to be so: a thread then moves VECTOR elements by one
+    instruction.
+    """
+    packed = tl.load(tiles + tl.program_id(0))
+    box = boxes + (packed >> 32) * FIELDS
+    tile = (packed & 0x7FFFFFFF).to(tl.int32)
+    source = tl.load(box).to(tl.pointer_type(tl.uint16 if from_dtype == tl.bfloat16 else from_dtype))
+    destination = tl.load(box + 1).to(tl.pointer_type(tl.uint16 if to_dtype == tl.bfloat16 else to_dtype))
+    source = tl.multiple_of(source, VECTOR * from_dtype.primitive_bitwidth // 8)
+    destination = tl.multiple_of(destination, VECTOR * to_dtype.primitive_bitwidth // 8)
+    middle, last = tl.load(box + 2).to(tl.int32), tl.load(box + 3).to(tl.int32)
+    rows, columns = tl.load(box + 4), tl.load(box + 5)
+
+    # 32 bits are enough for rows and tiles, which are divided, and for columns within a tile. All else has 64.
+    tiles_across = ((columns + COLUMNS - 1) // COLUMNS).to(tl.int32)
+    first_column = (tile % tiles_across).to(tl.int64) * COLUMNS
+    row = tile // tiles_across * ROWS + tl.arange(0, ROWS)
+    inner, outer = row % last, row // last
+    i0, i1, i2 = (outer // middle).to(tl.int64), (outer % middle).to(tl.int64), inner.to(tl.int64)
+    from_row = i0 * tl.load(box + 6) + i1 * tl.load(box + 7) + i2 * tl.load(box + 8)
+    to_row = i0 * tl.load(box + 9) + i1 * tl.load(box + 10) + i2 * tl.load(box + 11)
+    from_row, to_row = tl.multiple_of(from_row, VECTOR), tl.multiple_of(to_row, VECTOR)
+    column = tl.arange(0, COLUMNS)
+    columns_left = tl.multiple_of(tl.minimum(columns - first_column, COLUMNS).to(tl.int32), VECTOR)
+    mask = (row < rows)[:, None] & (column < columns_left)[None, :]
+
+    if STRIDED:
+        from_step, to_step = tl.load(box + 12), tl.load(box + 13)
+        source += first_column * from_step
+        destination += first_column * to_step
+        from_column, to_column = column.to(tl.int64) * from_step, column.to(tl.int64) * to_step
+    else:
+        source += first_column
+        destination += first_column
+        from_column, to_column = column, column
+    values = tl.load(source + (from_row[:, None] + from_column[None, :]), mask=mask)
+    if from_dtype != to_dtype:
+        values = _cast(values, from_dtype, to_dtype)
+    tl.store(destination + (to_row[:, None] + to_column[None, :]), values, mask=mask)
+
+
+@triton.jit
+def _cast(values, from_dtype: tl.constexpr, to_dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Casts as torch does: by way of float32, rounding to nearest, ties to even."""
+    if from_dtype == tl.bfloat16:
+        values = (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        values = values.to(tl.float32)
+    if to_dtype == tl.bfloat16:
+        # In integers, as Triton's interpreter truncates: the upper half, and a carry from the lower one. A NaN must not
+        # become infinity.
+        bits = values.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        values = tl.where(values == values, rounded, (bits >> 16) | 0x40).to(tl.uint16)
+    else:
+        values = values.to(to_dtype)
+    return values

@@ -1,0 +1,1 @@
+"""Memory in which weights arrive before they are live: shadow weights, and what is converted on arrival."""

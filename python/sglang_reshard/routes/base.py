@@ -1,0 +1,228 @@
+"""The interface between the core and a route: an engine rank's end, a trainer rank's end, and what these are given.
+
+In an update for which nothing can be used again:
+
+    engine ranks   engine_end(side, strategy)    all know the demands of all
+                   end.ask()                     engine rank 0 sends it to all trainer ranks, as `Prepare`
+    trainer ranks  trainer_end(side, command)    report ready
+    both           end.connect(meeting)
+    trainer ranks  end.start(taken)              if the engine's end calls them
+    engine ranks   end.move(request, taken)
+    trainer ranks  end.commit(update)            the engine has the weights
+
+In all others only the last three. An end owns all that it needs, connections, views and buffers, until it is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from sglang_reshard.landings.arrivals import ArrivalMemory
+from sglang_reshard.layout.source_layout import SourceLayout
+from sglang_reshard.memory.mapping import PeerMemory
+from sglang_reshard.observability.report import Traffic
+from sglang_reshard.plan import ReadPlan, TensorIndex
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.protocol.session import Session
+
+if TYPE_CHECKING:  # a trainer rank sends without the tracer
+    from sglang_reshard.trace.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """The elements that one engine rank reads, and where they are written.
+
+    arrivals   the program that is written, and memory for its arrivals, which the route places
+    memory     trainer rank -> its mapped memory, for the trainer ranks whose memory this rank reads
+    timeout_s  seconds that any one wait may last
+    """
+
+    engine_rank: int
+    device: torch.device
+    tensor_index: TensorIndex
+    read_plan: ReadPlan
+    arrivals: ArrivalMemory
+    memory: Mapping[int, PeerMemory]
+    timeout_s: float = 0.0
+
+    @property
+    def program(self) -> Program:
+        return self.arrivals.program
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSide:
+    """One engine rank's side of a plan.
+
+    live           the program that writes the live weights; `reads.program` may write to others
+    engine         number of the engine within the session
+    read_plans     digest of each engine rank's read plan
+    trainer_ranks  number of these
+    bucket_bytes   size of a bucket
+    transfer       names the transfer between both sides
+    options        of the routes around, by their names, as the request has them
+    kept           by the name of a route, what its ends on this engine rank keep from transfer to transfer
+    """
+
+    reads: Reads
+    live: Program
+    engine: int
+    read_plans: tuple[str, ...]
+    trainer_ranks: int
+    bucket_bytes: int
+    transfer: str
+    options: Mapping[str, bytes] = field(default_factory=dict)
+    kept: dict[str, Kept] = field(default_factory=dict)
+
+    @property
+    def engine_rank(self) -> int:
+        return self.reads.engine_rank
+
+
+def _no_gather(name: str, _message: Any) -> list[Any]:
+    raise AssertionError(f"a trainer rank gathers no {name}")
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where both ends of a transfer connect, during an update.
+
+    scope   of the update on the control server; its end ends all waits
+    update  number of the update within the session
+    gather  returns every engine rank's message of a name; collective over engine ranks, for these only
+    """
+
+    session: Session
+    scope: str
+    update: int
+    gather: Callable[[str, Any], list[Any]] = _no_gather
+
+
+class Kept(Protocol):
+    """What the ends of a route keep on one engine rank from transfer to transfer."""
+
+    def failed(self, request: DistributedUpdateWeightsReq) -> None:
+        """The update has failed; it may never have come as far as an end of this route."""
+
+    def close(self) -> None:
+        """Drops all that depends on other ranks."""
+
+
+class EngineEnd:
+    """One engine rank's end of a route, for one plan.
+
+    calls   trainer ranks take part in a move: they are told to start
+    nbytes  of the buffers held between updates, without those of arrivals
+    """
+
+    calls: bool = False
+    nbytes: int = 0
+
+    def ask(self, session: Session) -> Ask | None:
+        """Returns what the trainer ranks are asked to prepare; None if they need not.
+
+        The same on all engine ranks. May publish in the session what a trainer rank's end will look for there.
+        """
+        return None
+
+    def connect(self, meeting: Meeting) -> None:
+        """Connects, and makes all views and buffers. Collective over engine ranks and trainer ranks that are asked."""
+        raise NotImplementedError
+
+    @property
+    def traffic(self) -> Traffic:
+        """Returns the traffic of the last move."""
+        raise NotImplementedError
+
+    def serves(self, request: DistributedUpdateWeightsReq) -> bool:
+        """Returns whether this end can be used for `request`, for all that this route knows of it."""
+        return True
+
+    def accepts(self, request: DistributedUpdateWeightsReq) -> bool:
+        """Returns whether this rank can take what the trainer ranks offer in `request` instead of all weights."""
+        return False
+
+    def check(self, request: DistributedUpdateWeightsReq) -> None:
+        """Receives what has to be checked before anything is written. Only of an offer that all engine ranks take."""
+
+    def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
+        """Brings the weights to where `Reads.program` writes them; with `taken`, by what was offered.
+
+        On failure it ends the connections, so that ranks that wait for this one fail as well.
+        """
+        raise NotImplementedError
+
+    def has_arrived(self, request: DistributedUpdateWeightsReq) -> None:
+        """The weights of `request` have arrived by the route around this one."""
+
+    def abort(self) -> None:
+        """Ends this rank's waits for other ranks. Called from another thread."""
+
+    def close(self) -> None:
+        """Drops connections, views and buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Names the trainer rank's end of a route, and has what that is told, a msgspec struct."""
+
+    route: str
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSide:
+    """One trainer rank's side of the transfers to one engine.
+
+    layout     of what it has published
+    identity   equal for the same shards in the same memory
+    shards     in the layout's order
+    transfer   names the transfer between both sides
+    timeout_s  seconds that any one wait may last
+    kept       by the name of a route, what its ends keep from transfer to transfer of this engine
+    shared     by the name of a route, what its ends share among all engines of the session
+    """
+
+    session: Session
+    engine: int
+    trainer_rank: int
+    layout: SourceLayout
+    identity: tuple[object, ...]
+    shards: Sequence[torch.Tensor]
+    transfer: str
+    timeout_s: float
+    kept: dict[str, Any]
+    shared: Mapping[str, Any]
+
+
+class TrainerEnd:
+    """One trainer rank's end of a route to one engine, made as that has asked. It keeps the shards' memory alive.
+
+    writable_bytes  of this rank's memory that engine ranks could write to
+    """
+
+    writable_bytes: int = 0
+
+    def connect(self, meeting: Meeting) -> None:
+        """Connects to the engine ranks."""
+
+    def offer(self, update: int) -> dict[int, bytes] | None:
+        """Returns by engine rank what can be taken instead of all weights; None if the engine needs all."""
+        return None
+
+    def start(self, taken: bool) -> None:
+        """Sends the weights; with `taken`, what was offered. Returns when all was sent."""
+
+    def commit(self, update: int) -> None:
+        """The engine has the weights of `update`. What fails here fails no update."""
+
+    def abort(self) -> None:
+        """Ends this rank's waits for engine ranks. Called from another thread."""
+
+    def close(self) -> None:
+        """Drops connections, buffers, and the views that keep the shards' memory."""

@@ -1,0 +1,197 @@
+"""Broadcasts whole shards, bucket by bucket, to groups of engine ranks, each of which slices out what it lacks.
+
+A group's leader reads a trainer rank's shards and packs them into a bucket. All views (of shards, buckets and
+parameters) are made at construction; an update is one `CopyList` to pack a bucket, a broadcast, and one to unpack it.
+Two buffers alternate: while one is broadcast, the next bucket is packed into the other
+after the previous one has been unpacked from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from sglang_reshard.copying.copy_list import CopyList
+from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.observability.report import Traffic
+from sglang_reshard.plan import TensorIndex
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting, Reads
+from sglang_reshard.routes.broadcast.communicators import (
+    BroadcastCommunicator,
+    BroadcastCommunicators,
+    PendingBroadcast,
+)
+from sglang_reshard.routes.broadcast.plan import BroadcastPlan, Bucket
+from sglang_reshard.routes.choice import Strategy
+from sglang_reshard.routes.ipc import DirectReads, read_targets
+from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
+
+if TYPE_CHECKING:
+    from sglang_reshard.trace.program import Copy, Program
+
+
+class _BucketOps(NamedTuple):
+    """This rank's operations on one bucket. `pack` is None unless this rank is the group's leader."""
+
+    communicator: BroadcastCommunicator
+    root: int
+    buffer: torch.Tensor
+    pack: CopyList | None
+    unpack: CopyList
+
+
+class Broadcasts:
+    """One engine rank's part. Construction is collective: members connect their groups in the plan's order.
+
+    traffic      of each update
+    extra_bytes  of its buckets and tables
+    """
+
+    def __init__(self, reads: Reads, plan: BroadcastPlan, groups: BroadcastCommunicators) -> None:
+        engine_rank = reads.engine_rank
+        own = [bucket for bucket in plan.buckets if engine_rank in plan.groups[bucket.group].members]
+        largest = max((bucket.nbytes for bucket in own), default=0)
+        buffers = [torch.empty(largest, dtype=torch.uint8, device=reads.device) for _ in own[:BUCKETS]]
+        self.extra_bytes = sum(b.numel() for b in buffers)
+        mask = plan.direct_reads[engine_rank][reads.read_plan.shards(reads.tensor_index)]
+        direct = np.flatnonzero(mask).tolist()  # of shards that no other rank needs
+        self._arrivals = reads.arrivals
+        if reads.program.arrivals:
+            written = targets_by_bucket(reads.tensor_index, reads.program, plan, own)
+            self._arrivals.place(written, read_targets(reads.read_plan, direct))
+        self._direct = DirectReads(reads, direct)
+        self.extra_bytes += self._direct.extra_bytes
+        self._read_bytes = dict(self._direct.read_bytes)
+        self._received_bytes = sum(self._read_bytes.values())
+        for group in plan.groups:
+            if engine_rank in group.members:
+                groups.get(group.members)
+        copies_of: dict[str, list[Copy]] = {}
+        for copy in reads.program.copies:
+            copies_of.setdefault(copy.source, []).append(copy)
+        self._ops = [
+            self._bucket_ops(reads, plan, groups, copies_of, bucket, buffers[i % BUCKETS])
+            for i, bucket in enumerate(own)
+        ]
+        self.traffic = Traffic(self._received_bytes, self._read_bytes)
+
+    def move(self) -> None:
+        """Raises as `BroadcastCommunicator.wait` does."""
+        self._direct.run()
+        run_rounds(len(self._ops), self._broadcast, self._unpack)
+        for turn in range(len(self._ops), self._arrivals.turns):
+            self._finish(turn)
+
+    def _broadcast(self, turn: int) -> PendingBroadcast:
+        ops = self._ops[turn]
+        if ops.pack is not None:
+            ops.pack.run()
+        return ops.communicator.broadcast(ops.buffer, ops.root)
+
+    def _unpack(self, turn: int) -> None:
+        self._ops[turn].unpack.run()
+        self._finish(turn)
+
+    def _finish(self, turn: int) -> None:
+        if turn < self._arrivals.turns:
+            self._direct.run(turn)
+            self._arrivals.finish(turn)
+
+    def _bucket_ops(
+        self,
+        reads: Reads,
+        plan: BroadcastPlan,
+        groups: BroadcastCommunicators,
+        copies_of: dict[str, list[Copy]],
+        bucket: Bucket,
+        buffer: torch.Tensor,
+    ) -> _BucketOps:
+        group = plan.groups[bucket.group]
+        tensor_index, leads = reads.tensor_index, group.leader == reads.engine_rank
+        pack, unpack = CopyList(), CopyList()
+        payload_bytes = 0
+        for segment in plan.bucket_segments(tensor_index, bucket):
+            tensor = int(tensor_index.tensor_of(segment.shard))
+            tensor_class = tensor_index.tensor_class(tensor)
+            dtype = getattr(torch, tensor_class.dtype)
+            nbytes = segment.box.numel * tensor_class.item_bytes
+            data = buffer[segment.offset : segment.offset + nbytes].view(dtype).view(segment.box.shape)
+            if leads:
+                region = tensor_class.shard_map.to_local(tensor_index.shard(segment.shard), Region.of(segment.box))
+                pack.add(data, reads.memory[group.trainer_rank].region(tensor, region, dtype))
+            for copy in copies_of.get(tensor_index.layout.tensors[tensor].name, ()):
+                _unpack_box(unpack, reads.program, copy, segment.box, data)
+            payload_bytes += nbytes
+        for copies in (pack, unpack):
+            copies.build()
+            self.extra_bytes += copies.table_bytes
+        self._received_bytes += payload_bytes
+        if leads:
+            self._read_bytes[group.trainer_rank] = self._read_bytes.get(group.trainer_rank, 0) + payload_bytes
+        communicator = groups.get(group.members)
+        return _BucketOps(communicator, group.leader, buffer[: bucket.nbytes], pack if leads else None, unpack)
+
+
+class BroadcastEngineEnd(EngineEnd):
+    """Connects one engine rank to its groups. No trainer rank takes part: leaders read mapped memory."""
+
+    def __init__(self, side: EngineSide, strategy: Strategy) -> None:
+        assert strategy.broadcast is not None
+        self._side, self._plan = side, strategy.broadcast
+        self._groups: BroadcastCommunicators | None = None
+        self._broadcasts: Broadcasts | None = None
+
+    def connect(self, meeting: Meeting) -> None:
+        reads, session = self._side.reads, meeting.session
+        # Named by the update, so that all ranks use the same name and none that an aborted update left behind.
+        self._groups = BroadcastCommunicators(reads.engine_rank, reads.device, reads.timeout_s, epoch=meeting.update)
+        store = session.store(self._side.engine, reads.timeout_s, meeting.scope)
+        self._groups.use_store(store, session.local_address)
+        self._broadcasts = Broadcasts(reads, self._plan, self._groups)
+        self.nbytes = self._broadcasts.extra_bytes
+
+    @property
+    def traffic(self) -> Traffic:
+        assert self._broadcasts is not None
+        return self._broadcasts.traffic
+
+    def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
+        assert self._broadcasts is not None
+        self._broadcasts.move()
+
+    def abort(self) -> None:
+        if (groups := self._groups) is not None:
+            groups.abort()
+
+    def close(self) -> None:
+        if self._groups is not None:
+            self._groups.close()
+
+
+def targets_by_bucket(
+    index: TensorIndex, program: Program, plan: BroadcastPlan, buckets: Sequence[Bucket]
+) -> list[set[str]]:
+    """Returns the names of the arrivals that each of an engine rank's buckets has a part of."""
+    arriving: dict[str, list[Copy]] = {}
+    for copy in program.copies:
+        if copy.target in program.arrivals:
+            arriving.setdefault(copy.source, []).append(copy)
+    found: list[set[str]] = []
+    for bucket in buckets:
+        targets: set[str] = set()
+        for segment in plan.bucket_segments(index, bucket):
+            name = index.layout.tensors[int(index.tensor_of(segment.shard))].name
+            targets |= {copy.target for copy in arriving.get(name, ()) if copy.within(segment.box)}
+        found.append(targets)
+    return found
+
+
+def _unpack_box(unpack: CopyList, program: Program, copy: Copy, box: Box, data: torch.Tensor) -> None:
+    """Adds the part of `copy` that lies in `box` of its tensor; `data` holds that box."""
+    part = copy.within(box)
+    if part is not None:
+        unpack.add(part.destination(program.targets[part.target]), data[part.region.slices(box.start)])

@@ -1,0 +1,20 @@
+"""Defines what an engine asks of the trainer ranks that may send it deltas."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang_reshard.routes.p2p.ask import Links
+
+
+class DeltaAsk(msgspec.Struct, frozen=True):
+    """Asks trainer ranks to keep what they have sent, around another route.
+
+    links  of what is kept
+    inner  name of the other route
+    asked  what that asks
+    """
+
+    links: Links
+    inner: str
+    asked: msgspec.Raw

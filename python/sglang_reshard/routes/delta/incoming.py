@@ -1,0 +1,126 @@
+"""How the parts of sections arrive on an engine rank: sent by trainer ranks, or read out of their memory by NIXL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from sglang_reshard.errors import DeadlineExceeded, Mismatch
+from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.routes.base import Reads
+from sglang_reshard.routes.delta.section import Sections
+from sglang_reshard.routes.nixl.agent import memory_kind
+from sglang_reshard.routes.nixl.reader import NixlReader
+from sglang_reshard.routes.p2p.communicators import P2pCommunicators
+from sglang_reshard.routes.wire.rounds import Pending
+
+_POLL_S = 1e-4
+
+
+class Part(NamedTuple):
+    """Bytes of a trainer rank's section, from `offset`, and where they arrive."""
+
+    trainer_rank: int
+    offset: int
+    buffer: torch.Tensor
+
+
+class Incoming(Protocol):
+    """How sections arrive."""
+
+    def register(self, rooms: Sequence[torch.Tensor]) -> None:
+        """Lets parts arrive in these buffers."""
+
+    def begin(self, sections: Sections) -> None: ...
+
+    def start(self, parts: Sequence[Part]) -> Pending: ...
+
+    def close(self) -> None: ...
+
+
+class P2pReceives:
+    """Trainer ranks send them."""
+
+    def __init__(self, communicators: P2pCommunicators | None) -> None:
+        """`communicators`: None if all is read from mapped memory."""
+        self._communicators = communicators
+
+    def register(self, rooms: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def begin(self, sections: Sections) -> None:
+        pass
+
+    def start(self, parts: Sequence[Part]) -> Pending:
+        if self._communicators is None:  # all is read from mapped memory
+            return _Nothing()
+        return self._communicators.receive([(part.trainer_rank, part.buffer) for part in parts])
+
+    def close(self) -> None:
+        if self._communicators is not None:
+            self._communicators.close()
+
+
+class _Nothing:
+    def wait(self) -> None:
+        pass
+
+
+class NixlReads:
+    """This rank reads them out of the trainer ranks' memory."""
+
+    def __init__(self, reader: NixlReader, reads: Reads) -> None:
+        self._reader, self._device = reader, reads.device
+        self._rank, self._timeout_s = reads.engine_rank, reads.timeout_s
+        self._sections: Sections = {}
+
+    def register(self, rooms: Sequence[torch.Tensor]) -> None:
+        self._reader.register([room.untyped_storage() for room in rooms])
+
+    def begin(self, sections: Sections) -> None:
+        for trainer_rank, section in sections.items():
+            if not section.kind:
+                raise Mismatch(
+                    f"trainer rank {trainer_rank} did not announce where the delta is that engine rank {self._rank} "
+                    "reads. Nothing was written; repeat the update, which sends all weights"
+                )
+        self._sections = sections
+
+    def start(self, parts: Sequence[Part]) -> Pending:
+        reads: list[tuple[str, list[Any]]] = []
+        runtime().synchronize([self._device])  # what was there before may still be read; no stream orders these reads
+        for part in parts:
+            section, peer = self._sections[part.trainer_rank], f"trainer rank {part.trainer_rank}"
+            kind, gpu = memory_kind(part.buffer.device)
+            remote = np.array([[section.address + part.offset, len(part.buffer), section.gpu]])
+            local = np.array([[part.buffer.data_ptr(), len(part.buffer), gpu]])
+            reads.append((peer, [self._reader.prepare(peer, (section.kind, remote), (kind, local))]))
+            self._reader.start(*reads[-1])
+        return _PendingReads(self._reader, reads, self._rank, self._timeout_s)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class _PendingReads:
+    def __init__(
+        self, reader: NixlReader, reads: list[tuple[str, list[Any]]], engine_rank: int, timeout_s: float
+    ) -> None:
+        self._reader, self._reads, self._rank, self._timeout_s = reader, reads, engine_rank, timeout_s
+
+    def wait(self) -> None:
+        """Raises PeerDisconnected if a read fails, and DeadlineExceeded."""
+        deadline = time.monotonic() + self._timeout_s
+        for peer, reads in self._reads:
+            while not self._reader.are_done(peer, reads):
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"engine rank {self._rank} could not finish reading from {peer} in time; is that rank's "
+                        "process stopped, or its host unreachable?"
+                    )
+                time.sleep(_POLL_S)
+            self._reader.release(reads)

@@ -1,0 +1,175 @@
+"""The messages of one link in the memory of one side, one at a time: in place, or in a bucket that they share.
+
+A section is a link's encoded messages:
+
+    table    how each message is encoded, int64 [messages, 2]: kind, and number of units that have changed
+    indexes  one after the other, in as much room as a bit for each unit takes
+    values   one after the other
+
+Indexes are sent and checked before the first value.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from sglang_reshard.copying.copy_list import CopyList
+from sglang_reshard.delta.checks import unfit_reason
+from sglang_reshard.delta.checksum import message_checksum, rows_of
+from sglang_reshard.delta.encoding import UNITS, Encoded, Kind, cut_pieces, index_room
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.routes.p2p.links import P2pLink
+
+
+class _Message(NamedTuple):
+    """The memory of a message, and the copies that bring it there and back; none if it is in place.
+
+    gaps  between its slices, in the bucket
+    """
+
+    buffer: torch.Tensor
+    pack: CopyList | None
+    unpack: CopyList | None
+    gaps: bool
+
+
+class LinkMessages:
+    """All messages of a link, which both sides have cut alike.
+
+    nbytes      of each
+    unit_bytes  of the integers as which they are compared
+    """
+
+    def __init__(self, link: P2pLink, device: torch.device, bucket: torch.Tensor, *, written: bool) -> None:
+        """`bucket` has room for `packed_bytes(link.rounds(device))`. `written`: as messages are unpacked, too."""
+        self.nbytes = [message.nbytes for message in link.messages]
+        self.unit_bytes = min([max(UNITS), *(dtype.itemsize for dtype in link.dtypes)])
+        rows = map(rows_of, self.nbytes)
+        self._first_rows = [0, *itertools.accumulate(rows)]
+        self._messages = []
+        for ((message, buffer),) in link.rounds(device):
+            if buffer is not None:
+                self._messages.append(_Message(buffer, None, None, gaps=False))
+                continue
+            buffer = bucket[: message.nbytes]
+            pack, unpack = CopyList(), CopyList()
+            link.add_copies(pack, message, buffer, pack=True)
+            pack.build()
+            if written:
+                link.add_copies(unpack, message, buffer, pack=False)
+                unpack.build()
+            payload = sum(part.nbytes for part in message.slices)
+            self._messages.append(_Message(buffer, pack, unpack, gaps=payload != message.nbytes))
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    def units(self, number: int) -> int:
+        """Returns the number of units of a message."""
+        return self.nbytes[number] // self.unit_bytes
+
+    def first_row(self, number: int) -> int:
+        """Returns the number of the message's first row, see `delta.checksum`."""
+        return self._first_rows[number]
+
+    def read(self, number: int) -> torch.Tensor:
+        """Returns a message's bytes as they are now, valid until the next one is read; zeros between its slices."""
+        message = self._messages[number]
+        if message.pack is not None:
+            if message.gaps:
+                message.buffer.zero_()
+            message.pack.run()
+        return message.buffer
+
+    def write(self, number: int) -> None:
+        """Writes back the message that was read last, unless it is in place."""
+        if (unpack := self._messages[number].unpack) is not None:
+            unpack.run()
+
+    def checksum(self, number: int) -> int:
+        """Returns a message's part of the checksum of all."""
+        return message_checksum(self.read(number), self.first_row(number))
+
+
+def table_bytes(messages: int) -> int:
+    """Returns the bytes of the table at the beginning of a section."""
+    return 16 * messages
+
+
+def table(encoded: Sequence[Encoded], device: torch.device) -> torch.Tensor:
+    """Returns the table as bytes."""
+    return torch.tensor(encoded, dtype=torch.int64).view(-1).view(torch.uint8).to(device)
+
+
+def values_begin(messages: LinkMessages) -> int:
+    """Returns the offset of the values in a section."""
+    return table_bytes(len(messages)) + sum(index_room(messages.units(n)) for n in range(len(messages)))
+
+
+def read_table(
+    data: torch.Tensor, messages: LinkMessages, nbytes: int, damaged: Callable[[int, str], Mismatch]
+) -> list[Encoded]:
+    """Returns how each message is encoded. Every field is checked, and nothing that it says of is in memory yet.
+
+    data     the table's bytes
+    nbytes   of the section, as it was announced
+    damaged  returns the error for a message of this number, and what is wrong with it
+
+    Raises that error unless the table fits the messages, and Mismatch unless it fits `nbytes`.
+    """
+    rows = np.frombuffer(data.cpu().numpy().tobytes(), "<i8").reshape(-1, 2).tolist()
+    found = []
+    for number, (kind, changed) in enumerate(rows):
+        if not 0 <= kind < len(Kind):
+            raise damaged(number, f"there is no kind {kind} of messages")
+        encoded = Encoded(Kind(kind), changed)
+        if why := unfit_reason(encoded, messages.units(number)):
+            raise damaged(number, why)
+        found.append(encoded)
+    announced = table_bytes(len(found)) + sum(index_sizes(found, messages)) + sum(value_sizes(found, messages))
+    if announced != nbytes:
+        raise damaged(0, f"its table describes {announced:,} bytes, and {nbytes:,} were announced")
+    return found
+
+
+class Piece(NamedTuple):
+    """Bytes of a section that are sent together: `nbytes` from `offset` of it. `messages`: whose values they are."""
+
+    offset: int
+    nbytes: int
+    messages: range = range(0)
+
+
+def cut_indexes(encoded: Sequence[Encoded], messages: LinkMessages, round_bytes: int) -> list[Piece]:
+    """Returns the pieces of a section's indexes, `round_bytes` each but for the last. Both sides cut them alike."""
+    begin, nbytes = table_bytes(len(messages)), sum(index_sizes(encoded, messages))
+    return [Piece(begin + done, min(round_bytes, nbytes - done)) for done in range(0, nbytes, round_bytes)]
+
+
+def cut_values(encoded: Sequence[Encoded], messages: LinkMessages, round_bytes: int) -> list[Piece]:
+    """Returns the pieces of a section's values. None has more than `round_bytes`, of which one message has less.
+
+    Both sides cut them alike.
+    """
+    sizes = value_sizes(encoded, messages)
+    end, found = values_begin(messages), []
+    for run in cut_pieces(sizes, round_bytes):
+        nbytes = sum(sizes[run.start : run.stop])
+        found.append(Piece(end, nbytes, run))
+        end += nbytes
+    return found
+
+
+def index_sizes(encoded: Sequence[Encoded], messages: LinkMessages) -> list[int]:
+    """Returns the bytes of each message's index."""
+    return [e.index_bytes(messages.units(n)) for n, e in enumerate(encoded)]
+
+
+def value_sizes(encoded: Sequence[Encoded], messages: LinkMessages) -> list[int]:
+    """Returns the bytes of each message's values."""
+    return [e.value_bytes(messages.units(n), messages.unit_bytes) for n, e in enumerate(encoded)]

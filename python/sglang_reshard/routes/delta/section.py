@@ -1,0 +1,60 @@
+"""Describes a section to the engine rank that may have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, decode
+from sglang_reshard.protocol.validation.requests import MAX_BUCKET_BYTES
+from sglang_reshard.routes.nixl.remote_shards import MEMORY_KINDS
+
+_MAX_CHECKSUM = (1 << 64) - 1
+_MAX_ADDRESS = (1 << 62) - 1  # fits into 64 bits after an addition
+_MAX_GPUS = 1 << 10  # of one host
+
+
+class DeltaSection(msgspec.Struct, frozen=True, array_like=True):
+    """Describes the changes that one trainer rank offers one engine rank instead of all weights.
+
+    base                checksum of what the engine rank must have already
+    nbytes              of the section
+    kind, gpu, address  where it is, for engine ranks that read it by NIXL
+    """
+
+    base: int
+    nbytes: int
+    kind: str = ""
+    gpu: int = 0
+    address: int = 0
+
+    @classmethod
+    def of(cls, offer: bytes, trainer_rank: int, engine_rank: int) -> DeltaSection:
+        """Returns what a trainer rank offers. Raises Mismatch for what none does."""
+        section = decode(offer, cls)
+        if not (
+            0 <= section.nbytes <= MAX_BUCKET_BYTES
+            and 0 <= section.base <= _MAX_CHECKSUM
+            and 0 <= section.gpu < _MAX_GPUS
+            and 0 <= section.address <= _MAX_ADDRESS
+            and section.kind in ("", *MEMORY_KINDS)
+        ):
+            raise Mismatch(
+                f"invalid update request: the delta of trainer rank {trainer_rank} for engine rank {engine_rank} is "
+                "out of range. Send it with sglang_reshard.WeightSender"
+            )
+        return section
+
+
+Sections = Mapping[int, DeltaSection]  # by trainer rank
+
+
+def offered_sections(request: DistributedUpdateWeightsReq, engine_rank: int) -> Sections:
+    """Returns what trainer ranks offer an engine rank. Raises Mismatch for what none does."""
+    return {
+        trainer_rank: DeltaSection.of(of_ranks[engine_rank], trainer_rank, engine_rank)
+        for trainer_rank, of_ranks in enumerate(request.offers)
+        if engine_rank in of_ranks
+    }

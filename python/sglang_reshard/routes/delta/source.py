@@ -1,0 +1,179 @@
+"""A trainer rank's side of deltas to one engine rank: keeps what it has sent, and encodes what has changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from sglang_reshard.delta.checks import is_sound, verdicts
+from sglang_reshard.delta.checksum import message_checksum
+from sglang_reshard.delta.encoding import Encoded, Kind, apply, encode
+from sglang_reshard.digest.coefficients import MODULUS
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.routes.delta.messages import (
+    LinkMessages,
+    Piece,
+    cut_indexes,
+    cut_values,
+    index_sizes,
+    table,
+    table_bytes,
+    value_sizes,
+    values_begin,
+)
+from sglang_reshard.routes.nixl.source import allocate_readable
+from sglang_reshard.routes.p2p.communicators import P2pCommunicators
+from sglang_reshard.routes.p2p.links import P2pLink, packed_bytes
+from sglang_reshard.routes.wire.rounds import run_rounds
+
+_ALIGN_BYTES = 64
+_PART = 2  # a section may have this part of the bytes of its messages: else everything is sent
+
+
+class DeltaSource:
+    """Keeps the weights that one trainer rank has sent to one engine rank, and the section that it could send next.
+
+    section  the encoded messages, in memory that stays the same; `nbytes` of it are sent
+    """
+
+    def __init__(
+        self,
+        link: P2pLink,
+        round_bytes: int,
+        device: torch.device,
+        base_device: torch.device | None,
+        read_from: str = "",
+    ) -> None:
+        """`device`: where messages are packed and encoded; `base_device`: where the base is, by default there, too.
+
+        read_from  names this rank, in warnings, if engine ranks read the section by NIXL
+        """
+        bucket = torch.empty(packed_bytes(link.rounds(device)), dtype=torch.uint8, device=device)
+        self._messages = LinkMessages(link, device, bucket, written=False)
+        self._device, self._base_device = device, base_device or device
+        self._round_bytes = round_bytes
+        self._begin = [0]
+        for nbytes in self._messages.nbytes:
+            self._begin.append(self._begin[-1] + -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES)
+        self._table_bytes, self._values_begin = table_bytes(len(self._messages)), values_begin(self._messages)
+        room = max(self._values_begin, self._table_bytes + self._begin[-1] // _PART)
+        self.section = (
+            allocate_readable(room, device, read_from)
+            if read_from
+            else torch.empty(room, dtype=torch.uint8, device=device)
+        )
+        self.nbytes = 0
+        self._base: torch.Tensor | None = None
+        self._checksums: list[int] = []  # of each message of the base
+        self._next: list[int] = []  # of each message that was encoded last
+        self._encoded: list[Encoded] = []
+        self._encoded_in = self._committed_in = 0  # numbers of updates
+
+    @property
+    def checksum(self) -> int:
+        """Names the base."""
+        return sum(self._checksums) % MODULUS
+
+    def encode(self, update: int) -> bool:
+        """Encodes what has changed since the base; returns whether there is one, and the section has room.
+
+        Of several engines that are sent the same, only the first makes it work.
+        """
+        if self._encoded_in != update:
+            self._encoded_in = update
+            self._encoded = self._encode() if self._base is not None else []
+        return bool(self._encoded)
+
+    def commit(self, update: int) -> None:
+        """Makes the weights of `update`, which were sent, whole or not, the base. The shards must be as they were."""
+        if self._committed_in == update:  # for another engine
+            return
+        self._committed_in = update
+        if self._encoded_in == update and self._encoded:
+            indexes, values = self._parts()
+            units = [self._messages.units(number) for number in range(len(self._messages))]
+            if not all(verdicts(list(map(is_sound, self._encoded, units, indexes)))):  # others can reach this memory
+                raise Mismatch("somebody has written to what was sent of the last update")
+            for number, encoded in enumerate(self._encoded):
+                index, changed = indexes[number].to(self._base_device), values[number].to(self._base_device)
+                apply(encoded, index, changed, self._messages.unit_bytes, self._kept(number))
+            self._checksums = self._next
+        else:
+            self._capture()
+
+    @property
+    def indexes(self) -> list[torch.Tensor]:
+        """The part that is sent first, in pieces that fit a round: the table, and the indexes."""
+        pieces = cut_indexes(self._encoded, self._messages, self._round_bytes)
+        return self._cut([Piece(0, self._table_bytes), *pieces])
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """The part that is sent second, in pieces that fit a round."""
+        return self._cut(cut_values(self._encoded, self._messages, self._round_bytes))
+
+    def _capture(self) -> None:
+        if self._base is None:
+            self._base = torch.zeros(self._begin[-1], dtype=torch.uint8, device=self._base_device)
+        self._checksums = []
+        with torch.inference_mode():
+            for number in range(len(self._messages)):
+                message = self._messages.read(number)
+                self._checksums.append(message_checksum(message, self._messages.first_row(number)))
+                self._kept(number).copy_(message)
+
+    def _encode(self) -> list[Encoded]:
+        messages, unit_bytes = self._messages, self._messages.unit_bytes
+        index_end, values_end = self._table_bytes, self._values_begin
+        found: list[Encoded] = []
+        self._next = list(self._checksums)
+        with torch.inference_mode():
+            for number in range(len(messages)):
+                new, base = messages.read(number), self._kept(number).to(self._device)
+                index, values = self.section[index_end : self._values_begin], self.section[values_end:]
+                encoded = encode(new, base, unit_bytes, index, values)
+                if encoded is None:
+                    return []
+                found.append(encoded)
+                index_end += encoded.index_bytes(messages.units(number))
+                values_end += encoded.value_bytes(messages.units(number), unit_bytes)
+                if encoded.kind is not Kind.SAME:
+                    self._next[number] = message_checksum(new, messages.first_row(number))
+            self.section[: self._table_bytes].copy_(table(found, self._device))
+        self.nbytes = index_end + values_end - self._values_begin
+        runtime().synchronize([self._device])  # it may be read in no stream's order
+        return found
+
+    def _kept(self, number: int) -> torch.Tensor:
+        assert self._base is not None
+        begin = self._begin[number]
+        return self._base[begin : begin + self._messages.nbytes[number]]
+
+    def _parts(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Returns the indexes and the values of all messages."""
+        found = []
+        for begin, sizes in (
+            (self._table_bytes, index_sizes(self._encoded, self._messages)),
+            (self._values_begin, value_sizes(self._encoded, self._messages)),
+        ):
+            found.append(self.section[begin : begin + sum(sizes)].split(sizes))
+        return found[0], found[1]
+
+    def _cut(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        return [self.section[piece.offset : piece.offset + piece.nbytes] for piece in pieces]
+
+
+def send_sections(sources: Mapping[int, DeltaSource], communicators: P2pCommunicators) -> None:
+    """Sends the sections that were encoded last, by peer id, in rounds. Raises as `PendingOps.wait` does.
+
+    No value is sent before all indexes: engine ranks wait for each other when they have these.
+    """
+    indexes = {peer: source.indexes for peer, source in sorted(sources.items())}
+    values = {peer: source.values for peer, source in sorted(sources.items())}
+    rounds = []
+    for of_peers in (indexes, values):
+        count = max(map(len, of_peers.values()), default=0)
+        rounds += [[(peer, own[n]) for peer, own in of_peers.items() if n < len(own)] for n in range(count)]
+    run_rounds(len(rounds), lambda number: communicators.send(rounds[number]))

@@ -1,0 +1,225 @@
+"""An engine rank's side of deltas: finds out whether its weights are their base, and overwrites what has changed.
+
+    target.is_base_of(sections)
+    target.receive_indexes(sections)    # and checks all that says where values go; nothing is written yet
+    target.move(sections)               # the values arrive, and are written
+
+The indexes are kept in memory of this rank's own between the two: what was checked is what is applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from sglang_reshard.delta.checks import is_sound, verdicts
+from sglang_reshard.delta.encoding import Encoded, Kind, apply
+from sglang_reshard.digest.coefficients import MODULUS
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.observability.report import Traffic
+from sglang_reshard.routes.base import Reads
+from sglang_reshard.routes.delta.incoming import Incoming, Part
+from sglang_reshard.routes.delta.messages import (
+    LinkMessages,
+    Piece,
+    cut_indexes,
+    cut_values,
+    index_sizes,
+    read_table,
+    table_bytes,
+    value_sizes,
+)
+from sglang_reshard.routes.delta.section import Sections
+from sglang_reshard.routes.ipc import DirectReads, mapped_reads
+from sglang_reshard.routes.p2p.links import P2pLink, engine_links, packed_bytes, sent_tensors
+from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
+
+if TYPE_CHECKING:  # as everywhere in transports
+    from sglang_reshard.trace.program import Program
+
+_SHOWN_NAMES = 3
+
+
+class _Checked(NamedTuple):
+    """How the messages of a trainer rank are encoded, and the index of each."""
+
+    encoded: list[Encoded]
+    indexes: Sequence[torch.Tensor]
+
+
+class DeltaTarget:
+    """Applies deltas on one engine rank. What it reads from mapped memory, it reads whole.
+
+    traffic      of the last update
+    extra_bytes  of its buffers; an update takes memory for its indexes as well, a bit for each unit at most
+    """
+
+    def __init__(self, reads: Reads, live: Program, round_bytes: Mapping[int, int], incoming: Incoming) -> None:
+        """`live` writes to the live weights; `reads.program` does to what is updated, perhaps a shadow of these.
+
+        round_bytes  trainer rank -> bytes of a round, for the trainer ranks that send
+        """
+        self._reads, self._round_bytes, self._incoming, device = reads, round_bytes, incoming, reads.device
+        layout, plan = reads.tensor_index.layout, reads.read_plan
+
+        def links(program: Program) -> dict[int, P2pLink]:
+            return engine_links(layout, plan, program, round_bytes, as_kept=True)
+
+        written = links(reads.program)
+        read = written if live is reads.program else links(live)
+        sizes = [packed_bytes(link.rounds(device)) for link in (*written.values(), *read.values())]
+        bucket = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
+        self._links = written
+        self._written = {t: LinkMessages(link, device, bucket, written=True) for t, link in written.items()}
+        self._live = self._written
+        if read is not written:
+            self._live = {t: LinkMessages(link, device, bucket, written=False) for t, link in read.items()}
+        self._limits = {t: max(n, table_bytes(len(self._written[t]))) for t, n in round_bytes.items()}
+        self._rooms = [
+            torch.empty(sum(self._limits.values()), dtype=torch.uint8, device=device) for _ in range(BUCKETS)
+        ]
+        self._direct = DirectReads(reads, mapped_reads(reads, round_bytes))
+        incoming.register(self._rooms)
+        self.extra_bytes = len(bucket) + sum(map(len, self._rooms)) + self._direct.extra_bytes
+        self.traffic = Traffic()
+        self._compared = sum(m.units(n) for m in self._written.values() for n in range(len(m)))
+        self._checked: dict[int, _Checked] = {}
+
+    def is_base_of(self, sections: Sections) -> bool:
+        """Returns whether the live weights are what these sections change: their checksums are equal."""
+        if sections.keys() != self._live.keys():
+            return False
+        with torch.inference_mode():
+            return all(
+                sum(messages.checksum(number) for number in range(len(messages))) % MODULUS == sections[t].base
+                for t, messages in self._live.items()
+            )
+
+    def receive_indexes(self, sections: Sections) -> None:
+        """Receives tables and indexes, and checks them. Raises as transports do, and Mismatch for what is damaged.
+
+        On failure it closes the connections, so that ranks that wait for this one fail as well.
+        """
+        try:
+            self._incoming.begin(sections)
+            self._checked = self._receive_indexes(sections)
+            self._check_indexes()
+        except BaseException:
+            self._checked = {}
+            self._incoming.close()
+            raise
+
+    def move(self, sections: Sections) -> None:
+        """Receives the values, and writes them. Raises as transports do, and closes the connections then."""
+        try:
+            self._move(sections)
+        except BaseException:
+            self._incoming.close()
+            raise
+        finally:
+            self._checked = {}
+
+    def _receive_indexes(self, sections: Sections) -> dict[int, _Checked]:
+        tables = self._parts({t: Piece(0, table_bytes(len(m))) for t, m in self._written.items()}, self._rooms[0])
+        self._incoming.start(tables).wait()
+        found: dict[int, _Checked] = {}
+        pieces: dict[int, list[Piece]] = {}
+        received: dict[int, torch.Tensor] = {}
+        for part in tables:
+            rank, messages = part.trainer_rank, self._written[part.trainer_rank]
+
+            def damaged(number: int, why: str, rank: int = rank) -> Mismatch:
+                return self._damaged(rank, number, why)
+
+            encoded = read_table(part.buffer, messages, sections[rank].nbytes, damaged)
+            sizes = index_sizes(encoded, messages)
+            received[rank] = torch.empty(sum(sizes), dtype=torch.uint8, device=self._reads.device)
+            found[rank] = _Checked(encoded, received[rank].split(sizes))
+            pieces[rank] = cut_indexes(encoded, messages, self._round_bytes[rank])
+        done = dict.fromkeys(received, 0)
+
+        def keep(parts: Sequence[Part]) -> None:
+            for part in parts:
+                begin = done[part.trainer_rank]
+                done[part.trainer_rank] = end = begin + len(part.buffer)
+                received[part.trainer_rank][begin:end].copy_(part.buffer)
+
+        with torch.inference_mode():
+            self._run_rounds(pieces, lambda _, parts: keep(parts))
+        return found
+
+    def _check_indexes(self) -> None:
+        numbered, sound = [], []
+        with torch.inference_mode():
+            for rank, (encoded, indexes) in self._checked.items():
+                for number, (how, index) in enumerate(zip(encoded, indexes, strict=True)):
+                    if how.kind in (Kind.POSITIONS, Kind.MASK):
+                        numbered.append((rank, number))
+                        sound.append(is_sound(how, self._written[rank].units(number), index))
+            for (rank, number), is_right in zip(numbered, verdicts(sound), strict=True):
+                if not is_right:
+                    how = self._checked[rank].encoded[number]
+                    raise self._damaged(
+                        rank, number, f"what says where its {how.changed:,} changes are ({how.kind.name}) is invalid"
+                    )
+
+    def _move(self, sections: Sections) -> None:
+        self._direct.run()
+        pieces = {
+            t: cut_values(own.encoded, self._written[t], self._round_bytes[t]) for t, own in self._checked.items()
+        }
+
+        def write(number: int, parts: Sequence[Part]) -> None:
+            for part in parts:
+                rank = part.trainer_rank
+                _apply(self._written[rank], self._checked[rank], pieces[rank][number].messages, part.buffer)
+
+        self._run_rounds(pieces, write)
+        read_bytes = self._direct.read_bytes | {t: sections[t].nbytes for t in self._written}
+        changed = sum(message.changed for own in self._checked.values() for message in own.encoded)
+        self.traffic = Traffic(sum(read_bytes.values()), read_bytes, compared=self._compared, changed=changed)
+
+    def _run_rounds(self, pieces: Mapping[int, Sequence[Piece]], ended: Callable[[int, Sequence[Part]], None]) -> None:
+        """Receives a piece of each trainer rank in each round. Calls `ended` with the round's number and its parts."""
+        rounds = []
+        for number in range(max(map(len, pieces.values()), default=0)):
+            of_round = {t: own[number] for t, own in pieces.items() if number < len(own)}
+            rounds.append(self._parts(of_round, self._rooms[number % BUCKETS]))
+        run_rounds(
+            len(rounds),
+            lambda number: self._incoming.start(rounds[number]),
+            lambda number: ended(number, rounds[number]),
+        )
+
+    def _damaged(self, trainer_rank: int, number: int, why: str) -> Mismatch:
+        """Returns the error for a message that trainer rank has encoded as no trainer rank does."""
+        layout, link = self._reads.tensor_index.layout, self._links[trainer_rank]
+        tensors = sent_tensors(self._reads.read_plan, trainer_rank)
+        items = dict.fromkeys(int(tensors[part.item]) for part in link.messages[number].slices)
+        names = [layout.tensors[tensor].name for tensor in items]
+        more = f" and {len(names) - _SHOWN_NAMES} more tensors" if len(names) > _SHOWN_NAMES else ""
+        return Mismatch(
+            f"trainer rank {trainer_rank} sent engine rank {self._reads.engine_rank} a damaged delta of "
+            f"{', '.join(names[:_SHOWN_NAMES])}{more}: {why}. Nothing of it was written; repeat the update, which "
+            f"sends all weights. If it happens again, suspect the memory or the network of trainer rank {trainer_rank}"
+        )
+
+    def _parts(self, pieces: Mapping[int, Piece], room: torch.Tensor) -> list[Part]:
+        """Returns where these pieces arrive, one of each trainer rank."""
+        found, begin = [], 0
+        for trainer_rank, piece in sorted(pieces.items()):
+            found.append(Part(trainer_rank, piece.offset, room[begin : begin + piece.nbytes]))
+            begin += self._limits[trainer_rank]
+        return found
+
+
+def _apply(messages: LinkMessages, checked: _Checked, run: range, data: torch.Tensor) -> None:
+    sizes = value_sizes(checked.encoded, messages)[run.start : run.stop]
+    with torch.inference_mode():
+        for number, values in zip(run, data.split(sizes), strict=True):
+            how = checked.encoded[number]
+            if how.kind is not Kind.SAME:
+                apply(how, checked.indexes[number], values, messages.unit_bytes, messages.read(number))
+                messages.write(number)

@@ -1,0 +1,112 @@
+"""A trainer rank's end of delta, around p2p or nixl: keeps what it has sent, and offers what has changed since."""
+
+from __future__ import annotations
+
+from weakref import WeakValueDictionary
+
+import torch
+
+from sglang_reshard.gpu.announce import trainer_device
+from sglang_reshard.observability.logs import get_logger
+from sglang_reshard.protocol.messages import Prepare, encode
+from sglang_reshard.routes.base import Meeting, TrainerEnd, TrainerSide
+from sglang_reshard.routes.delta.ask import DeltaAsk
+from sglang_reshard.routes.delta.section import DeltaSection
+from sglang_reshard.routes.delta.source import DeltaSource, send_sections
+from sglang_reshard.routes.nixl.ask import trainer_name
+from sglang_reshard.routes.nixl.trainer import NixlTrainerEnd
+from sglang_reshard.routes.p2p.ask import get_send_requests, invalid_ask
+from sglang_reshard.routes.p2p.links import sent_link
+from sglang_reshard.routes.p2p.messages import SendRequest
+from sglang_reshard.routes.p2p.trainer import P2pTrainerEnd
+
+logger = get_logger(__name__)
+
+
+class DeltaSources:
+    """One trainer rank's, of all engines of a session: engines that are sent the same share one."""
+
+    def __init__(self, base_device: torch.device | None = None) -> None:
+        """`base_device`: where what was sent is kept; by default where messages are packed."""
+        self._base_device = base_device
+        self._known: WeakValueDictionary[tuple[object, ...], DeltaSource] = WeakValueDictionary()
+
+    def get(
+        self, side: TrainerSide, request: SendRequest, round_bytes: int, device: torch.device, read_from: str
+    ) -> DeltaSource:
+        key = side.identity, request, round_bytes, device, read_from
+        known = self._known.get(key)
+        if known is None:
+            link = sent_link(side.layout, side.shards, request, round_bytes)
+            known = self._known[key] = DeltaSource(link, round_bytes, device, self._base_device, read_from)
+        return known
+
+
+class DeltaTrainerEnd(TrainerEnd):
+    """Sends all weights by another route, or what has changed by the connections of that."""
+
+    def __init__(self, side: TrainerSide, command: Prepare) -> None:
+        ask = command.asked(DeltaAsk)
+        ask.links.check(side.layout.trainer_ranks)
+        inner = Prepare(command.transfer, ask.inner, bytes(ask.asked), command.timeout_s)
+        self._rank, self._nixl, self._p2p = side.trainer_rank, None, None
+        if ask.inner == "p2p":
+            self._p2p = P2pTrainerEnd(side, inner)
+            requests, device, read_from = self._p2p.requests, self._p2p.device, ""
+        elif ask.inner == "nixl":
+            requests, read_from = get_send_requests(side, ask.links), trainer_name(side.trainer_rank)
+            device = trainer_device(side.shards) or torch.device("cpu")
+        else:
+            raise invalid_ask(f"no deltas are sent by {ask.inner[:40]!r}")
+        # By engine rank; None unless all of them can be sent so.
+        self._sources: dict[int, DeltaSource] | None = None
+        if all(request.delta for request in requests.values()):
+            sizes = ask.links.of_trainer_rank(side.trainer_rank)
+            shared: DeltaSources = side.shared["delta"]
+            self._sources = {
+                e: shared.get(side, request, sizes[e], device, read_from) for e, request in requests.items()
+            }
+        if ask.inner == "nixl":
+            sections = [source.section for source in (self._sources or {}).values()]
+            self._nixl = NixlTrainerEnd(side, inner, sections)
+            self.writable_bytes = self._nixl.writable_bytes
+        self._first_peer = side.layout.trainer_ranks
+
+    def connect(self, meeting: Meeting) -> None:
+        if self._p2p is not None:
+            self._p2p.connect(meeting)
+
+    def offer(self, update: int) -> dict[int, bytes] | None:
+        if self._sources is None or not all(source.encode(update) for source in self._sources.values()):
+            return None
+        return {e: encode(self._section(source)) for e, source in self._sources.items()}
+
+    def start(self, taken: bool) -> None:
+        if self._p2p is None:
+            return
+        if taken and self._sources is not None:
+            send_sections({self._first_peer + e: s for e, s in self._sources.items()}, self._p2p.communicators)
+        else:
+            self._p2p.start(taken)
+
+    def commit(self, update: int) -> None:
+        try:
+            for source in (self._sources or {}).values():
+                source.commit(update)
+        except Exception:
+            logger.exception("trainer rank %d cannot keep what it has sent, and sends no deltas", self._rank)
+            self._sources = None
+
+    def abort(self) -> None:
+        if self._p2p is not None:
+            self._p2p.abort()
+
+    def close(self) -> None:
+        for end in (self._p2p, self._nixl):
+            if end is not None:
+                end.close()
+
+    def _section(self, source: DeltaSource) -> DeltaSection:
+        if self._nixl is None:
+            return DeltaSection(source.checksum, source.nbytes)
+        return DeltaSection(source.checksum, source.nbytes, *self._nixl.place(source.section))

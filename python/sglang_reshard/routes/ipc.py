@@ -1,0 +1,105 @@
+"""Reads exactly the elements that an engine rank lacks out of trainer memory on the same host, mapped by handle.
+
+One copy, from the trainer's shard to the live parameter; no buffer, no collective, no process group. Weights that are
+quantized on arrival are copied a bucket at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+
+import torch
+
+from sglang_reshard.copying.copy_list import CopyList
+from sglang_reshard.copying.merging import StridedCopy, merge_strided
+from sglang_reshard.observability.report import Traffic
+from sglang_reshard.plan import ReadPlan
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting, Reads
+from sglang_reshard.routes.choice import Strategy
+
+
+class DirectReads:
+    """Copies from mapped memory, with a cast where dtypes differ: what can be copied at once by one `CopyList`."""
+
+    def __init__(self, reads: Reads, numbers: Sequence[int]) -> None:
+        """`numbers` of reads of the read plan. `reads.arrivals` must have been placed."""
+        self.read_bytes: dict[int, int] = {}
+        copies: dict[int | None, list[StridedCopy]] = {}
+        for read in numbers:
+            copy, item, tensor = reads.read_plan.read(read)
+            trainer_rank = int(reads.read_plan.trainer_ranks[read])
+            tensor_class = reads.tensor_index.tensor_class(tensor)
+            mapping, offset, strides = reads.memory[trainer_rank].locate(
+                tensor, item.local_region, tensor_class.item_bytes
+            )
+            copies.setdefault(reads.arrivals.turn_of(copy.target), []).append(
+                StridedCopy(
+                    target=copy.target,
+                    target_offset=copy.offset + item.offset,
+                    target_strides=copy.strides,
+                    source=(trainer_rank, mapping),
+                    source_offset=offset,
+                    source_strides=strides,
+                    size=item.local_region.count,
+                    dtype=tensor_class.dtype,
+                )
+            )
+            self.read_bytes[trainer_rank] = self.read_bytes.get(trainer_rank, 0) + item.nbytes
+        self._copies = {turn: _copy_list(reads, of_turn) for turn, of_turn in copies.items()}
+        self.extra_bytes = sum(copies.table_bytes for copies in self._copies.values())
+
+    def run(self, turn: int | None = None) -> None:
+        """Copies what belongs to a turn of `ArrivalMemory`, or to none."""
+        if turn in self._copies:
+            self._copies[turn].run()
+
+
+class IpcEngineEnd(EngineEnd):
+    """Reads all that this rank needs from mapped memory. No trainer rank takes part."""
+
+    def __init__(self, side: EngineSide, _strategy: Strategy) -> None:
+        self._reads, self._arrivals = side.reads, side.reads.arrivals
+        self._copies: DirectReads | None = None
+
+    def connect(self, meeting: Meeting) -> None:
+        numbers = mapped_reads(self._reads)
+        self._arrivals.place([], read_targets(self._reads.read_plan, numbers))
+        self._copies = DirectReads(self._reads, numbers)
+        self.nbytes = self._copies.extra_bytes
+
+    @property
+    def traffic(self) -> Traffic:
+        assert self._copies is not None
+        return Traffic.of(self._copies.read_bytes)
+
+    def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
+        assert self._copies is not None
+        self._copies.run()
+        for turn in range(self._arrivals.turns):
+            self._copies.run(turn)
+            self._arrivals.finish(turn)
+
+
+def mapped_reads(reads: Reads, sending: Container[int] = ()) -> list[int]:
+    """Returns the numbers of the reads of trainer ranks that are not `sending`."""
+    mapped = (t for t in reads.read_plan.traffic() if t not in sending)
+    return [read for trainer_rank in mapped for read in reads.read_plan.reads_from(trainer_rank)]
+
+
+def read_targets(plan: ReadPlan, reads: Iterable[int]) -> set[str]:
+    """Returns the names of the storages that these reads are copied to."""
+    return {plan.copies[copy].target for copy in set(plan.copy_ids[list(reads)].tolist())}
+
+
+def _copy_list(reads: Reads, copies: Iterable[StridedCopy]) -> CopyList:
+    found = CopyList()
+    for c in merge_strided(copies):
+        target = reads.program.targets[c.target]
+        trainer_rank, mapping = c.source
+        source = reads.memory[trainer_rank].view(
+            mapping, c.source_offset, c.source_strides, c.size, getattr(torch, c.dtype)
+        )
+        found.add(target.as_strided(c.size, c.target_strides, target.storage_offset() + c.target_offset), source)
+    found.build()
+    return found

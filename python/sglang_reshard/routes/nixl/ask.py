@@ -1,0 +1,43 @@
+"""Defines what an engine asks of the trainer ranks that it reads by NIXL, and how they answer."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.routes.nixl.remote_shards import RemoteShards
+from sglang_reshard.routes.nixl.validation import check_remote_shards
+from sglang_reshard.routes.p2p.ask import invalid_ask
+
+
+class NixlAsk(msgspec.Struct, frozen=True):
+    """Asks trainer ranks to register their shards; `read` says which."""
+
+    read: tuple[bool, ...]
+
+    def check(self, trainer_ranks: int) -> None:
+        """Raises Mismatch unless this can be of this number of trainer ranks."""
+        if len(self.read) != trainer_ranks:
+            raise invalid_ask(f"it is for {len(self.read)} trainer ranks, and there are {trainer_ranks}")
+
+
+def trainer_name(trainer_rank: int) -> str:
+    """Returns a trainer rank's name for NIXL."""
+    return f"trainer rank {trainer_rank}"
+
+
+def put_remote_shards(session: Session, engine: int, trainer_rank: int, shards: RemoteShards) -> None:
+    """Publishes where a trainer rank has registered its shards; replaces what it has published for this engine."""
+    session.put(_key(engine, trainer_rank), shards)
+
+
+def get_remote_shards(session: Session, engine: int, trainer_rank: int, tensors: int, timeout_s: float) -> RemoteShards:
+    """Returns where a trainer rank has registered its shards of `tensors` tensors. Raises Mismatch if it is invalid."""
+    name = f"the registered memory of {trainer_name(trainer_rank)}"
+    found = session.get(_key(engine, trainer_rank), RemoteShards, name, timeout_s)
+    check_remote_shards(found, tensors, trainer_name(trainer_rank))
+    return found
+
+
+def _key(engine: int, trainer_rank: int) -> str:
+    return Session.of_engine(engine, f"remote_shards/{trainer_rank}")

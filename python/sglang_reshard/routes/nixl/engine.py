@@ -1,0 +1,81 @@
+"""An engine rank's end of nixl: reads exactly the elements that it lacks out of registered memory, on any host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sglang_reshard.observability.report import Traffic
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.routes.base import Ask, EngineEnd, EngineSide, Meeting
+from sglang_reshard.routes.choice import Strategy
+from sglang_reshard.routes.nixl.ask import NixlAsk, get_remote_shards, trainer_name
+from sglang_reshard.routes.nixl.reader import NixlReader
+from sglang_reshard.routes.nixl.streams import Stream, read_streams, trainer_streams
+from sglang_reshard.routes.p2p.ask import Links
+
+
+class NixlEngineEnd(EngineEnd):
+    """Reads all that this rank lacks. Trainer ranks register their shards once, and take no further part.
+
+    links        of all ranks; trainer ranks that nothing is read from register nothing
+    round_bytes  trainer rank -> bytes that are read from it at once
+    """
+
+    def __init__(self, side: EngineSide, strategy: Strategy) -> None:
+        self.side = side
+        self.links = Links.of(side.read_plans, strategy.round_bytes)
+        self.round_bytes = self.links.of_engine_rank(side.engine_rank)
+        self._reader: NixlReader | None = None
+        self._streams: Mapping[int, Stream] = {}
+        self._traffic = Traffic()
+
+    @property
+    def reader(self) -> NixlReader:
+        assert self._reader is not None, "connected"
+        return self._reader
+
+    def ask(self, session: Session) -> Ask | None:
+        read = tuple(any(row) for row in self.links.round_bytes)
+        return Ask("nixl", NixlAsk(read)) if any(read) else None
+
+    def connect(self, meeting: Meeting) -> None:
+        self.open(meeting)
+        reads = self.side.reads
+        self._streams = trainer_streams(self.reader, reads, reads.read_plan, self.round_bytes)
+        self.nbytes = sum(stream.extra_bytes for stream in self._streams.values())
+        received = sum(stream.read_bytes for stream in self._streams.values())
+        self._traffic = Traffic(received, {t: sum(stream.payload_bytes) for t, stream in self._streams.items()})
+
+    def open(self, meeting: Meeting) -> None:
+        """Learns where the trainer ranks have registered their shards, and makes no views and buffers yet."""
+        self._reader = NixlReader(self.side.engine_rank)
+        tensors = len(self.side.reads.tensor_index.layout.tensors)
+        found = {
+            t: get_remote_shards(meeting.session, self.side.engine, t, tensors, self.side.reads.timeout_s)
+            for t in self.round_bytes
+        }
+        self._reader.connect({trainer_name(t): shards for t, shards in found.items()})
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._traffic
+
+    def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
+        """Raises PeerDisconnected and DeadlineExceeded for trainer ranks."""
+        self.side.reads.arrivals.begin()
+        for stream in self._streams.values():
+            stream.begin()
+        try:
+            read_streams(self.side.reads, list(self._streams.values()))
+        except BaseException:
+            self.reader.close()
+            raise
+
+    def abort(self) -> None:
+        if (reader := self._reader) is not None:
+            reader.abort()
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()

@@ -1,0 +1,157 @@
+"""Defines what an engine asks of the trainer ranks that send to it, and what each of its ranks requests of each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.protocol.validation.requests import MAX_BUCKET_BYTES, MAX_NAME_LENGTH
+from sglang_reshard.routes.base import EngineSide, TrainerSide
+from sglang_reshard.routes.p2p.links import kept_dtypes
+from sglang_reshard.routes.p2p.messages import SendRequest, send_request
+from sglang_reshard.routes.p2p.send_requests import check_send_request
+
+
+class Links(msgspec.Struct, frozen=True):
+    """The links between trainer ranks and engine ranks of a transfer.
+
+    read_plans   digest of each engine rank's read plan, under which its send requests are in the session
+    round_bytes  bytes of one round, [trainer ranks, engine ranks]; 0 where nothing is sent
+    """
+
+    read_plans: tuple[str, ...]
+    round_bytes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, read_plans: Sequence[str], round_bytes: np.ndarray) -> Links:
+        return cls(tuple(read_plans), tuple(tuple(row) for row in round_bytes.tolist()))
+
+    def any(self) -> bool:
+        """Returns whether anything is sent."""
+        return any(map(any, self.round_bytes))
+
+    @property
+    def trainer_ranks(self) -> int:
+        return len(self.round_bytes)
+
+    def of_trainer_rank(self, trainer_rank: int) -> dict[int, int]:
+        """Returns engine rank -> bytes of a round, for those that a trainer rank sends to."""
+        return {e: nbytes for e, nbytes in enumerate(self.round_bytes[trainer_rank]) if nbytes}
+
+    def of_engine_rank(self, engine_rank: int) -> dict[int, int]:
+        """Returns trainer rank -> bytes of a round, for those that send to an engine rank."""
+        return {t: row[engine_rank] for t, row in enumerate(self.round_bytes) if row[engine_rank]}
+
+    def check(self, trainer_ranks: int) -> None:
+        """Raises Mismatch unless this can be of an engine and this number of trainer ranks."""
+        if len(self.round_bytes) != trainer_ranks:
+            raise invalid_ask(f"it is for {len(self.round_bytes)} trainer ranks, and there are {trainer_ranks}")
+        engine_ranks = len(self.read_plans)
+        for trainer_rank, row in enumerate(self.round_bytes):
+            if len(row) != engine_ranks:
+                raise invalid_ask(
+                    f"trainer rank {trainer_rank} has {len(row)} sizes of a round for {engine_ranks} engine ranks"
+                )
+            if any(not 0 <= nbytes <= MAX_BUCKET_BYTES for nbytes in row):
+                raise invalid_ask(
+                    f"a size of a round of trainer rank {trainer_rank} is not from 0 to {MAX_BUCKET_BYTES:,} bytes: "
+                    f"{row}"
+                )
+        if any(len(name) > MAX_NAME_LENGTH for name in self.read_plans):
+            raise invalid_ask(f"a name has more than {MAX_NAME_LENGTH:,} characters")
+
+
+class P2pAsk(msgspec.Struct, frozen=True):
+    """Asks trainer ranks to prepare to send.
+
+    backend  "gloo" or "nccl"
+    groups   peer ids of the members of each communicator, ascending, see `groups`; every link's two ends are in exactly
+             one of them
+    """
+
+    links: Links
+    backend: str
+    groups: tuple[tuple[int, ...], ...]
+
+    def check(self, trainer_ranks: int) -> None:
+        """Raises Mismatch unless every link is in exactly one communicator, and no member would wait in vain."""
+        self.links.check(trainer_ranks)
+        if self.backend not in ("gloo", "nccl"):
+            raise invalid_ask(f"the backend {self.backend[:40]!r} is not gloo or nccl")
+        engine_ranks = len(self.links.read_plans)
+        if len(self.groups) > engine_ranks:
+            raise invalid_ask(f"it has {len(self.groups)} communicators for {engine_ranks} engine ranks")
+        group_of: dict[int, int] = {}
+        for number, members in enumerate(self.groups):
+            if any(b <= a for a, b in itertools.pairwise(members)):
+                raise invalid_ask(f"the members of communicator {number} are not in ascending order: {members[:8]}")
+            if members and not 0 <= members[0] <= members[-1] < trainer_ranks + engine_ranks:
+                raise invalid_ask(f"communicator {number} has members that are not ranks: {members[:8]}")
+            for engine_rank in (m - trainer_ranks for m in members if m >= trainer_ranks):
+                if group_of.setdefault(engine_rank, number) != number:
+                    raise invalid_ask(f"engine rank {engine_rank} is a member of several communicators")
+        self._check_members(group_of)
+
+    def _check_members(self, group_of: Mapping[int, int]) -> None:
+        members_of, linked = [set(members) for members in self.groups], [set[int]() for _ in self.groups]
+        for trainer_rank in range(self.links.trainer_ranks):
+            for engine_rank in self.links.of_trainer_rank(trainer_rank):
+                if engine_rank not in group_of or trainer_rank not in members_of[group_of[engine_rank]]:
+                    raise invalid_ask(
+                        f"trainer rank {trainer_rank} and engine rank {engine_rank} are in no communicator together"
+                    )
+                linked[group_of[engine_rank]] |= {trainer_rank, self.links.trainer_ranks + engine_rank}
+        for number, members in enumerate(self.groups):
+            if not members or not linked[number].issuperset(members):
+                raise invalid_ask(f"communicator {number} has members that neither send nor receive: {members[:8]}")
+
+
+def put_send_requests(
+    session: Session, side: EngineSide, trainer_ranks: Iterable[int], as_kept: bool, can_apply: bool
+) -> None:
+    """Publishes what an engine rank requests of these trainer ranks.
+
+    as_kept    see `links.engine_links`
+    can_apply  see `SendRequest.delta`
+    """
+    reads = side.reads
+    for trainer_rank in trainer_ranks:
+        dtypes = list[str]()
+        if as_kept:
+            dtypes = kept_dtypes(reads.tensor_index.layout, reads.read_plan, side.live, trainer_rank)
+        request = send_request(reads.read_plan, trainer_rank, dtypes, delta=can_apply)
+        digest = side.read_plans[side.engine_rank]
+        session.put(_key(side.engine, side.engine_rank, digest, trainer_rank), request)
+
+
+def get_send_requests(side: TrainerSide, links: Links) -> dict[int, SendRequest]:
+    """Returns what each engine rank requests of a trainer rank. Raises Mismatch for what it does not hold."""
+    known: Mapping[int, tuple[str, SendRequest]] = side.kept.get("send requests", {})
+    found: dict[int, tuple[str, SendRequest]] = {}
+    for engine_rank in links.of_trainer_rank(side.trainer_rank):
+        digest = links.read_plans[engine_rank]
+        key = _key(side.engine, engine_rank, digest, side.trainer_rank)
+        of_rank = known.get(engine_rank)
+        if of_rank is None or of_rank[0] != digest:
+            name = f"the send request of engine rank {engine_rank} for trainer rank {side.trainer_rank}"
+            request = side.session.get(key, SendRequest, name, side.timeout_s)
+            check_send_request(request, side.layout, side.trainer_rank, engine_rank)
+            of_rank = digest, request
+        side.session.delete(key)  # no other rank reads it
+        found[engine_rank] = of_rank
+    side.kept["send requests"] = found
+    return {engine_rank: request for engine_rank, (_, request) in found.items()}
+
+
+def _key(engine: int, engine_rank: int, digest: str, trainer_rank: int) -> str:
+    return Session.of_engine(engine, f"send_request/{engine_rank}/{digest}/{trainer_rank}")
+
+
+def invalid_ask(why: str) -> Mismatch:
+    """Returns the error for what no engine asks."""
+    return Mismatch(f"invalid command of engine rank 0: {why}. Do both sides run the same version of sglang-reshard?")

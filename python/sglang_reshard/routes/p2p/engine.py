@@ -1,0 +1,134 @@
+"""An engine rank's end of p2p: receives from the trainer ranks that send, and reads the memory of the others.
+
+All views and buffers are made when the transfer is connected. Two buckets alternate: while one is in transit, the other
+is unpacked. See `trainer` for why no order of messages can deadlock.
+"""
+
+from __future__ import annotations
+
+from sglang_reshard.observability.report import Traffic
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.routes.base import Ask, EngineEnd, EngineSide, Meeting, Reads
+from sglang_reshard.routes.choice import Strategy
+from sglang_reshard.routes.ipc import DirectReads, mapped_reads, read_targets
+from sglang_reshard.routes.p2p.ask import Links, P2pAsk, put_send_requests
+from sglang_reshard.routes.p2p.communicators import P2pCommunicators, PendingRound, connect_links
+from sglang_reshard.routes.p2p.links import build_rounds, engine_links, targets_by_round
+from sglang_reshard.routes.wire.abortable_group import backend_of
+from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
+
+
+class P2pReceiver:
+    """Receives messages, and meanwhile reads the memory of trainer ranks that send nothing.
+
+    traffic      of each update
+    extra_bytes  of its buckets and tables
+    """
+
+    def __init__(
+        self,
+        reads: Reads,
+        round_bytes: dict[int, int],
+        communicators: P2pCommunicators | None,
+        *,
+        as_kept: bool = False,
+    ) -> None:
+        """`round_bytes`: by trainer rank, for those that send. `as_kept`: see `engine_links`."""
+        plan, layout, self._arrivals = reads.read_plan, reads.tensor_index.layout, reads.arrivals
+        direct = mapped_reads(reads, round_bytes)
+        if reads.program.arrivals:  # what does each round bring?
+            links = engine_links(layout, plan, reads.program, round_bytes, as_kept=as_kept)
+            self._arrivals.place(targets_by_round(links, plan), read_targets(plan, direct), ahead=BUCKETS - 1)
+        links = engine_links(layout, plan, reads.program, round_bytes, as_kept=as_kept)
+        self._rounds, self.extra_bytes = build_rounds(links, reads.device, pack=False)
+        self._direct = DirectReads(reads, direct)
+        self.extra_bytes += self._direct.extra_bytes
+        self.traffic = Traffic.of(self._direct.read_bytes | {t: link.payload_bytes for t, link in links.items()})
+        self._communicators = communicators
+
+    def move(self) -> None:
+        """Raises as `PendingOps.wait` does, and closes the communicators then."""
+        try:
+            run_rounds(len(self._rounds), self._receive, self._unpack, self._direct.run)
+            for turn in range(len(self._rounds), self._arrivals.turns):
+                self._finish(turn)
+        except BaseException:
+            if self._communicators is not None:
+                self._communicators.close()
+            raise
+
+    def _receive(self, number: int) -> PendingRound:
+        assert self._communicators is not None  # ranks with rounds have them
+        return self._communicators.receive(self._rounds[number][0])
+
+    def _unpack(self, number: int) -> None:
+        self._rounds[number][1].run()
+        self._finish(number)
+
+    def _finish(self, turn: int) -> None:
+        if turn < self._arrivals.turns:
+            self._direct.run(turn)
+            self._arrivals.finish(turn)
+
+
+class P2pEngineEnd(EngineEnd):
+    """Connects one engine rank to the trainer ranks that send to it.
+
+    links          of all ranks
+    round_bytes    trainer rank -> bytes that it sends to this rank per round, for the trainer ranks that send
+    communicators  with them; None if all is read from mapped memory
+    """
+
+    calls = True
+
+    def __init__(self, side: EngineSide, strategy: Strategy) -> None:
+        self._side, self._groups = side, strategy.groups
+        self.links = Links.of(side.read_plans, strategy.round_bytes)
+        self.round_bytes = self.links.of_engine_rank(side.engine_rank)
+        self.communicators: P2pCommunicators | None = None
+        self._receiver: P2pReceiver | None = None
+        self._as_kept = self._can_apply = False
+
+    def keep_dtypes(self, *, can_apply: bool) -> None:
+        """Lets trainer ranks send in the dtypes in which weights are kept. `can_apply`: see `SendRequest.delta`."""
+        self._as_kept, self._can_apply = True, can_apply
+
+    def ask(self, session: Session) -> Ask | None:
+        if not self.links.any():
+            return None
+        put_send_requests(session, self._side, self.round_bytes, self._as_kept, self._can_apply)
+        return Ask("p2p", P2pAsk(self.links, backend_of(self._side.reads.device), self._groups))
+
+    def connect(self, meeting: Meeting) -> None:
+        side, reads = self._side, self._side.reads
+        if self.round_bytes:
+            self.communicators = P2pCommunicators(
+                self._groups,
+                peer_id=side.trainer_ranks + side.engine_rank,
+                peers=list(self.round_bytes),
+                trainer_ranks=side.trainer_ranks,
+                backend=backend_of(reads.device),
+                device=reads.device,
+                timeout_s=reads.timeout_s,
+            )
+            connect_links(self.communicators, meeting, side.engine, side.transfer, reads.timeout_s)
+        self._receiver = P2pReceiver(reads, self.round_bytes, self.communicators, as_kept=self._as_kept)
+        self.nbytes = self._receiver.extra_bytes
+
+    @property
+    def traffic(self) -> Traffic:
+        assert self._receiver is not None
+        return self._receiver.traffic
+
+    def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
+        assert self._receiver is not None
+        self._receiver.move()
+
+    def abort(self) -> None:
+        if (communicators := self.communicators) is not None:
+            communicators.abort()
+
+    def close(self) -> None:
+        if self.communicators is not None:
+            self.communicators.close()

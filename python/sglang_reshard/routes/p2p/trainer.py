@@ -1,0 +1,118 @@
+"""A trainer rank's end of p2p: sends exactly the elements that engine ranks lack, as they have requested them.
+
+All views and buffers are made when the transfer is prepared; an update is one `CopyList` per round. Two buckets
+alternate: while one is in transit, the other is packed.
+
+No deadlock can arise. All ranks go through the rounds in ascending order, and within a round nothing blocks. A trainer
+rank starts the sends of round k when those of round k - 2 are done, an engine rank posts the receives of round k when
+it has unpacked round k - 2. So of all messages that have not arrived, those of the lowest round are in transit on both
+sides, or will be without waiting for any message that has not arrived. That the messages of a round go over several
+communicators changes nothing: see `P2pCommunicators`, and `wire.nccl` for why their kernels fit a GPU together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.gpu.announce import trainer_device
+from sglang_reshard.layout.source_layout import SourceLayout
+from sglang_reshard.protocol.messages import Prepare
+from sglang_reshard.routes.base import Meeting, TrainerEnd, TrainerSide
+from sglang_reshard.routes.p2p.ask import P2pAsk, get_send_requests
+from sglang_reshard.routes.p2p.communicators import P2pCommunicators, PendingRound, connect_links
+from sglang_reshard.routes.p2p.links import build_rounds, sent_link
+from sglang_reshard.routes.p2p.messages import SendRequest
+from sglang_reshard.routes.wire.rounds import run_rounds
+
+
+class P2pSender:
+    """Sends shards to engine ranks.
+
+    sent_bytes   in one update, in the shards' dtypes
+    extra_bytes  of its buckets, held as long as the sender exists; it keeps the shards alive, too
+    """
+
+    def __init__(
+        self,
+        layout: SourceLayout,
+        shards: Sequence[torch.Tensor],
+        requests: Mapping[int, SendRequest],
+        round_bytes: Mapping[int, int],
+        device: torch.device,
+    ) -> None:
+        """Both `requests` and `round_bytes` (the size of a message) are by the receiver's peer id (`P2pCommunicator`).
+
+        shards  this rank's, in the layout's order
+        device  of the buckets: that which the communicator's backend sends from
+        """
+        links = {peer: sent_link(layout, shards, requests[peer], nbytes) for peer, nbytes in round_bytes.items()}
+        self._rounds, self.extra_bytes = build_rounds(links, device, pack=True)
+        self.sent_bytes = sum(link.payload_bytes for link in links.values())
+
+    def send(self, communicators: P2pCommunicators) -> None:
+        """Sends all rounds. Returns when the last has been sent; raises as `PendingOps.wait` does."""
+
+        def start(number: int) -> PendingRound:
+            buffers, copies = self._rounds[number]
+            copies.run()
+            return communicators.send(buffers)
+
+        run_rounds(len(self._rounds), start)
+
+
+class P2pTrainerEnd(TrainerEnd):
+    """Sends to the engine ranks of one engine.
+
+    links, requests  of the transfer, and what each engine rank requests of this trainer rank
+    device           where messages are packed
+    communicators    with the engine ranks
+    """
+
+    def __init__(self, side: TrainerSide, command: Prepare) -> None:
+        ask = command.asked(P2pAsk)
+        ask.check(side.layout.trainer_ranks)
+        self.links, self.requests = ask.links, get_send_requests(side, ask.links)
+        self.device = _device(ask.backend if self.requests else "gloo", side.shards)
+        self._side, trainer_ranks = side, ask.links.trainer_ranks
+        sizes = ask.links.of_trainer_rank(side.trainer_rank)
+        self._sender = P2pSender(
+            side.layout,
+            side.shards,
+            {trainer_ranks + e: request for e, request in self.requests.items()},
+            {trainer_ranks + e: nbytes for e, nbytes in sizes.items()},
+            self.device,
+        )
+        self.communicators = P2pCommunicators(
+            ask.groups,
+            peer_id=side.trainer_rank,
+            peers=[trainer_ranks + e for e in sizes],
+            trainer_ranks=trainer_ranks,
+            backend=ask.backend,
+            device=self.device,
+            timeout_s=side.timeout_s,
+        )
+
+    def connect(self, meeting: Meeting) -> None:
+        connect_links(self.communicators, meeting, self._side.engine, self._side.transfer, self._side.timeout_s)
+
+    def start(self, taken: bool) -> None:
+        self._sender.send(self.communicators)
+
+    def abort(self) -> None:
+        self.communicators.abort()
+
+    def close(self) -> None:
+        self.communicators.close()
+
+
+def _device(backend: str, shards: Sequence[torch.Tensor]) -> torch.device:
+    """Returns where messages are packed: NCCL sends from a GPU's memory only, gloo from the host's."""
+    if backend == "gloo":
+        return torch.device("cpu")
+    device = trainer_device(shards)
+    if device is None:
+        raise Unsupported("this process uses no GPU, and NCCL sends between GPUs only; use transport='ipc'")
+    return device

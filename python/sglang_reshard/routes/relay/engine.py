@@ -1,0 +1,199 @@
+"""An engine rank's end of relay, around nixl: reads from other engines what these have read from the trainer.
+
+If an engine does not pass on what it owns, the rest is read from the trainer, in the same update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import msgspec
+import numpy as np
+
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.observability.logs import get_logger
+from sglang_reshard.observability.report import Traffic
+from sglang_reshard.plan import ReadPlan
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.routes.base import Ask, EngineEnd, EngineSide, Meeting
+from sglang_reshard.routes.choice import Strategy
+from sglang_reshard.routes.nixl.ask import trainer_name
+from sglang_reshard.routes.nixl.engine import NixlEngineEnd
+from sglang_reshard.routes.nixl.streams import Stream, cut_link, read_streams, trainer_streams
+from sglang_reshard.routes.p2p.messages import round_bytes
+from sglang_reshard.routes.relay.member import RelayMember
+from sglang_reshard.routes.relay.offers import Relay
+from sglang_reshard.routes.relay.progress import RelayGate, RelayLost, RelayRoute, Relays
+from sglang_reshard.routes.relay.streams import RelayedStream
+
+logger = get_logger(__name__)
+# Others wait for each message, and one that does not arrive in `progress.STALLED_S` is lost.
+_ROUNDS, _MAX_MESSAGE_BYTES = 32, 8 * 1024 * 1024
+
+
+class RelayEngineEnd(EngineEnd):
+    """Reads from trainer ranks what its engine owns, and from the other engines what these own."""
+
+    def __init__(self, side: EngineSide, _strategy: Strategy, inner: EngineEnd) -> None:
+        if not isinstance(inner, NixlEngineEnd) or side.reads.program is not side.live:
+            raise Mismatch("engines pass on live weights, by transport='nixl' and not staged, and no others")
+        self._side, self.inner = side, inner
+        self._relay = Relay.of(side.options["relay"])
+        self._member = cast(RelayMember, side.kept.setdefault("relay", RelayMember(side.engine_rank)))
+        self._relayed: _Relayed | None = None  # None if all is read from the trainer
+
+    def ask(self, session: Session) -> Ask | None:
+        return self.inner.ask(session)
+
+    def connect(self, meeting: Meeting) -> None:
+        relays = self._member.agree(meeting, self._side, self._relay)
+        if relays is None:
+            self.inner.connect(meeting)
+        else:
+            self.inner.open(meeting)
+            self._relayed = _Relayed(self.inner, relays, self._side.bucket_bytes)
+        self.nbytes = self.inner.nbytes if self._relayed is None else self._relayed.extra_bytes
+
+    @property
+    def traffic(self) -> Traffic:
+        if self._relayed is not None:
+            return self._relayed.traffic
+        traffic, member = self.inner.traffic, self._member
+        return msgspec.structs.replace(traffic, detour=_detour(member.lost), remark=member.remark)
+
+    def serves(self, request: DistributedUpdateWeightsReq) -> bool:
+        asked = Relay.of(request.around["relay"])
+        lost = self._relayed is not None and self._relayed.traffic.detour
+        return not lost and msgspec.structs.replace(asked, update=self._relay.update) == self._relay
+
+    def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
+        if self._relayed is None:
+            self.inner.move(request, taken)
+        else:
+            self._relayed.move(Relay.of(request.around["relay"]).update)
+
+    def has_arrived(self, request: DistributedUpdateWeightsReq) -> None:
+        """Lets other engines take all from here."""
+        if self._relayed is not None:
+            self._relayed.pass_on(Relay.of(request.around["relay"]).update)
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class _Relayed:
+    """The streams of one engine rank, from trainer ranks and from other engines.
+
+    traffic      of the last update
+    extra_bytes  of buckets and tables
+    """
+
+    def __init__(self, nixl: NixlEngineEnd, relays: Relays, bucket_bytes: int) -> None:
+        self._nixl, self._reads, self._reader, self._relays = nixl, nixl.side.reads, nixl.reader, relays
+        own = self._reads.read_plan.only(relays.direct)
+        sizes, *of_routes = _message_bytes([own, *(route.read_plan for route in relays.routes)], bucket_bytes)
+        self._from_engines = {
+            route.engine: self._streams_of(route, of_route)
+            for route, of_route in zip(relays.routes, of_routes, strict=True)
+        }
+        self._direct = trainer_streams(self._reader, self._reads, own, sizes)
+        streams = [*self._direct.values(), *self._all_relayed()]
+        self.extra_bytes = sum(stream.extra_bytes for stream in streams)
+        self._whole = self.traffic = Traffic(
+            sum(stream.read_bytes for stream in streams),
+            {trainer_rank: sum(stream.payload_bytes) for trainer_rank, stream in self._direct.items()},
+            sum(stream.read_bytes for stream in self._all_relayed()),
+        )
+        self._counts = self._own_counts()
+
+    def move(self, update: int) -> None:
+        """Raises PeerDisconnected and DeadlineExceeded for trainer ranks; the reader is closed then."""
+        self._relays.progress.begin(update, self._relays.check)
+        self._reads.arrivals.begin()
+        for stream in self._direct.values():
+            stream.begin()
+        for relayed in self._all_relayed():
+            relayed.begin_update(update)
+        try:
+            try:
+                read_streams(self._reads, [*self._direct.values(), *self._all_relayed()], self._announce)
+                self.traffic = self._whole
+            except RelayLost as lost:
+                logger.warning("engine rank %d: %s; the rest is read from the trainer", self._reads.engine_rank, lost)
+                read_streams(self._reads, self._instead_of_relays(lost), self._announce)
+        except BaseException:
+            self._reader.close()
+            raise
+
+    def pass_on(self, update: int) -> None:
+        """Lets other engines take all from here: `update` has arrived by another route."""
+        self._relays.progress.begin(update, self._relays.check)
+        self._relays.progress.advance(self._relays.owned)
+
+    def _all_relayed(self) -> list[RelayedStream]:
+        return [stream for of_engine in self._from_engines.values() for stream in of_engine]
+
+    def _announce(self) -> None:
+        """Tells other engines how many of the tensors that this one owns are complete; it may own none."""
+        complete = (counts[stream.finished] for stream, counts in self._counts)
+        self._relays.progress.advance(min(complete, default=self._relays.owned))
+
+    def _own_counts(self) -> list[tuple[Stream, list[int]]]:
+        """Returns, by stream, how many of the own tensors are complete once it has finished so many messages."""
+        relays, found = self._relays, []
+        for stream in self._direct.values():
+            counts = [relays.owned]
+            for tensors in reversed(stream.tensors):
+                own = relays.positions[tensors]
+                counts.append(min(counts[-1], int(own[own >= 0].min(initial=relays.owned))))
+            found.append((stream, counts[::-1]))
+        return found
+
+    def _instead_of_relays(self, lost: RelayLost) -> list[Stream]:
+        """Returns streams from the trainer ranks for all that has not arrived, and what came from a lost engine."""
+        relays, sizes = self._relays, self._nixl.round_bytes
+        missing = np.zeros(len(relays.direct), bool)
+        for route in relays.routes:
+            if route.engine == lost.engine or not all(stream.is_done for stream in self._from_engines[route.engine]):
+                missing |= relays.owned_by == route.number
+        for stream in self._direct.values():
+            for tensors in stream.tensors[stream.finished :]:
+                missing[tensors] = True
+        self._reader.restart([trainer_name(trainer_rank) for trainer_rank in sizes])
+        read = {t: sum(s.payload_bytes[: s.finished]) for t, s in self._direct.items()}
+        received = self._whole.received_bytes
+        self._from_engines, self._direct = {}, {}  # so that their buckets are freed
+        self._direct = trainer_streams(self._reader, self._reads, self._reads.read_plan.only(missing), sizes)
+        for trainer_rank, stream in self._direct.items():
+            read[trainer_rank] = read.get(trainer_rank, 0) + sum(stream.payload_bytes)
+            received += stream.read_bytes
+        self._counts = self._own_counts()
+        self.traffic = Traffic(received, read, detour=_detour(str(lost)))
+        return list(self._direct.values())
+
+    def _streams_of(self, route: RelayRoute, sizes: Mapping[int, int]) -> list[RelayedStream]:
+        self._reader.connect({route.peer(rank): memory for rank, memory in route.memory.items()})
+        streams = []
+        for rank in route.read_plan.traffic():
+            peer = route.peer(rank)
+            link = cut_link(self._reader, peer, self._reads, route.layout, route.read_plan, rank, sizes[rank])
+            gate = RelayGate(self._reader, peer, route.engine, self._relays.check)
+            streams.append(RelayedStream(self._reader, peer, link, self._reads.device, gate))
+        return streams
+
+
+def _detour(lost: str) -> str:
+    return lost and f"engines did not pass on all weights: {lost}"
+
+
+def _message_bytes(plans: Sequence[ReadPlan], bucket_bytes: int) -> list[dict[int, int]]:
+    """Returns, for each plan, rank -> bytes read from it at once; those of all ranks together fit a bucket."""
+    traffic = [plan.traffic() for plan in plans]
+    column = np.array([[nbytes] for of_plan in traffic for nbytes, _ in of_plan.values()], np.int64).reshape(-1, 1)
+    sizes = iter(round_bytes(column, max(1, min(bucket_bytes, int(column.sum()) // _ROUNDS)))[:, 0].tolist())
+    return [{rank: min(size, _MAX_MESSAGE_BYTES) for rank, size in zip(p, sizes, strict=False)} for p in traffic]

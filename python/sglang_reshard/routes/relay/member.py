@@ -1,0 +1,224 @@
+"""Agrees with the other engines of an update on which of them reads a tensor from the trainer, and passes it on.
+
+Each engine offers its live memory to the others, see `routes.relay.offers`. All of them see the same offers, and
+divide the tensors alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
+from sglang_reshard.layout.shard_map import ShardMap
+from sglang_reshard.layout.source_layout import EXPLICIT, SourceLayout, SourceTensor
+from sglang_reshard.layout.union import union
+from sglang_reshard.memory.mapping import host_identity
+from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
+from sglang_reshard.routes.base import EngineSide, Kept, Meeting
+from sglang_reshard.routes.nixl.remote_shards import RemoteShard, RemoteShards
+from sglang_reshard.routes.nixl.source import NixlSource
+from sglang_reshard.routes.nixl.validation import check_remote_shards
+from sglang_reshard.routes.relay.offers import Offer, OfferedMemory, OfferedRank, Relay, RelayOffers
+from sglang_reshard.routes.relay.owners import CHECK_BITS, NO_OWNER, choose_owners, positions
+from sglang_reshard.routes.relay.progress import Progress, RelayRoute, Relays
+from sglang_reshard.trace.live_shards import LiveShard, readable_shards
+from sglang_reshard.trace.program import Program
+
+_NO_SHARD = RemoteShard("", 0, 0, ())
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """One engine rank's part of its engine's offer.
+
+    layout      content hash of the layout of what it holds
+    unreadable  names of tensors that cannot be read back from its live memory
+    """
+
+    rank: OfferedRank
+    layout: str = ""
+    unreadable: tuple[str, ...] = ()
+    error: str = ""
+
+
+class RelayMember(Kept):
+    """One engine rank's part in passing on weights. Keeps its memory registered as long as the same program writes it.
+
+    lost    why weights are not passed on in this update, though they might be in another; empty if they are
+    remark  why they are not passed on, and will not be
+    """
+
+    def __init__(self, engine_rank: int) -> None:
+        self._rank = engine_rank
+        self._progress = Progress()
+        self._word: NixlSource | None = None  # its memory is read as long as anybody may ask for it
+        self._source: NixlSource | None = None
+        self._program: Program | None = None
+        self._names: tuple[str, ...] = ()
+        self._layout: SourceLayout | None = None
+        self._unreadable: tuple[str, ...] = ()
+        self.lost = self.remark = ""
+
+    def agree(self, meeting: Meeting, side: EngineSide, relay: Relay) -> Relays | None:
+        """Returns what this rank reads from other engines; None if it reads all from the trainer. Collective."""
+        self.lost = self.remark = ""
+        self._progress.reset()  # an earlier trainer's updates had other numbers
+        with RelayOffers(meeting.session.address, relay, side.reads.timeout_s) as offers:
+            own = self._part(offers, side)
+            parts = meeting.gather("relay", own)
+            if self._rank == 0:
+                offers.make(relay.own, _offer(offers, parts))
+            identity, of_all = offers.all()
+            failed = [(name, o) for name, o in zip(relay.engines, of_all, strict=True) if o.error]
+            if failed:
+                name, offer = failed[0]
+                reason = f"engines do not pass on weights to each other, as {name} does not: {offer.error}"
+                self.lost, self.remark = ("", reason) if offer.final else (reason, "")
+            elif of_all[relay.own].ranks[self._rank].memory != own.rank.memory:
+                self.lost = f"engine rank {self._rank} has other memory than it offered"
+            else:
+                check = int.from_bytes(hashlib.sha256(identity).digest()[:4], "little") % (1 << CHECK_BITS)
+                return self._relays(relay, of_all, check, offers, side)
+        self._progress.stop(relay.update)
+        return None
+
+    def failed(self, request: DistributedUpdateWeightsReq) -> None:
+        """This rank's weights are not what the update brings: no other engine takes them from here."""
+        if "relay" in request.around:
+            with contextlib.suppress(Mismatch):  # no sender of ours, and so no other engine
+                self._progress.stop(Relay.of(request.around["relay"]).update)
+
+    def close(self) -> None:
+        """Deregisters the weights."""
+        if self._source is not None:
+            self._source.close()
+        self._source = self._program = None
+
+    def _part(self, offers: RelayOffers, side: EngineSide) -> _Part:
+        try:
+            self._register(side)
+        except ReshardError as error:
+            return _Part(OfferedRank("", ""), error=str(error))
+        assert self._source is not None
+        assert self._word is not None
+        shards = (*self._source.remote.shards, *self._word.remote.shards)
+        memory = OfferedMemory(self._names, RemoteShards(self._source.remote.metadata, shards))
+        rank = OfferedRank(host_identity(), offers.put(memory))
+        return _Part(rank, offers.put(self._layout), self._unreadable)
+
+    def _register(self, side: EngineSide) -> None:
+        program, size = side.live, len(side.read_plans)
+        if self._program is program:
+            return
+        self.close()
+        layout = side.reads.tensor_index.layout
+        shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
+        found, unreadable = readable_shards(program, shapes, self._rank)
+        if not found:
+            raise Unsupported(f"engine rank {self._rank}: none of the live weights can be read back")
+        if self._word is None:
+            self._progress.share(f"engine rank {self._rank}")
+            self._word = NixlSource(f"engine rank {self._rank}", [self._progress.word])
+        self._source = NixlSource(f"engine rank {self._rank}", [shard.tensor for shard in found])
+        self._layout, self._unreadable = _layout(found, size), tuple(unreadable)
+        self._names = tuple(shard.name for shard in found)
+        self._program = program
+
+    def _relays(
+        self, relay: Relay, of_all: Sequence[Offer], check: int, offers: RelayOffers, side: EngineSide
+    ) -> Relays:
+        known = {
+            offer.layout: offers.get(offer.layout, SourceLayout, f"the layout of {name}'s live weights")
+            for name, offer in zip(relay.engines, of_all, strict=True)
+        }
+        layouts, trainers = [known[offer.layout] for offer in of_all], side.reads.tensor_index.layout
+        owned_by = divide(trainers, layouts)
+        routes = []
+        for number, layout in enumerate(layouts):
+            if number != relay.own and (owned_by == number).any():
+                owned = _owned(trainers, layout, owned_by == number)
+                routes += self._route(relay.engines[number], number, owned, of_all[number], offers, side)
+        own = owned_by == relay.own
+        direct = own | (owned_by == NO_OWNER)
+        at = positions(owned_by, relay.own)
+        return Relays(owned_by, direct, at, int(own.sum()), tuple(routes), self._progress, check)
+
+    def _route(
+        self, name: str, number: int, owned: SourceLayout, offer: Offer, offers: RelayOffers, side: EngineSide
+    ) -> list[RelayRoute]:
+        """Returns the route from an engine, by its number, that owns these tensors, if this rank reads any of them."""
+        index = TensorIndex.of(owned)
+        copies = [copy for copy in side.live.copies if copy.source in index.index_of]
+        if not copies:
+            return []
+        hosts = tuple(rank.host for rank in offer.ranks)
+        location = RankLocation(self._rank, len(side.read_plans), host_identity(), hosts)
+        plan = plan_reads(index, copies, location)
+        memory = {}
+        for rank in plan.traffic():
+            what = f"the registered memory of engine rank {rank} of {name}"
+            found = offers.get(offer.ranks[rank].memory, OfferedMemory, what)
+            check_remote_shards(found.remote, len(found.names) + 1, f"engine rank {rank} of {name}")
+            *shards, word = found.remote.shards
+            by_name = dict(zip(found.names, shards, strict=True))
+            in_order = tuple(by_name.get(tensor.name, _NO_SHARD) for tensor in owned.tensors)
+            memory[rank] = RemoteShards(found.remote.metadata, (*in_order, word))
+        return [RelayRoute(name, number, owned, plan, memory)]
+
+
+def divide(layout: SourceLayout, layouts: Sequence[SourceLayout]) -> np.ndarray:
+    """Returns the number of the engine that owns each of the trainer's tensors, NO_OWNER for none.
+
+    layouts  of the engines' live weights. What any of them does not hold, or in another dtype, is not passed on: it
+             would be rounded on its way
+    """
+    held = [{t.name: (t.shape, t.dtype) for t in of_engine.tensors} for of_engine in layouts]
+    alike = [len({of_engine.get(tensor.name) for of_engine in held}) == 1 for tensor in layout.tensors]
+    in_shape = [tensor.name in held[0] and held[0][tensor.name][0] == tensor.shape for tensor in layout.tensors]
+    sizes = [tensor.spec.nbytes for tensor in layout.tensors]
+    return choose_owners(sizes, np.array(alike, bool) & np.array(in_shape, bool), range(len(layouts)))
+
+
+def _layout(shards: Sequence[LiveShard], engine_ranks: int) -> SourceLayout:
+    """Returns the layout of what one engine rank holds."""
+    explicit: dict[ShardMap, int] = {}
+    tensors = []
+    for shard in shards:
+        number = explicit.setdefault(shard.sharding.shard_map, len(explicit))
+        dtype = str(shard.tensor.dtype).removeprefix("torch.")
+        tensors.append(SourceTensor(shard.name, shard.sharding.shape, dtype, EXPLICIT, number))
+    return SourceLayout(engine_ranks, (), (), tuple(tensors), tuple(explicit))
+
+
+def _owned(layout: SourceLayout, of_engine: SourceLayout, mask: np.ndarray) -> SourceLayout:
+    """Returns an engine's layout of those of the trainer's tensors for which `mask` is set, in the trainer's order."""
+    held = {tensor.name: tensor for tensor in of_engine.tensors}
+    return msgspec.structs.replace(
+        of_engine, tensors=tuple(held[t.name] for t in itertools.compress(layout.tensors, mask.tolist()))
+    )
+
+
+def _offer(offers: RelayOffers, parts: Sequence[_Part]) -> Offer:
+    """Returns an engine's offer. Called on its first rank."""
+    for part in parts:
+        if part.error:
+            return Offer(error=part.error, final=True)
+    unreadable = {name for part in parts for name in part.unreadable}
+    distinct = dict.fromkeys(part.layout for part in parts)
+    try:
+        layouts = []
+        for digest in distinct:
+            layout = offers.get(digest, SourceLayout, "the layout of an engine rank's live weights")
+            kept = tuple(tensor for tensor in layout.tensors if tensor.name not in unreadable)
+            layouts.append(msgspec.structs.replace(layout, tensors=kept))
+        number = {digest: n for n, digest in enumerate(distinct)}
+        whole = union(layouts, [number[part.layout] for part in parts])
+    except ReshardError as error:
+        return Offer(error=str(error), final=True)
+    return Offer(offers.put(whole), tuple(part.rank for part in parts))

@@ -1,0 +1,135 @@
+"""The offers that the engines of an update make to each other: memory that they read the weights from.
+
+They are made in a session of the trainer's control server, once for all updates in which nothing changes. An offer is
+final: all engines see the same ones, and plan alike.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from sglang_reshard.control import Address, ControlClient, WaitTimedOut
+from sglang_reshard.errors import DeadlineExceeded, Mismatch
+from sglang_reshard.layout.manifest import pack_blob, unpack_blob
+from sglang_reshard.protocol.messages import decode, encode
+from sglang_reshard.protocol.validation.requests import MAX_NAME_LENGTH
+from sglang_reshard.routes.nixl.remote_shards import RemoteShards
+from sglang_reshard.routes.relay.owners import MAX_UPDATE
+
+T = TypeVar("T")
+_MAX_ENGINES = 1 << 16
+_OFFER_S = 30.0  # how long the others wait for an engine's offer
+
+
+class Relay(msgspec.Struct, frozen=True):
+    """Asks an engine to read what another engine has read already from there, and to let others read its weights.
+
+    session  name of the session in which the engines offer their memory, within that of the update; another one once
+             anything has changed
+    engines  names of all engines of the update, the same for all
+    own      number of this one among them
+    update   number of the update among those of all engines
+    """
+
+    session: str
+    engines: tuple[str, ...]
+    own: int
+    update: int
+
+    @classmethod
+    def of(cls, options: bytes) -> Relay:
+        """Returns what a request asks. Raises Mismatch for what no sender asks."""
+        relay = decode(options, cls)
+        if not 2 <= len(relay.engines) <= _MAX_ENGINES or not 0 <= relay.own < len(relay.engines):
+            raise _invalid(f"it is for engine {relay.own} of {len(relay.engines)}, of 2 to {_MAX_ENGINES:,}")
+        if not 1 <= relay.update <= MAX_UPDATE:
+            raise _invalid(f"the update number {relay.update} of all engines is not 1 to {MAX_UPDATE:,}")
+        if max(map(len, (relay.session, *relay.engines))) > MAX_NAME_LENGTH:
+            raise _invalid("a name is too long")
+        return relay
+
+
+class OfferedRank(msgspec.Struct, frozen=True):
+    """One engine rank of an offer.
+
+    host    identity of its host
+    memory  content hash of its `OfferedMemory`
+    """
+
+    host: str
+    memory: str
+
+
+class OfferedMemory(msgspec.Struct, frozen=True):
+    """The parts of the checkpoint tensors `names` that an engine rank holds; its word is one more shard, the last."""
+
+    names: tuple[str, ...]
+    remote: RemoteShards
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """The weights that an engine passes on.
+
+    layout  content hash of the layout of its live weights, in which engine ranks take the place of trainer ranks
+    error   why it offers nothing; empty if it does
+    final   whether it would not offer anything in another update either
+    """
+
+    layout: str = ""
+    ranks: tuple[OfferedRank, ...] = ()
+    error: str = ""
+    final: bool = False
+
+
+class RelayOffers:
+    """A connection to the offers of `relay`. `address` is of the update's session."""
+
+    def __init__(self, address: Address, relay: Relay, timeout_s: float) -> None:
+        self._relay, self._timeout_s = relay, timeout_s
+        self._client = ControlClient(address.named(relay.session), timeout_s)
+
+    def put(self, message: object) -> str:
+        """Publishes what an offer refers to. Returns its content hash."""
+        digest, blob = pack_blob(message)
+        self._client.set({digest: blob})
+        return digest
+
+    def get(self, digest: str, kind: type[T], name: str) -> T:
+        """Returns what was put; `name` is its name in errors."""
+        try:
+            (data,) = self._client.get([digest], self._timeout_s)
+        except WaitTimedOut:
+            raise DeadlineExceeded(f"{name} did not arrive within {self._timeout_s:.0f} s") from None
+        return unpack_blob(data, kind, digest, what=name)
+
+    def make(self, engine: int, offer: Offer) -> None:
+        """Makes an engine's offer, unless it has made one or others have given it up."""
+        self._client.compare_set(_key(engine), b"", encode(offer))
+
+    def all(self) -> tuple[bytes, list[Offer]]:
+        """Returns what identifies the offers of all engines, and these. Gives up engines that make none in time."""
+        keys = [_key(engine) for engine in range(len(self._relay.engines))]
+        wait_s = min(_OFFER_S, self._timeout_s / 2)
+        try:
+            found = self._client.get(keys, wait_s)
+        except WaitTimedOut as error:
+            for engine in error.missing:
+                self.make(engine, Offer(error=f"it offered nothing within {wait_s:g} s"))
+            found = self._client.get(keys, self._timeout_s)
+        return b"".join(found), [decode(data, Offer) for data in found]
+
+    def __enter__(self) -> RelayOffers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+
+def _key(engine: int) -> str:
+    return f"offer/{engine}"
+
+
+def _invalid(why: str) -> Mismatch:
+    return Mismatch(f"invalid update request: {why}. Send it with sglang_reshard.MultiEngineSender")

@@ -1,0 +1,47 @@
+"""The loop over rounds that routes with buckets share: while one bucket is in transit, another is filled or emptied.
+
+Of the rounds, at most BUCKETS are in transit. Before one more is started, the oldest has ended, and its bucket has been
+emptied: so two buckets in turn are enough.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+BUCKETS = 2
+
+
+class Pending(Protocol):
+    """A round in transit."""
+
+    def wait(self) -> Any:
+        """Returns when it has ended."""
+
+
+def _nothing(_number: int = 0) -> None:
+    pass
+
+
+def run_rounds(
+    count: int,
+    start: Callable[[int], Pending],
+    ended: Callable[[int], None] = _nothing,
+    meanwhile: Callable[[], None] = _nothing,
+) -> None:
+    """Starts rounds 0 to `count` - 1, and returns when all have ended.
+
+    start      fills a round's bucket and starts its transit, or makes room for what arrives
+    ended      empties its bucket; rounds end in ascending order
+    meanwhile  is called once, while the first rounds are in transit
+    """
+    pending: deque[Pending] = deque()
+    for number in range(min(BUCKETS, count)):
+        pending.append(start(number))
+    meanwhile()
+    for number in range(count):
+        pending.popleft().wait()
+        ended(number)
+        if number + BUCKETS < count:
+            pending.append(start(number + BUCKETS))
