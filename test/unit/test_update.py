@@ -296,7 +296,7 @@ def serve_with_a_fault(rank, size, requests):
     for version, request in enumerate(requests, start=1):
         if (version, rank) == (2, 1):
 
-            def fail():
+            def fail(*_):
                 raise OSError("the wire was cut")
 
             receiver._executor.transfer.end.move = fail
