@@ -17,7 +17,7 @@ BACKEND = "reshard"
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of all syncs of a run.
 
-    transport     "auto", "ipc", "p2p", "broadcast" or "nixl", see `sglang_reshard.plan.strategy`
+    transport     "auto", "ipc", "p2p", "broadcast" or "nixl", see `sglang_reshard.plan.choice`
     bucket_bytes  size of a bucket; a rank holds at most two. verl's update_weights_bucket_megabytes, for staging whole
                   tensors, has no effect
     check_finite  check every shard for NaN and infinities first, and refuse them

@@ -254,7 +254,7 @@ class TransferCache:
         check_unread(unread, request.ignore, request.apart)
         topology = ClusterTopology.of(demands, request.trainer_hosts, request.trainer_devices)
         index, bucket_bytes = target.tensor_index, request.bucket_bytes
-        strategy = choose_strategy(request.transport, index, demands, topology, bucket_bytes, delta=request.delta)
+        strategy = choose_strategy(request.transport, index, demands, topology, bucket_bytes)
         trainer_ranks = _trainer_ranks_read(strategy, target, self._rank)
         memory = self.trainer_memory.map(trainer_ranks, request, session, target.tensor_index.layout)
         prepare_send = None

@@ -227,7 +227,6 @@ class UpdateExecutor:
             message="; ".join(filter(None, (transfer.plan.remark, self.transfers.relay.remark, self._derived.remark))),
             transport=strategy.name,
             transport_reason=strategy.reason,
-            predicted_seconds=strategy.predicted_seconds,
             tensors=len(tensor_index.layout.tensors),
             source_bytes=tensor_index.nbytes,
             delta=context.delta,

@@ -7,8 +7,8 @@ sends one message.
 """
 
 from sglang_reshard.plan.broadcast import BroadcastGroup, BroadcastPlan, Bucket, plan_broadcast
+from sglang_reshard.plan.choice import Strategy, check_transport, choose_strategy
 from sglang_reshard.plan.read_plan import RankDemand, RankLocation, ReadPlan, plan_reads, rank_demand, unread_tensors
-from sglang_reshard.plan.strategy import Strategy, check_transport, choose_strategy
 from sglang_reshard.plan.tensor_index import TensorIndex
 from sglang_reshard.plan.topology import ClusterTopology
 

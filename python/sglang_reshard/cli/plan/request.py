@@ -10,7 +10,7 @@ import msgspec
 
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.device import RankDevice
-from sglang_reshard.plan.strategy import check_transport
+from sglang_reshard.plan.choice import check_transport
 
 
 class Source(msgspec.Struct, frozen=True):
