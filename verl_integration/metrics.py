@@ -20,7 +20,6 @@ def sync_metrics(reports: Mapping[str, UpdateReport], seconds: float) -> dict[st
                                 several engine ranks hold, such as norms, count for each. On trainer rank 0 only, whose
                                 metrics verl logs
     reshard/seconds/PHASE       on the slowest rank
-    reshard/predicted_seconds   the cost model's prediction of `move`
     reshard/transport/NAME      number of engines updated by this transport
     reshard/delta               number of engines that were sent what had changed only
     reshard/changed_share       of elements, on the engine of which the most had
@@ -32,7 +31,6 @@ def sync_metrics(reports: Mapping[str, UpdateReport], seconds: float) -> dict[st
         "reshard/bytes_per_rank": float(received),
         "reshard/gb_per_s": received / seconds / 1e9 if seconds > 0 else 0.0,
         "reshard/peak_extra_bytes": float(max((rank.peak_extra_bytes for rank in ranks), default=0)),
-        "reshard/predicted_seconds": max((report.predicted_seconds for report in reports.values()), default=0.0),
     }
     if all(report.trainer_ranks for report in reports.values()):
         sent = sum(report.trainer_ranks[0].sent_bytes for report in reports.values())

@@ -163,7 +163,6 @@ def _report(engine_ranks: int) -> UpdateReport:
         weight_version="1234",
         transport="nixl",
         transport_reason="requested",
-        predicted_seconds=0.123456789,
         bucket_bytes=1 << 26,
         seconds=dict.fromkeys((*_PHASES, "publish", "total"), 0.123456789),
         engine_ranks=tuple(_rank_report(rank) for rank in range(engine_ranks)),

@@ -11,7 +11,15 @@ if TYPE_CHECKING:
 
 
 class ReshardError(RuntimeError):
-    """Base class of all exceptions that this package raises on purpose."""
+    """Base class of all exceptions that this package raises on purpose. The message is the problem, then the cure.
+
+    problem  what is wrong
+    cure     what to do next; empty where the problem says so itself
+    """
+
+    def __init__(self, problem: str = "", *, cure: str = "") -> None:
+        super().__init__(f"{problem}; {cure}" if cure else problem)
+        self.problem, self.cure = problem, cure
 
 
 class Unsupported(ReshardError):

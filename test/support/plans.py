@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.source_layout import EXPLICIT, compute_shard_map
-from sglang_reshard.plan import RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
+from sglang_reshard.plan import (
+    ClusterTopology,
+    RankDemand,
+    RankLocation,
+    ReadPlan,
+    TensorIndex,
+    plan_reads,
+    rank_demand,
+)
+from sglang_reshard.routes.choice import Strategy, choose_strategy
 from sglang_reshard.sources import Mesh, Placement, ShardMap, SourceLayout, SourceTensor, TrainerState
 from sglang_reshard.sources.flat import flat_shard_map
 from sglang_reshard.trace.program import Copy
@@ -61,6 +70,35 @@ def tp_copies(layout: SourceLayout, dims: list[int], engines: int) -> list[list[
                 end += copy.region.numel
         found.append(own)
     return found
+
+
+def tensor_parallel_demands(
+    trainer_hosts: Sequence[str], engine_hosts: Sequence[str], dims: Sequence[int] = (0, 1, -1)
+) -> tuple[TensorIndex, list[RankDemand], ClusterTopology]:
+    """What engine ranks of two cores each, without GPUs, need of twelve tensors.
+
+    Trainer ranks hold rows, engine ranks parts along `dims`, of every three tensors in turn.
+    """
+    shapes = [(512, 256), (256, 512), (256,)] * 4
+    layout = tensor_parallel(len(trainer_hosts), shapes, [0] * len(shapes))
+    index, demands = TensorIndex.of(layout), []
+    copies = tp_copies(layout, list(dims) * 4, len(engine_hosts))
+    for rank, (own, host) in enumerate(zip(copies, engine_hosts, strict=True)):
+        plan = plan_reads(index, own, RankLocation(rank, len(engine_hosts), host, tuple(trainer_hosts)))
+        demands.append(rank_demand(index, plan, host, 2))
+    return index, demands, ClusterTopology.of(demands, trainer_hosts)
+
+
+def tensor_parallel_strategy(
+    transport: str,
+    trainer_hosts: Sequence[str],
+    engine_hosts: Sequence[str],
+    dims: Sequence[int] = (0, 1, -1),
+    bucket_bytes: int = 1 << 20,
+) -> Strategy:
+    """The strategy for `tensor_parallel_demands`."""
+    index, demands, topology = tensor_parallel_demands(trainer_hosts, engine_hosts, dims)
+    return choose_strategy(transport, index, demands, topology, bucket_bytes)
 
 
 @st.composite

@@ -77,7 +77,6 @@ def report(total, move, received=60, peak=5):
         weight_version=None,
         transport="ipc",
         transport_reason="requested",
-        predicted_seconds=0.5,
         bucket_bytes=1,
         seconds={"publish": 0.001, "total": total, "move": move, "commit": 0.0},
         engine_ranks=ranks,

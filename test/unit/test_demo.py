@@ -34,7 +34,6 @@ def report(version: str, **changes: object) -> UpdateReport:
         weight_version=version,
         transport="broadcast",
         transport_reason="there is no other",
-        predicted_seconds=0.5,
         bucket_bytes=1024,
         seconds={"total": 0.75, "move": 0.5},
         engine_ranks=ranks,

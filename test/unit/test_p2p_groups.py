@@ -85,7 +85,7 @@ def test_an_engine_rank_has_one_of_its_own_where_its_host_does_not_suffice():
 @pytest.mark.parametrize(
     ("trainers", "says"),
     [
-        (("g0", "h0"), r"trainer rank 0 and engine rank 0 are on one GPU \(g0\), .* use transport='auto' or 'ipc'"),
+        (("g0", "h0"), r"trainer rank 0 and engine rank 0 are on one GPU \(g0\), .* once in a communicator$"),
         (("h0", "h0"), r"trainer rank 0 and trainer rank 1 are on one GPU \(h0\), .* a GPU of its own"),
     ],
 )

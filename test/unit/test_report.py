@@ -28,7 +28,6 @@ def report(of: Many, **changes: object) -> UpdateReport:
         weight_version="42",
         transport="ipc",
         transport_reason="the least seconds",
-        predicted_seconds=1.0,
         bucket_bytes=64 * 2**20,
         seconds={"publish": 0.125, "total": 20.0, "trace": 0.25, "move": float(of.engines)},
         engine_ranks=ranks,

@@ -1,6 +1,5 @@
 """Whole updates in real processes on gloo: DTensor shards in, bit-exact engine parameters out."""
 
-import re
 import threading
 
 import pytest
@@ -79,7 +78,6 @@ def test_exact_transports_move_exactly_what_is_lacking(mesh_shape, engines, kind
     for report in run(mesh_shape, engines, kind, transport=transport):
         assert report.transport == transport
         assert report.transport_reason == "requested"
-        assert report.predicted_seconds > 0
         assert all(rank.received_bytes == rank.least_bytes for rank in report.engine_ranks)
         sent, received = (
             sum(t.sent_bytes for t in report.trainer_ranks),
@@ -95,10 +93,10 @@ def test_any_bucket_size_carries_the_same_bits(bucket_bytes, transport):
     assert report.bucket_bytes == bucket_bytes
 
 
-def test_auto_reads_memory_on_one_host_and_says_what_else_it_weighed():
+def test_auto_reads_memory_on_one_host_and_says_why():
     report = run((3,), 2, "tp", transport="auto")[-1]
     assert report.transport == "ipc"
-    assert re.fullmatch(r"auto: predicted transfer time \S+ s \(p2p \S+ s, broadcast \S+ s\)", report.transport_reason)
+    assert report.transport_reason == "auto: engine ranks read memory of their own hosts"
 
 
 def test_half_precision():

@@ -65,7 +65,7 @@ class WeightSender(SnapshotMethods, UpdateSender):
         group         process group of the trainer ranks, with a CPU backend; by default all ranks
         interface     address of rank 0's host at which engine ranks connect to it; by default that of the interface
                       towards the server
-        transport     "auto", "ipc", "p2p", "broadcast" or "nixl", see `plan.strategy`
+        transport     "auto", "ipc", "p2p", "broadcast" or "nixl", see `routes.choice`
         bucket_bytes  size of a bucket; a rank holds at most two
         timeout_s     seconds that any one wait may last
         delta         "auto" sends only what has changed since the update before, bit for bit, where weights are sent

@@ -135,7 +135,7 @@ class UpdateContext:
     def abort_because(self, error: Exception) -> str:
         """Aborts the update on all ranks, which may be waiting for this one. Returns a description of `error`."""
         description = describe_error(error)
-        self.channel.abort_because(error, f"{self.phase}, engine rank {self.rank}: {description}")
+        self.channel.abort_because(error, failure_message(self.phase.value, [self.rank], description))
         return description
 
 
@@ -146,11 +146,16 @@ def failure_message(phase: str, failed: Sequence[int], error: str) -> str:
 
 
 def failed_phase(error: Exception, current: Phase) -> str:
-    """Returns the phase that an error's message begins with; "aborted", or this rank's `current`, if there is none."""
-    prefix = str(error).partition(",")[0]
-    if prefix in list(Phase):
-        return prefix
-    return "aborted" if isinstance(error, Aborted) else current.value
+    """Returns the phase in which an update failed; "aborted" if it was cancelled by a rank that is in none of them.
+
+    current  this rank's
+    """
+    if isinstance(error, PhaseFailed):
+        return error.phase.value
+    if not isinstance(error, Aborted):
+        return current.value
+    phase = str(error).partition(",")[0]  # the control server passes on why as text, see `UpdateContext.abort_because`
+    return phase if phase in list(Phase) else "aborted"
 
 
 def describe_error(error: Exception) -> str:

@@ -223,7 +223,6 @@ class UpdateExecutor:
             message="; ".join(filter(None, (transfer.remark, traffic.remark, self._derived.remark))),
             transport=strategy.name,
             transport_reason=strategy.reason,
-            predicted_seconds=strategy.predicted_seconds,
             tensors=len(tensor_index.layout.tensors),
             source_bytes=tensor_index.nbytes,
             taken=context.taken,

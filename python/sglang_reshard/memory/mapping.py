@@ -117,11 +117,10 @@ class MemoryExporter:
             views[number] = ShardView(storages.setdefault(handle, len(storages)), offset, tuple(view.stride()))
 
         try:
-            allocations = self._gpu.export((_name(names, i), shards[i]) for i in on_gpu)
+            allocations = self._gpu.export((f"trainer rank {self._rank}: {_name(names, i)}", shards[i]) for i in on_gpu)
             copies = self._refreshed_arena([shards[i] for i in copied])
         except Unsupported as error:
-            prefix = f"trainer rank {self._rank}"
-            return Handles((), (), str(error) if str(error).startswith(prefix) else f"{prefix}: {error}")
+            return Handles((), (), str(error))
         for number, (allocation, offset) in zip(on_gpu, allocations, strict=True):
             place(number, allocation, offset, shards[number])
         for number, (handle, copy) in zip(copied, copies, strict=True):

@@ -120,16 +120,15 @@ class UpdateReport(msgspec.Struct, frozen=True):
 
     The same on every trainer rank, but that `trainer_ranks` is empty on others than trainer rank 0.
 
-    verified           how the received weights were compared with the trainer's: "off", "sample" or "full"
-    delta              only what had changed was sent
-    digest             of all weights, the same for any layout and size of either side (`digest.whole_model`); empty
-                       unless verified == "full"
-    message            a note to the trainer, such as names that the engine does not use
-    predicted_seconds  the cost model's prediction of `move`
-    kept               names of the engine's parameters that nothing was sent for and that keep their values: `frozen`
-    seconds            phase -> seconds: `publish`, `total` and `probe` (not part of `total`) on trainer rank 0, the
-                       others on the slowest engine rank
-    probe              what a probe found, see `probe.Probe`; None without one
+    verified  how the received weights were compared with the trainer's: "off", "sample" or "full"
+    delta     only what had changed was sent
+    digest    of all weights, the same for any layout and size of either side (`digest.whole_model`); empty
+              unless verified == "full"
+    message   a note to the trainer, such as names that the engine does not use
+    kept      names of the engine's parameters that nothing was sent for and that keep their values: `frozen`
+    seconds   phase -> seconds: `publish`, `total` and `probe` (not part of `total`) on trainer rank 0, the
+              others on the slowest engine rank
+    probe     what a probe found, see `probe.Probe`; None without one
     """
 
     success: bool
@@ -137,7 +136,6 @@ class UpdateReport(msgspec.Struct, frozen=True):
     weight_version: str | None
     transport: str
     transport_reason: str
-    predicted_seconds: float
     bucket_bytes: int
     seconds: dict[str, float]
     engine_ranks: tuple[RankReport, ...]
@@ -151,7 +149,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     @classmethod
     def failed(cls, message: str, weight_version: str | None) -> UpdateReport:
         """Returns the report of an engine that was not updated."""
-        return cls(False, message, weight_version, "", "", 0.0, 0, {}, (), ())
+        return cls(False, message, weight_version, "", "", 0, {}, (), ())
 
     @property
     def received_bytes(self) -> int:

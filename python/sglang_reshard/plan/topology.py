@@ -105,8 +105,9 @@ class ClusterTopology:
             name, device = peer_name(member, len(self.trainer_hosts)), devices[member]
             if not device.uuid:
                 raise Unsupported(
-                    f"{name} uses no GPU, and NCCL sends between GPUs only; call torch.cuda.set_device and "
-                    "torch.cuda.init on every trainer rank, or update an engine on the same host by transport='ipc'"
+                    f"{name} uses no GPU, and NCCL sends between GPUs only",
+                    cure="call torch.cuda.set_device and torch.cuda.init on every trainer rank, or update an engine on "
+                    "the same host with transport='ipc'",
                 )
             machine = "/".join(hosts[member].split("/")[:2])  # of other users and PID namespaces, too
             values = {("", _VERSION): device.nccl.get("version", "")}
@@ -116,7 +117,8 @@ class ClusterTopology:
                 if value != expected:
                     raise Unsupported(
                         f"{other} has {key[1]} {expected or 'unset'} and {name} has {value or 'unset'}, and NCCL would "
-                        f"not connect them; {_CURES.get(key[1], f'export the same {key[1]} for trainer and engine')}"
+                        "not connect them",
+                        cure=_CURES.get(key[1], f"export the same {key[1]} for trainer and engine"),
                     )
 
 

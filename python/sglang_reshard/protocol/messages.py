@@ -186,17 +186,16 @@ class PullWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
 class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Reports the outcome of an update.
 
-    torn               the weights are partly written; only a successful update restores them
-    under_way          between the engine's processes only: the step that was asked about is still running
-    predicted_seconds  of the transfer, by the cost model
-    digest             of all weights, see `digest.whole_model`; empty unless verify="full" compared them
-    tensors            number of tensors in the source layout
-    source_bytes       bytes of these
-    read_bytes         trainer rank -> bytes that engine ranks read from its memory, or are sent
-    taken              engine ranks took what trainer ranks offered instead of all weights
-    detour             see `Traffic`
-    kept               names of the engine's parameters that were left as they are
-    phase              in which the update failed, see `engine.context.Phase`; empty if it did not, or before the first
+    torn          the weights are partly written; only a successful update restores them
+    under_way     between the engine's processes only: the step that was asked about is still running
+    digest        of all weights, see `digest.whole_model`; empty unless verify="full" compared them
+    tensors       number of tensors in the source layout
+    source_bytes  bytes of these
+    read_bytes    trainer rank -> bytes that engine ranks read from its memory, or are sent
+    taken         engine ranks took what trainer ranks offered instead of all weights
+    detour        see `Traffic`
+    kept          names of the engine's parameters that were left as they are
+    phase         in which the update failed, see `engine.context.Phase`; empty if it did not, or before the first
     """
 
     success: bool
@@ -205,7 +204,6 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     under_way: bool = False
     transport: str = ""
     transport_reason: str = ""
-    predicted_seconds: float = 0.0
     digest: str = ""
     tensors: int = 0
     source_bytes: int = 0

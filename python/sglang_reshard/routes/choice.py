@@ -1,23 +1,22 @@
-"""Chooses the strategy of an update: the requested transport, or the one that the cost model predicts to be fastest.
+"""Chooses the strategy of an update: the requested transport, or by `auto` to read what can be read and send the rest.
 
 ipc        every engine rank reads exactly what it needs from trainer memory on its own host
 p2p        trainer ranks send exactly that
 ipc+p2p    ipc from trainer ranks whose memory the engine rank can map, p2p from the others
-broadcast  groups of engine ranks receive whole shards
-nixl       every engine rank reads exactly that out of registered trainer memory, on any host; not for `auto` to choose
+broadcast  groups of engine ranks receive whole shards; `auto` uses it only where nothing can be sent
+nixl       every engine rank reads exactly what it needs out of registered trainer memory, on any host; never by `auto`
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.device import RankDevice
-from sglang_reshard.plan.cost import Costs, broadcast_seconds, exact_seconds, pull_seconds, usual_costs
 from sglang_reshard.plan.read_plan import RankDemand, ReadPlan
 from sglang_reshard.plan.tensor_index import TensorIndex
 from sglang_reshard.plan.topology import ClusterTopology
@@ -26,22 +25,22 @@ from sglang_reshard.routes.broadcast.plan import BroadcastPlan, plan_broadcast
 from sglang_reshard.routes.p2p.groups import check_broadcast_members, plan_p2p_groups
 from sglang_reshard.routes.p2p.messages import round_bytes
 
+_REQUESTED = "requested"
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """How all engine ranks get their weights in an update.
 
-    name, reason       the strategy, and why it was chosen
-    predicted_seconds  by the cost model, for the transfer alone
-    round_bytes        what a trainer rank sends an engine rank per round, or the latter reads by NIXL, [trainer ranks,
-                       engine ranks]; 0 for none
-    groups             peer ids of the members of each P2P communicator, see `routes.p2p.groups`
-    broadcast          the plan of its broadcasts, if it has any
+    name, reason  the strategy, and why it was chosen
+    round_bytes   what a trainer rank sends an engine rank per round, or the latter reads by NIXL, [trainer ranks,
+                  engine ranks]; 0 for none
+    groups        peer ids of the members of each P2P communicator, see `routes.p2p.groups`
+    broadcast     the plan of its broadcasts, if it has any
     """
 
     name: str
     reason: str
-    predicted_seconds: float
     round_bytes: np.ndarray
     groups: tuple[tuple[int, ...], ...] = ()
     broadcast: BroadcastPlan | None = None
@@ -69,108 +68,83 @@ def choose_strategy(
     demands: Sequence[RankDemand],
     topology: ClusterTopology,
     bucket_bytes: int,
-    costs: Costs | None = None,
-    *,
-    delta: bool = False,
 ) -> Strategy:
     """Chooses the strategy for engine ranks with these demands; every rank that calls it gets the same.
 
-    costs  of the cost model; by default those of the engine's devices
-    delta  "auto" takes no broadcast, of which no delta can be sent, if there is another way
-
-    Raises Unsupported, naming ranks and hosts, for an infeasible transport.
+    Raises Mismatch for an unknown transport, and Unsupported, naming ranks and hosts, for an infeasible one.
     """
     check_transport(transport)
-    costs = costs or usual_costs(topology)
     read, unread = _traffic(demands, topology)
-
-    def exact(name: str, sent: np.ndarray, reason: str) -> Strategy:
-        per_round = round_bytes(sent, bucket_bytes)
-        groups = _communicators(topology, per_round)
-        return Strategy(name, reason, exact_seconds(topology, costs, demands, per_round), per_round, groups)
-
-    def broadcast(reason: str) -> Strategy:
-        plan = plan_broadcast(index, demands, topology.trainer_hosts, bucket_bytes)
-        check_broadcast_members([group.members for group in plan.groups], topology.engine_devices)
-        seconds = broadcast_seconds(topology, costs, demands, plan)
-        return Strategy("broadcast", reason, seconds, np.zeros_like(read), broadcast=plan)
-
-    def ipc(reason: str) -> Strategy:
+    if transport == "auto":
+        return _read_or_send(index, demands, topology, bucket_bytes, read, unread)
+    if transport == "ipc":
         if unread.any():
             raise Unsupported(
                 f"{_first_unread(unread, topology)}, and transport='ipc' reads memory on the same host only, as the "
-                "same user; use transport='p2p' or 'auto'"
+                "same user",
+                cure="use transport='p2p' or 'auto'",
             )
-        return exact("ipc", unread, reason)
-
-    def nixl(reason: str) -> Strategy:
-        seconds = pull_seconds(topology, costs, demands)
-        return Strategy("nixl", reason, seconds, round_bytes(read + unread, bucket_bytes))
-
-    by_name: dict[str, Callable[[str], Strategy]] = {
-        "ipc": ipc,
-        "ipc+p2p": lambda reason: exact("ipc+p2p", unread, reason),
-        "p2p": lambda reason: exact("p2p", read + unread, reason),
-        "broadcast": broadcast,
-        "nixl": nixl,
-    }
-    if transport != "auto":
-        return by_name[transport]("requested")
-    best_by_reading = () if not read.any() and unread.any() else ("ipc+p2p",) if unread.any() else ("ipc",)
-    attempts = {name: _attempt(by_name[name]) for name in (*best_by_reading, "p2p", "broadcast")}
-    candidates = [found for found in attempts.values() if isinstance(found, Strategy) and not _is_ipc(found.broadcast)]
-    refused = {name: found for name, found in attempts.items() if isinstance(found, Unsupported)}
-    if not candidates:
-        raise _none_is_feasible(refused, unread, topology)
-    exact_ways = [found for found in candidates if found.broadcast is None]
-    candidates = exact_ways if delta and exact_ways else candidates
-    best = min(candidates, key=lambda strategy: strategy.predicted_seconds)
-    return replace(best, reason=_reason(best, candidates, refused, unread, topology))
-
-
-def _is_ipc(plan: BroadcastPlan | None) -> bool:
-    """Returns whether no shard is broadcast, as each is needed by one rank only."""
-    return plan is not None and not plan.buckets
-
-
-def _attempt(make: Callable[[str], Strategy]) -> Strategy | Unsupported:
+        return Strategy("ipc", _REQUESTED, unread)
+    if transport == "broadcast":
+        return _broadcast(_REQUESTED, index, demands, topology, bucket_bytes)
+    if transport == "nixl":
+        return Strategy("nixl", _REQUESTED, round_bytes(read + unread, bucket_bytes))
     try:
-        return make("")
+        return _send("p2p", _REQUESTED, read + unread, topology, bucket_bytes)
     except Unsupported as error:
-        return error
+        by_reading = "use transport='auto' or 'ipc', by which the engine rank reads the GPU's memory"
+        raise Unsupported(error.problem, cure=error.cure or by_reading) from None
 
 
-def _reason(
-    best: Strategy,
-    candidates: Sequence[Strategy],
-    refused: Mapping[str, Unsupported],
-    unread: np.ndarray,
+def _read_or_send(
+    index: TensorIndex,
+    demands: Sequence[RankDemand],
     topology: ClusterTopology,
-) -> str:
-    """Returns why `auto` took a strategy: its prediction, those of the others, and why some are none."""
-    others = ", ".join(f"{c.name} {c.predicted_seconds:.3g} s" for c in candidates if c is not best)
-    reason = f"auto: predicted transfer time {best.predicted_seconds:.3g} s" + (f" ({others})" if others else "")
-    if topology.unreadable and best.round_bytes.any():
-        reason += f"; {_first_unread(unread, topology)}"
-    return reason + "".join(f"; not {name}: {_shortened(error)}" for name, error in refused.items())
+    bucket_bytes: int,
+    read: np.ndarray,
+    unread: np.ndarray,
+) -> Strategy:
+    """Returns what `auto` chooses: engine ranks read what they can read, and trainer ranks send them the rest.
+
+    Where NCCL would not connect the ranks for that, weights are broadcast, if that can be done.
+    """
+    if not unread.any():
+        return Strategy("ipc", "auto: engine ranks read memory of their own hosts", unread)
+    why = _first_unread(unread, topology)
+    name, reads = ("ipc+p2p", "what they can") if read.any() else ("p2p", "nothing")
+    try:
+        return _send(name, f"auto: engine ranks read {reads}; {why}", unread, topology, bucket_bytes)
+    except Unsupported as refusal:
+        unsent = refusal
+    try:
+        return _broadcast(f"auto: not {name}: {unsent.problem}", index, demands, topology, bucket_bytes)
+    except Unsupported:
+        raise Unsupported(f"{why}. Nor can weights be sent: {unsent.problem}", cure=unsent.cure) from None
 
 
-def _none_is_feasible(refused: Mapping[str, Unsupported], unread: np.ndarray, topology: ClusterTopology) -> Unsupported:
-    """Returns the error for ranks that can neither read nor be sent what they need, or not all of them."""
-    by_messages = refused.get("ipc+p2p") or refused["p2p"]
-    if not topology.unreadable:
-        return by_messages
-    without_other_ways = str(by_messages).partition("; use transport=")[0]
-    return Unsupported(f"{without_other_ways}. Nor can its memory be read: {_first_unread(unread, topology)}")
+def _send(name: str, reason: str, sent: np.ndarray, topology: ClusterTopology, bucket_bytes: int) -> Strategy:
+    """Returns the strategy by which trainer ranks send these bytes, [trainer ranks, engine ranks].
+
+    Raises Unsupported if NCCL would refuse the communicators for it.
+    """
+    per_round = round_bytes(sent, bucket_bytes)
+    return Strategy(name, reason, per_round, _communicators(topology, per_round))
 
 
-def _shortened(error: Unsupported) -> str:
-    """Returns what an error says before its cure."""
-    return str(error).partition("; ")[0].partition(", and transport=")[0]
+def _broadcast(
+    reason: str, index: TensorIndex, demands: Sequence[RankDemand], topology: ClusterTopology, bucket_bytes: int
+) -> Strategy:
+    plan = plan_broadcast(index, demands, topology.trainer_hosts, bucket_bytes)
+    check_broadcast_members([group.members for group in plan.groups], topology.engine_devices)
+    nothing_sent = np.zeros((len(topology.trainer_hosts), len(demands)), np.int64)
+    return Strategy("broadcast", reason, nothing_sent, broadcast=plan)
 
 
 def _traffic(demands: Sequence[RankDemand], topology: ClusterTopology) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the bytes from trainer ranks to engine ranks that can read their memory, and to others."""
+    """Returns the bytes from trainer ranks to engine ranks that can read their memory, and to others.
+
+    Both are [trainer ranks, engine ranks].
+    """
     read = np.zeros((len(topology.trainer_hosts), len(demands)), np.int64)
     unread = np.zeros_like(read)
     for engine_rank, demand in enumerate(demands):

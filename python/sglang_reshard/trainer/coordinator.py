@@ -321,7 +321,6 @@ def _report(
         verified=options.verify,
         transport=output.transport,
         transport_reason=output.transport_reason,
-        predicted_seconds=output.predicted_seconds,
         digest=output.digest,
         delta=output.taken,
         kept=output.kept,

@@ -2,7 +2,7 @@
 reason.
 
 The forecast has a config alone, and models on the meta device; the update has real ones, real shards, and tells in its
-report. Both run on the code paths of a CPU engine, by the cost model of this host.
+report. Both run on the code paths of a CPU engine.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ def test_an_update_is_as_it_was_forecast(
     assert forecast.refused == ()
     assert forecast.transport == report["transport"]
     assert forecast.transport_reason == report["transport_reason"]
-    assert forecast.predicted_seconds == pytest.approx(report["predicted_seconds"])
     assert bytes_of(forecast) == {
         "received": [rank["received_bytes"] for rank in report["engine_ranks"]],
         "least": [rank["least_bytes"] for rank in report["engine_ranks"]],

@@ -8,6 +8,7 @@ sglang_model    one engine rank's real SGLang model in this process, on a fake p
 meta_device     the same on torch's meta device
 rank_model      one engine rank: its model, its traced loader, its read plan and demand
 loads           bytes to and from every rank, and the buffers that they take
+cost            predicted seconds of a transfer, from a few constants
 work            all of that, in a worker process
 worker_process  runs a function in a process of its own, which reports while it works
 forked_jobs     runs jobs in forked children, with a deadline

@@ -20,6 +20,7 @@ import torch
 
 from sglang_reshard.cli.plan import worker_process
 from sglang_reshard.cli.plan.checkpoint import specs_of
+from sglang_reshard.cli.plan.cost import Costs, predicted_seconds, usual_costs
 from sglang_reshard.cli.plan.figures import Communicator, EngineRank, Forecast, Gather, TrainerRank, Way
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.loads import EngineLoad, buckets_bytes, engine_load, largest_tensor_bytes
@@ -31,7 +32,6 @@ from sglang_reshard.engine.context import failure_message
 from sglang_reshard.engine.unread import check_unread, unread_remark
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
 from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex, unread_tensors
-from sglang_reshard.plan.cost import Costs, usual_costs
 from sglang_reshard.routes.choice import Strategy, choose_strategy
 
 STEPS = ("import SGLang", "build, trace and take in", "choose", "cut messages")
@@ -98,7 +98,7 @@ def forecast(request: PlanRequest) -> Forecast:
     unused = unread_tensors(index, demands)
     try:
         check_unread(unused, request.ignore)
-        strategy = choose_strategy(request.transport, index, demands, topology, request.bucket_bytes, costs)
+        strategy = choose_strategy(request.transport, index, demands, topology, request.bucket_bytes)
     except ReshardError as error:
         message = failure_message("plan", range(request.target.engine_ranks), str(error))
         return _finished(clock, known | {"refused": (message,)})
@@ -109,7 +109,11 @@ def forecast(request: PlanRequest) -> Forecast:
         clock,
         known
         | _figures(request, index, demands, strategy, loads)
-        | {"ways": tuple(ways), "remark": unread_remark(unused)},
+        | {
+            "predicted_seconds": predicted_seconds(strategy, topology, costs, demands),
+            "ways": tuple(ways),
+            "remark": unread_remark(unused),
+        },
     )
 
 
@@ -153,10 +157,10 @@ def _way(
     costs: Costs,
 ) -> Way:
     try:
-        strategy = choose_strategy(name, index, demands, topology, request.bucket_bytes, costs)
+        strategy = choose_strategy(name, index, demands, topology, request.bucket_bytes)
     except ReshardError as error:
         return Way(name, refused=str(error))
-    return Way(name, strategy.predicted_seconds)
+    return Way(name, predicted_seconds(strategy, topology, costs, demands))
 
 
 def _loads(
@@ -197,7 +201,6 @@ def _figures(
     return {
         "transport": strategy.name,
         "transport_reason": strategy.reason,
-        "predicted_seconds": strategy.predicted_seconds,
         "engine_ranks": engine_ranks,
         "trainer_ranks": tuple(trainer_ranks),
         "link_bytes": tuple(link_bytes),

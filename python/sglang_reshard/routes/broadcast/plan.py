@@ -241,7 +241,9 @@ def _leader(
         for e in audience:
             if reason := demands[e].unreadable.get(trainer_rank):
                 why = f"engine rank {e} cannot map the memory of trainer rank {trainer_rank}: {reason}"
-        raise Unsupported(f"{why}, and transport='broadcast' reads shards on the same host only; use transport='p2p'")
+        raise Unsupported(
+            f"{why}, and transport='broadcast' reads shards on the same host only", cure="use transport='p2p'"
+        )
     position = trainer_rank * len(demands) // len(trainer_hosts)
     return min(near, key=lambda e: (abs(e - position), e))
 

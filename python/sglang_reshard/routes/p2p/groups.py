@@ -31,7 +31,8 @@ def plan_p2p_groups(
     it. There is one for all if no GPU occurs twice in it, else one for each host of engine ranks, or for each engine
     rank of a host where that does not suffice. Ranks without a GPU never clash.
 
-    Raises Unsupported, naming two ranks on one GPU that would have to be members of one communicator.
+    Raises Unsupported, naming two ranks on one GPU that would have to be members of one communicator. Without a cure,
+    an engine rank is one of them: its caller knows whether the engine rank can read the GPU's memory instead.
     """
     gpus = [device.uuid for device in (*trainer_devices, *engine_devices)]
 
@@ -55,11 +56,8 @@ def plan_p2p_groups(
             first, second = (peer_name(peer_id, len(trainer_devices)) for peer_id in twice)
             raise Unsupported(
                 f"{first} and {second} are on one GPU ({gpus[twice[0]]}), and NCCL accepts a GPU once in a "
-                + (
-                    "communicator; give each trainer rank a GPU of its own"
-                    if twice[1] < len(trainer_devices)
-                    else "communicator; use transport='auto' or 'ipc', by which the engine rank reads the GPU's memory"
-                )
+                "communicator",
+                cure="give each trainer rank a GPU of its own" if twice[1] < len(trainer_devices) else "",
             )
     return tuple(sorted(groups, key=lambda group: next(m for m in group if m >= len(trainer_devices))))
 
@@ -72,7 +70,8 @@ def check_broadcast_members(groups: Iterable[Sequence[int]], engine_devices: Seq
             first, second = twice
             raise Unsupported(
                 f"engine rank {first} and engine rank {second} are on one GPU ({gpus[first]}), and NCCL accepts a GPU "
-                "once in a communicator; use transport='ipc', which needs none"
+                "once in a communicator",
+                cure="use transport='ipc', which needs none",
             )
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_reshard.plan.read_plan import RankDemand
-from sglang_reshard.plan.topology import ClusterTopology, Relation
+from sglang_reshard.plan import ClusterTopology, RankDemand
+from sglang_reshard.plan.topology import Relation
 from sglang_reshard.routes.broadcast.plan import BroadcastPlan
+from sglang_reshard.routes.choice import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,18 @@ def usual_costs(topology: ClusterTopology) -> Costs:
     return GPU if topology.on_gpu else CPU
 
 
-def exact_seconds(
+def predicted_seconds(
+    strategy: Strategy, topology: ClusterTopology, costs: Costs, demands: Sequence[RankDemand]
+) -> float:
+    """Predicts the seconds of an update's transfer alone."""
+    if strategy.broadcast is not None:
+        return _broadcast_seconds(topology, costs, demands, strategy.broadcast)
+    if strategy.name == "nixl":
+        return _pull_seconds(topology, costs, demands)
+    return _exact_seconds(topology, costs, demands, strategy.round_bytes)
+
+
+def _exact_seconds(
     topology: ClusterTopology, costs: Costs, demands: Sequence[RankDemand], round_bytes: np.ndarray
 ) -> float:
     """Predicts an update in which every engine rank gets exactly the regions it needs.
@@ -72,7 +84,7 @@ def exact_seconds(
     return _busiest_seconds(topology, costs, trainer, engine)
 
 
-def pull_seconds(topology: ClusterTopology, costs: Costs, demands: Sequence[RankDemand]) -> float:
+def _pull_seconds(topology: ClusterTopology, costs: Costs, demands: Sequence[RankDemand]) -> float:
     """Predicts an update in which every engine rank reads the regions it needs one-sided: trainer ranks do nothing."""
     engine = np.zeros(len(topology.engine_hosts))
     for engine_rank, demand in enumerate(demands):
@@ -82,7 +94,7 @@ def pull_seconds(topology: ClusterTopology, costs: Costs, demands: Sequence[Rank
     return _busiest_seconds(topology, costs, np.zeros(len(topology.trainer_hosts)), engine)
 
 
-def broadcast_seconds(
+def _broadcast_seconds(
     topology: ClusterTopology, costs: Costs, demands: Sequence[RankDemand], plan: BroadcastPlan
 ) -> float:
     """Predicts an update by broadcasts of whole shards; shards that one rank needs are read from memory."""
