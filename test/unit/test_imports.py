@@ -33,7 +33,7 @@ LAYERS = (
     ("layout",),
     ("control", "observability", "testing"),
     ("gpu",),
-    ("_deprecated", "version", "garbage"),
+    ("_deprecated", "version", "garbage", "route_table"),
     ("errors",),
 )
 # Packages that know less than their row allows.

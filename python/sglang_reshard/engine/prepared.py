@@ -19,7 +19,8 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepar
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes import engine_end
 from sglang_reshard.routes.base import EngineEnd, EngineSide, Kept, Meeting, Reads
-from sglang_reshard.routes.choice import Strategy, choose_strategy
+from sglang_reshard.routes.choice import choose_strategy
+from sglang_reshard.routes.strategy import Strategy
 
 
 @dataclass(slots=True)

@@ -14,56 +14,53 @@ to each other what one of them has read:
 
     delta(p2p), delta(ipc+p2p), delta(nixl), relay(nixl), delta(relay(nixl))
 
-`base` has the interface, `wire` the process groups over which messages travel.
+The module of a route has
+
+    plan(index, demands, topology, bucket_bytes) -> Strategy   pure; raises Unsupported, naming ranks and hosts
+    engine_end(side, strategy) -> EngineEnd                    of one around another: (side, strategy, inner)
+    trainer_end(side, command) -> TrainerEnd                   if trainer ranks take part
+
+`route_table` has the names, `base` the interface of the ends, `wire` the process groups over which messages travel.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.route_table import AROUND, ROUTES
 
 if TYPE_CHECKING:
     from sglang_reshard.protocol.messages import Prepare
     from sglang_reshard.routes.base import EngineEnd, EngineSide, TrainerEnd, TrainerSide
-    from sglang_reshard.routes.choice import Strategy
+    from sglang_reshard.routes.strategy import Strategy
     from sglang_reshard.trainer.coordinator import SenderConfig
 
-# Module and class of an engine rank's end, by the strategy's name.
-_ENGINE_ENDS = {
-    "ipc": ("ipc", "IpcEngineEnd"),
-    "p2p": ("p2p.engine", "P2pEngineEnd"),
-    "ipc+p2p": ("p2p.engine", "P2pEngineEnd"),
-    "nixl": ("nixl.engine", "NixlEngineEnd"),
-    "broadcast": ("broadcast.engine", "BroadcastEngineEnd"),
-}
-# Of an engine rank's end around another, by the option of the request; from the innermost.
-_AROUND = {"relay": ("relay.engine", "RelayEngineEnd"), "delta": ("delta.engine", "DeltaEngineEnd")}
-# Of a trainer rank's end, by the name in `Prepare`. The other routes need none.
-_TRAINER_ENDS = {
-    "p2p": ("p2p.trainer", "P2pTrainerEnd"),
-    "nixl": ("nixl.trainer", "NixlTrainerEnd"),
-    "delta": ("delta.trainer", "DeltaTrainerEnd"),
-}
+
+def route_module(name: str) -> ModuleType:
+    """Returns the module of a route. Its `plan` is called on every engine rank, and makes the same of the same."""
+    return import_module(ROUTES.get(name) or AROUND[name])
 
 
 def engine_end(side: EngineSide, strategy: Strategy) -> EngineEnd:
     """Returns an engine rank's end of the route that was chosen, within those that the request has around it."""
-    end: EngineEnd = _named(_ENGINE_ENDS[strategy.name])(side, strategy)
-    for name in (name for name in _AROUND if name in side.options):
-        end = _named(_AROUND[name])(side, strategy, end)
+    innermost = strategy.name.rpartition("+")[2]  # "ipc+p2p" reads what it can, and is sent the rest
+    end: EngineEnd = route_module(innermost).engine_end(side, strategy)
+    for name in (name for name in AROUND if name in side.options):
+        end = route_module(name).engine_end(side, strategy, end)
     return end
 
 
 def trainer_end(side: TrainerSide, command: Prepare) -> TrainerEnd:
     """Returns the trainer rank's end that an engine asks for. Raises Mismatch for a name that does not exist."""
-    if command.route not in _TRAINER_ENDS:
-        from sglang_reshard.errors import Mismatch
-
+    if command.route not in ROUTES and command.route not in AROUND:
         raise Mismatch(
             f"invalid command of engine rank 0: no route is called {command.route[:40]!r}. Do both sides run the same "
             "version of sglang-reshard?"
         )
-    end: TrainerEnd = _named(_TRAINER_ENDS[command.route])(side, command)
+    end: TrainerEnd = route_module(command.route).trainer_end(side, command)
     return end
 
 
@@ -74,9 +71,8 @@ def options_around(config: SenderConfig) -> dict[str, bytes]:
 
 def shared_state(config: SenderConfig) -> dict[str, Any]:
     """Returns what the ends of one trainer rank share among all engines of its session, see `TrainerSide.shared`."""
-    return {"delta": _named(("delta.trainer", "DeltaSources"))(config.delta_device)} if config.delta == "auto" else {}
+    if config.delta != "auto":
+        return {}
+    from sglang_reshard.routes.delta.trainer import DeltaSources
 
-
-def _named(where: tuple[str, str]) -> Any:
-    module, name = where
-    return getattr(import_module(f"{__name__}.{module}"), name)
+    return {"delta": DeltaSources(config.delta_device)}

@@ -12,11 +12,24 @@ import torch
 
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.copying.merging import StridedCopy, merge_strided
+from sglang_reshard.errors import Unsupported
 from sglang_reshard.observability.report import Traffic
-from sglang_reshard.plan import ReadPlan
+from sglang_reshard.plan import ClusterTopology, RankDemand, ReadPlan, TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.routes.base import EngineEnd, EngineSide, Meeting, Reads
-from sglang_reshard.routes.choice import Strategy
+from sglang_reshard.routes.strategy import REQUESTED, Strategy, demanded_bytes, first_unread
+
+
+def plan(_index: TensorIndex, demands: Sequence[RankDemand], topology: ClusterTopology, _bucket_bytes: int) -> Strategy:
+    """Raises Unsupported, naming ranks and hosts, where memory cannot be read."""
+    _, unread = demanded_bytes(demands, topology)
+    if unread.any():
+        raise Unsupported(
+            f"{first_unread(unread, topology)}, and transport='ipc' reads memory on the same host only, as the same "
+            "user",
+            cure="use transport='p2p' or 'auto'",
+        )
+    return Strategy("ipc", REQUESTED, unread)
 
 
 class DirectReads:
@@ -79,6 +92,9 @@ class IpcEngineEnd(EngineEnd):
         for turn in range(self._arrivals.turns):
             self._copies.run(turn)
             self._arrivals.finish(turn)
+
+
+engine_end = IpcEngineEnd
 
 
 def mapped_reads(reads: Reads, sending: Container[int] = ()) -> list[int]:

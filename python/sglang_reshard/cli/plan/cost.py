@@ -14,7 +14,7 @@ import numpy as np
 from sglang_reshard.plan import ClusterTopology, RankDemand
 from sglang_reshard.plan.topology import Relation
 from sglang_reshard.routes.broadcast.plan import BroadcastPlan
-from sglang_reshard.routes.choice import Strategy
+from sglang_reshard.routes.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from sglang_reshard.landings.arrivals import ArrivalMemory
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.routes.broadcast.engine import targets_by_bucket
 from sglang_reshard.routes.broadcast.plan import BroadcastPlan
-from sglang_reshard.routes.choice import Strategy
 from sglang_reshard.routes.ipc import read_targets
 from sglang_reshard.routes.nixl.link import NixlLink
 from sglang_reshard.routes.nixl.remote_shards import RemoteShard
@@ -33,6 +32,7 @@ from sglang_reshard.routes.p2p.links import (
     targets_by_round,
 )
 from sglang_reshard.routes.p2p.messages import send_request
+from sglang_reshard.routes.strategy import Strategy
 
 _META = torch.device("meta")
 

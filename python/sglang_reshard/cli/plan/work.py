@@ -32,7 +32,8 @@ from sglang_reshard.engine.context import failure_message
 from sglang_reshard.engine.unread import check_unread, unread_remark
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
 from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex, unread_tensors
-from sglang_reshard.routes.choice import Strategy, choose_strategy
+from sglang_reshard.routes.choice import choose_strategy
+from sglang_reshard.routes.strategy import Strategy
 
 STEPS = ("import SGLang", "build, trace and take in", "choose", "cut messages")
 

@@ -22,9 +22,9 @@ from sglang_reshard.protocol.messages import (
     ShareWeightsReq,
 )
 from sglang_reshard.protocol.validation.layouts import MAX_TRAINER_RANKS
+from sglang_reshard.route_table import ROUTES
 from sglang_reshard.snapshots.manifest import MOST_PUBLICATION
 
-TRANSPORTS = ("auto", "ipc", "p2p", "broadcast", "nixl")
 MAX_BUCKET_BYTES = 1 << 40
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-3, 1e9
 MAX_PULL_TIMEOUT_S = 3600.0  # of a pull and a share: one engine waits for another, which nobody may have started
@@ -42,8 +42,8 @@ _HEXADECIMAL = frozenset("0123456789abcdef")
 
 def check_transport(name: str) -> None:
     """Raises Mismatch for the name of a transport that does not exist."""
-    if name not in TRANSPORTS:
-        raise Mismatch(f"transport {name!r} is not one of: {', '.join(TRANSPORTS)}")
+    if name != "auto" and name not in ROUTES:
+        raise Mismatch(f"transport {name!r} is not one of: {', '.join(('auto', *ROUTES))}")
 
 
 def check_request(request: DistributedUpdateWeightsReq) -> None:

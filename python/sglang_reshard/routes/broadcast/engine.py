@@ -26,8 +26,8 @@ from sglang_reshard.routes.broadcast.communicators import (
     PendingBroadcast,
 )
 from sglang_reshard.routes.broadcast.plan import BroadcastPlan, Bucket
-from sglang_reshard.routes.choice import Strategy
 from sglang_reshard.routes.ipc import DirectReads, read_targets
+from sglang_reshard.routes.strategy import Strategy
 from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
 
 if TYPE_CHECKING:

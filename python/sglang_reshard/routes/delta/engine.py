@@ -11,7 +11,6 @@ from sglang_reshard.observability.report import Traffic
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, encode
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.base import Ask, EngineEnd, EngineSide, Meeting
-from sglang_reshard.routes.choice import Strategy
 from sglang_reshard.routes.delta.ask import DeltaAsk
 from sglang_reshard.routes.delta.incoming import Incoming, NixlReads, P2pReceives
 from sglang_reshard.routes.delta.section import offered_sections
@@ -20,6 +19,7 @@ from sglang_reshard.routes.nixl.engine import NixlEngineEnd
 from sglang_reshard.routes.p2p.ask import Links, put_send_requests
 from sglang_reshard.routes.p2p.engine import P2pEngineEnd
 from sglang_reshard.routes.relay.engine import RelayEngineEnd
+from sglang_reshard.routes.strategy import Strategy
 
 logger = get_logger(__name__)
 

@@ -8,11 +8,11 @@ from sglang_reshard.observability.report import Traffic
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.base import Ask, EngineEnd, EngineSide, Meeting
-from sglang_reshard.routes.choice import Strategy
 from sglang_reshard.routes.nixl.ask import NixlAsk, get_remote_shards, trainer_name
 from sglang_reshard.routes.nixl.reader import NixlReader
 from sglang_reshard.routes.nixl.streams import Stream, read_streams, trainer_streams
 from sglang_reshard.routes.p2p.ask import Links
+from sglang_reshard.routes.strategy import Strategy
 
 
 class NixlEngineEnd(EngineEnd):

@@ -10,11 +10,11 @@ from sglang_reshard.observability.report import Traffic
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.base import Ask, EngineEnd, EngineSide, Meeting, Reads
-from sglang_reshard.routes.choice import Strategy
 from sglang_reshard.routes.ipc import DirectReads, mapped_reads, read_targets
 from sglang_reshard.routes.p2p.ask import Links, P2pAsk, put_send_requests
 from sglang_reshard.routes.p2p.communicators import P2pCommunicators, PendingRound, connect_links
 from sglang_reshard.routes.p2p.links import build_rounds, engine_links, targets_by_round
+from sglang_reshard.routes.strategy import Strategy
 from sglang_reshard.routes.wire.abortable_group import backend_of
 from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
 

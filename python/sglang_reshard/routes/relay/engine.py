@@ -18,7 +18,6 @@ from sglang_reshard.plan import ReadPlan
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.base import Ask, EngineEnd, EngineSide, Meeting
-from sglang_reshard.routes.choice import Strategy
 from sglang_reshard.routes.nixl.ask import trainer_name
 from sglang_reshard.routes.nixl.engine import NixlEngineEnd
 from sglang_reshard.routes.nixl.streams import Stream, cut_link, read_streams, trainer_streams
@@ -27,6 +26,7 @@ from sglang_reshard.routes.relay.member import RelayMember
 from sglang_reshard.routes.relay.offers import Relay
 from sglang_reshard.routes.relay.progress import RelayGate, RelayLost, RelayRoute, Relays
 from sglang_reshard.routes.relay.streams import RelayedStream
+from sglang_reshard.routes.strategy import Strategy
 
 logger = get_logger(__name__)
 # Others wait for each message, and one that does not arrive in `progress.STALLED_S` is lost.
@@ -84,6 +84,9 @@ class RelayEngineEnd(EngineEnd):
 
     def close(self) -> None:
         self.inner.close()
+
+
+engine_end = RelayEngineEnd
 
 
 class _Relayed:

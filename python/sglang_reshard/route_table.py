@@ -1,0 +1,17 @@
+"""The names of all routes, and the modules that they are in. A route of one's own is one more line.
+
+A module has `plan`, `engine_end` and `trainer_end`, see `routes`. It is imported when the route is chosen.
+"""
+
+# By the name that a user asks for as `transport`.
+ROUTES = {
+    "ipc": "sglang_reshard.routes.ipc",
+    "p2p": "sglang_reshard.routes.p2p.route",
+    "broadcast": "sglang_reshard.routes.broadcast.route",
+    "nixl": "sglang_reshard.routes.nixl.route",
+}
+# Around one of these, from the innermost, by the name of what a request asks of it.
+AROUND = {
+    "relay": "sglang_reshard.routes.relay.engine",
+    "delta": "sglang_reshard.routes.delta.route",
+}
