@@ -9,7 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sglang_reshard import _deprecated
 from sglang_reshard.version import __version__
 
 if TYPE_CHECKING:
@@ -67,10 +66,8 @@ __all__ = [
     "reshard",
 ]
 
-_deprecated.install_module_finder()
-
 
 def __getattr__(name: str) -> Any:
     if name not in _DEFINED_IN:
-        return _deprecated.attribute(__name__, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)

@@ -10,7 +10,7 @@ import subprocess
 import msgspec
 import pytest
 
-from sglang_reshard import WeightSender, _deprecated, errors
+from sglang_reshard import WeightSender, errors
 from sglang_reshard.patches import metrics
 from sglang_reshard.patches.metrics import METRICS
 from support.documents import (
@@ -159,15 +159,6 @@ def test_the_tables_of_options_have_all_of_them_and_their_defaults(heading, func
     for option in there:
         if option.default not in (None, inspect.Parameter.empty):  # what None stands for is told in words
             assert told[option.name] == str(option.default).removesuffix(".0")
-
-
-def test_the_changelog_lists_what_is_deprecated():
-    told = {old.strip("`"): new.strip("`") for old, new in table("CHANGELOG.md", "#### Modules")}
-    assert told == {old: f"sglang_reshard.{new}" for old, new in _deprecated.MODULES.items()}
-    told = {old.strip("`"): new.strip("`") for old, new in table("CHANGELOG.md", "#### Names")}
-    names = [(old, f"sglang_reshard.{m}.{n}") for new in _deprecated.NAMES.values() for old, (m, n) in new.items()]
-    assert told == dict(names)
-    assert len(dict(names)) == len(set(names)), "a name of 0.1 stands for two"
 
 
 def test_the_table_of_verls_settings_has_all_of_them_and_their_defaults():

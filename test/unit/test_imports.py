@@ -31,12 +31,12 @@ LAYERS = (
     ("layout",),
     ("control", "observability", "testing"),
     ("gpu",),
-    ("_deprecated", "version", "garbage"),
+    ("version", "garbage"),
     ("errors",),
 )
 # Packages that know less than their row allows.
 ONLY = {
-    "control": {"errors", "_deprecated"},
+    "control": {"errors"},
     "observability": {"version", "gpu"},
     "engine": {
         "protocol",
@@ -103,7 +103,7 @@ def test_packages_import_downwards_only():
     upwards = []
     for (package, target), imports in arrows().items():
         if package == "":  # the package itself imports public names on first use
-            assert target in ("_deprecated", "version"), imports
+            assert target == "version", imports
         elif row[package] > row[target] or target not in ONLY.get(package, {target}):
             upwards += imports
     assert upwards == []

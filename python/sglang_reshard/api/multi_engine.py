@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from sglang_reshard._deprecated import renamed_keywords
 from sglang_reshard.api.probed import Update, probed
 from sglang_reshard.api.snapshot_methods import SnapshotMethods
 from sglang_reshard.control import Address
@@ -116,12 +114,6 @@ class MultiEngineSender(SnapshotMethods):
             self._sender = UpdateSender(session, self._rank, self._global_ranks, self._config)
         self._sender.set_engines(dict(engines.values()))
 
-    def attend(self, engines: Mapping[str, Send | None]) -> None:
-        """Deprecated name of `set_engines`."""
-        warnings.warn("attend is deprecated; use set_engines", DeprecationWarning, stacklevel=2)
-        self.set_engines(engines)
-
-    @renamed_keywords(let_go="unmap_after")
     def update(
         self,
         named_tensors: NamedTensors | torch.nn.Module,

@@ -18,7 +18,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from sglang_reshard._deprecated import renamed_keywords
 from sglang_reshard.api.probed import Update, probed
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.api.snapshot_methods import SnapshotMethods
@@ -134,7 +133,6 @@ class WeightSender(SnapshotMethods, UpdateSender):
         sender._begin(send, session, trainer_rank, global_ranks, config)
         return sender
 
-    @renamed_keywords(let_go="unmap_after")
     def update(
         self,
         named_tensors: NamedTensors | torch.nn.Module,

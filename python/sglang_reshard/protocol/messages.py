@@ -95,7 +95,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     handles: tuple[str, ...]
     trainer_hosts: tuple[str, ...]
     trainer_devices: tuple[RankDevice, ...] = ()
-    prepared: tuple[str, ...] = msgspec.field(default=(), name="routes")
+    prepared: tuple[str, ...] = ()
     weight_version: str | None = None
     transport: str = "auto"
     bucket_bytes: int = DEFAULT_BUCKET_BYTES

@@ -7,9 +7,6 @@ a *slice* of it. `ChangeDetector` tells whether an update passes the same memory
 
 from __future__ import annotations
 
-from typing import Any
-
-from sglang_reshard import _deprecated
 from sglang_reshard.layout.shard_map import ExplicitSharding, ShardBox, ShardMap
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
 from sglang_reshard.sources.converter_slices import fused_slices
@@ -47,7 +44,3 @@ __all__ = [
     "slice_of",
     "tied_names",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    return _deprecated.attribute(__name__, name)
