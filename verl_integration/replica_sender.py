@@ -10,9 +10,10 @@ from typing import Any, Literal, NamedTuple
 import ray
 import torch.distributed as dist
 
+from sglang_reshard.api.finite import first_not_finite
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address
-from sglang_reshard.errors import Unsupported
+from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.protocol.session import Session
@@ -129,13 +130,14 @@ class ReplicaSender:
         global_steps: int | None,
         started: float,
     ) -> dict[str, float]:
-        """`temporary`: the shards' memory is freed afterwards."""
+        """`temporary`: the shards' memory is freed afterwards. Raises Mismatch for what `check_finite` refuses."""
+        if self._settings.check_finite and (found := first_not_finite(named_tensors, world())):
+            raise Mismatch(f"{found}. Nothing was sent; look at the optimizer step, or set check_finite=False")
         options = {
             "on_failure": self._on_failure,
             # verl may sync a step again, after validation for example; an engine accepts a version once.
             "weight_version": None if global_steps is None or global_steps == self._version else str(global_steps),
             "ignore": self._settings.ignore,
-            "check_finite": self._settings.check_finite,
             "verify": self._settings.verify,
             "staged": self._settings.staged,
             "unmap_after": temporary,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_reshard.version import __version__
 
 if TYPE_CHECKING:
+    from sglang_reshard.api.finite import first_not_finite
     from sglang_reshard.api.module_receiver import ModuleReceiver
     from sglang_reshard.api.module_sender import ModuleSender
     from sglang_reshard.api.multi_engine import MultiEngineSender
@@ -43,6 +44,7 @@ _DEFINED_IN = {
     "VerlEngine": "api.verl_engine",
     "WeightSender": "api.weight_sender",
     "WeightsInfo": "protocol.weights_info",
+    "first_not_finite": "api.finite",
     "reshard": "realloc",
 }
 
@@ -63,6 +65,7 @@ __all__ = [
     "WeightSender",
     "WeightsInfo",
     "__version__",
+    "first_not_finite",
     "reshard",
 ]
 

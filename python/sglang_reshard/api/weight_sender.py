@@ -141,7 +141,6 @@ class WeightSender(SnapshotMethods, UpdateSender):
         flush_cache: bool = True,
         abort_all_requests: bool = False,
         ignore: Sequence[str] = (),
-        check_finite: bool = False,
         verify: Verify = "off",
         staged: bool = False,
         unmap_after: bool = False,
@@ -161,7 +160,6 @@ class WeightSender(SnapshotMethods, UpdateSender):
         weight_version  the engine's weight_version from now on; None leaves it unchanged
         ignore          fnmatch patterns ("model.layers.61.*") of names that the engine need not read. Any other name
                         that it does not read is refused, unless it is tied to a tensor that is sent
-        check_finite    refuse shards with NaN or infinite values
         verify          compare checksums of the received weights with the trainer's: "full" reads every element on both
                         sides once more, "sample" one row in 64, others in each update
         staged          receive into shadow weights: a failure before all have arrived and been verified leaves the old
@@ -195,7 +193,6 @@ class WeightSender(SnapshotMethods, UpdateSender):
             flush_cache,
             abort_all_requests,
             patterns(ignore) if ignore else (),
-            check_finite,
             verify,
             staged,
             unmap_after,

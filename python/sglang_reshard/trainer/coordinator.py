@@ -54,7 +54,6 @@ class UpdateOptions:
     flush_cache: bool = True
     abort_all_requests: bool = False
     ignore: tuple[str, ...] = ()
-    check_finite: bool = False
     verify: Verify = "off"
     staged: bool = False
     unmap_after: bool = False

@@ -284,7 +284,6 @@ class UpdateSender:
             with self._span("reshard.publish"):
                 published = self._publisher.publish(
                     named_tensors,
-                    check_finite=options.check_finite,
                     rename=options.rename,
                     exchange=exchange if options.partial else None,
                 )
