@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sglang_reshard.api.remote_engine import RemoteEngine
     from sglang_reshard.api.verl_engine import VerlEngine
     from sglang_reshard.api.weight_sender import WeightSender
+    from sglang_reshard.extras.snapshots import Snapshots
     from sglang_reshard.observability.probe_report import ProbeReport
     from sglang_reshard.observability.report import UpdateReport
     from sglang_reshard.probe.probe import Probe
@@ -40,6 +41,7 @@ _DEFINED_IN = {
     "RemoteEngine": "api.remote_engine",
     "ReshardPlan": "realloc",
     "SnapshotFollower": "snapshots.follower",
+    "Snapshots": "extras.snapshots",
     "UpdateReport": "observability.report",
     "VerlEngine": "api.verl_engine",
     "WeightSender": "api.weight_sender",
@@ -60,6 +62,7 @@ __all__ = [
     "RemoteEngine",
     "ReshardPlan",
     "SnapshotFollower",
+    "Snapshots",
     "UpdateReport",
     "VerlEngine",
     "WeightSender",

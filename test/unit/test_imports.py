@@ -18,12 +18,12 @@ SOURCES = {
 # From the top down. A package may import from those in lower rows, and from those in its own row if there is no circle.
 LAYERS = (
     ("verl", "cli"),
+    ("extras",),
     ("api", "realloc"),
     ("patches",),
-    ("replicas", "probe"),
+    ("replicas", "probe", "snapshots"),
     ("trainer", "engine"),
     ("protocol",),
-    ("snapshots",),
     ("delta",),
     ("transports", "digest"),
     ("plan", "derived"),

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from sglang_reshard.api.probed import Update, probed
-from sglang_reshard.api.snapshot_methods import SnapshotMethods
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, ReshardError, TornWeights, Unsupported
 from sglang_reshard.observability.logs import get_logger
@@ -38,7 +37,7 @@ logger = get_logger(__name__)
 _SESSION = "engines"
 
 
-class MultiEngineSender(SnapshotMethods):
+class MultiEngineSender:
     """One trainer rank's end of the session with all engines.
 
     address       of the control server that trainer rank 0 hosts
@@ -46,6 +45,7 @@ class MultiEngineSender(SnapshotMethods):
     relay         engines read from each other what one of them has read already, while it still reads: trainer memory
                   is read about once, however many engines there are. With transport="nixl" only
     lora          the adapter that is updated; by default the model's own weights
+    background    runs updates and snapshots behind the trainer's next step, one at a time
 
     For transport, bucket_bytes, timeout_s, delta and delta_device see `WeightSender`.
 
@@ -76,7 +76,7 @@ class MultiEngineSender(SnapshotMethods):
         self._excluded: dict[str, str] = {}
         self._numbers = itertools.count()
         self._sender: UpdateSender | None = None
-        self._background = BackgroundUpdates[Any]()  # of updates and snapshots
+        self.background = BackgroundUpdates[Any]()
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -153,15 +153,17 @@ class MultiEngineSender(SnapshotMethods):
         of_copy = dataclasses.replace(chosen, unmap_after=False)
         assert self._sender is not None, "there are engines"
         weights, update = self._probed(probe, named_tensors, of_copy, on_failure)
-        return self._background.start(
+        return self.background.start(
             self._sender, update, weights, chosen, latest_only=latest_only, shadow_device=shadow_device
         )
 
     def wait_for_background(self) -> None:
         """Returns once no update runs in the background. What one has failed with is raised by its handle."""
-        self._background.wait()
+        self.background.wait()
 
-    def _snapshots_of(self) -> UpdateSender:
+    @property
+    def participant(self) -> UpdateSender:
+        """What takes part in the session with all engines. Raises Mismatch before `set_engines`."""
         if self._sender is None:
             raise Mismatch(f"trainer rank {self._rank}: there is no session yet; call set_engines first")
         return self._sender
@@ -223,13 +225,13 @@ class MultiEngineSender(SnapshotMethods):
 
     def release(self) -> None:
         """Drops views of the shards, and the copy of `update_async`, see `WeightSender.release`."""
-        self._background.release()
+        self.background.release()
         if self._sender is not None:
             self._sender.release()
 
     def close(self) -> None:
         """Ends the session. Collective."""
-        self._background.close()
+        self.background.close()
         if self._sender is not None:
             self._sender.close()
         if self._relays is not None and self._rank == 0:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -20,9 +19,8 @@ import torch.distributed as dist
 
 from sglang_reshard.api.probed import Update, probed
 from sglang_reshard.api.remote_engine import RemoteEngine
-from sglang_reshard.api.snapshot_methods import SnapshotMethods
 from sglang_reshard.control import Address
-from sglang_reshard.errors import EngineUnreachable, Mismatch, ReshardError, Unsupported
+from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.layout.decoders import convert
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Delta, LoraAdapter, Verify
@@ -32,17 +30,19 @@ from sglang_reshard.sources.names import Rename, Renaming, patterns
 from sglang_reshard.trainer.background import BackgroundUpdates, UpdateHandle
 from sglang_reshard.trainer.collectives import on_first_rank
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateOptions
-from sglang_reshard.trainer.update_sender import UpdateSender, raising, repeatable
+from sglang_reshard.trainer.update_sender import UpdateSender
 
 if TYPE_CHECKING:
     from sglang_reshard.probe.probe import Probe
 
 _ENGINE, _NAME = 0, "engine"  # its number in the session, and its name for a probe
-_FALLBACKS = 3  # snapshots that stay in the folder of `fallback`
 
 
-class WeightSender(SnapshotMethods, UpdateSender):
-    """One trainer rank's end of a session with one engine. Not for use from several threads at once."""
+class WeightSender(UpdateSender):
+    """One trainer rank's end of a session with one engine. Not for use from several threads at once.
+
+    background  runs updates and snapshots behind the trainer's next step, one at a time
+    """
 
     def __init__(
         self,
@@ -150,8 +150,6 @@ class WeightSender(SnapshotMethods, UpdateSender):
         frozen: Sequence[str] = (),
         only: Sequence[str] = (),
         probe: Probe | None = None,
-        fallback: Literal["raise", "disk"] = "raise",
-        fallback_folder: str | Path | None = None,
     ) -> UpdateReport:
         """Updates the engine to these weights. Collective: all trainer ranks pass the same names in the same order.
 
@@ -178,9 +176,6 @@ class WeightSender(SnapshotMethods, UpdateSender):
         only            fnmatch patterns of the engine's parameters that must be written; all others are as `frozen`
         probe           compare the engine's log-probabilities of a few tokens with the trainer's once the weights are
                         live, see `probe.Probe`; the report's `probe` says how far they differ
-        fallback        "disk": if the engine's server does not answer, write a snapshot named `weight_version` to
-                        `fallback_folder` instead of raising, see `snapshot`; the report has success=False then, and
-                        transport="disk". A follower of the folder loads it, unless a later update has succeeded
 
         Raises, on every trainer rank: Unsupported or Mismatch for weights that cannot be sent, DeadlineExceeded for a
         rank that does not participate, EngineRefused for what the engine refuses. The old weights keep serving then,
@@ -202,25 +197,8 @@ class WeightSender(SnapshotMethods, UpdateSender):
             patterns(frozen) if frozen else (),
             patterns(only) if only else (),
         )
-        if fallback == "raise":
-            weights, update = self._probed(probe, named_tensors, options)
-            return update(weights)[_NAME]
-        if fallback != "disk" or fallback_folder is None or weight_version is None:
-            raise Unsupported("fallback must be 'raise', or 'disk' with a fallback_folder and a weight_version")
-        again: NamedTensors | torch.nn.Module
-        try:
-            again = repeatable(named_tensors)
-        except Exception as error:
-            again = raising(error)
-        weights, update = self._probed(probe, again, options)
-        try:
-            return update(weights)[_NAME]
-        except EngineUnreachable as error:
-            written = self.snapshot(
-                again, fallback_folder, name=weight_version, partial=partial, rename=rename, keep=_FALLBACKS, delta=True
-            )
-            message = f"{error} The weights are in {written.path}"
-            return msgspec.structs.replace(UpdateReport.failed(message, weight_version), transport="disk")
+        weights, update = self._probed(probe, named_tensors, options)
+        return update(weights)[_NAME]
 
     def update_async(
         self,
@@ -255,14 +233,16 @@ class WeightSender(SnapshotMethods, UpdateSender):
         def run(copy: TrainerState | NamedTensors) -> UpdateReport:
             return update(copy)[_NAME]
 
-        return self._background.start(self, run, weights, chosen, latest_only=latest_only, shadow_device=shadow_device)
+        return self.background.start(self, run, weights, chosen, latest_only=latest_only, shadow_device=shadow_device)
 
     def release(self) -> None:
         """Drops views of the shards, see `UpdateSender.release`, and the copy of `update_async`, once it has ended."""
-        self._background.release()
+        self.background.release()
         super().release()
 
-    def _snapshots_of(self) -> UpdateSender:
+    @property
+    def participant(self) -> UpdateSender:
+        """What takes part in the session, as that of a `MultiEngineSender`."""
         return self
 
     def _probed(self, probe: Probe | None, weights: Any, options: UpdateOptions) -> tuple[Any, Update]:
@@ -306,12 +286,12 @@ class WeightSender(SnapshotMethods, UpdateSender):
         super().__init__(*arguments)
         self._send = send
         self._adapters: dict[str, WeightSender] = {}
-        self._background = BackgroundUpdates[Any]()  # of updates and snapshots
+        self.background = BackgroundUpdates[Any]()
         self.set_engines({_ENGINE: send})
 
     def close(self) -> None:
         """Ends the session, and those of its LoRA adapters. Collective. Engine ranks unmap the shards' memory."""
-        self._background.close()
+        self.background.close()
         for adapter in self._adapters.values():
             adapter.close()
         super().close()

@@ -11,8 +11,7 @@ import functools
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -26,15 +25,12 @@ from sglang_reshard.protocol.messages import Failure, ListedTensors, TrainerStat
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import TrainerChannel
 from sglang_reshard.sources import NamedTensors, TrainerState
-from sglang_reshard.sources.names import Renaming, is_mapping
+from sglang_reshard.sources.names import is_mapping
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateCoordinator, UpdateOptions
 from sglang_reshard.trainer.engine_transfers import Shards
 from sglang_reshard.trainer.publisher import PublishedShards, ShardPublisher
 from sglang_reshard.trainer.worker import TrainerWorker
 from sglang_reshard.transports.memory import MemoryExporter, host_identity
-
-if TYPE_CHECKING:
-    from sglang_reshard.trainer.snapshot import SnapshotReport
 
 T = TypeVar("T", bound=NamedTensors | torch.nn.Module | TrainerState)
 logger = get_logger(__name__)
@@ -127,6 +123,11 @@ class UpdateSender:
         return self._rank, self._global_ranks
 
     @property
+    def session(self) -> Session:
+        """In which the trainer ranks meet."""
+        return self._session
+
+    @property
     def timeout_s(self) -> float:
         return self._timeout_s
 
@@ -199,23 +200,6 @@ class UpdateSender:
     def _span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager[Any]:
         """Opens a span on trainer rank 0 only; the others would duplicate it, each in a trace of its own."""
         return spans.span(name, **attributes) if self._rank == 0 else contextlib.nullcontext()
-
-    def write_snapshot(
-        self,
-        weights: NamedTensors | torch.nn.Module | TrainerState,
-        folder: Path,
-        name: str,
-        options: Mapping[str, Any],
-    ) -> SnapshotReport:
-        """Writes the weights to `folder`/`name`; for options and errors see `SnapshotMethods.snapshot`. Collective."""
-        from sglang_reshard.trainer.snapshot import SnapshotOptions, SnapshotWriter  # which load a part of the tracer
-
-        if (source := options.get("copy_from")) is not None:
-            options = {**options, "copy_from": Path(source)}
-        if (rename := options.get("rename")) is not None:
-            options = {**options, "rename": Renaming.of(rename)}
-        writer = SnapshotWriter(self._session, self._rank, self._global_ranks, self._timeout_s)
-        return writer.write(weights, folder, SnapshotOptions(name, **options))
 
     def release(self) -> None:
         """Drops views of the shards; call it before weights are offloaded or freed between updates.

@@ -24,8 +24,8 @@ from sglang_reshard.protocol.messages import (
     SharedWeights,
     ShareWeightsReq,
 )
+from sglang_reshard.protocol.publication import MOST_PUBLICATION
 from sglang_reshard.protocol.validation.layouts import MAX_TRAINER_RANKS
-from sglang_reshard.snapshots.manifest import MOST_PUBLICATION
 from sglang_reshard.transports.remote_shards import MEMORY_KINDS
 
 MAX_BUCKET_BYTES = 1 << 40
