@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sglang_reshard.protocol.weights_info import WeightsInfo
     from sglang_reshard.realloc import ReshardPlan, reshard
     from sglang_reshard.snapshots.follower import SnapshotFollower
+    from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 
 _DEFINED_IN = {
     "DistributedUpdateWeightsOutput": "protocol.messages",
@@ -40,8 +41,10 @@ _DEFINED_IN = {
     "ProbeReport": "observability.probe_report",
     "RemoteEngine": "api.remote_engine",
     "ReshardPlan": "realloc",
+    "SenderOptions": "trainer.options",
     "SnapshotFollower": "snapshots.follower",
     "Snapshots": "extras.snapshots",
+    "UpdateOptions": "trainer.options",
     "UpdateReport": "observability.report",
     "VerlEngine": "api.verl_engine",
     "WeightSender": "api.weight_sender",
@@ -61,8 +64,10 @@ __all__ = [
     "ProbeReport",
     "RemoteEngine",
     "ReshardPlan",
+    "SenderOptions",
     "SnapshotFollower",
     "Snapshots",
+    "UpdateOptions",
     "UpdateReport",
     "VerlEngine",
     "WeightSender",

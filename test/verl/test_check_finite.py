@@ -29,7 +29,7 @@ class Sender:
 
     def set_engines(self, engines: Any) -> None: ...
 
-    def update(self, named_tensors: Any, **options: Any) -> dict[str, Any]:
+    def update(self, named_tensors: Any, *options: Any, **_: Any) -> dict[str, Any]:
         self.sent.append((named_tensors, options))
         return {}
 

@@ -10,7 +10,6 @@ the others, see `trainer.engine_transfers`. Its weights must not change until `u
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,13 +22,13 @@ from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.layout.decoders import convert
 from sglang_reshard.observability.report import UpdateReport
-from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Delta, LoraAdapter, Verify
+from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.protocol.session import LOOPBACK, Session
 from sglang_reshard.sources import NamedTensors, TrainerState
-from sglang_reshard.sources.names import Rename, Renaming, patterns
 from sglang_reshard.trainer.background import BackgroundUpdates, UpdateHandle
 from sglang_reshard.trainer.collectives import on_first_rank
-from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateOptions
+from sglang_reshard.trainer.coordinator import Send
+from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender
 
 if TYPE_CHECKING:
@@ -52,37 +51,29 @@ class WeightSender(UpdateSender):
         api_key: str | None = None,
         admin_api_key: str | None = None,
         interface: str | None = None,
-        transport: str = "auto",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        delta: Delta = "off",
-        delta_device: torch.device | None = None,
+        options: SenderOptions | None = None,
+        **given: Any,
     ) -> None:
         """Opens a session with a server. Collective over `group`.
 
         url, api_key, admin_api_key   of the server, see `RemoteEngine`, also for their defaults
-        group         process group of the trainer ranks, with a CPU backend; by default all ranks
-        interface     address of rank 0's host at which engine ranks connect to it; by default that of the interface
-                      towards the server
-        transport     "auto", "ipc", "p2p", "broadcast" or "nixl", see `plan.strategy`
-        bucket_bytes  size of a bucket; a rank holds at most two
-        timeout_s     seconds that any one wait may last
-        delta         "auto" sends only what has changed since the update before, bit for bit, where weights are sent
-                      and that is at most half of their bytes. Trainer ranks keep what they have sent, in the
-                      engine's dtypes; engines need no memory for it but buckets
-        delta_device  where trainer ranks keep it; by default where messages are packed
+        group            process group of the trainer ranks, with a CPU backend; by default all ranks
+        interface        address of rank 0's host at which engine ranks connect to it; by default that of the interface
+                         towards the server
+        options, given   transport, bucket_bytes, timeout_s and others, whole or by name: see `SenderOptions`
 
         Raises, on every rank: EngineRefused for a server that does not answer, Unauthorized for a wrong key,
-        Unsupported for a server without this package, or delta="auto" with a transport by which nothing is sent,
-        Mismatch for a server with another version of the package.
+        Unsupported for a server without this package, Mismatch for a server with another version of the package, and
+        what `SenderOptions` raises.
         """
         group = group or dist.group.WORLD
         if group is None:
             raise Mismatch("a WeightSender needs torch.distributed: call init_process_group on all trainer ranks first")
-        remote, reached = connect_server(group, url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=timeout_s)
+        chosen = SenderOptions.of(options, given)
+        keys = {"api_key": api_key, "admin_api_key": admin_api_key}
+        remote, reached = connect_server(group, url, **keys, timeout_s=chosen.timeout_s)
         send = remote.update_weights_distributed if remote is not None else None
-        config = SenderConfig(transport, bucket_bytes, timeout_s, None, delta, delta_device)
-        self._begin(send, *_open_session(group, interface or reached, timeout_s), config)
+        self._begin(send, *_open_session(group, interface or reached, chosen.timeout_s), chosen)
 
     @classmethod
     def over(
@@ -91,20 +82,17 @@ class WeightSender(UpdateSender):
         send: Send | None,
         *,
         interface: str = LOOPBACK,
-        transport: str = "auto",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        delta: Delta = "off",
-        delta_device: torch.device | None = None,
+        options: SenderOptions | None = None,
+        **given: Any,
     ) -> WeightSender:
         """Opens a session with an engine to which `send` sends requests. Collective over `group`.
 
         group  process group of the trainer ranks, with a CPU backend
         send   sends a request to the engine and returns its answer; on rank 0 of the group, None on the others
+        options, given   see `SenderOptions`
         """
-        sender = cls.__new__(cls)
-        config = SenderConfig(transport, bucket_bytes, timeout_s, None, delta, delta_device)
-        sender._begin(send, *_open_session(group, interface, timeout_s), config)
+        sender, chosen = cls.__new__(cls), SenderOptions.of(options, given)
+        sender._begin(send, *_open_session(group, interface, chosen.timeout_s), chosen)
         return sender
 
     @classmethod
@@ -115,65 +103,32 @@ class WeightSender(UpdateSender):
         trainer_rank: int,
         global_ranks: tuple[int, ...],
         send: Send | None,
-        transport: str = "auto",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        lora: LoraAdapter | None = None,
-        delta: Delta = "off",
-        delta_device: torch.device | None = None,
+        options: SenderOptions | None = None,
+        **given: Any,
     ) -> WeightSender:
         """Uses a session that is open already.
 
         global_ranks  the rank of each trainer rank in torch.distributed's world, as device meshes list them
         send          sends a request to the engine and returns its answer; on trainer rank 0, None on the others
-        lora          the adapter that is updated, see `lora_adapter`; by default the model's own weights
+        options, given   see `SenderOptions`
         """
         sender = cls.__new__(cls)
-        config = SenderConfig(transport, bucket_bytes, timeout_s, lora, delta, delta_device)
-        sender._begin(send, session, trainer_rank, global_ranks, config)
+        sender._begin(send, session, trainer_rank, global_ranks, SenderOptions.of(options, given))
         return sender
 
     def update(
         self,
         named_tensors: NamedTensors | torch.nn.Module,
+        options: UpdateOptions | None = None,
         *,
-        weight_version: str | None = None,
-        flush_cache: bool = True,
-        abort_all_requests: bool = False,
-        ignore: Sequence[str] = (),
-        verify: Verify = "off",
-        staged: bool = False,
-        unmap_after: bool = False,
-        partial: bool = False,
-        draft: bool = True,
-        rename: Rename | None = None,
-        frozen: Sequence[str] = (),
-        only: Sequence[str] = (),
         probe: Probe | None = None,
+        **given: Any,
     ) -> UpdateReport:
         """Updates the engine to these weights. Collective: all trainer ranks pass the same names in the same order.
 
         named_tensors   (name, tensor) pairs, a state dict, or the module itself, see `sglang_reshard.sources.describe`;
                         the shards are not gathered
-        weight_version  the engine's weight_version from now on; None leaves it unchanged
-        ignore          fnmatch patterns ("model.layers.61.*") of names that the engine need not read. Any other name
-                        that it does not read is refused, unless it is tied to a tensor that is sent
-        verify          compare checksums of the received weights with the trainer's: "full" reads every element on both
-                        sides once more, "sample" one row in 64, others in each update
-        staged          receive into shadow weights: a failure before all have arrived and been verified leaves the old
-                        weights serving. Takes as much memory again as the weights
-        unmap_after     engine ranks unmap the shards' memory at the end, for a trainer that offloads it now: freed
-                        memory that another process maps is not free. The next update maps it again, and plans again
-        partial         each trainer rank passes the tensors that it holds, and others other ones: the layers of its
-                        pipeline stage, its own experts. A plain tensor is held by the ranks that pass it. Names and
-                        shardings are agreed on by metadata only; in an unchanged update, by a hash of each rank
-        draft           update the draft models of speculative decoding too, from these tensors, or from those named
-                        "draft.<name>" if there are any. False leaves them as they are
-        rename          the names to send the tensors under: a dict of prefixes, old -> new, or a function from name to
-                        name. Pass the same function object in every update. `ignore` refers to the new names
-        frozen          fnmatch patterns ("visual.*") of the engine's parameters that may keep their live values, if
-                        nothing that is sent reaches them. Those that do are the report's `kept`
-        only            fnmatch patterns of the engine's parameters that must be written; all others are as `frozen`
+        options, given  weight_version, verify, staged and others, whole or by name: see `UpdateOptions`
         probe           compare the engine's log-probabilities of a few tokens with the trainer's once the weights are
                         live, see `probe.Probe`; the report's `probe` says how far they differ
 
@@ -183,31 +138,18 @@ class WeightSender(UpdateSender):
         rank has died before the engine answered; if its weights are torn, it refuses to generate. Raises ProbeMismatch
         after an update that has succeeded, if a probe's threshold is exceeded.
         """
-        options = UpdateOptions(
-            weight_version,
-            flush_cache,
-            abort_all_requests,
-            patterns(ignore) if ignore else (),
-            verify,
-            staged,
-            unmap_after,
-            partial,
-            draft,
-            Renaming.of(rename) if rename is not None else None,
-            patterns(frozen) if frozen else (),
-            patterns(only) if only else (),
-        )
-        weights, update = self._probed(probe, named_tensors, options)
+        weights, update = self._probed(probe, named_tensors, UpdateOptions.of(options, given))
         return update(weights)[_NAME]
 
     def update_async(
         self,
         named_tensors: NamedTensors | torch.nn.Module,
+        options: UpdateOptions | None = None,
         *,
         latest_only: bool = False,
         shadow_device: torch.device | None = None,
         probe: Probe | None = None,
-        **options: Any,
+        **given: Any,
     ) -> UpdateHandle[UpdateReport]:
         """Copies this rank's shards, and updates the engine from the copy while the trainer goes on. Collective.
 
@@ -215,19 +157,19 @@ class WeightSender(UpdateSender):
             train_one_step()                # may change the weights
             report = handle.wait()
 
-        latest_only    if an update still runs, as trainer rank 0 sees it, skip this version instead of waiting for its
-                       end: the handle says so, and the next one names it
-        shadow_device  where the copy is; by default on the device of each shard. It takes as much memory as the shards
-                       of this rank, and is kept for the next call until `release` or `close`
-        probe          of `update`: the trainer computes its part before this returns, the engine after the update
-        options        of `update`; with `unmap_after`, views of the shards are dropped once they are copied, for a
-                       trainer that offloads or frees them now, and engine ranks keep the copy mapped
+        options, given  of `update`; with `unmap_after`, views of the shards are dropped once they are copied, for a
+                        trainer that offloads or frees them now, and engine ranks keep the copy mapped
+        latest_only     if an update still runs, as trainer rank 0 sees it, skip this version instead of waiting for its
+                        end: the handle says so, and the next one names it
+        shadow_device   where the copy is; by default on the device of each shard. It takes as much memory as the shards
+                        of this rank, and is kept for the next call until `release` or `close`
+        probe           of `update`: the trainer computes its part before this returns, the engine after the update
 
         Without `latest_only` it waits for the update before. Raises what that has failed with, unless its handle has
         raised it already; nothing is copied then, and ranks have to treat their handles alike. Only one thread may
         call methods of a sender; of those only handles' may be called while the update runs.
         """
-        chosen = UpdateOptions.of(options)
+        chosen = UpdateOptions.of(options, given)
         weights, update = self._probed(probe, named_tensors, dataclasses.replace(chosen, unmap_after=False))
 
         def run(copy: TrainerState | NamedTensors) -> UpdateReport:
@@ -277,7 +219,7 @@ class WeightSender(UpdateSender):
             raise Mismatch(f"lora_adapter was called for {name} before; use the sender that it returned")
         session = Session.join(self._session.address.named(f"lora/{name}"), self._timeout_s)
         self._adapters[name] = adapter = WeightSender.__new__(WeightSender)
-        options = dataclasses.replace(self._config, lora=LoraAdapter(name, config), delta="off")
+        options = dataclasses.replace(self._options, lora=LoraAdapter(name, config), delta="off")
         adapter._begin(self._send, session, self._rank, self._global_ranks, options)
         return adapter
 

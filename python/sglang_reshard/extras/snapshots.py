@@ -21,7 +21,7 @@ from sglang_reshard.snapshots.writer import SnapshotOptions, SnapshotReport, Sna
 from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.sources.names import Renaming
 from sglang_reshard.trainer.background import UpdateHandle
-from sglang_reshard.trainer.coordinator import UpdateOptions
+from sglang_reshard.trainer.options import UpdateOptions
 from sglang_reshard.trainer.update_sender import raising, repeatable
 
 _KEPT = 3  # snapshots that stay in the folder, of those that `update_or_write` writes

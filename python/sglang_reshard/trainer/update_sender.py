@@ -17,7 +17,7 @@ import torch
 
 from sglang_reshard.control import WaitTimedOut
 from sglang_reshard.delta.section import DeltaSection
-from sglang_reshard.errors import Aborted, DeadlineExceeded, Mismatch, ReshardError, Unsupported
+from sglang_reshard.errors import Aborted, DeadlineExceeded, Mismatch, ReshardError
 from sglang_reshard.observability import spans
 from sglang_reshard.observability.logs import configure, get_logger, log_context
 from sglang_reshard.observability.report import UpdateReport
@@ -26,8 +26,9 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import TrainerChannel
 from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.sources.names import is_mapping
-from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateCoordinator, UpdateOptions
+from sglang_reshard.trainer.coordinator import Send, UpdateCoordinator
 from sglang_reshard.trainer.engine_transfers import Shards
+from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.trainer.publisher import PublishedShards, ShardPublisher
 from sglang_reshard.trainer.worker import TrainerWorker
 from sglang_reshard.transports.memory import MemoryExporter, host_identity
@@ -47,7 +48,7 @@ class UpdateSender:
         session: Session,
         rank: int,
         global_ranks: tuple[int, ...],
-        config: SenderConfig,
+        options: SenderOptions,
         shared_memory: MemoryExporter | None = None,
     ) -> None:
         """Begins to take part in an open session.
@@ -56,24 +57,15 @@ class UpdateSender:
         global_ranks   the rank of each trainer rank in torch.distributed's world, as device meshes list them
         shared_memory  of several senders, see `ShardPublisher`
         """
-        if config.bucket_bytes < 1 or config.timeout_s <= 0:
-            raise ValueError(f"bucket_bytes={config.bucket_bytes} and timeout_s={config.timeout_s} must be positive")
-        if config.delta not in ("off", "auto"):
-            raise Unsupported(f"delta={config.delta!r} is not supported; use 'off' or 'auto'")
-        if config.delta == "auto" and config.transport in ("ipc", "broadcast"):
-            raise Unsupported(
-                f"delta='auto' is of no use with transport={config.transport!r}, by which engine ranks read mapped "
-                "memory; use 'auto', 'p2p' or 'nixl'"
-            )
         configure()
-        self._config = config
+        self._options = options
         self._closed = False
         self._session, self._rank, self._global_ranks = session, rank, global_ranks
         self._host = host_identity()
-        self._coordinator = UpdateCoordinator(session, global_ranks, config) if rank == 0 else None
+        self._coordinator = UpdateCoordinator(session, global_ranks, options) if rank == 0 else None
         self._publisher = ShardPublisher(session, rank, global_ranks, shared_memory)
-        self._worker = TrainerWorker(session, rank, len(global_ranks), config.timeout_s, config.delta_device)
-        self._timeout_s = config.timeout_s
+        self._worker = TrainerWorker(session, rank, len(global_ranks), options.timeout_s, options.delta_device)
+        self._timeout_s = options.timeout_s
         self._engines: tuple[int, ...] = ()
         self._update = 0
         self._updating = threading.Lock()
@@ -134,7 +126,7 @@ class UpdateSender:
     @property
     def last_update(self) -> tuple[str, int, str | None]:
         """The session's name, the number of its last update, and the LoRA adapter that it updates, if it does."""
-        lora = self._config.lora
+        lora = self._options.lora
         return self._session.address.session, self._update, None if lora is None else lora.name
 
     def agree(self, own: bytes, method: str, timeout_s: float | None = None) -> bytes:
@@ -268,10 +260,10 @@ class UpdateSender:
             with self._span("reshard.publish"):
                 published = self._publisher.publish(
                     named_tensors,
-                    rename=options.rename,
+                    rename=options.renaming,
                     exchange=exchange if options.partial else None,
                 )
-            if self._config.delta == "auto":
+            if self._options.delta == "auto":
                 with self._span("reshard.encode"):
                     sections = self._worker.encode(published, self._update)
         except Exception as error:
