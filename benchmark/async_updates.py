@@ -72,7 +72,7 @@ def train(trainer: Any, model: Matrices, transport: str, updates: int) -> dict[s
         digests.append(_digest(locals_) if update == WARMUPS + updates - 1 else "")
         _step(locals_, update + 500, trainer.rank)  # while it runs
         handle.wait(100)
-    shadow_bytes = sender._background.shadow_bytes
+    shadow_bytes = sender.background.shadow_bytes
     sender.close()
     sender = WeightSender.over(trainer.group, trainer.send, transport=transport, timeout_s=100)
     for update in range(WARMUPS + updates):

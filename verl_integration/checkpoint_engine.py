@@ -136,7 +136,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         if topology.is_trainer != self._is_trainer:
             self._change_side(topology)
         if self._channel is None or self._channel.address != topology.address:
-            self._channel = SyncChannel(topology.address, self._settings.timeout)
+            self._channel = SyncChannel(topology.address, self._settings.sender.timeout_s)
         if self._is_trainer:
             sender, channel = self._trainer_sender(), self._channel
             sends = {name: self._send_to(channel, name) if sender.rank == 0 else None for name in topology.replicas}
@@ -204,7 +204,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         return PendingSync(channel, topology.sync, topology.replica, bool(self._replica))
 
     def _send_to(self, channel: SyncChannel, replica: str) -> Send:
-        timeout = self._settings.timeout
+        timeout = self._settings.sender.timeout_s
         known: list[Send] = []
 
         def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:

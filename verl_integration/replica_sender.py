@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import ray
 import torch.distributed as dist
 
+from sglang_reshard.api.finite import first_not_finite
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address
-from sglang_reshard.errors import Unsupported
+from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.background import UpdateHandle
 from sglang_reshard.trainer.collectives import gather_messages
 from sglang_reshard.trainer.coordinator import Send
+from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.verl.engine_shards import EngineShards, lora_adapter
 from sglang_reshard.verl.fsdp import NamedShards
 from sglang_reshard.verl.metrics import sync_metrics, transport_reasons
@@ -76,13 +79,13 @@ class ReplicaSender:
         """Starts the control server on trainer rank 0, and returns its address; None on the others."""
         if self.rank == 0 and self._host is None:
             interface = self._settings.interface or ray.util.get_node_ip_address().strip("[]")
-            self._host = Session.host(interface, self._settings.timeout)
+            self._host = Session.host(interface, self._settings.sender.timeout_s)
         return self._host.address if self._host else None
 
     def set_replicas(self, address: Address, replicas: Mapping[str, Send | None]) -> None:
         """Sets the current replicas. A restarted replica has another name. Collective."""
         if self._sender is None:
-            self._sender = self._multi_sender(address, relay=self._relay, delta=self._settings.delta)
+            self._sender = self._multi_sender(address, self._settings.sender, relay=self._relay)
         self._sender.wait_for_background()
         self._sender.set_engines(replicas)
         self._address, self._replicas = address, replicas
@@ -104,21 +107,14 @@ class ReplicaSender:
         if self._adapter_sender is None:
             if self._address is None:
                 raise Unsupported(_NO_REPLICAS)
-            lora = LoraAdapter(SGLANG_LORA_NAME, config)
-            self._adapter_sender = self._multi_sender(self._address.named("lora"), lora=lora)
+            options = replace(self._settings.sender, lora=LoraAdapter(SGLANG_LORA_NAME, config), delta="off")
+            self._adapter_sender = self._multi_sender(self._address.named("lora"), options)
         self._adapter_sender.set_engines(self._replicas)
         return self._sync(self._adapter_sender, engine, named_tensors, temporary, global_steps, started)
 
-    def _multi_sender(self, address: Address, **options: Any) -> MultiEngineSender:
-        return MultiEngineSender(
-            address,
-            trainer_rank=self.rank,
-            global_ranks=tuple(range(dist.get_world_size())),
-            transport=self._settings.transport,
-            bucket_bytes=self._settings.bucket_bytes,
-            timeout_s=self._settings.timeout,
-            **options,
-        )
+    def _multi_sender(self, address: Address, options: SenderOptions, *, relay: bool = False) -> MultiEngineSender:
+        ranks = tuple(range(dist.get_world_size()))
+        return MultiEngineSender(address, trainer_rank=self.rank, global_ranks=ranks, relay=relay, options=options)
 
     def _sync(
         self,
@@ -129,23 +125,17 @@ class ReplicaSender:
         global_steps: int | None,
         started: float,
     ) -> dict[str, float]:
-        """`temporary`: the shards' memory is freed afterwards."""
-        options = {
-            "on_failure": self._on_failure,
-            # verl may sync a step again, after validation for example; an engine accepts a version once.
-            "weight_version": None if global_steps is None or global_steps == self._version else str(global_steps),
-            "ignore": self._settings.ignore,
-            "check_finite": self._settings.check_finite,
-            "verify": self._settings.verify,
-            "staged": self._settings.staged,
-            "unmap_after": temporary,
-            "draft": self._settings.draft,
-        }
+        """`temporary`: the shards' memory is freed afterwards. Raises Mismatch for what `check_finite` refuses."""
+        if self._settings.check_finite and (found := first_not_finite(named_tensors, world())):
+            raise Mismatch(f"{found}. Nothing was sent; look at the optimizer step, or set check_finite=False")
+        # verl may sync a step again, after validation for example; an engine accepts a version once.
+        version = None if global_steps is None or global_steps == self._version else str(global_steps)
+        options = replace(self._settings.update, weight_version=version, unmap_after=temporary)
         self.failed, self._version = {}, global_steps
         if self._asynchronous:
-            options["unmap_after"] = temporary or engine.is_param_offload_enabled
+            options = replace(options, unmap_after=temporary or engine.is_param_offload_enabled)
             return self._sync_in_background(sender, named_tensors, options, global_steps)
-        reports = sender.update(named_tensors, **options)
+        reports = sender.update(named_tensors, options, on_failure=self._on_failure)
         if temporary or engine.is_param_offload_enabled:  # views would keep what verl moves to the GPU next
             sender.release()
         self.global_steps = global_steps
@@ -155,14 +145,14 @@ class ReplicaSender:
         self,
         sender: MultiEngineSender,
         named_tensors: NamedShards,
-        options: dict[str, Any],
+        options: UpdateOptions,
         global_steps: int | None,
     ) -> dict[str, float]:
         """Copies the shards, and starts the update. The metrics are those of the sync before, which has ended.
 
         The first sync waits: until then replicas may have no weights at all.
         """
-        handle = sender.update_async(named_tensors, **options)
+        handle = sender.update_async(named_tensors, options, on_failure=self._on_failure)
         current = _Background(handle, global_steps)
         ended, self._background = self._background or current, current
         reports = ended.handle.wait()

@@ -95,7 +95,7 @@ def _colocated_sender(adapter: Any) -> ReplicaSender:
     servers = gather_messages(_Server(url), _Server, world())
     address = broadcast_message(sender.host(), Address, world())
     urls = dict.fromkeys(server.url for server in servers if server.url)
-    engines = (RemoteEngine(url, timeout_s=settings.timeout) if sender.rank == 0 else None for url in urls)
+    engines = (RemoteEngine(url, timeout_s=settings.sender.timeout_s) if sender.rank == 0 else None for url in urls)
     sends = {url: e.update_weights_distributed if e else None for url, e in zip(urls, engines, strict=True)}
     sender.set_replicas(address, sends)
     return sender

@@ -2,71 +2,69 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_type_hints
 
 import msgspec
 
-from sglang_reshard.errors import Unsupported
-from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Delta, Verify
-from sglang_reshard.protocol.validation.requests import check_transport
+from sglang_reshard.errors import ReshardError, Unsupported
+from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 
 BACKEND = "reshard"
+# What may be set of a sender's and of an update's options: verl's name -> theirs.
+_OF_SENDER = {"transport": "transport", "bucket_bytes": "bucket_bytes", "timeout": "timeout_s", "delta": "delta"}
+_OF_UPDATE = {name: name for name in ("verify", "staged", "ignore", "draft")}
+_PLACE = f"checkpoint_engine.engine_kwargs.{BACKEND}"
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of all syncs of a run.
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of all syncs of a run. In verl's configuration they are all in one table.
 
-    transport     "auto", "ipc", "p2p", "broadcast" or "nixl", see `sglang_reshard.routes.choice`
-    bucket_bytes  size of a bucket; a rank holds at most two. verl's update_weights_bucket_megabytes, for staging whole
-                  tensors, has no effect
-    check_finite  check every shard for NaN and infinities first, and refuse them
-    verify        "off", "sample" or "full": compare checksums of the received weights with the trainer's
-    staged        keep new weights beside the old ones until all have arrived
-    timeout       seconds that any one wait of a sync may last
-    ignore        fnmatch patterns of names that the engine need not use
-    draft         update the draft models of speculative decoding, too
-    relay         standalone replicas read from each other what one of them has read already; with transport="nixl" only
-    delta         "auto" sends what has changed where that is less, see `WeightSender`
-    asynchronous  syncs return when the shards are copied; replicas have the weights later
-    on_failure    "raise", or "exclude": standalone replicas that fail are left out until they have pulled the weights
-    interface     address of trainer rank 0's host that rollout hosts can reach; Ray's address of that node if empty
+    sender, update  see `SenderOptions` and `UpdateOptions`. verl's update_weights_bucket_megabytes, for staging whole
+                    tensors, has no effect
+    check_finite    check every shard for NaN and infinities first, and refuse them
+    relay           standalone replicas read from each other what one of them has read already; with transport="nixl"
+                    only
+    asynchronous    syncs return when the shards are copied; replicas have the weights later
+    on_failure      "raise", or "exclude": standalone replicas that fail are left out until they have pulled the weights
+    interface       address of trainer rank 0's host that rollout hosts can reach; Ray's address of that node if empty
     """
 
-    transport: str = "auto"
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    sender: SenderOptions = field(default_factory=SenderOptions)
+    update: UpdateOptions = field(default_factory=UpdateOptions)
     check_finite: bool = False
-    verify: Verify = "off"
-    staged: bool = False
-    timeout: float = DEFAULT_TIMEOUT_S
-    ignore: tuple[str, ...] = ()
-    draft: bool = True
     relay: bool = False
-    delta: Delta = "off"
     asynchronous: bool = False
     on_failure: Literal["raise", "exclude"] = "raise"
     interface: str = ""
 
     @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Returns the value of each setting, by verl's name, where nothing is set."""
+        return {name: default for name, _, default in _table()}
+
+    @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
         """Raises Unsupported for an unknown setting and for an invalid value."""
         try:
-            settings = msgspec.convert(_plain(given), cls, strict=False)
+            kind = msgspec.defstruct("Settings", _table(), forbid_unknown_fields=True)
+            chosen = msgspec.structs.asdict(msgspec.convert(_plain(given), kind, strict=False))
         except msgspec.ValidationError as error:
-            names = ", ".join(cls.__struct_fields__)
+            names = ", ".join(name for name, *_ in _table())
+            raise Unsupported(f"{_PLACE}: {error}. The settings are {names}") from error
+        try:
+            sender = SenderOptions(**{theirs: chosen.pop(name) for name, theirs in _OF_SENDER.items()})
+            update = UpdateOptions(**{theirs: chosen.pop(name) for name, theirs in _OF_UPDATE.items()})
+        except ReshardError as error:
+            raise Unsupported(f"{_PLACE}: {error}") from error
+        settings = cls(sender, update, **chosen)
+        if settings.relay and (sender.transport != "nixl" or update.staged):
             raise Unsupported(
-                f"checkpoint_engine.engine_kwargs.{BACKEND}: {error}. The settings are {names}"
-            ) from error
-        check_transport(settings.transport)
-        if settings.bucket_bytes < 1 or settings.timeout <= 0:
-            raise Unsupported(
-                f"checkpoint_engine.engine_kwargs.{BACKEND}: bucket_bytes={settings.bucket_bytes} and "
-                f"timeout={settings.timeout} must be positive"
-            )
-        if settings.relay and (settings.transport != "nixl" or settings.staged):
-            raise Unsupported(
-                f"checkpoint_engine.engine_kwargs.{BACKEND}: relay=True needs transport='nixl' and staged=False, not "
-                f"{settings.transport!r} and staged={settings.staged}"
+                f"{_PLACE}: relay=True needs transport='nixl' and staged=False, not {sender.transport!r} and "
+                f"staged={update.staged}"
             )
         return settings
 
@@ -74,6 +72,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def of_rollout(cls, checkpoint_engine: Any) -> Settings:
         """Reads the settings of a rollout's `checkpoint_engine` configuration."""
         return cls.of((checkpoint_engine.engine_kwargs or {}).get(BACKEND) or {})
+
+
+def _table() -> list[tuple[str, Any, Any]]:
+    """Returns each setting's name in verl's configuration, its type and its default."""
+    rows: list[tuple[str, Any, Any]] = []
+    own = {part.name: part.name for part in dataclasses.fields(Settings)[2:]}
+    for kind, names in ((SenderOptions, _OF_SENDER), (UpdateOptions, _OF_UPDATE), (Settings, own)):
+        hints, defaults = get_type_hints(kind), {part.name: part.default for part in dataclasses.fields(kind)}
+        rows += [(name, hints[theirs], defaults[theirs]) for name, theirs in names.items()]
+    return rows
 
 
 def _plain(given: Any) -> Any:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sglang_reshard import _deprecated
 from sglang_reshard.version import __version__
 
 if TYPE_CHECKING:
+    from sglang_reshard.api.finite import first_not_finite
     from sglang_reshard.api.module_receiver import ModuleReceiver
     from sglang_reshard.api.module_sender import ModuleSender
     from sglang_reshard.api.multi_engine import MultiEngineSender
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sglang_reshard.api.remote_engine import RemoteEngine
     from sglang_reshard.api.verl_engine import VerlEngine
     from sglang_reshard.api.weight_sender import WeightSender
+    from sglang_reshard.extras.snapshots import Snapshots
     from sglang_reshard.observability.probe_report import ProbeReport
     from sglang_reshard.observability.report import UpdateReport
     from sglang_reshard.probe.probe import Probe
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from sglang_reshard.protocol.weights_info import WeightsInfo
     from sglang_reshard.realloc import ReshardPlan, reshard
     from sglang_reshard.snapshots.follower import SnapshotFollower
+    from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 
 _DEFINED_IN = {
     "DistributedUpdateWeightsOutput": "protocol.messages",
@@ -39,11 +41,15 @@ _DEFINED_IN = {
     "ProbeReport": "observability.probe_report",
     "RemoteEngine": "api.remote_engine",
     "ReshardPlan": "realloc",
+    "SenderOptions": "trainer.options",
     "SnapshotFollower": "snapshots.follower",
+    "Snapshots": "extras.snapshots",
+    "UpdateOptions": "trainer.options",
     "UpdateReport": "observability.report",
     "VerlEngine": "api.verl_engine",
     "WeightSender": "api.weight_sender",
     "WeightsInfo": "protocol.weights_info",
+    "first_not_finite": "api.finite",
     "reshard": "realloc",
 }
 
@@ -58,19 +64,21 @@ __all__ = [
     "ProbeReport",
     "RemoteEngine",
     "ReshardPlan",
+    "SenderOptions",
     "SnapshotFollower",
+    "Snapshots",
+    "UpdateOptions",
     "UpdateReport",
     "VerlEngine",
     "WeightSender",
     "WeightsInfo",
     "__version__",
+    "first_not_finite",
     "reshard",
 ]
-
-_deprecated.install_module_finder()
 
 
 def __getattr__(name: str) -> Any:
     if name not in _DEFINED_IN:
-        return _deprecated.attribute(__name__, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from sglang_reshard.snapshots.folders import LocalFolder, listed
-from sglang_reshard.trainer.snapshot import SnapshotOptions, SnapshotReport, SnapshotWriter
+from sglang_reshard.snapshots.writer import SnapshotOptions, SnapshotReport, SnapshotWriter
 
 
 class Alone:

@@ -1,16 +1,17 @@
 """The documents agree with the code: links, Python blocks, commands, files, messages, metrics and options."""
 
 import ast
+import dataclasses
 import functools
 import importlib
 import inspect
 import re
 import subprocess
+import sys
 
-import msgspec
 import pytest
 
-from sglang_reshard import WeightSender, _deprecated, errors
+from sglang_reshard import SenderOptions, UpdateOptions, WeightSender, errors
 from sglang_reshard.patches import metrics
 from sglang_reshard.patches.metrics import METRICS
 from support.documents import (
@@ -149,34 +150,31 @@ def test_the_table_of_errors_has_all_of_them():
 
 
 @pytest.mark.parametrize(
-    ("heading", "function"),
-    [("## `WeightSender(...)`", WeightSender.__init__), ("## `WeightSender.update(...)`", WeightSender.update)],
+    ("heading", "function", "options"),
+    [
+        ("## `WeightSender(...)`", WeightSender.__init__, SenderOptions),
+        ("## `WeightSender.update(...)`", WeightSender.update, UpdateOptions),
+    ],
 )
-def test_the_tables_of_options_have_all_of_them_and_their_defaults(heading, function):
+def test_the_tables_of_options_have_all_of_them_and_their_defaults(heading, function, options):
     told = {row[0].strip("`"): row[1].strip("`") for row in table(OPTIONS, heading)}
-    there = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
-    assert list(told) == [p.name for p in there]
-    for option in there:
-        if option.default not in (None, inspect.Parameter.empty):  # what None stands for is told in words
-            assert told[option.name] == str(option.default).removesuffix(".0")
+    parameters = inspect.signature(function).parameters.values()
+    there = {p.name: p.default for p in parameters if p.name not in ("self", "options", "given")}
+    there |= {field.name: field.default for field in dataclasses.fields(options)}
+    assert told.keys() == there.keys()
+    for name, default in there.items():
+        if default not in (None, inspect.Parameter.empty):  # what None stands for is told in words
+            assert told[name] == str(default).removesuffix(".0")
 
 
-def test_the_changelog_lists_what_is_deprecated():
-    told = {old.strip("`"): new.strip("`") for old, new in table("CHANGELOG.md", "#### Modules")}
-    assert told == {old: f"sglang_reshard.{new}" for old, new in _deprecated.MODULES.items()}
-    told = {old.strip("`"): new.strip("`") for old, new in table("CHANGELOG.md", "#### Names")}
-    names = [(old, f"sglang_reshard.{m}.{n}") for new in _deprecated.NAMES.values() for old, (m, n) in new.items()]
-    assert told == dict(names)
-    assert len(dict(names)) == len(set(names)), "a name of 0.1 stands for two"
-
-
-def test_the_table_of_verls_settings_has_all_of_them_and_their_defaults():
+def test_the_table_of_verls_settings_has_all_of_them_and_their_defaults(monkeypatch):
     told = {row[0].strip("`"): row[1].strip("`") for row in table("docs/verl.md", "## Settings")}
     # Without its package, which imports verl.
     spec = importlib.util.spec_from_file_location("verl_settings", ROOT / "verl_integration" / "settings.py")
     settings = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, settings)  # where dataclasses look for it
     spec.loader.exec_module(settings)
-    there = msgspec.to_builtins(settings.Settings())
+    there = settings.Settings.defaults()
     assert told.keys() == there.keys()
     assert {n: told[n] for n in there if n not in ("ignore", "interface")} == {
         n: str(value).removesuffix(".0") for n, value in there.items() if n not in ("ignore", "interface")

@@ -3,6 +3,7 @@
 Each row of the table in docs/usage/migration.md is shown by a test, here or elsewhere, and its words are the code's.
 """
 
+import dataclasses
 import inspect
 import re
 
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardedStateDictConfig, StateDictType
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from sglang_reshard import UpdateReport, VerlEngine, errors
+from sglang_reshard import SenderOptions, UpdateOptions, UpdateReport, VerlEngine, errors
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import Address
@@ -284,7 +285,8 @@ def test_every_row_is_shown_by_a_test():
 def test_arguments_and_methods_of_the_table_exist():
     """Options of `update` and of the constructor, methods, and classes."""
     known = {*inspect.signature(VerlEngine).parameters, *dir(VerlEngine)}
-    known |= {*inspect.signature(WeightSender.update).parameters, *dir(errors), "UpdateReport", "MultiEngineSender"}
+    known |= {field.name for options in (SenderOptions, UpdateOptions) for field in dataclasses.fields(options)}
+    known |= {*dir(errors), "UpdateReport", "MultiEngineSender"}
     written = {word.removesuffix("()") for row in ROWS for word in words(row)} - {
         "no tensors were passed",
         'mesh["tp"]',

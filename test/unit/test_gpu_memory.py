@@ -77,8 +77,8 @@ def test_memory_without_handles_is_published_with_the_reason(gpu):
     handles = MemoryExporter(5).export([shard], ["lm_head"])
     assert handles == Handles((), (), "trainer rank 5: lm_head: its GPU memory has no CUDA IPC handle")
     publisher = ShardPublisher(Session.host(), 0, (0,))
-    first = publisher.publish([("lm_head", shard)], check_finite=False)
-    assert publisher.publish([("lm_head", shard)], check_finite=False) is first
+    first = publisher.publish([("lm_head", shard)])
+    assert publisher.publish([("lm_head", shard)]) is first
     assert publisher.shards([("lm_head", shard)])[0].data_ptr() == shard.data_ptr()  # to be sent
     with pytest.raises(Unsupported, match="lm_head: its GPU memory has no CUDA IPC handle"):
         PeerMemory(5, handles, GPU)
@@ -109,9 +109,9 @@ def published_twice(gpu, change):
     memory = gpu.allocate(64)
     tensors = [("w", memory.view(torch.float32))]
     publisher = ShardPublisher(Session.host(), 0, (0,))
-    first = publisher.publish(tensors, check_finite=False)
+    first = publisher.publish(tensors)
     change(memory)
-    return first, publisher.publish(tensors, check_finite=False)
+    return first, publisher.publish(tensors)
 
 
 def test_memory_that_was_freed_and_allocated_again_at_its_address_gets_a_new_handle(gpu):
@@ -173,7 +173,7 @@ def test_every_gpu_that_a_shard_is_on_is_waited_for_in_every_update(gpu, monkeyp
     monkeypatch.setattr(torch.Tensor, "device", property(lambda t: devices.get(t.data_ptr(), CPU)), raising=False)
     publisher = ShardPublisher(Session.host(), 0, (0,))
     for _ in range(2):
-        publisher.publish(tensors, check_finite=False)
+        publisher.publish(tensors)
     waits = [call for call in gpu.calls if call[0] == "synchronize"]
     assert waits == [("synchronize", "cuda:0", "cuda:1")] * 2
     assert gpu.calls.index(waits[0]) < gpu.calls.index(next(c for c in gpu.calls if c[0] == "export"))

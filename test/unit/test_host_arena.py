@@ -42,14 +42,14 @@ def test_offloaded_shards_are_copied_and_stay_as_they_are(gpu):
 def test_handles_stay_the_same_and_values_are_new_in_every_update(gpu):
     publisher = ShardPublisher(Session.host(), 0, (0,))
     shards = some_shards()
-    first = publisher.publish(named(shards), check_finite=False)
+    first = publisher.publish(named(shards))
     peer = PeerMemory(0, publisher._handles, GPU)
     shards[0].add_(100)  # in place: the list is unchanged
-    second = publisher.publish(named(shards), check_finite=False)
+    second = publisher.publish(named(shards))
     assert second is first
     assert torch.equal(shard_in(peer, 0, shards[0]), shards[0])
     anew = some_shards(7)  # offloaded again, to other memory
-    third = publisher.publish(named(anew), check_finite=False)
+    third = publisher.publish(named(anew))
     assert torch.equal(shard_in(peer, 1, anew[1]), anew[1])
     assert (first.layout, first.handles) == (third.layout, third.handles)
     peer.close()
@@ -69,7 +69,7 @@ def test_senders_to_several_engines_share_one_arena_and_copy_once_in_an_update(g
     for update in range(2):
         exporter.begin_update()
         shards[0].fill_(update)
-        published = [publisher.publish(named(shards), check_finite=False) for publisher in publishers]
+        published = [publisher.publish(named(shards)) for publisher in publishers]
         peer = PeerMemory(0, publishers[2]._handles, GPU)
         assert shard_in(peer, 0, shards[0]).eq(update).all()
         peer.close()
@@ -84,7 +84,7 @@ def test_the_arena_keeps_no_shard_alive(gpu):
     publisher = ShardPublisher(Session.host(), 0, (0,))
     shards = some_shards()
     kept = [StorageWeakRef(shard.untyped_storage()) for shard in shards if shard.numel()]
-    publisher.publish(named(shards), check_finite=False)
+    publisher.publish(named(shards))
     del shards
     gc.collect()
     assert all(storage.expired() for storage in kept)
@@ -170,7 +170,7 @@ def test_nothing_is_copied_before_the_way_to_the_host_has_ended(gpu, monkeypatch
 
     monkeypatch.setattr(gpu, "synchronize", arrive)
     publisher = ShardPublisher(Session.host(), 0, (0,))
-    publisher.publish([("w", shard)], check_finite=False)
+    publisher.publish([("w", shard)])
     peer = PeerMemory(0, publisher._handles, GPU)
     assert shard_in(peer, 0, shard).tolist() == [6.0] * 3
     peer.close()

@@ -15,6 +15,7 @@ from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused, Mismatch, Unsupported
+from sglang_reshard.extras.snapshots import Snapshots
 from sglang_reshard.gpu.runtime import CudaRuntime
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, EngineCommand, Start
 from sglang_reshard.protocol.session import Session
@@ -71,7 +72,7 @@ def train_in_the_background(trainer, folder):
     """Deltas to two engines that are sent the same, and a snapshot between."""
     sender, _host = sender_to_many(trainer, transport="p2p", delta="auto")
     with pytest.raises(Mismatch, match="call set_engines first"):
-        sender.snapshot({}, folder, name="early")
+        Snapshots(sender, folder).write({}, "early")
     sender.set_engines(dict(zip("ab", trainer.send_one, strict=True)))
     weights = {name: tensor.clone() for name, tensor in checkpoint(DRIFTING + 1).items()}
     told = []
@@ -79,7 +80,7 @@ def train_in_the_background(trainer, folder):
         for name, tensor in checkpoint(version).items():
             weights[name].copy_(tensor)
         handle = sender.update_async(weights.items(), weight_version=str(version))
-        written = sender.snapshot_async(weights.items(), folder, name=str(version))
+        written = Snapshots(sender, folder).write_async(weights.items(), str(version))
         told.append({name: report.delta for name, report in handle.wait(30).items()})
         written.wait(30)
     shared = len(sender._sender._worker._deltas._known)

@@ -9,6 +9,7 @@ from sglang_reshard.api.state_dict_model import StateDictModel
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.extras.snapshots import Snapshots
 from sglang_reshard.realloc import reshard
 from sglang_reshard.sources import FlatBuffer, FlatMember, FusedSlice, FusedTensor, describe
 from sglang_reshard.sources.names import Renaming, patterns
@@ -82,8 +83,9 @@ def test_a_dict_is_taken_as_its_items(kind):
 def snapshot_of_a_dict(trainer, folder):
     sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
     weights = {f"policy.{name}": tensor for name, tensor in checkpoint(1).items()}
-    sender.snapshot(weights, folder, name="1", rename={"policy.": ""})
-    sender.snapshot_async(weights, folder, name="2", rename={"policy.": ""}).wait()
+    snapshots = Snapshots(sender, folder, rename={"policy.": ""})
+    snapshots.write(weights, "1")
+    snapshots.write_async(weights, "2").wait()
     sender.close()
 
 
@@ -196,9 +198,9 @@ def train_with_a_failing_generator(trainer, how):
         elif how == "update_async":
             sender.update_async(weights()).wait()
         elif how == "fallback":
-            sender.update(weights(), weight_version="1", fallback="disk", fallback_folder="nowhere")
+            Snapshots(sender, "nowhere").update_or_write(weights(), weight_version="1")
         elif how == "snapshot":
-            sender.snapshot(weights(), "nowhere", name="1")
+            Snapshots(sender, "nowhere").write(weights(), "1")
         else:
             reshard(weights(), checkpoint(2))
     except ReshardError as error:

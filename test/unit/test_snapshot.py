@@ -17,9 +17,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.extras.snapshots import Snapshots
 from sglang_reshard.layout.source_layout import SourceLayout
+from sglang_reshard.snapshots.writer_files import SnapshotFiles
 from sglang_reshard.sources import describe
-from sglang_reshard.trainer.snapshot_files import SnapshotFiles
 from support.sweep import sweep
 from support.toy import checkpoint
 from support.world import run_world
@@ -59,9 +60,10 @@ def nobody(rank: int, size: int, requests: Any, *_: Any) -> None:
     """An engine rank that no update comes to."""
 
 
-def snapshots(trainer: Any, mesh: str, folder: str, options: dict[str, Any]) -> list[Any]:
+def three(trainer: Any, mesh: str, folder: str, options: dict[str, Any]) -> list[Any]:
     sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
-    reports = [sender.snapshot(sharded(v, mesh).items(), folder, name=f"step-{v}", **options) for v in (1, 2, 3)]
+    snapshots = Snapshots(sender, folder, **options)
+    reports = [snapshots.write(sharded(v, mesh).items(), f"step-{v}") for v in (1, 2, 3)]
     sender.close()
     return reports
 
@@ -76,7 +78,7 @@ def test_each_rank_writes_its_part(tmp_path: Path, mesh: str) -> None:
     others.mkdir(parents=True)
     (others / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {}}')
     options = {"file_bytes": 4000, "copy_from": str(model), "keep": 2}
-    told, _ = run_world(TRAINERS, 0, snapshots, nobody, mesh, str(tmp_path / "snapshots"), options)
+    told, _ = run_world(TRAINERS, 0, three, nobody, mesh, str(tmp_path / "snapshots"), options)
     folder = tmp_path / "snapshots"
     names = {path.name for path in folder.iterdir()}
     assert names == {"latest", "snapshots.json", "somebody-elses", "step-2", "step-3"}
@@ -107,21 +109,21 @@ def own_tensors(trainer: Any, folder: str) -> None:
     sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
     own = [{"first": torch.ones(3)}, {"second": torch.full((3, 5), 1.5), "numbers": torch.arange(7)}][trainer.rank]
     named = {**own, "nothing": torch.empty(0, 4)}
-    sender.snapshot(named.items(), folder, name="step", dtype="bfloat16", partial=True)
+    Snapshots(sender, folder, dtype="bfloat16").write(named.items(), "step", partial=True)
     sender.close()
 
 
 def failing(trainer: Any, folder: str) -> list[str]:
     sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
-    weights = sharded(1, "fsdp")
+    snapshots, weights = Snapshots(sender, folder), sharded(1, "fsdp")
     told = []
 
     def refused(kind: type[ReshardError], name: str, **options: Any) -> None:
         with pytest.raises(kind) as error:
-            sender.snapshot(weights.items(), folder, name=name, **options)
+            snapshots.write(weights.items(), name, **options)
         told.append(str(error.value))
 
-    sender.snapshot(weights.items(), folder, name="good")
+    snapshots.write(weights.items(), "good")
     refused(Mismatch, "good")
     refused(Mismatch, "../good")
     with pytest.MonkeyPatch.context() as patch:
@@ -129,9 +131,9 @@ def failing(trainer: Any, folder: str) -> list[str]:
         refused(ReshardError, "full")
     with pytest.MonkeyPatch.context() as patch:
         if trainer.rank == 2:
-            patch.setattr("sglang_reshard.trainer.snapshot.write_boxes", _broken)
+            patch.setattr("sglang_reshard.snapshots.writer.write_boxes", _broken)
         refused(ReshardError, "broken")
-    sender.snapshot(weights.items(), folder, name="later")
+    snapshots.write(weights.items(), "later")
     sender.close()
     return told
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.extras.snapshots import Snapshots
 from sglang_reshard.snapshots.delta_file import CHUNK_BYTES, apply_delta, write_delta
 from sglang_reshard.snapshots.follower import SnapshotFollower
 from sglang_reshard.snapshots.manifest import DELTA, MANIFEST, decode_snapshot, encode
@@ -26,10 +27,11 @@ BF16 = torch.bfloat16
 
 def write(trainer: Any, folder: str, versions: range, options: dict[str, Any]) -> list[Any]:
     sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30)
+    snapshots = Snapshots(sender, folder, delta=True, **options)
     weights, reports = sharded(versions[0], BF16), []
     for version in versions:
         become(weights, version, BF16)
-        handle = sender.snapshot_async(weights.items(), folder, name=f"step-{version}", delta=True, **options)
+        handle = snapshots.write_async(weights.items(), f"step-{version}")
         become(weights, 99, BF16)  # while it is written
         reports.append(handle.wait(60))
     sender.close()

@@ -14,9 +14,9 @@ from sglang_reshard.sources import (
     SourceLayout,
     blocks,
     describe,
-    first_not_finite,
     tied_names,
 )
+from sglang_reshard.sources.finite import not_finite
 from support.toy import checkpoint
 from support.toy_fused import fused
 from test_placements import as_rank
@@ -103,13 +103,13 @@ def test_the_tensor_whose_piece_is_not_finite_is_named_and_what_is_around_pieces
     whole = checkpoint(1)
     whole["v.weight"][4, 7] = NAN  # of the second group of heads
     state = described(fused(whole, 2, 2, 1), 1, 2)
-    told = first_not_finite(state.layout, state.shards, 1)
+    told = not_finite(state.layout, state.shards, 1)
     assert told == (
         "trainer rank 1: 1 of the 48 elements of v.weight on this rank are not finite (1 NaN), "
         "the first at global index (4, 7)"
     )
     state = described(fused(whole, 2, 2, 0), 0, 2)
-    assert first_not_finite(state.layout, state.shards, 0) is None
+    assert not_finite(state.layout, state.shards, 0) is None
     assert not all(shard.isfinite().all() for shard in state.shards), "there is padding"
 
 
@@ -123,7 +123,7 @@ def test_every_element_is_looked_at_once(monkeypatch):
 
     monkeypatch.setattr(torch, "aminmax", counted)
     (state,) = states_of(1, 1)
-    assert first_not_finite(state.layout, state.shards, 0) is None
+    assert not_finite(state.layout, state.shards, 0) is None
     assert sum(looked) == sum(t.numel() for t in checkpoint(1).values())
 
 

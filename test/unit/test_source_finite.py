@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from sglang_reshard.layout.source_layout import compute_shard_map
-from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor, describe, finite, first_not_finite
+from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor, describe, finite
+from sglang_reshard.sources.finite import not_finite
 from support.largest import LargestResult
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -20,7 +21,7 @@ NAN, INF = float("nan"), float("inf")
 
 def found(**tensors):
     state = describe(tensors.items(), trainer_rank=0, global_ranks=(0,))
-    return first_not_finite(state.layout, state.shards, 0)
+    return not_finite(state.layout, state.shards, 0)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -91,7 +92,7 @@ def test_indices_are_those_of_the_whole_tensor(rank):
             continue
         local = torch.zeros(held.min_local_shape(rank))
         local[shard.local_start] = NAN
-        told = first_not_finite(layout, [local], rank)
+        told = not_finite(layout, [local], rank)
         assert told.endswith(f"index {shard.box.start}")
         assert f"trainer rank {rank}: 1 of" in told
         assert whole[shard.box.start] == shard.box.start[0] * 4 + shard.box.start[1]
@@ -111,7 +112,7 @@ def test_temporaries_stay_small(bad):
         tensors["transposed"][5, 3] = NAN
     state = describe(tensors.items(), trainer_rank=0, global_ranks=(0,))
     with LargestResult() as largest:
-        told = first_not_finite(state.layout, state.shards, 0)
+        told = not_finite(state.layout, state.shards, 0)
     assert (told is not None) == bad
     assert not bad or "index (5, 3)" in told
     assert largest.nbytes <= 8 * finite.CHUNK

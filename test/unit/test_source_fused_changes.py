@@ -55,9 +55,9 @@ def test_changed_fused_tensors_are_changed(change):
 def test_unchanged_fused_tensors_are_not_described_again(monkeypatch):
     publisher = ShardPublisher(Session.host(), 0, (0,))
     given = fused_and_explicit()
-    first = publisher.publish(given, check_finite=False)
+    first = publisher.publish(given)
     assert [t.name for t in first.source.tensors] == ["a", "b", "c", "d"]
     assert [shard.numel() for shard in publisher.shards(given)] == [4, 4, 4, 2]
     monkeypatch.setattr("sglang_reshard.trainer.publisher.describe", None)  # a call would fail
-    assert publisher.publish(list(given), check_finite=False) is first
+    assert publisher.publish(list(given)) is first
     publisher.close()

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from sglang_reshard import reshard
+from sglang_reshard import Snapshots, reshard
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import Unsupported
@@ -61,7 +61,7 @@ def train(trainer, transport, delta, folder):
             tensor.to_local().view(torch.uint8).copy_(new.to_local().view(torch.uint8))
         named = [(str(dtype)[6:], tensor) for dtype, tensor in held.items()]
         reports.append(sender.update(named, weight_version=str(version), verify="full"))
-    sender.snapshot(named, folder, name="last")
+    Snapshots(sender, folder).write(named, "last")
     sender.close()
     targets = {d: distribute_tensor(torch.zeros(SHAPE, dtype=d), mesh, [Shard(1)], src_data_rank=None) for d in DTYPES}
     reshard(named, [(str(dtype)[6:], tensor) for dtype, tensor in targets.items()])

@@ -69,11 +69,11 @@ def step_meanwhile(trainer: Any, transport: str, options: dict[str, Any]) -> tup
         reports.append(handle.wait(30))
         assert handle.done()
     shards = sum(w.to_local().numel() * 4 for w in weights.values())
-    held = sender._background.shadow_bytes
-    memory = StorageWeakRef(sender._background._shadow._state.shards[0].untyped_storage())
+    held = sender.background.shadow_bytes
+    memory = StorageWeakRef(sender.background._shadow._state.shards[0].untyped_storage())
     assert not memory.expired()
     sender.release()
-    assert sender._background.shadow_bytes == 0
+    assert sender.background.shadow_bytes == 0
     assert memory.expired(), "something keeps the copy"
     become(weights, 3)
     sender.update_async(weights.items(), weight_version="4", **options).wait(30)

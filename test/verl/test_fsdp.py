@@ -61,7 +61,7 @@ def export(trainer: Any, kind: str, strategy: str) -> tuple[Any, bool]:
     # To be read when this process, and the memory that it hands out by handle, has gone.
     numbers = [shard.numpy().copy() for shard in state.shards]
     publisher = ShardPublisher(Session.host(), trainer.rank, ranks)
-    first, second = (publisher.publish(reading.tensors(engine), check_finite=False) for _ in range(2))
+    first, second = (publisher.publish(reading.tensors(engine)) for _ in range(2))
     return (state.layout, numbers), first is second
 
 

@@ -6,13 +6,16 @@ import pytest
 from omegaconf import OmegaConf
 
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.verl.settings import Settings
 
 
 def test_what_hydra_hands_over_is_read() -> None:
     given = OmegaConf.create({"transport": "p2p", "bucket_bytes": "1000000", "timeout": 60, "ignore": ["model.mtp.*"]})
     settings = Settings.of(given)
-    assert settings == Settings(transport="p2p", bucket_bytes=1_000_000, timeout=60.0, ignore=("model.mtp.*",))
+    assert settings == Settings(
+        SenderOptions(transport="p2p", bucket_bytes=1_000_000, timeout_s=60.0), UpdateOptions(ignore=("model.mtp.*",))
+    )
 
 
 def test_nothing_need_be_set() -> None:
@@ -28,7 +31,9 @@ def test_nothing_need_be_set() -> None:
         ({"verify": "finite"}, ["finite", "verify"]),
         ({"bucket_bytes": "much"}, ["bucket_bytes"]),
         ({"bucket_bytes": 0}, ["bucket_bytes=0", "positive"]),
-        ({"timeout": -1}, ["timeout=-1", "positive"]),
+        ({"delta": "auto", "transport": "ipc"}, ["engine_kwargs.reshard: delta='auto'", "use 'auto'"]),
+        ({"relay": True}, ["transport='nixl'"]),
+        ({"timeout": -1}, ["timeout_s=-1", "positive"]),
     ],
 )
 def test_a_mistake_is_refused_by_name(given: dict[str, object], words: list[str]) -> None:

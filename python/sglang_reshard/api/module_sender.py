@@ -27,6 +27,7 @@ from sglang_reshard.protocol.session import LOOPBACK
 from sglang_reshard.sources import NamedTensors
 from sglang_reshard.trainer.background import UpdateHandle
 from sglang_reshard.trainer.collectives import on_first_rank
+from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 
 
 class ModuleSender:
@@ -35,38 +36,49 @@ class ModuleSender:
     metadata  what `ModuleReceiver.init` takes, the same on every trainer rank. Whoever has it can join
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, interface: str = LOOPBACK, **options: Any) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        interface: str = LOOPBACK,
+        options: SenderOptions | None = None,
+        **given: Any,
+    ) -> None:
         """Opens a session. Collective over `group`.
 
         group      process group of the trainer ranks, with a CPU backend; by default all ranks
         interface  address of rank 0's host at which receivers connect to it
-        options    transport, bucket_bytes, timeout_s, delta and delta_device, see `WeightSender`
+        options, given   see `SenderOptions`
         """
         group = group or dist.group.WORLD
         if group is None:
             raise Mismatch("a ModuleSender needs torch.distributed: call init_process_group on all trainer ranks first")
-        self._group, self._timeout_s = group, float(options.get("timeout_s", DEFAULT_TIMEOUT_S))
+        chosen = SenderOptions.of(options, given)
+        self._group, self._timeout_s = group, chosen.timeout_s
         self._server: ControlServer | None = None
         self._mail: MailRoom | None = None
         address = convert(on_first_rank(functools.partial(self._host, interface), group), Address)
         self.metadata = to_metadata(address)
         ranks = tuple(dist.get_process_group_ranks(group))
-        self._sender = MultiEngineSender(address, trainer_rank=dist.get_rank(group), global_ranks=ranks, **options)
+        rank = dist.get_rank(group)
+        self._sender = MultiEngineSender(address, trainer_rank=rank, global_ranks=ranks, options=chosen)
 
     def wait_for_receivers(self, count: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Waits until `count` receivers have connected. Collective. Raises DeadlineExceeded on every rank."""
         on_first_rank(lambda: self._mail.wait(count, timeout_s) if self._mail else None, self._group)
 
-    def update(self, named_tensors: NamedTensors | torch.nn.Module, **options: Any) -> dict[str, UpdateReport]:
+    def update(
+        self, named_tensors: NamedTensors | torch.nn.Module, options: UpdateOptions | None = None, **given: Any
+    ) -> dict[str, UpdateReport]:
         """Gives all receivers these weights, and returns a report of each once all have taken them. Collective.
 
         Takes and raises what `WeightSender.update` does. A receiver that has left, or whose process has ended, is no
         longer waited for; one that joins meanwhile takes part in the next update.
         """
-        return self._sender.update(named_tensors, **options) if self._meet_receivers() else {}
+        return self._sender.update(named_tensors, options, **given) if self._meet_receivers() else {}
 
     def update_async(
-        self, named_tensors: NamedTensors | torch.nn.Module, **options: Any
+        self, named_tensors: NamedTensors | torch.nn.Module, options: UpdateOptions | None = None, **given: Any
     ) -> UpdateHandle[dict[str, UpdateReport]]:
         """Copies this rank's shards, and gives them to all receivers while the trainer goes on. Collective.
 
@@ -75,7 +87,7 @@ class ModuleSender:
         """
         self._sender.wait_for_background()
         self._meet_receivers()
-        return self._sender.update_async(named_tensors, **options)
+        return self._sender.update_async(named_tensors, options, **given)
 
     def _meet_receivers(self) -> list[str]:
         """Returns the names of the receivers that there are; the next update is theirs."""

@@ -12,25 +12,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from sglang_reshard._deprecated import renamed_keywords
 from sglang_reshard.api.probed import Update, probed
-from sglang_reshard.api.snapshot_methods import SnapshotMethods
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, ReshardError, TornWeights, Unsupported
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.observability.report import UpdateReport
-from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Delta, LoraAdapter
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.relay.requests import RelayRequests
 from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.trainer.background import BackgroundUpdates, UpdateHandle
-from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateOptions
+from sglang_reshard.trainer.coordinator import Send
+from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender
 
 if TYPE_CHECKING:
@@ -40,18 +37,17 @@ logger = get_logger(__name__)
 _SESSION = "engines"
 
 
-class MultiEngineSender(SnapshotMethods):
+class MultiEngineSender:
     """One trainer rank's end of the session with all engines.
 
     address       of the control server that trainer rank 0 hosts
     global_ranks  the rank of each trainer rank in torch.distributed's world
     relay         engines read from each other what one of them has read already, while it still reads: trainer memory
                   is read about once, however many engines there are. With transport="nixl" only
-    lora          the adapter that is updated; by default the model's own weights
+    options, given   see `SenderOptions`
+    background    runs updates and snapshots behind the trainer's next step, one at a time
 
-    For transport, bucket_bytes, timeout_s, delta and delta_device see `WeightSender`.
-
-    Raises Unsupported for relay=True with another transport.
+    Raises Unsupported for relay=True with another transport, and what `SenderOptions` raises.
     """
 
     def __init__(
@@ -61,24 +57,20 @@ class MultiEngineSender(SnapshotMethods):
         trainer_rank: int,
         global_ranks: tuple[int, ...],
         relay: bool = False,
-        transport: str = "auto",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        lora: LoraAdapter | None = None,
-        delta: Delta = "off",
-        delta_device: torch.device | None = None,
+        options: SenderOptions | None = None,
+        **given: Any,
     ) -> None:
-        if relay and transport != "nixl":
-            raise Unsupported(f"relay=True needs transport='nixl', not {transport!r}")
+        self._options = SenderOptions.of(options, given)
+        if relay and self._options.transport != "nixl":
+            raise Unsupported(f"relay=True needs transport='nixl', not {self._options.transport!r}")
         self._address, self._rank, self._global_ranks = address, trainer_rank, global_ranks
-        self._config = SenderConfig(transport, bucket_bytes, timeout_s, lora, delta, delta_device)
-        self._relays = RelayRequests(address, timeout_s) if relay else None
+        self._relays = RelayRequests(address, self._options.timeout_s) if relay else None
         self._engines: dict[str, tuple[int, Send | None]] = {}  # with their numbers in the session
         self._given: dict[str, Send | None] = {}  # as `set_engines` was given them; relayed requests go through others
         self._excluded: dict[str, str] = {}
         self._numbers = itertools.count()
         self._sender: UpdateSender | None = None
-        self._background = BackgroundUpdates[Any]()  # of updates and snapshots
+        self.background = BackgroundUpdates[Any]()
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -112,23 +104,18 @@ class MultiEngineSender(SnapshotMethods):
         if self._sender is None:
             if not engines:
                 return
-            session = Session.join(self._address.named(_SESSION), self._config.timeout_s)
-            self._sender = UpdateSender(session, self._rank, self._global_ranks, self._config)
+            session = Session.join(self._address.named(_SESSION), self._options.timeout_s)
+            self._sender = UpdateSender(session, self._rank, self._global_ranks, self._options)
         self._sender.set_engines(dict(engines.values()))
 
-    def attend(self, engines: Mapping[str, Send | None]) -> None:
-        """Deprecated name of `set_engines`."""
-        warnings.warn("attend is deprecated; use set_engines", DeprecationWarning, stacklevel=2)
-        self.set_engines(engines)
-
-    @renamed_keywords(let_go="unmap_after")
     def update(
         self,
         named_tensors: NamedTensors | torch.nn.Module,
+        options: UpdateOptions | None = None,
         *,
         on_failure: Literal["raise", "exclude"] = "raise",
         probe: Probe | None = None,
-        **options: Any,
+        **given: Any,
     ) -> dict[str, UpdateReport]:
         """Updates all engines to these weights, and returns a report of each; see `WeightSender.update`. Collective.
 
@@ -140,48 +127,52 @@ class MultiEngineSender(SnapshotMethods):
         Raises what the update of an engine raises, with the names of all engines that failed; TornWeights if any of
         them is torn. The other engines have the new weights then. With on_failure="exclude", only if all have failed.
         """
-        weights, update = self._probed(probe, named_tensors, self._options(on_failure, options), on_failure)
+        chosen = self._checked(on_failure, UpdateOptions.of(options, given))
+        weights, update = self._probed(probe, named_tensors, chosen, on_failure)
         return update(weights)
 
     def update_async(
         self,
         named_tensors: NamedTensors | torch.nn.Module,
+        options: UpdateOptions | None = None,
         *,
         on_failure: Literal["raise", "exclude"] = "raise",
         latest_only: bool = False,
         shadow_device: torch.device | None = None,
         probe: Probe | None = None,
-        **options: Any,
+        **given: Any,
     ) -> UpdateHandle[dict[str, UpdateReport]]:
         """Updates all engines from a copy of the shards, while the trainer goes on; see `WeightSender.update_async`.
 
         Engines must not be set while it runs: `wait_for_background` first.
         """
-        chosen = self._options(on_failure, options)
+        chosen = self._checked(on_failure, UpdateOptions.of(options, given))
         of_copy = dataclasses.replace(chosen, unmap_after=False)
         assert self._sender is not None, "there are engines"
         weights, update = self._probed(probe, named_tensors, of_copy, on_failure)
-        return self._background.start(
+        return self.background.start(
             self._sender, update, weights, chosen, latest_only=latest_only, shadow_device=shadow_device
         )
 
     def wait_for_background(self) -> None:
         """Returns once no update runs in the background. What one has failed with is raised by its handle."""
-        self._background.wait()
+        self.background.wait()
 
-    def _snapshots_of(self) -> UpdateSender:
+    @property
+    def participant(self) -> UpdateSender:
+        """What takes part in the session with all engines. Raises Mismatch before `set_engines`."""
         if self._sender is None:
             raise Mismatch(f"trainer rank {self._rank}: there is no session yet; call set_engines first")
         return self._sender
 
-    def _options(self, on_failure: str, options: dict[str, Any]) -> UpdateOptions:
+    def _checked(self, on_failure: str, options: UpdateOptions) -> UpdateOptions:
         if on_failure not in ("raise", "exclude"):
             raise Unsupported(f"on_failure={on_failure!r} is not supported; use 'raise' or 'exclude'")
         if self._sender is None or not self._engines:
             raise Mismatch(f"trainer rank {self._rank}: there is no engine to update; call set_engines first")
-        if self._relays is not None and options.get("staged"):
+        if self._relays is not None and options.staged:
             raise Unsupported("staged=True is not supported with relay=True: engines pass on live weights")
-        return UpdateOptions.of(options)
+        return options
 
     def _probed(
         self,
@@ -231,13 +222,13 @@ class MultiEngineSender(SnapshotMethods):
 
     def release(self) -> None:
         """Drops views of the shards, and the copy of `update_async`, see `WeightSender.release`."""
-        self._background.release()
+        self.background.release()
         if self._sender is not None:
             self._sender.release()
 
     def close(self) -> None:
         """Ends the session. Collective."""
-        self._background.close()
+        self.background.close()
         if self._sender is not None:
             self._sender.close()
         if self._relays is not None and self._rank == 0:

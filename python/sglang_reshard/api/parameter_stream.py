@@ -22,9 +22,9 @@ import torch.distributed as dist
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.observability.report import UpdateReport
-from sglang_reshard.protocol.messages import DEFAULT_TIMEOUT_S
 from sglang_reshard.protocol.session import LOOPBACK, Session
 from sglang_reshard.trainer.coordinator import Send
+from sglang_reshard.trainer.options import SenderOptions
 
 Shape = Sequence[int]
 _TRAINER = 0  # the rank that broadcasts
@@ -43,22 +43,20 @@ class ParameterStream:
         *,
         device: torch.device | None = None,
         interface: str = LOOPBACK,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        **options: Any,
+        options: SenderOptions | None = None,
+        **given: Any,
     ) -> None:
         """`send` sends a request to the engine and returns its answer: `Engine.update_weights_distributed`, or
         `RemoteEngine`'s.
 
         device     of the parameters that it keeps; by default the host's memory. NCCL needs a GPU
         interface  address of this host at which engine ranks reach it
-        timeout_s  seconds that any one wait may last
-        options    of `WeightSender`: transport, bucket_bytes, delta, delta_device
+        options, given   see `SenderOptions`
         """
-        self._device, self._timeout_s = device or torch.device("cpu"), timeout_s
-        session = Session.host(interface, timeout_s)
-        self._sender = WeightSender.within(
-            session, trainer_rank=0, global_ranks=(0,), send=send, timeout_s=timeout_s, **options
-        )
+        chosen = SenderOptions.of(options, given)
+        self._device, self._timeout_s = device or torch.device("cpu"), chosen.timeout_s
+        session = Session.host(interface, chosen.timeout_s)
+        self._sender = WeightSender.within(session, trainer_rank=0, global_ranks=(0,), send=send, options=chosen)
         self._group: dist.ProcessGroup | None = None
         self._known: dict[str, torch.Tensor] = {}
         self._version: str | None = None  # that is being received

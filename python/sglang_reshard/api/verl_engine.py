@@ -29,11 +29,12 @@ from sglang_reshard.layout.decoders import convert
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.patches.embedded_engine import EmbeddedEngine
 from sglang_reshard.patches.launch import require_main_guard
-from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, PauseMode
+from sglang_reshard.protocol.messages import PauseMode
 from sglang_reshard.protocol.session import LOOPBACK
 from sglang_reshard.protocol.weights_info import WeightsInfo
 from sglang_reshard.sources import NamedTensors
 from sglang_reshard.trainer.collectives import first_rank_address, on_first_rank
+from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -50,8 +51,7 @@ class VerlEngine:
     interface        address of the first rank's host at which engine ranks connect to it; by default loopback on one
                      node, on several the one at which other nodes find MASTER_ADDR, and for a server that of the
                      interface towards it
-    transport, bucket_bytes, timeout_s   of updates, see `WeightSender`
-    server_args      passed to `sglang.Engine`
+    options, given   see `SenderOptions`; what is given by another name is passed to `sglang.Engine`
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class VerlEngine:
         api_key: str | None = None,
         admin_api_key: str | None = None,
         tp_size: int | None = None,
-        transport: str = "auto",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
         interface: str | None = None,
-        **server_args: Any,
+        options: SenderOptions | None = None,
+        **given: Any,
     ) -> None:
+        of_sender, server_args = SenderOptions.split(given)
+        options = SenderOptions.of(options, of_sender)
         if device_mesh_cpu.ndim != 1:
             raise Unsupported(
                 f"device_mesh_cpu has {device_mesh_cpu.ndim} dimensions; pass one of them, mesh['tp'] for example"
@@ -96,7 +96,7 @@ class VerlEngine:
             of_engine = {**server_args, "tp_size": tp_size, "nnodes": None if nnodes == 1 else nnodes}
             _check_not_given(of_engine, "backend='server'", "a server's are set when it is started")
             self._local, reached = connect_server(
-                self._group, url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=timeout_s
+                self._group, url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=options.timeout_s
             )
             interface = interface or reached
         else:
@@ -104,27 +104,26 @@ class VerlEngine:
         self._sender = WeightSender.over(
             self._group,
             self._first.update_weights_distributed if self._rank == 0 else None,
-            transport=transport,
-            bucket_bytes=bucket_bytes,
-            timeout_s=timeout_s,
             interface=interface,
+            options=options,
         )
 
     def update_weights_from_tensor(
         self,
         named_tensors: NamedTensors | torch.nn.Module,
         load_format: str | None = None,
-        **options: Any,
+        options: UpdateOptions | None = None,
+        **given: Any,
     ) -> UpdateReport:
         """Updates the engine to these weights. Every rank passes its own shards.
 
         named_tensors  all of the model's, under their checkpoint names: DTensors, or tensors that every rank holds;
                        or the module itself
-        options        weight_version and the other options of `WeightSender.update`
+        options, given   weight_version and the other options of `WeightSender.update`
         """
         if load_format is not None:
             raise Unsupported(f"load_format={load_format!r} is not supported: the engine's own loader is used; omit it")
-        return self._sender.update(named_tensors, **options)
+        return self._sender.update(named_tensors, options, **given)
 
     def lora_adapter(self, name: str, config: str) -> WeightSender:
         """Returns what updates a LoRA adapter of the engine, see `WeightSender.lora_adapter`."""

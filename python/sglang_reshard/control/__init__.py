@@ -18,7 +18,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sglang_reshard import _deprecated
 from sglang_reshard.control.address import Address
 from sglang_reshard.control.client import ControlClient, Standing, WaitTimedOut
 from sglang_reshard.control.server import ControlServer
@@ -32,5 +31,5 @@ __all__ = ["Address", "ControlClient", "ControlServer", "ControlStore", "Standin
 def __getattr__(name: str) -> Any:
     """Imports `ControlStore` on first use: only this part needs torch."""
     if name != "ControlStore":
-        return _deprecated.attribute(__name__, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module("sglang_reshard.control.torch_store").ControlStore

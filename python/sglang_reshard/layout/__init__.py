@@ -5,13 +5,3 @@ the same on every trainer rank, from which a `ShardMap` tells which trainer rank
 A *box* is a contiguous range of element indices per dimension, a *region* a strided one. A *shard* is a box of a
 tensor with the trainer ranks that hold it; a rank's *local tensor* has one shard, several, or none.
 """
-
-from __future__ import annotations
-
-from typing import Any
-
-from sglang_reshard import _deprecated
-
-
-def __getattr__(name: str) -> Any:
-    return _deprecated.attribute(__name__, name)

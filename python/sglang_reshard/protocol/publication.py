@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 
+MOST_PUBLICATION = 1 << 53  # the year 2255, and what every reader of JSON takes
 _lock = threading.Lock()
 _last = 0
 

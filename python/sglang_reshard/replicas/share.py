@@ -24,7 +24,7 @@ from sglang_reshard.protocol.messages import WAITS, DistributedUpdateWeightsOutp
 from sglang_reshard.protocol.request_mail import MailRoom
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trace.live_shards import LiveShard, live_shards
-from sglang_reshard.trainer.coordinator import SenderConfig, UpdateOptions
+from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender
 
 logger = get_logger(__name__)
@@ -92,8 +92,8 @@ class LiveWeights:
 
                 send = functools.partial(mail.send, name)
             session = Session.join(address.named(_WEIGHTS), request.timeout_s)
-            config = SenderConfig(request.transport, request.bucket_bytes, request.timeout_s)
-            sender = UpdateSender(session, self._rank, tuple(range(self._size)), config, self._memory)
+            of_sender = SenderOptions(request.transport, request.bucket_bytes, request.timeout_s)
+            sender = UpdateSender(session, self._rank, tuple(range(self._size)), of_sender, self._memory)
             stack.callback(sender.close)
             sender.set_engines({_ENGINE: send})
             named_tensors = [(shard.name, shard.tensor, shard.sharding) for shard in shards]

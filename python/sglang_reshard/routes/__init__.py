@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sglang_reshard.protocol.messages import Prepare
     from sglang_reshard.routes.base import EngineEnd, EngineSide, TrainerEnd, TrainerSide
     from sglang_reshard.routes.strategy import Strategy
-    from sglang_reshard.trainer.coordinator import SenderConfig
+    from sglang_reshard.trainer.options import SenderOptions
 
 
 def route_module(name: str) -> ModuleType:
@@ -64,15 +64,15 @@ def trainer_end(side: TrainerSide, command: Prepare) -> TrainerEnd:
     return end
 
 
-def options_around(config: SenderConfig) -> dict[str, bytes]:
+def options_around(options: SenderOptions) -> dict[str, bytes]:
     """Returns what a sender asks of the routes around the transport, for its requests."""
-    return {"delta": b""} if config.delta == "auto" else {}
+    return {"delta": b""} if options.delta == "auto" else {}
 
 
-def shared_state(config: SenderConfig) -> dict[str, Any]:
+def shared_state(options: SenderOptions) -> dict[str, Any]:
     """Returns what the ends of one trainer rank share among all engines of its session, see `TrainerSide.shared`."""
-    if config.delta != "auto":
+    if options.delta != "auto":
         return {}
     from sglang_reshard.routes.delta.trainer import DeltaSources
 
-    return {"delta": DeltaSources(config.delta_device)}
+    return {"delta": DeltaSources(options.delta_device)}

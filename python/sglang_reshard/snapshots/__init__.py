@@ -1,4 +1,5 @@
-"""Snapshots in a folder, or in an object store: what is in one, and who reads them.
+"""Snapshots in a folder, or in an object store: who writes them, what is in one, and who reads them.
 
-In: folders that `trainer.snapshot` writes. Out: checkpoints on this host, and servers that have loaded them.
+In: a trainer's state, which `writer` writes to a folder. Out: checkpoints on this host, and servers that have loaded
+them, by `follower`.
 """

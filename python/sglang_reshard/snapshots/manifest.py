@@ -18,12 +18,12 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.protocol.publication import MOST_PUBLICATION
 from sglang_reshard.snapshots.names import DELTA, LIST, MANIFEST, check_file_name, check_snapshot_name
 
 __all__ = ["DELTA", "LIST", "MANIFEST"]
 
 MANIFEST_BYTES, LIST_BYTES = 16 << 20, 4 << 20  # at most
-MOST_PUBLICATION = 1 << 53  # the year 2255, and what every reader of JSON takes
 _PART = 1 << 24  # bytes that are read at once
 _MODE = 0o666  # less the umask, as of any new file
 T = TypeVar("T")

@@ -7,13 +7,9 @@ a *slice* of it. `ChangeDetector` tells whether an update passes the same memory
 
 from __future__ import annotations
 
-from typing import Any
-
-from sglang_reshard import _deprecated
 from sglang_reshard.layout.shard_map import ExplicitSharding, ShardBox, ShardMap
 from sglang_reshard.layout.source_layout import Mesh, Placement, SourceLayout, SourceTensor
 from sglang_reshard.sources.converter_slices import fused_slices
-from sglang_reshard.sources.finite import first_not_finite
 from sglang_reshard.sources.flat import FlatBuffer, FlatMember
 from sglang_reshard.sources.fused import FusedSlice, FusedTensor, slice_of
 from sglang_reshard.sources.lora import adapter_config, adapter_tensors, base_tensors
@@ -41,13 +37,8 @@ __all__ = [
     "base_tensors",
     "blocks",
     "describe",
-    "first_not_finite",
     "fused_slices",
     "named_shards",
     "slice_of",
     "tied_names",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    return _deprecated.attribute(__name__, name)

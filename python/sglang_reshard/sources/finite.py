@@ -1,4 +1,4 @@
-"""Checks a trainer rank's local shards for NaN and infinity before an update."""
+"""Finds NaN and infinity in a trainer rank's local shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Shards = Sequence[tuple[Box, LocalRegion]]  # the boxes of a tensor that a rank
 CHUNK = 1 << 18  # elements that are copied at a time where a copy is needed: 1 MiB of float32
 
 
-def first_not_finite(layout: SourceLayout, local_tensors: Sequence[torch.Tensor], trainer_rank: int) -> str | None:
+def not_finite(layout: SourceLayout, local_tensors: Sequence[torch.Tensor], trainer_rank: int) -> str | None:
     """Returns an error message for the first tensor with a NaN or infinity among this rank's shards; None if none has.
 
     The message has the tensor's name, the number of such elements on this rank, and the global index of the first.

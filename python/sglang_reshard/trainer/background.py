@@ -18,7 +18,7 @@ import torch
 from sglang_reshard.errors import DeadlineExceeded
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.sources import NamedTensors, TrainerState
-from sglang_reshard.trainer.coordinator import UpdateOptions
+from sglang_reshard.trainer.options import UpdateOptions
 from sglang_reshard.trainer.shadow_shards import ShadowShards
 from sglang_reshard.trainer.update_sender import UpdateSender, raising
 
@@ -116,7 +116,7 @@ class BackgroundUpdates(Generic[T]):
         weights: TrainerState | NamedTensors
         try:
             shadow = self._shadow_on(sender, shadow_device)
-            weights = shadow.take(named_tensors, partial=options.partial, rename=options.rename)
+            weights = shadow.take(named_tensors, partial=options.partial, rename=options.renaming)
             if options.unmap_after:
                 runtime().synchronize(runtime().used_devices())  # the copies may still be under way
                 shadow.drop_sources()

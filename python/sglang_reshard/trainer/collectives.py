@@ -16,7 +16,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from sglang_reshard.errors import DeadlineExceeded, Unsupported
+from sglang_reshard.errors import DeadlineExceeded, ReshardError, Unsupported
 from sglang_reshard.protocol.messages import Failure, decode, encode
 
 T = TypeVar("T")
@@ -74,14 +74,14 @@ def on_first_rank(call: Callable[[], Any], group: dist.ProcessGroup) -> Any:
     outcome = cause = None
     if dist.get_rank(group) == 0:
         try:
-            outcome = _Outcome(value=call())
+            outcome = _Outcome(encode(call()))
         except Exception as error:
             cause = error
             outcome = _Outcome(failure=Failure.of(error))
     outcome = broadcast_message(outcome, _Outcome, group)
     if outcome.failure is not None:
         raise outcome.failure.error() from cause
-    return outcome.value
+    return decode(outcome.value, Any)
 
 
 def first_rank_address(group: dist.ProcessGroup) -> str:
@@ -98,10 +98,28 @@ def first_rank_address(group: dist.ProcessGroup) -> str:
 
 
 class _Outcome(msgspec.Struct, frozen=True):
-    """A returned value, or the exception that was raised instead."""
+    """An encoded result, or the exception that was raised instead."""
 
-    value: Any = None
+    value: bytes = b""
     failure: Failure | None = None
+
+
+def gather_results(call: Callable[[], T], kind: type[T], group: dist.ProcessGroup) -> list[T]:
+    """Calls `call` on every rank. Returns every rank's result, in rank order, or raises the first rank's error.
+
+    Collective over a CPU group.
+    """
+    rank, cause = dist.get_rank(group), None
+    try:
+        outcome = _Outcome(encode(call()))
+    except Exception as error:
+        cause = error
+        named = error if isinstance(error, ReshardError) else ReshardError(f"trainer rank {rank}: {error!r}")
+        outcome = _Outcome(failure=Failure.of(named))
+    outcomes = gather_messages(outcome, _Outcome, group)
+    if failures := [other.failure for other in outcomes if other.failure is not None]:
+        raise failures[0].error() from cause
+    return [decode(other.value, kind) for other in outcomes]
 
 
 def gather_messages(message: object, kind: type[T], group: dist.ProcessGroup) -> list[T]:

@@ -9,11 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import torch
 
 from sglang_reshard.errors import Aborted, DeadlineExceeded, Mismatch, ReshardError
 from sglang_reshard.gpu.device import RankDevice
@@ -21,21 +19,18 @@ from sglang_reshard.layout.source_layout import SourceLayout, first_difference
 from sglang_reshard.observability import spans
 from sglang_reshard.observability.report import TrainerRankReport, UpdateReport, slowest_seconds
 from sglang_reshard.protocol.messages import (
-    Delta,
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
     Failure,
-    LoraAdapter,
     TrainerStatus,
     UpdateResult,
     UpdateResults,
-    Verify,
 )
 from sglang_reshard.protocol.publication import next_publication
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import ANSWER_S, TrainerChannel
 from sglang_reshard.routes import options_around
-from sglang_reshard.sources.names import Renaming, patterns
+from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.trainer.publisher import PublishedShards
 from sglang_reshard.trainer.settlement import Settlement
 from sglang_reshard.trainer.tied_heads import judged
@@ -46,52 +41,10 @@ _UNLOADED = "The engine has unloaded the LoRA adapter {}: repeat the update"
 Send = Callable[[DistributedUpdateWeightsReq], DistributedUpdateWeightsOutput]
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateOptions:
-    """Options of one update; see `WeightSender.update`."""
-
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    ignore: tuple[str, ...] = ()
-    check_finite: bool = False
-    verify: Verify = "off"
-    staged: bool = False
-    unmap_after: bool = False
-    partial: bool = False
-    draft: bool = True
-    rename: Renaming | None = None
-    frozen: tuple[str, ...] = ()
-    only: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> UpdateOptions:
-        """Returns the options that a user has given by name. Raises Mismatch for a `rename` that is none."""
-        chosen = {name: patterns(options.get(name, ())) for name in ("ignore", "frozen", "only")}
-        return cls(**{**options, **chosen, "rename": Renaming.of(options.get("rename"))})
-
-
-@dataclass(frozen=True, slots=True)
-class SenderConfig:
-    """Options of all updates of a session; see `WeightSender`.
-
-    lora          the adapter that is updated; None for the model's own weights
-    delta         "auto" sends what has changed, where that is less; "off"
-    delta_device  where what was sent is kept for that
-    """
-
-    transport: str
-    bucket_bytes: int
-    timeout_s: float
-    lora: LoraAdapter | None = None
-    delta: Delta = "off"
-    delta_device: torch.device | None = None
-
-
 class UpdateCoordinator:
     """Requests updates of all engines for all trainer ranks."""
 
-    def __init__(self, session: Session, global_ranks: Sequence[int], config: SenderConfig) -> None:
+    def __init__(self, session: Session, global_ranks: Sequence[int], config: SenderOptions) -> None:
         self._session, self._size, self._config = session, len(global_ranks), config
         self._engines: dict[int, Send] = {}
         self._asking: dict[int, threading.Thread] = {}  # of the last update, which may still wait for an answer
@@ -257,10 +210,10 @@ class UpdateCoordinator:
             timeout_s=self._config.timeout_s,
             flush_cache=options.flush_cache,
             abort_all_requests=options.abort_all_requests,
-            ignore=options.ignore + tied + equal,
+            ignore=(*options.ignore, *tied, *equal),
             apart=apart,
-            frozen=options.frozen,
-            only=options.only,
+            frozen=tuple(options.frozen),
+            only=tuple(options.only),
             verify=options.verify,
             staged=options.staged or self._config.lora is not None,  # it costs an adapter nothing
             unmap_after=options.unmap_after,
@@ -307,7 +260,7 @@ def _report(
     output: DistributedUpdateWeightsOutput,
     shard_bytes: Sequence[int],
     options: UpdateOptions,
-    config: SenderConfig,
+    config: SenderOptions,
     seconds: dict[str, float],
 ) -> UpdateReport:
     trainer_ranks = tuple(

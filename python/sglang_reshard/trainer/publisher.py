@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_reshard.errors import Mismatch
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.announce import rank_device, trainer_device
 from sglang_reshard.gpu.device import RankDevice
@@ -20,7 +19,6 @@ from sglang_reshard.sources import (
     TrainerState,
     as_list,
     describe,
-    first_not_finite,
     tied_names,
 )
 from sglang_reshard.sources.change_detector import ChangeDetector, NamedTensorList, own_memory
@@ -89,7 +87,6 @@ class ShardPublisher:
         self,
         named_tensors: NamedTensors | torch.nn.Module | TrainerState,
         *,
-        check_finite: bool,
         exchange: Callable[[str], Sequence[str]] | None = None,
         rename: Renaming | None = None,
     ) -> PublishedShards:
@@ -102,31 +99,27 @@ class ShardPublisher:
 
         Waits for work on the shards that is under way on GPUs: no stream orders those who read from other processes.
 
-        Raises Unsupported and Mismatch as `describe` does and `layout.union`, and Mismatch for values that are not
-        finite, if `check_finite` is set.
+        Raises Unsupported and Mismatch as `describe` does and `layout.union`.
         """
         if self._owns_memory:
             self._memory.begin_update()
         with garbage_collector_paused():
-            return self._published_now(named_tensors, check_finite, exchange, rename)
+            return self._published_now(named_tensors, exchange, rename)
 
     def _published_now(
         self,
         named_tensors: NamedTensors | torch.nn.Module | TrainerState,
-        check_finite: bool,
         exchange: Callable[[str], Sequence[str]] | None,
         rename: Renaming | None,
     ) -> PublishedShards:
         """See `publish`."""
         other = (exchange is None) != (self._stages is None) or rename != self._rename
         listed = self._listed(named_tensors)
-        changed = listed if self._has_changed(listed, always=check_finite or other) else None
+        changed = listed if self._has_changed(listed, always=other) else None
         state, self._partial, self._rename = None, exchange is not None, rename
         if changed is not None:
             self._changes = self._read = None
             state = self._described(changed)
-            if check_finite:
-                _check_finite(state, self._rank)
         if exchange is None:
             self._stages = None
         else:
@@ -225,8 +218,3 @@ def _devices(shards: Sequence[torch.Tensor]) -> tuple[torch.device, ...]:
     if not all(map(runtime().on_gpu, shards)):
         on_gpu.update(runtime().used_devices())
     return tuple(on_gpu)
-
-
-def _check_finite(state: TrainerState, trainer_rank: int) -> None:
-    if found := first_not_finite(state.layout, state.shards, trainer_rank):
-        raise Mismatch(f"{found}. Nothing was sent; look at the optimizer step, or pass check_finite=False")

@@ -11,13 +11,12 @@ import functools
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from sglang_reshard.control import WaitTimedOut
-from sglang_reshard.errors import Aborted, DeadlineExceeded, Mismatch, ReshardError, Unsupported
+from sglang_reshard.errors import Aborted, DeadlineExceeded, Mismatch, ReshardError
 from sglang_reshard.memory.mapping import MemoryExporter, host_identity
 from sglang_reshard.observability import spans
 from sglang_reshard.observability.logs import configure, get_logger, log_context
@@ -27,14 +26,12 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import TrainerChannel
 from sglang_reshard.routes import shared_state
 from sglang_reshard.sources import NamedTensors, TrainerState
-from sglang_reshard.sources.names import Renaming, is_mapping
-from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateCoordinator, UpdateOptions
+from sglang_reshard.sources.names import is_mapping
+from sglang_reshard.trainer.coordinator import Send, UpdateCoordinator
 from sglang_reshard.trainer.engine_transfers import Shards
+from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.trainer.publisher import PublishedShards, ShardPublisher
 from sglang_reshard.trainer.worker import TrainerWorker
-
-if TYPE_CHECKING:
-    from sglang_reshard.trainer.snapshot import SnapshotReport
 
 T = TypeVar("T", bound=NamedTensors | torch.nn.Module | TrainerState)
 logger = get_logger(__name__)
@@ -51,7 +48,7 @@ class UpdateSender:
         session: Session,
         rank: int,
         global_ranks: tuple[int, ...],
-        config: SenderConfig,
+        options: SenderOptions,
         shared_memory: MemoryExporter | None = None,
     ) -> None:
         """Begins to take part in an open session.
@@ -60,24 +57,15 @@ class UpdateSender:
         global_ranks   the rank of each trainer rank in torch.distributed's world, as device meshes list them
         shared_memory  of several senders, see `ShardPublisher`
         """
-        if config.bucket_bytes < 1 or config.timeout_s <= 0:
-            raise ValueError(f"bucket_bytes={config.bucket_bytes} and timeout_s={config.timeout_s} must be positive")
-        if config.delta not in ("off", "auto"):
-            raise Unsupported(f"delta={config.delta!r} is not supported; use 'off' or 'auto'")
-        if config.delta == "auto" and config.transport in ("ipc", "broadcast"):
-            raise Unsupported(
-                f"delta='auto' is of no use with transport={config.transport!r}, by which engine ranks read mapped "
-                "memory; use 'auto', 'p2p' or 'nixl'"
-            )
         configure()
-        self._config = config
+        self._options = options
         self._closed = False
         self._session, self._rank, self._global_ranks = session, rank, global_ranks
         self._host = host_identity()
-        self._coordinator = UpdateCoordinator(session, global_ranks, config) if rank == 0 else None
+        self._coordinator = UpdateCoordinator(session, global_ranks, options) if rank == 0 else None
         self._publisher = ShardPublisher(session, rank, global_ranks, shared_memory)
-        self._worker = TrainerWorker(session, rank, len(global_ranks), config.timeout_s, shared_state(config))
-        self._timeout_s = config.timeout_s
+        self._worker = TrainerWorker(session, rank, len(global_ranks), options.timeout_s, shared_state(options))
+        self._timeout_s = options.timeout_s
         self._engines: tuple[int, ...] = ()
         self._update = 0
         self._updating = threading.Lock()
@@ -127,13 +115,18 @@ class UpdateSender:
         return self._rank, self._global_ranks
 
     @property
+    def session(self) -> Session:
+        """In which the trainer ranks meet."""
+        return self._session
+
+    @property
     def timeout_s(self) -> float:
         return self._timeout_s
 
     @property
     def last_update(self) -> tuple[str, int, str | None]:
         """The session's name, the number of its last update, and the LoRA adapter that it updates, if it does."""
-        lora = self._config.lora
+        lora = self._options.lora
         return self._session.address.session, self._update, None if lora is None else lora.name
 
     def agree(self, own: bytes, method: str, timeout_s: float | None = None) -> bytes:
@@ -199,23 +192,6 @@ class UpdateSender:
     def _span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager[Any]:
         """Opens a span on trainer rank 0 only; the others would duplicate it, each in a trace of its own."""
         return spans.span(name, **attributes) if self._rank == 0 else contextlib.nullcontext()
-
-    def write_snapshot(
-        self,
-        weights: NamedTensors | torch.nn.Module | TrainerState,
-        folder: Path,
-        name: str,
-        options: Mapping[str, Any],
-    ) -> SnapshotReport:
-        """Writes the weights to `folder`/`name`; for options and errors see `SnapshotMethods.snapshot`. Collective."""
-        from sglang_reshard.trainer.snapshot import SnapshotOptions, SnapshotWriter  # which load a part of the tracer
-
-        if (source := options.get("copy_from")) is not None:
-            options = {**options, "copy_from": Path(source)}
-        if (rename := options.get("rename")) is not None:
-            options = {**options, "rename": Renaming.of(rename)}
-        writer = SnapshotWriter(self._session, self._rank, self._global_ranks, self._timeout_s)
-        return writer.write(weights, folder, SnapshotOptions(name, **options))
 
     def release(self) -> None:
         """Drops views of the shards; call it before weights are offloaded or freed between updates.
@@ -284,8 +260,7 @@ class UpdateSender:
             with self._span("reshard.publish"):
                 published = self._publisher.publish(
                     named_tensors,
-                    check_finite=options.check_finite,
-                    rename=options.rename,
+                    rename=options.renaming,
                     exchange=exchange if options.partial else None,
                 )
             with self._span("reshard.offer"):

@@ -45,16 +45,6 @@ def partial(run: Job) -> Refusal:
     return run.refusal(None, named=with_changes(run, {DOWN: summand}))
 
 
-def not_finite(run: Job) -> Refusal:
-    """One NaN, in trainer rank 1's shard."""
-    down = dict(run.trainer.model.named_parameters())[DOWN]
-    local = down.to_local().detach().clone()
-    if run.rank == 1:
-        local[2, 3] = float("nan")
-    poisoned = DTensor.from_local(local, down.device_mesh, down.placements, run_check=False)
-    return run.refusal(None, named=with_changes(run, {DOWN: poisoned}), check_finite=True)
-
-
 def offloaded(run: Job) -> Refusal:
     engine = run.engine.engine
     if engine is not None:
@@ -142,7 +132,6 @@ MISTAKES: dict[str, Callable[[Job], Refusal]] = {
     "partial": partial,
     "meta": changed(lambda: torch.zeros(512, device="meta")),
     "sparse": changed(lambda: torch.ones(512).to_sparse()),
-    "not finite": not_finite,
     "same version": lambda run: run.refusal("1"),
     "offloaded": offloaded,
     "a rank never shows up": never_shows_up,

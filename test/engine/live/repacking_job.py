@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from demo import tiny_model
 from demo.trainer import Trainer
 from oracle.digests import LOADER, read_live_digests
-from sglang_reshard import WeightSender
+from sglang_reshard import Snapshots, WeightSender
 from sglang_reshard.patches.launch import without_torchrun_variables
 from sglang_reshard.testing import cpu_host
 
@@ -38,6 +38,7 @@ def updates(job: dict[str, Any]) -> dict[str, Any]:
     trainer = Trainer(tiny_model.config(1, 2), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
     trainer.model.to(torch.bfloat16)
     sender = WeightSender.over(dist.group.WORLD, engine.update_weights_distributed, timeout_s=60)
+    snapshots = Snapshots(sender, folder, copy_from=model)
     live, reports = [], []
     for number, options in enumerate(OPTIONS):
         with torch.no_grad():
@@ -45,7 +46,7 @@ def updates(job: dict[str, Any]) -> dict[str, Any]:
                 parameter.mul_(1.5)
         reports.append(sender.update(trainer.model, weight_version=str(number), **options))
         live.append(read_live_digests(engine, folder / f"live-{number}"))
-        sender.snapshot(trainer.model, folder, name=f"checkpoint-{number}", copy_from=model)
+        snapshots.write(trainer.model, f"checkpoint-{number}")
     sender.close()
     end(engine)
 

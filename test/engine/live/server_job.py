@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from demo import text, tiny_model
 from demo.reference import greedy_tokens
 from demo.trainer import Trainer
-from sglang_reshard import VerlEngine, WeightSender
+from sglang_reshard import Snapshots, VerlEngine, WeightSender
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.routes.p2p.links import P2pSender
 from sglang_reshard.testing import cpu_host
@@ -276,7 +276,7 @@ def write_for_a_follower(job: dict[str, Any]) -> dict[str, Any]:
                 if version == 1 or "norm" in name:
                     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                     local.mul_(1 + 0.3 * version)
-        report = sender.update(trainer.model, weight_version=str(version), fallback="disk", fallback_folder=folder)
+        report = Snapshots(sender, folder).update_or_write(trainer.model, weight_version=str(version))
         seen["fallen back"].append((report.success, report.transport))
         if rank == 0 and version in (1, 4):
             ended = subprocess.run(follow, capture_output=True, text=True, timeout=120, check=False)

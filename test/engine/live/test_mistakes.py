@@ -36,7 +36,6 @@ MISTAKES = {
     "partial": ("Unsupported", "model.layers.1.mlp.down_proj.weight", "Partial(sum)", "redistribute"),
     "meta": ("Unsupported", "trainer rank 0", "model.norm.weight", "meta", "materialize it"),
     "sparse": ("Unsupported", "trainer rank 0", "model.norm.weight", "sparse", "pass a dense one"),
-    "not finite": ("Mismatch", "trainer rank 1", "model.layers.1.mlp.down_proj.weight", "NaN"),
     "same version": ("EngineRefused", "already version '1'", "a different weight_version"),
     "offloaded": ("EngineRefused", "engine rank 0", "offloaded", "resume_memory_occupation"),
     "a rank never shows up": ("DeadlineExceeded", "trainer ranks [1]", "within 3 s", "look at their logs"),

@@ -33,7 +33,7 @@ INSTALLERS = {
 # What a process that SGLang starts does, as far as the plugins.
 LOAD = """
 import collections, json, pathlib
-from sglang_reshard import cpu_host
+from sglang_reshard.testing import cpu_host
 cpu_host.activate(1)
 import sglang, sglang.version, sglang_reshard
 from sglang.srt.plugins import load_plugins

@@ -21,9 +21,9 @@ from sglang_reshard.protocol.messages import (
     SharedWeights,
     ShareWeightsReq,
 )
+from sglang_reshard.protocol.publication import MOST_PUBLICATION
 from sglang_reshard.protocol.validation.layouts import MAX_TRAINER_RANKS
 from sglang_reshard.route_table import ROUTES
-from sglang_reshard.snapshots.manifest import MOST_PUBLICATION
 
 MAX_BUCKET_BYTES = 1 << 40
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-3, 1e9

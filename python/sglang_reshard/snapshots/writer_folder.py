@@ -17,10 +17,9 @@ from pathlib import Path
 
 from sglang_reshard.errors import DeadlineExceeded, Mismatch
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.protocol.publication import next_publication
+from sglang_reshard.protocol.publication import MOST_PUBLICATION, next_publication
 from sglang_reshard.snapshots.folders import LocalFolder, entry_of, listed, listed_or_found, manifest
 from sglang_reshard.snapshots.manifest import (
-    MOST_PUBLICATION,
     Entry,
     Snapshot,
     SnapshotFile,

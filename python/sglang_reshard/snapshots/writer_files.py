@@ -19,10 +19,10 @@ from sglang_reshard.routes.p2p.links import destination_view
 from sglang_reshard.snapshots.delta_file import write_delta
 from sglang_reshard.snapshots.manifest import DELTA, SnapshotFile, sha256_of
 from sglang_reshard.snapshots.tensor_files import INDEX, MOST_TENSORS
+from sglang_reshard.snapshots.writer_folder import to_disk
 from sglang_reshard.sources import TrainerState
 from sglang_reshard.trace.geometry import contiguous_strides
 from sglang_reshard.trace.program import Copy, Program
-from sglang_reshard.trainer.snapshot_folder import to_disk
 
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",

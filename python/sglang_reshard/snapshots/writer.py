@@ -31,10 +31,10 @@ from sglang_reshard.protocol.publication import next_publication
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.snapshots.manifest import DELTA, Entry, SnapshotFile
 from sglang_reshard.snapshots.upload import SnapshotStore
+from sglang_reshard.snapshots.writer_files import DEFAULT_FILE_BYTES, SnapshotFiles, write_boxes
+from sglang_reshard.snapshots.writer_folder import SnapshotFolder
 from sglang_reshard.sources import NamedTensors, TrainerState, describe
 from sglang_reshard.sources.names import Renaming
-from sglang_reshard.trainer.snapshot_files import DEFAULT_FILE_BYTES, SnapshotFiles, write_boxes
-from sglang_reshard.trainer.snapshot_folder import SnapshotFolder
 from sglang_reshard.trainer.stages import Stages
 
 
@@ -59,7 +59,7 @@ class SnapshotReport:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotOptions:
-    """See `WeightSender.snapshot`."""
+    """See `extras.snapshots.Snapshots`."""
 
     name: str
     dtype: str | None = None
@@ -178,7 +178,7 @@ class SnapshotWriter:
         except WaitTimedOut as error:
             raise DeadlineExceeded(
                 f"trainer ranks {list(error.missing)} did not reach the end of phase '{name}' of a snapshot within "
-                f"{self._timeout_s:.0f} s; every trainer rank must call snapshot, look at their logs"
+                f"{self._timeout_s:.0f} s; every trainer rank must write the snapshot, look at their logs"
             ) from None
         listed = [decode(data, ListedTensors) for data in found]
         for other in listed:

@@ -1,0 +1,136 @@
+"""Options of senders and of updates: each is declared, documented and checked here, and handed on as one object.
+
+sender = WeightSender(url, transport="p2p")                          # by name,
+sender = WeightSender(url, options=SenderOptions(transport="p2p"))   # or whole
+sender.update(model, weight_version="42", staged=True)
+sender.update(model, UpdateOptions(weight_version="42", staged=True))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Delta, LoraAdapter, Verify
+from sglang_reshard.protocol.validation.requests import check_transport
+from sglang_reshard.sources.names import Rename, Renaming, patterns
+
+
+@dataclass(frozen=True, slots=True)
+class SenderOptions:
+    """Options of all updates of a sender.
+
+    transport     "auto", "ipc", "p2p", "broadcast" or "nixl", see `routes`
+    bucket_bytes  size of a bucket; a rank holds at most two
+    timeout_s     seconds that any one wait may last
+    delta         "auto" sends only what has changed since the update before, bit for bit, where weights are sent and
+                  that is at most half of their bytes. Trainer ranks keep what they have sent, in the engine's dtypes;
+                  engines need no memory for it but buckets
+    delta_device  where trainer ranks keep it; by default where messages are packed
+    lora          the adapter that is updated, see `WeightSender.lora_adapter`; by default the model's own weights
+
+    Raises Mismatch for a transport that does not exist; Unsupported for sizes and times that are not positive, and for
+    delta="auto" with a transport by which nothing is sent.
+    """
+
+    transport: str = "auto"
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    delta: Delta = "off"
+    delta_device: torch.device | None = None
+    lora: LoraAdapter | None = None
+
+    def __post_init__(self) -> None:
+        check_transport(self.transport)
+        for name in ("bucket_bytes", "timeout_s"):
+            if not getattr(self, name) > 0:
+                raise Unsupported(f"{name}={getattr(self, name)} must be positive")
+        _check_one_of("delta", self.delta, get_args(Delta))
+        if self.delta == "auto" and self.transport in ("ipc", "broadcast"):
+            raise Unsupported(
+                f"delta='auto' is of no use with transport={self.transport!r}, by which engine ranks read mapped "
+                "memory; use 'auto', 'p2p' or 'nixl'"
+            )
+
+    @classmethod
+    def of(cls, options: SenderOptions | None, given: Mapping[str, Any]) -> SenderOptions:
+        """Returns `options`, or the defaults, with what is given by name. Raises TypeError for another name."""
+        return dataclasses.replace(options or cls(), **given)
+
+    @classmethod
+    def split(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns what is an option of a sender among named arguments, and the rest."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        own = {name: value for name, value in given.items() if name in names}
+        return own, {name: value for name, value in given.items() if name not in names}
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOptions:
+    """Options of one update. Where patterns are taken, a string is one pattern.
+
+    weight_version      the engine's weight_version from now on; None leaves it unchanged
+    flush_cache         flush the cache of what was computed with the old weights
+    abort_all_requests  end running requests instead of waiting for them
+    ignore              fnmatch patterns ("model.layers.61.*") of names that the engine need not read. Any other name
+                        that it does not read is refused, unless it is tied to a tensor that is sent
+    verify              compare checksums of the received weights with the trainer's: "full" reads every element on
+                        both sides once more, "sample" one row in 64, others in each update
+    staged              receive into shadow weights: a failure before all have arrived and been verified leaves the old
+                        weights serving. Takes as much memory again as the weights
+    unmap_after         engine ranks unmap the shards' memory at the end, for a trainer that offloads it now: freed
+                        memory that another process maps is not free. The next update maps it again, and plans again
+    partial             each trainer rank passes the tensors that it holds, and others other ones: the layers of its
+                        pipeline stage, its own experts. A plain tensor is held by the ranks that pass it. Names and
+                        shardings are agreed on by metadata only; in an unchanged update, by a hash of each rank
+    draft               update the draft models of speculative decoding too, from these tensors, or from those named
+                        "draft.<name>" if there are any. False leaves them as they are
+    rename              the names to send the tensors under: a dict of prefixes, old -> new, or a function from name to
+                        name. Pass the same function object in every update. `ignore` refers to the new names
+    frozen              fnmatch patterns ("visual.*") of the engine's parameters that may keep their live values, if
+                        nothing that is sent reaches them. Those that do are the report's `kept`
+    only                fnmatch patterns of the engine's parameters that must be written; all others are as `frozen`
+
+    Raises Mismatch for a `rename` that is none, and Unsupported for a `verify` that does not exist.
+    """
+
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    ignore: Sequence[str] = ()
+    verify: Verify = "off"
+    staged: bool = False
+    unmap_after: bool = False
+    partial: bool = False
+    draft: bool = True
+    rename: Rename | None = None
+    frozen: Sequence[str] = ()
+    only: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        _check_one_of("verify", self.verify, get_args(Verify))
+        for name in ("ignore", "frozen", "only"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, patterns(given) if given else ())
+        if self.rename is not None and not isinstance(self.rename, Renaming):
+            object.__setattr__(self, "rename", Renaming.of(self.rename))
+
+    @property
+    def renaming(self) -> Renaming | None:
+        """What `rename` was read as. Equal for updates with the same `rename`."""
+        return self.rename if isinstance(self.rename, Renaming) else None
+
+    @classmethod
+    def of(cls, options: UpdateOptions | None, given: Mapping[str, Any]) -> UpdateOptions:
+        """Returns `options`, or the defaults, with what is given by name. Raises TypeError for another name."""
+        return dataclasses.replace(options or cls(), **given)
+
+
+def _check_one_of(name: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        raise Unsupported(f"{name}={value!r} is not supported; use {' or '.join(map(repr, known))}")

@@ -1,0 +1,67 @@
+"""Options of senders and updates: by name or whole they are the same, and a mistake in one is an error at once."""
+
+import dataclasses
+import inspect
+
+import pytest
+
+from sglang_reshard import ModuleSender, MultiEngineSender, SenderOptions, UpdateOptions, VerlEngine, WeightSender
+from sglang_reshard.control import Address
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.sources.names import Renaming
+
+ADDRESS = Address("s", "127.0.0.1", 1, "00")
+MISTAKES = [
+    ({"transport": "carrier pigeon"}, Mismatch, "'carrier pigeon' is not one of: auto, ipc"),
+    ({"bucket_bytes": 0}, Unsupported, "bucket_bytes=0 must be positive"),
+    ({"timeout_s": float("nan")}, Unsupported, "timeout_s=nan must be positive"),
+    ({"delta": "on"}, Unsupported, "delta='on' is not supported; use 'off' or 'auto'"),
+    ({"delta": "auto", "transport": "broadcast"}, Unsupported, "of no use with transport='broadcast'"),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "words"), MISTAKES)
+def test_a_mistake_is_an_error_before_anything_is_opened(given, kind, words):
+    with pytest.raises(kind, match=words):
+        SenderOptions(**given)
+    with pytest.raises(kind, match=words):
+        MultiEngineSender(ADDRESS, trainer_rank=0, global_ranks=(0,), **given)
+    with pytest.raises(kind, match=words):
+        WeightSender.within(None, trainer_rank=0, global_ranks=(0,), send=None, **given)
+
+
+def test_what_is_given_by_name_counts_more_than_what_is_given_whole():
+    whole = SenderOptions(transport="p2p", timeout_s=5.0)
+    assert SenderOptions.of(whole, {}) == whole
+    assert SenderOptions.of(whole, {"timeout_s": 7.0}) == SenderOptions(transport="p2p", timeout_s=7.0)
+    assert SenderOptions.of(None, {}) == SenderOptions()
+    assert UpdateOptions.of(UpdateOptions("1", staged=True), {"weight_version": "2"}) == UpdateOptions("2", staged=True)
+    with pytest.raises(TypeError, match="stagd"):
+        UpdateOptions.of(None, {"stagd": True})
+
+
+def test_patterns_and_renamings_are_read_once():
+    options = UpdateOptions(ignore="model.mtp.*", frozen=["visual.*"], only=None, rename={"policy.": ""})
+    assert (options.ignore, options.frozen, options.only) == (("model.mtp.*",), ("visual.*",), ())
+    assert options.renaming == Renaming.of({"policy.": ""})
+    assert UpdateOptions.of(options, {"staged": True}).renaming == options.renaming
+    assert UpdateOptions(rename={}).renaming is None
+    with pytest.raises(Mismatch, match="rename is a int"):
+        UpdateOptions(rename=3)
+    with pytest.raises(Unsupported, match="verify='all' is not supported; use 'off' or 'sample' or 'full'"):
+        UpdateOptions(verify="all")
+
+
+def test_an_embedded_engine_gets_what_is_no_option_of_a_sender():
+    of_sender, of_engine = SenderOptions.split(
+        {"transport": "p2p", "delta": "auto", "model_path": "m", "dtype": "auto"}
+    )
+    assert of_sender == {"transport": "p2p", "delta": "auto"}
+    assert of_engine == {"model_path": "m", "dtype": "auto"}
+
+
+@pytest.mark.parametrize("kind", [ModuleSender, MultiEngineSender, VerlEngine, WeightSender])
+def test_options_of_a_sender_are_declared_nowhere_else(kind):
+    declared = set(inspect.signature(kind.__init__).parameters)
+    assert {"options", "given"} <= declared
+    assert not declared & {field.name for field in dataclasses.fields(SenderOptions)}
