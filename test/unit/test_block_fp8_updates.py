@@ -70,7 +70,7 @@ def train(trainer, transport, options, updates=3):
 def forecast(transfer, rank):
     target = transfer.target
     model = RankModel(target.demand, target.read_plan, target.program)
-    return arrival_bytes(target.tensor_index, transfer.plan.strategy, rank, model, BUCKET_BYTES)
+    return arrival_bytes(target.tensor_index, transfer.strategy, rank, model, BUCKET_BYTES)
 
 
 def serve(rank, size, requests, _transport, _options):

@@ -126,9 +126,9 @@ def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, 
         stock.load_weights(checkpoint(version, dtype).items())
         live = dict(model.named_parameters())
         differing += [(version, n) for n, p in stock.named_parameters() if not torch.equal(live[n], p)]
-        transport, intake = receiver._executor.transfer.transport, receiver._executor.transfer.target.read_plan
-        assert transport.received_bytes == intake.least_bytes() == sum(transport.read_bytes.values())
-        sizes.append(transport.extra_bytes)
+        end, intake = receiver._executor.transfer.end, receiver._executor.transfer.target.read_plan
+        assert end.traffic.received_bytes == intake.least_bytes() == sum(end.traffic.read_bytes.values())
+        sizes.append(end.nbytes)
     return differing, sizes[-1]
 
 
@@ -191,7 +191,7 @@ def serve_whatever_comes(rank, size, requests, _updates):
     receiver, connected = WeightReceiver(ToyRank(rank, size, torch.float32), rank, size, CPU), set()
     for request in requests:
         requests.answer(receiver.update(request))
-        connected.add(receiver._executor.transfer.plan.prepare_send.transfer)
+        connected.add(receiver._executor.transfer.command.transfer)
     return len(connected)
 
 
