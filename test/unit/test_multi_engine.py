@@ -83,7 +83,7 @@ def train_in_the_background(trainer, folder):
         written = Snapshots(sender, folder).write_async(weights.items(), str(version))
         told.append({name: report.delta for name, report in handle.wait(30).items()})
         written.wait(30)
-    shared = len(sender._sender._worker._deltas._known)
+    shared = len(sender._sender._worker._shared["delta"]._known)
     sender.close()
     return told, shared
 
