@@ -6,7 +6,6 @@ training step does.
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 
@@ -18,6 +17,7 @@ from sglang_reshard import ModuleReceiver, ModuleSender
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import DeadlineExceeded, EngineUnreachable, TornWeights
+from support.ready import CONTEXT
 from support.revocation.soak import soak
 from support.revocation.stories import SOAKED
 from support.toy import ToyRank
@@ -165,9 +165,8 @@ def test_a_collector_that_comes_late_does_not_take_what_was_given_up(case, trans
 
 
 def _collector_comes_late(transport):
-    context = multiprocessing.get_context("spawn")
-    asked, answers = context.Queue(), context.Queue()
-    process = context.Process(target=collect, args=(asked, answers), daemon=True)
+    asked, answers = CONTEXT.Queue(), CONTEXT.Queue()
+    process = CONTEXT.Process(target=collect, args=(asked, answers), daemon=True)
     process.start()
     try:
         sender, model = ModuleSender(timeout_s=8, transport=transport), torch.nn.Linear(64, 64, bias=False)

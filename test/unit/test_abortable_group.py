@@ -1,6 +1,5 @@
 """An aborted group ends all waits: of ranks that have died, and for messages that have arrived half."""
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -11,9 +10,9 @@ import torch
 
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
 from sglang_reshard.transports.communicator import BroadcastCommunicators
+from support.ready import CONTEXT
 from support.sent import CPU, connected
 
-CONTEXT = multiprocessing.get_context("forkserver")
 TWO = {"members": [0, 1], "trainer_ranks": 1, "backend": "gloo", "device": CPU, "timeout_s": 60}
 THREE = {"members": [0, 1, 2], "trainer_ranks": 2, "backend": "gloo", "device": CPU, "timeout_s": 60}
 HALFWAY_BYTES = 2**28  # more than a kernel takes at once

@@ -1,6 +1,5 @@
 """Processes that are killed, stopped or forked: everyone else hears of it, in time."""
 
-import multiprocessing as mp
 import os
 import signal
 import threading
@@ -13,17 +12,17 @@ import pytest
 from sglang_reshard.control import ControlClient, ControlServer, WaitTimedOut
 from sglang_reshard.control import client as client_module
 from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded
+from support.ready import CONTEXT
 
 SOON_S = 20.0
 AT_ONCE_S = 1.0
-SPAWN = mp.get_context("spawn")
 
 
 @contextmanager
 def process(function, *arguments):
     """One that runs `function(pipe, *arguments)`, and the other end of its pipe."""
-    pipe, theirs = SPAWN.Pipe()
-    child = SPAWN.Process(target=function, args=(theirs, *arguments), daemon=True)
+    pipe, theirs = CONTEXT.Pipe()
+    child = CONTEXT.Process(target=function, args=(theirs, *arguments), daemon=True)
     child.start()
     try:
         yield child, pipe

@@ -1,6 +1,5 @@
 """P2P communicators close without a leak, and errors name the rank that is missing."""
 
-import multiprocessing
 import os
 import time
 
@@ -8,10 +7,9 @@ import pytest
 import torch
 
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
+from support.ready import CONTEXT
 from support.sent import CPU, connected, open_here
 from support.world import run_world
-
-CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def join_and_leave(trainer, times):

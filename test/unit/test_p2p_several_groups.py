@@ -3,7 +3,6 @@
 Two engine ranks are said to share a GPU, so that each gets a communicator of its own; messages go through gloo.
 """
 
-import multiprocessing
 import os
 import threading
 import time
@@ -17,12 +16,11 @@ from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.plan import strategy
 from sglang_reshard.plan.p2p_groups import plan_p2p_groups
 from sglang_reshard.transports.communicator import P2pCommunicators
+from support.ready import CONTEXT
 from support.sent import CPU
 from support.world import run_world
 from test_p2p import MIB, serve, train
 from test_p2p_mishaps import serve_through_a_mishap, train_through_a_mishap
-
-CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def share_a_gpu():
