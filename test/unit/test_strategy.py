@@ -11,6 +11,7 @@ from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.plan import ClusterTopology, RankLocation, TensorIndex, choose_strategy, plan_reads, rank_demand
 from sglang_reshard.plan.cost import CPU
 from support.plans import tensor_parallel, tp_copies
+from support.sweep import examples
 
 MIB = 1 << 20
 
@@ -88,7 +89,7 @@ def test_tensors_that_many_ranks_on_another_host_need_are_broadcast():
     st.tuples(*[st.integers(-1, 1)] * 2, st.integers(-1, 0)),
     st.sampled_from([16384, MIB]),
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_auto_is_never_predicted_to_be_slower_than_a_requested_transport(
     trainer_hosts, engine_hosts, dims, bucket_bytes
 ):
