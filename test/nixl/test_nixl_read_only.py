@@ -19,7 +19,7 @@ from support.ready import CONTEXT
 
 pytestmark = needs_nixl
 ELEMENTS, VALUE, OTHER = 1 << 18, 7.0, -666.0
-DEADLINE_S = 120.0
+DEADLINE_S = 400.0
 # UCX writes through other processes' memory where it can, and else asks their own process to, whose kernel refuses it.
 WAYS = ["", "tcp"]
 

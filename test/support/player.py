@@ -15,7 +15,7 @@ from typing import Any
 from support.players import Ended, Links
 from support.ready import CONTEXT
 
-ANSWER_S = 60.0  # for a process that is not in an update to answer
+ANSWER_S = 180.0  # for a process that is not in an update to answer
 
 
 class Hang(AssertionError):

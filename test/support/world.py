@@ -53,7 +53,7 @@ def run_world(
     train: Callable[..., Any],
     serve: Callable[..., Any],
     *args: Any,
-    deadline_s: float = 90.0,
+    deadline_s: float = 300.0,
     context: BaseContext = CONTEXT,
     engines_apart: bool = False,
 ) -> tuple[list[Any], list[Any]]:

@@ -74,7 +74,7 @@ def receive_nothing(port, peer_id):
     begun = time.monotonic()
     with pytest.raises(ReshardError):
         communicators.receive([(0, torch.zeros(8, dtype=torch.uint8))]).wait()
-    os._exit(0 if time.monotonic() - begun < 10 else 1)
+    os._exit(0 if time.monotonic() - begun < 40 else 1)
 
 
 def test_an_abort_ends_the_waits_in_all_of_them():
@@ -89,7 +89,7 @@ def test_an_abort_ends_the_waits_in_all_of_them():
     begun = time.monotonic()
     with pytest.raises(ReshardError, match=r"trainer rank 0 (stopped waiting|could not receive)"):
         pending.wait()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     for peer in peers:
-        peer.join(20)
+        peer.join(60)
     assert [peer.exitcode for peer in peers] == [0, 0]

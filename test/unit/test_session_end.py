@@ -66,14 +66,14 @@ def test_the_end_is_noticed(way):
     process.start()
     noticed = threading.Event()
     try:
-        session = Session.join(Address(*link.recv()), timeout_s=20)
+        session = Session.join(Address(*link.recv()), timeout_s=60)
         session.on_engine_end(0, noticed.set)
         assert not noticed.wait(0.5)
         if way == "end":
             link.send("end")
         else:
             process.kill()
-        assert noticed.wait(20)
+        assert noticed.wait(60)
     finally:
         process.kill()
         process.join()
