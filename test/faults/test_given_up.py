@@ -82,7 +82,7 @@ def serve(rank, size, requests, _transport, _options, _timeout_s, before_s, movi
 
 def run(transport, options, *, timeout_s=20.0, before_s=0.0, moving_s=0.0):
     """before_s, moving_s: how long engine ranks take before they begin with update 2, and to move it."""
-    told, served = run_world(2, 2, train, serve, transport, options, timeout_s, before_s, moving_s, deadline_s=100)
+    told, served = run_world(2, 2, train, serve, transport, options, timeout_s, before_s, moving_s)
     assert told[0] == told[1]
     return told[0], served[0]
 
