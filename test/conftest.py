@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from support.sweep import SWEEP, examples
+
 # How long one example takes says nothing here: machines are shared, and the first one imports torch.
-settings.register_profile("patient", deadline=None)
+settings.register_profile("patient", deadline=None, max_examples=examples(100))
 settings.load_profile("patient")
 
 
@@ -25,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects tests and params marked `sweep` unless SGLANG_RESHARD_SWEEP=1."""
-    if os.environ.get("SGLANG_RESHARD_SWEEP") == "1":
+    if SWEEP:
         return
     sweep = [item for item in items if item.get_closest_marker("sweep")]
     if sweep:

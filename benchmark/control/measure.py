@@ -103,7 +103,7 @@ def _serve(link: Connection) -> None:
 
 
 def measure(trainer_ranks: int, engines: int, verify: bool, updates: int = UPDATES) -> ControlRow:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     link, theirs = context.Pipe()
     server = context.Process(target=_serve, args=(theirs,), daemon=True)
     server.start()

@@ -16,6 +16,7 @@ import pytest
 
 from demo import memory
 from demo.verdict import SLACK_BYTES
+from support.sweep import sweep
 
 BUCKET_MIB = 1
 
@@ -65,7 +66,6 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(400)
 def test_two_to_four_in_both_precisions(folder: Path) -> None:
     line, progress = run_demo(folder, 2, 4, "both", "auto", "auto")
     assert_proved(line, ["float32", "bfloat16"])
@@ -73,22 +73,22 @@ def test_two_to_four_in_both_precisions(folder: Path) -> None:
     assert list(folder.iterdir()) == []  # checkpoints, digests and the log are gone
 
 
-@pytest.mark.timeout(900)
-def test_four_to_sixteen(folder: Path) -> None:
+@pytest.mark.parametrize(("source_tp", "target_tp"), [(2, 4), sweep(4, 16)])
+def test_by_what_is_chosen_and_by_broadcast(source_tp: int, target_tp: int, folder: Path) -> None:
     """By what is chosen on one host, and by broadcast of each trainer rank's shard to the engine ranks that need it."""
-    line, progress = run_demo(folder, 4, 16, "float32", "auto", "broadcast")
+    line, progress = run_demo(folder, source_tp, target_tp, "float32", "auto", "broadcast")
     assert_proved(line, ["float32"])
     by_ipc, by_broadcast = line["updates"]
     assert (by_ipc["transport"], by_broadcast["transport"]) == ("ipc", "broadcast")
     for rank in by_ipc["engine_ranks"]:
         assert rank["received_bytes"] == rank["least_bytes"]
     for update in (by_ipc, by_broadcast):
-        assert len(update["engine_ranks"]) == 16
+        assert len(update["engine_ranks"]) == target_tp
     # Whole shards arrive, of one trainer rank or, for engine ranks at a shard's edge, of two; never the whole model.
     shards = [rank["shard_bytes"] for rank in by_broadcast["trainer_ranks"]]
     for rank in by_broadcast["engine_ranks"]:
         assert rank["least_bytes"] < rank["received_bytes"] < 2 * max(shards)
-    assert "start the engine: TP=16, float32" in progress
+    assert f"start the engine: TP={target_tp}, float32" in progress
     assert list(folder.iterdir()) == []  # checkpoints, digests and the log are gone
 
 

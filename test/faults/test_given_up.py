@@ -6,7 +6,6 @@ training step does.
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 
@@ -18,6 +17,7 @@ from sglang_reshard import ModuleReceiver, ModuleSender
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import DeadlineExceeded, EngineUnreachable, TornWeights
+from support.ready import CONTEXT
 from support.revocation.soak import soak
 from support.revocation.stories import SOAKED
 from support.toy import ToyRank
@@ -82,7 +82,7 @@ def serve(rank, size, requests, _transport, _options, _timeout_s, before_s, movi
 
 def run(transport, options, *, timeout_s=20.0, before_s=0.0, moving_s=0.0):
     """before_s, moving_s: how long engine ranks take before they begin with update 2, and to move it."""
-    told, served = run_world(2, 2, train, serve, transport, options, timeout_s, before_s, moving_s, deadline_s=100)
+    told, served = run_world(2, 2, train, serve, transport, options, timeout_s, before_s, moving_s)
     assert told[0] == told[1]
     return told[0], served[0]
 
@@ -165,9 +165,8 @@ def test_a_collector_that_comes_late_does_not_take_what_was_given_up(case, trans
 
 
 def _collector_comes_late(transport):
-    context = multiprocessing.get_context("spawn")
-    asked, answers = context.Queue(), context.Queue()
-    process = context.Process(target=collect, args=(asked, answers), daemon=True)
+    asked, answers = CONTEXT.Queue(), CONTEXT.Queue()
+    process = CONTEXT.Process(target=collect, args=(asked, answers), daemon=True)
     process.start()
     try:
         sender, model = ModuleSender(timeout_s=8, transport=transport), torch.nn.Linear(64, 64, bias=False)

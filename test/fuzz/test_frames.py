@@ -24,7 +24,7 @@ from sglang_reshard.control.framing import (
 from sglang_reshard.control.protocol import read_message, read_request
 
 KEY = bytes(range(32))
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 def read_bodies(reader: FrameReader, stream: bytes, random: Random) -> list[bytes]:

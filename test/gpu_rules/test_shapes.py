@@ -60,7 +60,7 @@ def planned(trained: list[Trained], update: int) -> set[str]:
 # -- colocated
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp", [sweep(1), 2, sweep(4), 8])
 def test_replicas_of_every_size_read_the_memory_of_their_host(tp):
     with virtual_gpus() as gpus:
         trained, _ = run(gpus, trainer_places(gpus), engine_places(gpus, tp), Job((8,), tp))
@@ -72,9 +72,9 @@ def test_replicas_of_every_size_read_the_memory_of_their_host(tp):
     ("hosts", "mesh", "tp", "expected"),
     [
         (2, (8,), 2, "ipc+p2p"),
-        (2, (8,), 8, "ipc+p2p"),
-        (4, (8,), 2, "ipc+p2p"),
-        (4, (8,), 4, "ipc+p2p"),
+        sweep(2, (8,), 8, "ipc+p2p"),
+        sweep(4, (8,), 2, "ipc+p2p"),
+        sweep(4, (8,), 4, "ipc+p2p"),
         (4, (8,), 8, "ipc+p2p"),
         (2, (2, 4), 4, "ipc"),
     ],

@@ -19,7 +19,7 @@ from module_job import write
 from sglang_reshard.control import Address, ControlClient, ControlServer
 from sglang_reshard.errors import ConnectionLost
 
-_WAIT_S = 60.0
+_WAIT_S = 300.0
 SCOPE = "update"
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from sglang_reshard import ModuleReceiver, ModuleSender
 
 VERSIONS = ("1", "2")
-_WAIT_S = 60.0
+_WAIT_S = 300.0
 
 
 def policy() -> nn.Module:

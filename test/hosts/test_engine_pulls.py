@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.sweep,
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
-    pytest.mark.timeout(900),
 ]
 _DEADLINE_S = 400
 _ASK = """

@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.sweep,
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
-    pytest.mark.timeout(900),
 ]
 CONFIG = tiny_qwen3()
 _DEADLINE_S = 400

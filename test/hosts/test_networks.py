@@ -14,9 +14,9 @@ from support.hosts import Host, environment, laboratory, why_not
 from support.nixl_env import FOLDER as NIXL_FOLDER
 from support.nixl_env import needs_nixl
 
-pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not())]
 JOB = Path(__file__).with_name("module_job.py")
-_DEADLINE_S = 120
+_DEADLINE_S = 400
 
 
 def start(

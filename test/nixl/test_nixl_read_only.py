@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import time
 from typing import Any
@@ -16,10 +15,11 @@ from sglang_reshard.routes.nixl.agent import NixlAgent
 from sglang_reshard.routes.nixl.source import NixlSource, allocate_readable
 from sglang_reshard.routes.relay.progress import Progress
 from support.nixl_env import needs_nixl, use_nixl
+from support.ready import CONTEXT
 
 pytestmark = needs_nixl
 ELEMENTS, VALUE, OTHER = 1 << 18, 7.0, -666.0
-DEADLINE_S = 120.0
+DEADLINE_S = 400.0
 # UCX writes through other processes' memory where it can, and else asks their own process to, whose kernel refuses it.
 WAYS = ["", "tcp"]
 
@@ -65,10 +65,8 @@ class Trainer:
     """A trainer rank in another process. `memory`: its shard, mapped here, which outlives it."""
 
     def __init__(self, ways: str) -> None:
-        self.ways, self._context = ways, multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__, "sglang_reshard.routes.nixl.source"])
-        self._orders, self._said = self._context.Queue(), self._context.Queue()
-        self.process = self._context.Process(target=be_trainer, args=(self._orders, self._said, ways), daemon=True)
+        self.ways, self._orders, self._said = ways, CONTEXT.Queue(), CONTEXT.Queue()
+        self.process = CONTEXT.Process(target=be_trainer, args=(self._orders, self._said, ways), daemon=True)
         self.process.start()
         self.metadata, self.places, self.writable_bytes, handles = self._said.get(timeout=DEADLINE_S)
         self.memory = PeerMemory(0, handles).view(0, 0, (1,), (ELEMENTS,), torch.float32)
@@ -78,9 +76,9 @@ class Trainer:
         return self._said.get(timeout=DEADLINE_S)
 
     def peer(self, verb: str, place: int, nbytes: int) -> tuple[str, list[float]]:
-        said = self._context.Queue()
+        said = CONTEXT.Queue()
         arguments = said, self.metadata, self.places[place], nbytes, verb, self.ways
-        process = self._context.Process(target=be_peer, args=arguments, daemon=True)
+        process = CONTEXT.Process(target=be_peer, args=arguments, daemon=True)
         process.start()
         try:
             return said.get(timeout=DEADLINE_S)

@@ -205,11 +205,11 @@ def serve(rank: int, _size: int, requests: Requests, process: VirtualProcess, jo
     for request in requests:
         with process.update(unmapped=request.unmap_after):
             output = receiver.update(request)
+        if job.held or request.weight_version == str(job.updates):
+            served.held.append(Held.of(process))  # before the answer: the trainer ends the session after it
         requests.answer(output)
         if output.success:
             check_weights(model, request.weight_version or "", served, job.drift)
-        if job.held or len(served.versions) == job.updates:
-            served.held.append(Held.of(process))
         if job.live_moves:  # as memory is released and resumed without a memory saver
             kept = {name: parameter.data.cpu() for name, parameter in model.named_parameters()}
             for parameter in model.parameters():

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 _NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
-_START_S = 10.0
+_START_S = 60.0
 _NOBODY = "02:00:00:00:00:01"  # no host has it
 
 

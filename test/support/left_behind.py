@@ -20,7 +20,7 @@ import psutil
 from sglang_reshard.patches.shared_segments import segments_of
 
 _SHM = Path("/dev/shm")
-_SETTLE_S = 10.0  # for the kernel, and threads that end, on a busy host
+_SETTLE_S = 30.0  # for the kernel, and threads that end, on a busy host
 
 
 def torch_segments() -> set[str]:

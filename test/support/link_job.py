@@ -25,7 +25,7 @@ from support.stations import Arm, At, Stations
 
 TENSORS, SIDE = 24, 512
 TRAINER_STATIONS = ("publish", "announce", "send")
-_WAIT_S = 120.0
+_WAIT_S = 300.0
 _PORT = 29534
 _BUCKET_BYTES = 4 << 20  # so that most of the weights have not arrived when some are written
 

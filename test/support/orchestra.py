@@ -28,7 +28,7 @@ from support.players import Answered, Call, Ended, Update, play_engine, play_tra
 from support.stand_in_server import StandInServer
 from support.stations import Act, Arm, At
 
-_START_S = 90.0  # for processes to come up on a busy host; the first also wait for all imports
+_START_S = 300.0  # for processes to come up on a busy host; the first also wait for all imports
 
 
 class Orchestra:

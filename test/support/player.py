@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing as mp
 import os
 import signal
 import time
@@ -14,21 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from support.players import Ended, Links
+from support.ready import CONTEXT
 
-_CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed.tensor.parallel",
-        "torch.distributed.fsdp",
-        "torch._dynamo",
-        "sglang_reshard.engine.receiver",
-        "demo.trainer",
-        "support.layouts",
-        "support.players",
-    ]
-)
-ANSWER_S = 60.0  # for a process that is not in an update to answer
+ANSWER_S = 180.0  # for a process that is not in an update to answer
 
 
 class Hang(AssertionError):
@@ -64,10 +51,10 @@ class Player:
     @classmethod
     def start(cls, side: str, rank: int, play: Callable[..., None], arguments: tuple[Any, ...]) -> Player:
         """`play(rank, *arguments, links)` in a process. It answers once, with anything, when it is ready."""
-        pipes = [_CONTEXT.Pipe() for _ in range(3 if (side, rank) == ("trainer", 0) else 2)]
+        pipes = [CONTEXT.Pipe() for _ in range(3 if (side, rank) == ("trainer", 0) else 2)]
         ours, theirs = [a for a, _ in pipes], [b for _, b in pipes]
         links = Links(theirs[0], theirs[1], theirs[2] if len(theirs) == 3 else None)
-        process = _CONTEXT.Process(target=play, args=(rank, *arguments, links), daemon=True)
+        process = CONTEXT.Process(target=play, args=(rank, *arguments, links), daemon=True)
         process.start()
         for end in theirs:
             end.close()

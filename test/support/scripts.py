@@ -14,7 +14,7 @@ _ANSWERS = "TEST_SCRIPT_ANSWERS"  # the file that answers go to
 
 
 def run_script(
-    script: Path, *arguments: str, timeout_s: float, environment: Mapping[str, str] | None = None
+    script: Path, *arguments: str, timeout_s: float = 1500, environment: Mapping[str, str] | None = None
 ) -> list[str]:
     """The answers that a script gave, one after the other. Its errors fail the test."""
     path = os.pathsep.join([str(TEST), str(TEST.parent), *filter(None, [os.environ.get("PYTHONPATH")])])

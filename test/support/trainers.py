@@ -28,7 +28,7 @@ def run_trainers(
     function: str,
     folder: Path,
     *,
-    deadline_s: float = 300,
+    deadline_s: float = 900,
     environment: Mapping[str, str] | None = None,
     **job: Any,
 ) -> list[Any]:

@@ -73,7 +73,7 @@ def run_verl(command: list[str], folder: Path, variables: Mapping[str, str], tim
     return log.read_text(errors="replace")
 
 
-def run_ppo(folder: Path, *overrides: str, steps: int = 2, timeout_s: float = 300) -> PpoRun:
+def run_ppo(folder: Path, *overrides: str, steps: int = 2, timeout_s: float = 900) -> PpoRun:
     """examples/tiny_on_cpu.py: GRPO by `verl.trainer.main_ppo`; `overrides` are hydra's, and win."""
     settings = [f"trainer.total_training_steps={steps}", f"trainer.total_epochs={steps}", *overrides]
     log = run_driver("jobs:ppo", folder, {"overrides": settings}, tp_size=2, timeout_s=timeout_s)
@@ -81,7 +81,7 @@ def run_ppo(folder: Path, *overrides: str, steps: int = 2, timeout_s: float = 30
     return PpoRun(log, [json.loads(line)["data"] for line in lines])
 
 
-def run_job(function: str, folder: Path, *, tp_size: int, timeout_s: float = 300, **job: Any) -> Any:
+def run_job(function: str, folder: Path, *, tp_size: int, timeout_s: float = 900, **job: Any) -> Any:
     """What `function` ("module:name" of a module in test/verl) returned as a driver of verl.
 
     It is called with a dictionary of `job`, `folder` and `tp_size`.

@@ -7,7 +7,6 @@ stand in for SGLang's way from the Engine to its schedulers.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing as mp
 import time
 import traceback
 from collections.abc import Callable
@@ -22,21 +21,10 @@ import torch
 import torch.distributed as dist
 
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, decode, encode
+from support.ready import CONTEXT
 
 _TIMEOUT = timedelta(seconds=60)
 _OTHERS_S = 2.0  # once one has failed: the cause may be another one's
-_CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed.tensor.parallel",
-        "torch.distributed.fsdp",
-        "torch._dynamo",
-        "sglang_reshard.engine.receiver",
-        "support.layouts",
-        "support.toy",
-    ]
-)
 
 Send = Callable[[DistributedUpdateWeightsReq], DistributedUpdateWeightsOutput]
 
@@ -65,8 +53,8 @@ def run_world(
     train: Callable[..., Any],
     serve: Callable[..., Any],
     *args: Any,
-    deadline_s: float = 90.0,
-    context: BaseContext = _CONTEXT,
+    deadline_s: float = 300.0,
+    context: BaseContext = CONTEXT,
     engines_apart: bool = False,
 ) -> tuple[list[Any], list[Any]]:
     """Run `train(trainer, *args)` on every trainer rank and `serve(rank, size, requests, *args)` on every engine rank.

@@ -163,7 +163,7 @@ def main(ranks: int, pairs: list[list[dict[str, Any]]]) -> None:
     # Forked, so that what takes long to import is imported once.
     context = multiprocessing.get_context("fork")
     cases = [tuple(Case(**sizes) for sizes in pair) for pair in pairs]
-    told, _ = run_world(ranks, 0, moves, None, cases, deadline_s=500, context=context)
+    told, _ = run_world(ranks, 0, moves, None, cases, deadline_s=1400, context=context)
     for of_ranks in zip(*told, strict=True):
         answer(json.dumps(of_ranks))
 

@@ -93,7 +93,7 @@ def train(trainer, kind, transport, dtype, folder):
 
 
 def check(ranks, engines, kind, transport, dtype, folder, record_property):
-    told, served = run_world(ranks, engines, train, serve, kind, transport, dtype, str(folder), deadline_s=120)
+    told, served = run_world(ranks, engines, train, serve, kind, transport, dtype, str(folder))
     assert served == [[[]] * VERSIONS] * engines
     ratios, detects = zip(*told, strict=True)
     assert ratios == ([(1.0, True), (1.0, False), (1.0, False)],) * ranks

@@ -12,7 +12,7 @@ from support.sglangs import chosen
 from support.trainer_rows import shown
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("forks")]
 SLOT = 1  # the base model's is the first
 
 
@@ -26,9 +26,7 @@ SLOT = 1  # the base model's is the first
 )
 def test_an_engine_serves_the_adapter(strategy: str, sglang: str, tmp_path: Path, record_property: Any) -> None:
     with chosen(sglang):
-        seen, other = run_trainers(
-            2, "trainers.lora_served_job:two_versions", tmp_path, deadline_s=400, strategy=strategy, tp_size=2
-        )
+        seen, other = run_trainers(2, "trainers.lora_served_job:two_versions", tmp_path, strategy=strategy, tp_size=2)
     assert seen["served"] == seen["stock"] == seen["expected"] == other["served"]
     assert seen["after"] == seen["served"][1] != seen["served"][0]
     *base, without_adapter = seen["base"]

@@ -15,7 +15,7 @@ from oracle.stock import stock_digests
 from support.trainer_rows import shown
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("forks")]
 RANKS = 4
 CONVERTERS = "parameters, by converters like Megatron-Bridge's"
 # What SGLang takes on a CPU; a prime vocabulary, which Megatron pads and SGLang pads otherwise.
@@ -63,7 +63,6 @@ def test_an_engine_follows_megatron_core(case: Case, tmp_path: Path, record_prop
         RANKS,
         "trainers.megatron_live_job:two_updates",
         tmp_path,
-        deadline_s=400,
         case=SIZES | case.model,
         both_tied=case.both_tied,
         engine=engine,

@@ -13,6 +13,7 @@ from sglang_reshard.plan.lifetimes import Lifetime, share_memory
 from sglang_reshard.trace.block_fp8 import FP8, quantize_blocks
 from sglang_reshard.trace.program import Copy
 from sglang_reshard.trace.tracer import trace
+from support.sweep import examples
 from toy_loader import Toy, specs_of
 
 BLOCK, CPU = (4, 4), torch.device("cpu")
@@ -24,7 +25,7 @@ lifetimes = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(lifetimes, max_size=30))
 def test_what_is_needed_at_the_same_time_does_not_overlap(given_lifetimes):
     offsets, total = share_memory(given_lifetimes)
@@ -83,7 +84,7 @@ class Journal:
             assert self.seen.setdefault(copy.source, turn) == turn, "twice"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_each_is_quantized_when_its_last_part_is_there(data):
     """Parts arrive in any turns, or are read from mapped memory, and others may be received one turn ahead."""

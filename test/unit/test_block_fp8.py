@@ -15,6 +15,7 @@ from sglang_reshard.trace.live_shards import live_shards
 from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.tracer import trace
 from support.live_memory import fill_with_garbage
+from support.sweep import examples
 from toy_loader import Toy, contents, specs_of
 
 BLOCK = (4, 4)
@@ -37,7 +38,7 @@ def random(*shape, dtype=torch.bfloat16, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(1, 13), st.integers(1, 13), st.sampled_from([(4, 4), (3, 5), (16, 1)]), st.integers(0, 99))
 def test_blocks_are_quantized_one_by_one(rows, columns, block, seed):
     weights = torch.stack([random(rows, columns, seed=seed + n) for n in range(3)])

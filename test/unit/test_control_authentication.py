@@ -21,7 +21,7 @@ from sglang_reshard.control.framing import (
 )
 from sglang_reshard.errors import ConnectionLost, DeadlineExceeded, ReshardError, Unauthorized
 
-SOON_S = 20.0
+SOON_S = 60.0
 HANDSHAKE_BYTES = OPENING_BYTES + PROOF_BYTES
 HELLO = (0, "hello", ("s",))
 

@@ -14,7 +14,7 @@ from sglang_reshard.control import Address, ControlClient, ControlServer, WaitTi
 from sglang_reshard.control import client as client_module
 from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, ReshardError, Unauthorized, Unsupported
 
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Processes that are killed, stopped or forked: everyone else hears of it, in time."""
 
-import multiprocessing as mp
 import os
 import signal
 import threading
@@ -13,17 +12,17 @@ import pytest
 from sglang_reshard.control import ControlClient, ControlServer, WaitTimedOut
 from sglang_reshard.control import client as client_module
 from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded
+from support.ready import CONTEXT
 
-SOON_S = 20.0
-AT_ONCE_S = 1.0
-SPAWN = mp.get_context("spawn")
+SOON_S = 60.0
+AT_ONCE_S = 15.0
 
 
 @contextmanager
 def process(function, *arguments):
     """One that runs `function(pipe, *arguments)`, and the other end of its pipe."""
-    pipe, theirs = SPAWN.Pipe()
-    child = SPAWN.Process(target=function, args=(theirs, *arguments), daemon=True)
+    pipe, theirs = CONTEXT.Pipe()
+    child = CONTEXT.Process(target=function, args=(theirs, *arguments), daemon=True)
     child.start()
     try:
         yield child, pipe
@@ -145,14 +144,14 @@ def test_a_server_that_stands_still_is_not_waited_for_for_ever(monkeypatch):
         start = time.monotonic()
         with pytest.raises(ConnectionLost, match=r"it did not answer within 1\.5 s"):
             client.get(["x"], 1.0)
-        assert 1.5 <= time.monotonic() - start < 3
+        assert 1.5 <= time.monotonic() - start < AT_ONCE_S
         assert lost.wait(AT_ONCE_S)
         start = time.monotonic()
         with pytest.raises(ConnectionLost, match=r"it did not answer within 0\.7 s"):
             quick.set({"x": b""})
         with pytest.raises(DeadlineExceeded, match=r"did not answer within 0\.7 s"):
             ControlClient(address, 0.7)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < AT_ONCE_S
         for each in (client, quick):
             each.close()
 

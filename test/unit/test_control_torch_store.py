@@ -1,7 +1,6 @@
 """Process groups of torch rendezvous over a control server."""
 
 import gc
-import multiprocessing as mp
 import threading
 import time
 from datetime import timedelta
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from sglang_reshard.control import ControlClient, ControlStore
 from sglang_reshard.errors import Aborted, ConnectionLost
 from sglang_reshard.protocol.session import Session
+from support.ready import CONTEXT
 
 SOON_S = 180.0  # three processes import torch
 RANKS = 3
@@ -105,10 +105,9 @@ def reduce(pipe, address, rank):
 
 
 def test_process_groups_meet_over_it(control_server, client):
-    context = mp.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(RANKS)]
+    pipes = [CONTEXT.Pipe() for _ in range(RANKS)]
     ranks = [
-        context.Process(target=reduce, args=(theirs, control_server.address, rank), daemon=True)
+        CONTEXT.Process(target=reduce, args=(theirs, control_server.address, rank), daemon=True)
         for rank, (_, theirs) in enumerate(pipes)
     ]
     try:

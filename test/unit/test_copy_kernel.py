@@ -23,7 +23,7 @@ from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.copying.copy_table import CASTS, DEFAULT_TILING, launches_of
 from support import copy_tables
 from support.copy_tables import InterpretedGpu, interpreted, run_in_numpy
-from support.sweep import sweep
+from support.sweep import SWEEP, sweep
 from support.toy_trainers import PAIRS
 from support.world import run_world
 
@@ -32,7 +32,7 @@ pytest.importorskip("triton")
 DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]
 DTYPES += [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int16, torch.complex128]
 MIB = 1 << 20
-EXAMPLES = 200 if os.environ.get("SGLANG_RESHARD_SWEEP") == "1" else 12
+EXAMPLES = 200 if SWEEP else 12
 
 
 def filled(nbytes):

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.snapshots.delta_file import apply_delta
+from support.ready import CONTEXT
+
 BLOCK, UNIT_BYTES, CHANGED = 1 << 16, 2, 8
 UNITS = 2 * BLOCK
 NBYTES = UNITS * UNIT_BYTES
-APPLY = """
-import sys, pathlib
-from sglang_reshard.errors import Mismatch
-from sglang_reshard.snapshots.delta_file import apply_delta
-try:
-    with open(sys.argv[1], "rb") as opened:
-        apply_delta(opened, pathlib.Path(sys.argv[2]))
-except Mismatch as error:
-    print("refused:", error)
-"""
 
 
 def delta_of(counts: list[int], positions: list[int], **header: int) -> bytes:
@@ -34,15 +27,26 @@ def delta_of(counts: list[int], positions: list[int], **header: int) -> bytes:
     return len(head).to_bytes(8, "little") + head + b"".join(part.tobytes() for part in parts)
 
 
-def applied(folder: Path, delta: bytes) -> tuple[int, str, bytes]:
+def apply(delta: Path, base: Path, said: Connection) -> None:
+    try:
+        with delta.open("rb") as opened:
+            apply_delta(opened, base)
+        said.send("")
+    except Mismatch as error:
+        said.send(f"refused: {error}")
+
+
+def applied(folder: Path, delta: bytes) -> tuple[int | None, str, bytes]:
     """Exit status and words of a process that applies a delta to zeros, and the file then."""
     base, file = folder / "base", folder / "delta"
     base.write_bytes(bytes(NBYTES))
     file.write_bytes(delta)
-    done = subprocess.run(
-        [sys.executable, "-c", APPLY, str(file), str(base)], capture_output=True, text=True, timeout=120
-    )
-    return done.returncode, done.stdout, base.read_bytes()
+    said, theirs = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=apply, args=(file, base, theirs))
+    process.start()
+    theirs.close()
+    process.join(120)
+    return process.exitcode, said.recv() if said.poll() else "", base.read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -37,5 +37,5 @@ PROGRAM = """
 
 
 def test_threads_that_decode_a_class_for_the_first_time_do_not_crash():
-    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, timeout=300)
     assert (ran.returncode, ran.stdout) == (0, "{(1, 2)}\n"), ran.stderr

@@ -21,6 +21,7 @@ from sglang_reshard.plan import TensorIndex
 from sglang_reshard.trace.program import Program
 from support.largest import LargestResult
 from support.plans import copies_of, loaded, meshed_layouts, shards, values
+from support.sweep import examples
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32,
@@ -100,7 +101,7 @@ def strided(draw, tensor):
     return view.copy_(tensor)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_it_is_the_definition_for_any_dtype_region_stride_and_chunk(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 9), max_size=3)))
@@ -113,7 +114,7 @@ def test_it_is_the_definition_for_any_dtype_region_stride_and_chunk(data):
         assert checksum_of(view, shape, region) == by_definition(whole, region)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_like_views_together_are_each_by_itself(data):
     """Thousands of small tensors are stacked: none takes anything from its neighbours."""
@@ -153,7 +154,7 @@ def test_other_devices_calculate_as_a_cpu_does(dtype, shape):
     assert on_cpu.tolist() == on_device.tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(layout=meshed_layouts(), data=st.data())
 def test_trainer_ranks_of_any_layout_add_up_to_any_engine_ranks_checksums(layout, data):
     copies = [data.draw(copies_of(layout)) for _ in range(2)]
@@ -170,7 +171,7 @@ def test_trainer_ranks_of_any_layout_add_up_to_any_engine_ranks_checksums(layout
         assert expected.tolist() == [target.compute(how).tolist() for target in targets]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_updates_that_follow_each_other_select_every_element_once(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))

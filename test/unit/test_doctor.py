@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from sglang_reshard.cli.doctor import Finding, gpus, host, installed, nixl, serv
 from sglang_reshard.cli.doctor.output import as_json, failed, show
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.patches.launch import TORCHRUN_VARIABLES
+from support.ready import CONTEXT
 
 KEY = "a key"
 MIB = 1 << 20
@@ -66,18 +68,23 @@ def test_shared_memory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Mon
     assert only(host.check_shared_memory()).status == "fail"
 
 
+def find_with_descriptors(most: int, found: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    found.send(only(host.check_descriptors()))
+
+
 @pytest.mark.parametrize(("most", "status"), [(500, "fail"), (4096, "warning")])
 def test_too_few_descriptors(most: int, status: str) -> None:
     """In a process of its own: nobody gets a hard limit back."""
-    code = (
-        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({most}, {most}))\n"
-        "from sglang_reshard.cli.doctor import host; (f,) = host.check_descriptors(); print(f.status, f.says, f.cure)"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=60
-    ).stdout
-    assert said.startswith(f"{status} {most:,} open files")
-    assert "ulimit -n" in said
+    found, theirs = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=find_with_descriptors, args=(most, theirs))
+    process.start()
+    theirs.close()
+    finding = found.recv()
+    process.join()
+    assert finding.status == status
+    assert finding.says.startswith(f"{most:,} open files")
+    assert "ulimit -n" in finding.cure
 
 
 def test_a_soft_limit_that_can_be_raised_is_no_illness() -> None:

@@ -30,6 +30,7 @@ from sglang_reshard.trace.tracer import trace
 from support.plans import HOST, copies_of, empty_targets, meshed_layouts, read_plans, values
 from support.plans import shards as cut_shards
 from support.sent import CPU, reads_of
+from support.sweep import examples
 from support.toy import ToyRank, checkpoint
 
 QUESTION = ["--source", "tp=4", "--target", "tp=8"]
@@ -178,7 +179,7 @@ def outline_of(demand, plan, targets):
     return Outline(demand, plan, {n: (t.numel(), str(t.dtype).removeprefix("torch.")) for n, t in targets.items()}, 0.0)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data(), bucket=st.sampled_from([1, 100, 1000, 1 << 20]))
 def test_loads_are_those_of_the_transports(data, bucket):
     layout = data.draw(meshed_layouts())

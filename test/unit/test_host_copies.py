@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reshard.copying.copy_list import CopyList
+from support.sweep import examples
 
 
 def list_of(pairs, movable=()):
@@ -41,7 +42,7 @@ def pairs_of_views(draw):
 
 
 @given(pairs_of_views())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_what_is_copied_is_what_torch_copies(drawn):
     source, destination, step, pairs = drawn
     expected = torch.zeros_like(destination)

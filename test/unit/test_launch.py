@@ -25,7 +25,7 @@ GUARDED = """
 def run_script(folder, start):
     script = folder / "script.py"
     script.write_text(textwrap.dedent(GUARDED).format(start=start))
-    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("start", ['if __name__ == "__main__":\n    main()', "if '__main__' == __name__: main()"])
@@ -43,7 +43,7 @@ def test_an_unguarded_script_is_told_so_with_its_line(tmp_path, start):
 
 def test_a_command_has_nothing_to_guard():
     code = "from sglang_reshard.patches.launch import require_main_guard; require_main_guard(); print('started')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout == "started\n"
 
 
@@ -67,7 +67,7 @@ def test_a_child_that_imports_the_script_stops_at_once(tmp_path):
             """
         )
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
     assert "child ended with 1" in done.stdout
     assert "import the script again" in done.stderr
 

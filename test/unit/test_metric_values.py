@@ -111,7 +111,7 @@ def seen(folder: Path | None, enabled: bool = True) -> dict[str, float]:
     if folder is not None:
         environment["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
     code = f"import test_metric_values; test_metric_values.main({folder is not None}, {enabled})"
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, check=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, check=True, timeout=300)
     return json.loads(ran.stdout)
 
 

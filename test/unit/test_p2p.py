@@ -17,7 +17,7 @@ from sglang_reshard.routes.p2p.trainer import P2pSender
 from support.plans import copies_of, empty_targets, loaded, meshed_layouts, read_plans, values
 from support.plans import shards as cut_shards
 from support.sent import CPU, reads_of
-from support.sweep import only, sweep
+from support.sweep import examples, only, sweep
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import PAIRS, State
 from support.world import run_world
@@ -61,7 +61,7 @@ class Arriving:
             buffer.copy_(data)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data(), bucket=st.sampled_from([1, 100, 1000, MIB]), in_place_bytes=st.sampled_from([1, 64, MIB]))
 def test_any_layout_and_any_copies(data, bucket, in_place_bytes):
     with patch("sglang_reshard.routes.p2p.links.IN_PLACE_BYTES", in_place_bytes):

@@ -27,7 +27,7 @@ def stumble_once(copies):
 
 def train_through_a_mishap(trainer, mishap):
     """Three updates; in the second, trainer rank 1 stumbles between two rounds, or engine rank 1 before the first."""
-    sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=64, timeout_s=10, transport="p2p")
+    sender = WeightSender.over(trainer.group, trainer.send, bucket_bytes=64, timeout_s=60, transport="p2p")
     state = dict(sharded(1, (2,), "tp", torch.float32))
     told = []
     for update in (1, 2, 3):
@@ -38,7 +38,7 @@ def train_through_a_mishap(trainer, mishap):
             told.append(sender.update(state.items()).success)
         except ReshardError as error:
             told.append(f"{type(error).__name__}: {error}")
-        assert time.monotonic() - begun < 8
+        assert time.monotonic() - begun < 40
     sender.close()
     return told
 

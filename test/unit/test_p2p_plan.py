@@ -21,6 +21,7 @@ from sglang_reshard.routes.p2p.messages import (
 )  # fmt: skip
 from sglang_reshard.sources import Placement
 from support.plans import copies_of, meshed_layouts, read_plans, tensor_parallel, wanted
+from support.sweep import examples
 
 MIB = 1 << 20
 ITEMS = st.lists(
@@ -107,7 +108,7 @@ def test_the_bytes_of_a_round_fit_a_bucket_on_every_rank(nbytes, bucket):
         assert (found.sum(axis=axis) <= room).all()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(nbytes=NBYTES)
 def test_all_streams_end_together(nbytes):
     """Except those at the minimum message size, which end earlier."""

@@ -3,7 +3,6 @@
 Two engine ranks are said to share a GPU, so that each gets a communicator of its own; messages go through gloo.
 """
 
-import multiprocessing
 import os
 import threading
 import time
@@ -17,12 +16,11 @@ from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.routes import choice as strategy
 from sglang_reshard.routes.p2p.communicators import P2pCommunicators
 from sglang_reshard.routes.p2p.groups import plan_p2p_groups
+from support.ready import CONTEXT
 from support.sent import CPU
 from support.world import run_world
 from test_p2p import MIB, serve, train
 from test_p2p_mishaps import serve_through_a_mishap, train_through_a_mishap
-
-CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def share_a_gpu():
@@ -76,7 +74,7 @@ def receive_nothing(port, peer_id):
     begun = time.monotonic()
     with pytest.raises(ReshardError):
         communicators.receive([(0, torch.zeros(8, dtype=torch.uint8))]).wait()
-    os._exit(0 if time.monotonic() - begun < 10 else 1)
+    os._exit(0 if time.monotonic() - begun < 40 else 1)
 
 
 def test_an_abort_ends_the_waits_in_all_of_them():
@@ -91,7 +89,7 @@ def test_an_abort_ends_the_waits_in_all_of_them():
     begun = time.monotonic()
     with pytest.raises(ReshardError, match=r"trainer rank 0 (stopped waiting|could not receive)"):
         pending.wait()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     for peer in peers:
-        peer.join(20)
+        peer.join(60)
     assert [peer.exitcode for peer in peers] == [0, 0]

@@ -247,7 +247,7 @@ def test_a_call_under_way_ends_when_a_process_ends(child, handle, code):
     begin = time.monotonic()
     with pytest.raises(EngineDied, match=rf"scheduler_TP1 \(process {child.pid}\) ended with exit code {code}"):
         loop.run_until_complete(call())
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
     assert cancelled == [True]
     loop.close()
 

@@ -18,6 +18,7 @@ from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.shard_order import in_order_of_strides
 from sglang_reshard.layout.source_layout import compute_local_shapes, compute_shard_map
 from sglang_reshard.sources import Mesh, Placement, describe
+from support.sweep import examples
 
 
 @contextlib.contextmanager
@@ -77,7 +78,7 @@ def check_against_torch(shape, mesh_shape, placements):
             assert held.min_local_shape(rank) is None
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(layouts())
 def test_shard_and_replicate_as_distribute_tensor_does(layout):
     check_against_torch(*layout)

@@ -24,6 +24,7 @@ from support.plans import (
     values,
     wanted,
 )
+from support.sweep import examples
 
 
 @st.composite
@@ -39,7 +40,7 @@ def jobs(draw):
 
 
 @given(jobs())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_reads_fill_the_targets_as_the_copies_would(job):
     layout, copies, location = job
     whole = values(layout)

@@ -1,6 +1,5 @@
 """Whoever ends a session, or dies in it, has its memory back: engine ranks let go of what they mapped."""
 
-import multiprocessing as mp
 import threading
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.protocol.session import Session
+from support.ready import CONTEXT
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 
@@ -61,20 +61,19 @@ def keep_session(link):
 
 @pytest.mark.parametrize("way", ["end", "kill"])
 def test_the_end_is_noticed(way):
-    context = mp.get_context("spawn")
-    link, theirs = context.Pipe()
-    process = context.Process(target=keep_session, args=(theirs,), daemon=True)
+    link, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=keep_session, args=(theirs,), daemon=True)
     process.start()
     noticed = threading.Event()
     try:
-        session = Session.join(Address(*link.recv()), timeout_s=20)
+        session = Session.join(Address(*link.recv()), timeout_s=60)
         session.on_engine_end(0, noticed.set)
         assert not noticed.wait(0.5)
         if way == "end":
             link.send("end")
         else:
             process.kill()
-        assert noticed.wait(20)
+        assert noticed.wait(60)
     finally:
         process.kill()
         process.join()

@@ -19,6 +19,7 @@ from sglang_reshard.snapshots.delta_file import CHUNK_BYTES, apply_delta, write_
 from sglang_reshard.snapshots.follower import SnapshotFollower
 from sglang_reshard.snapshots.manifest import DELTA, MANIFEST, decode_snapshot, encode
 from support.following import Server
+from support.sweep import examples
 from support.toy_changes import become, sharded, weights_of
 from support.world import run_world
 
@@ -133,7 +134,7 @@ def test_an_empty_folder_is_no_error(tmp_path: Path) -> None:
     assert SnapshotFollower(tmp_path, Server()).poll() is None
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     nbytes=st.sampled_from([1, 7, 8, 1000, CHUNK_BYTES - 2, CHUNK_BYTES + 6]),
     share=st.sampled_from([0.0, 0.001, 0.3, 1.0]),

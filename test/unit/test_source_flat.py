@@ -13,6 +13,7 @@ from sglang_reshard.layout.shard_map import ExplicitSharding, invalid_reason
 from sglang_reshard.sources import FlatBuffer, FlatMember, FusedSlice, FusedTensor, describe
 from sglang_reshard.sources.flat import flat_boxes, flat_shard_map
 from support.plans import assembled_states
+from support.sweep import examples
 
 NAN = float("nan")
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -58,7 +59,7 @@ def slices_of(draw, name, shape):
     return tuple(found)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(buffers())
 def test_members_and_slices_are_found_in_the_pieces_they_are_in(made):
     buffer, end = made

@@ -31,6 +31,7 @@ from sglang_reshard.sources import (
     fused,
     slice_of,
 )
+from support.sweep import examples
 from test_placements import as_rank, assembled
 
 EXPERTS, INNER, HIDDEN = 6, 4, 10
@@ -68,7 +69,7 @@ def box_of(part, tensor):
     return box.permute([kept.index(axis) for axis in part.axes])
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(jobs())
 def test_every_ranks_view_is_its_shards_and_all_views_are_the_slice(job):
     shape, mesh, placements, parts = job

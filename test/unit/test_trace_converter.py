@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.converter_trace import trace_converter
 from support.moves import ELSEWHERE, chained, chains, counted, elsewhere, halves_joined, heads_picked, shapes
+from support.sweep import examples
 
 
 def boxes_that_agree(function, shape):
@@ -51,7 +52,7 @@ def test_moved_elements_are_found_in_few_boxes(function, shape, boxes):
     assert sum(map(len, boxes_that_agree(function, shape).values())) == boxes
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(shapes, chains)
 def test_any_chain_of_moves_is_followed(shape, moves):
     boxes_that_agree(chained(moves), shape)

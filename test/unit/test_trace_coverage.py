@@ -12,6 +12,7 @@ from sglang_reshard.trace.geometry import Geometry, IndexMap
 from sglang_reshard.trace.lazy_storage import CheckpointTensor
 from sglang_reshard.trace.live import live_storages
 from sglang_reshard.trace.memory import Record
+from support.sweep import examples
 
 COLUMNS = 4
 
@@ -39,7 +40,7 @@ def tilings(draw):
 
 
 @given(tilings(), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_every_element_of_a_parameter_is_written_once(tiling, gap):
     rows, writes = tiling
     flat = torch.zeros(rows * COLUMNS)

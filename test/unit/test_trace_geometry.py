@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reshard.trace.geometry import Geometry, IndexMap, Loop, TooFragmented, grid_shape, intersection, to_boxes
+from support.sweep import examples
 
 
 def geometry_of(tensor):
@@ -64,7 +65,7 @@ def views(draw):
     return tensor, view
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(views(), st.randoms(use_true_random=False), st.booleans())
 def test_boxes_of_a_view_are_its_elements(drawn, random, unit_steps):
     tensor, view = drawn
@@ -83,7 +84,7 @@ def test_boxes_of_a_view_are_its_elements(drawn, random, unit_steps):
     assert torch.equal(got.as_strided(into.shape, into.stride(), 0), view)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(views(), views())
 def test_common_boxes_on_a_grid_are_the_common_elements(one, other):
     """Two views of one storage, however they are strided, compared as boxes of one grid."""
@@ -100,7 +101,7 @@ def test_common_boxes_on_a_grid_are_the_common_elements(one, other):
     assert elements == {r for r, _ in pairs(IndexMap.flattening(a))} & {r for r, _ in pairs(IndexMap.flattening(b))}
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_what_is_left_of_a_box(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))

@@ -10,6 +10,7 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.converter_trace import trace_converter
 from sglang_reshard.trace.shard_view import shard_view
 from support.moves import ELSEWHERE, chained, chains, counted, elsewhere, halves_joined, heads_picked, shapes
+from support.sweep import examples
 
 
 def views_that_agree(function, shape):
@@ -79,7 +80,7 @@ def test_what_lies_in_two_ways_is_refused(function):
         shard_view(result.boxes, (4, 4))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(shapes, chains)
 def test_a_view_that_is_found_is_right(shape, moves):
     with contextlib.suppress(Unsupported):

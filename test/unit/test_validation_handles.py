@@ -183,7 +183,7 @@ def refused(descriptor, nbytes=None):
     started = time.monotonic()
     with pytest.raises(Mismatch, match=r"trainer rank 4 .* not unlinked shared memory"):
         PeerMemory(4, Handles((storage_of(descriptor, nbytes),), ()))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert len(os.listdir("/proc/self/fd")) == before
 
 

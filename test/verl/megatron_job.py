@@ -152,7 +152,7 @@ def modelled(case: dict[str, Any]) -> tuple[Case, MakeBridge]:
 def main(cases: list[tuple[Case, MakeBridge]]) -> None:
     # Forked, so that what takes long to import is imported once.
     context = multiprocessing.get_context("fork")
-    ranks, _ = run_world(RANKS, 0, train, None, cases, deadline_s=200, context=context)
+    ranks, _ = run_world(RANKS, 0, train, None, cases, deadline_s=900, context=context)
     for of_ranks in zip(*ranks, strict=True):
         answer(json.dumps(of_ranks))
 

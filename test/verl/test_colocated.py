@@ -19,14 +19,14 @@ from seen import (
 from support.trainer_rows import shown
 from support.verl_host import run_job, verl_folder
 
-pytestmark = [pytest.mark.verl, pytest.mark.timeout(420), pytest.mark.usefixtures("forks")]
+pytestmark = [pytest.mark.verl, pytest.mark.usefixtures("forks")]
 STOCK: list[str] = []
 
 
 @pytest.mark.parametrize(
     "backend",
     [
-        pytest.param(RESHARD, id="fsdp2"),
+        pytest.param(RESHARD, id="fsdp2", marks=pytest.mark.sweep),
         pytest.param(FSDP1, id="fsdp"),
         pytest.param(STOCK, id="stock", marks=pytest.mark.sweep),
     ],

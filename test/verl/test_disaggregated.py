@@ -11,7 +11,7 @@ from support.live_memory import differing
 from support.trainer_rows import shown
 from support.verl_host import run_job, verl_folder
 
-pytestmark = [pytest.mark.verl, pytest.mark.timeout(420), pytest.mark.usefixtures("forks")]
+pytestmark = [pytest.mark.verl, pytest.mark.usefixtures("forks")]
 OURS = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard"
 
 

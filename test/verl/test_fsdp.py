@@ -73,7 +73,7 @@ STRATEGIES = ["fsdp2", "fsdp", pytest.param("fsdp, original parameters", marks=p
 def test_what_comes_out_is_what_verl_itself_exports(kind: str, strategy: str, record_property: Any) -> None:
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-    told, _ = run_world(RANKS, 0, export, print, kind, strategy, deadline_s=120)
+    told, _ = run_world(RANKS, 0, export, print, kind, strategy)
     found = assembled_states([state_of(*state) for state, _ in told])
     expected = dict(unfuse_moe_params(small_model(kind).state_dict().items(), kind))
     assert sorted(found) == sorted(expected)
@@ -119,7 +119,7 @@ def state_of(layout: Any, numbers: list[Any]) -> TrainerState:
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
 def test_adapters_are_merged_for_as_long_as_the_weights_are_read(strategy: str) -> None:
-    told, _ = run_world(RANKS, 0, export_merged, print, "qwen3", strategy, deadline_s=120)
+    told, _ = run_world(RANKS, 0, export_merged, print, "qwen3", strategy)
     found = assembled_states([state_of(*state) for state, _ in told])
     expected = with_adapters("qwen3").merge_and_unload().state_dict()
     plain = small_model("qwen3").state_dict()

@@ -35,7 +35,7 @@ OF_LAYER = {"qwen3": 11, "qwen2": 12, "qwen3_moe": 9 + 3 * 4}
 
 @pytest.fixture(scope="module")
 def results():
-    found = list(map(json.loads, run_script(JOB, json.dumps(list(CASES.values())), timeout_s=300)))
+    found = list(map(json.loads, run_script(JOB, json.dumps(list(CASES.values())))))
     assert len(found) == len(CASES)
     return dict(zip(CASES, found, strict=True))
 

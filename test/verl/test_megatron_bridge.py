@@ -32,7 +32,7 @@ OF_LAYER = {"llama": 9, "qwen3": 11, "qwen2": 12, "qwen3_moe": 9 + 3 * 4}
 
 @pytest.fixture(scope="module")
 def results():
-    found = list(map(json.loads, run_script(JOB, json.dumps(list(CASES.values())), timeout_s=400)))
+    found = list(map(json.loads, run_script(JOB, json.dumps(list(CASES.values())))))
     return dict(zip(CASES, found, strict=True))
 
 

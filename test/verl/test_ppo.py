@@ -10,7 +10,7 @@ import pytest
 
 from support.verl_host import run_ppo, verl_folder
 
-pytestmark = [pytest.mark.verl, pytest.mark.timeout(420), pytest.mark.usefixtures("forks")]
+pytestmark = [pytest.mark.verl, pytest.mark.usefixtures("forks")]
 # Steps so large that one that never reached the engine cannot be overlooked.
 LARGE_STEPS = "actor_rollout_ref.actor.optim.lr=1e-2"
 # Answers to a prompt that all have the same reward teach nothing, and of two that is not rare.
@@ -43,6 +43,7 @@ def test_together_every_update_arrives_until_one_is_lost() -> None:
     assert [step["reshard/logprob_diff_max_version"] for step in run.steps[:2]] == [0, 1]
 
 
+@pytest.mark.sweep
 def test_apart_every_update_arrives() -> None:
     with verl_folder() as folder:
         run = run_ppo(folder, LARGE_STEPS, *APART, steps=2)

@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.verl,
     pytest.mark.sweep,
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
-    pytest.mark.timeout(900),
 ]
 OURS = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard"
 TRAINER_RANKS, ENGINE_RANKS = 2, 2

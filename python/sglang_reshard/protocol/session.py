@@ -74,8 +74,12 @@ class Session:
         return self.client.local_address
 
     def store(self, engine: int, timeout_s: float, scope: str) -> dist.Store:
-        """Returns a store for the rendezvous of process groups of an engine's ranks. `scope` aborts its waits."""
-        return dist.PrefixStore(f"{_engine_prefix(engine)}groups", self._bounded_store(engine, timeout_s, scope))
+        """Returns a store for the rendezvous of process groups with an engine's ranks.
+
+        `scope`, an update's, aborts its waits. What is left there is deleted with the update's messages: by then all
+        groups have connected.
+        """
+        return dist.PrefixStore(f"{scope}/groups", self._bounded_store(engine, timeout_s, scope))
 
     def _bounded_store(self, engine: int, timeout_s: float, scope: str) -> ControlStore:
         """Returns the store for process groups with an engine's ranks.

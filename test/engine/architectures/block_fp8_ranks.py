@@ -26,7 +26,7 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2)),
     "DeepseekV3ForCausalLM": ((1, 1), (2, 1), (4, 1), (4, 2)),
 }  # with their engines: TP and EP
-DEADLINE_S = 800
+DEADLINE_S = 1400
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from support.checkpoints import tiny_checkpoints, write_checkpoint
 from support.checkpoints.tiny_configs import IN_BLOCKS
 from support.scripts import answer
 
-DEADLINE_S = 600
+DEADLINE_S = 1400
 MODELS = {"dense": "Qwen3ForCausalLM", "experts": "Qwen3MoeForCausalLM"}
 _LINEAR = re.compile(r"\.(q|k|v|o|gate|up|down)_proj\.weight")
 

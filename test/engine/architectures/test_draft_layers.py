@@ -10,13 +10,13 @@ import pytest
 
 from support.scripts import run_script
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.engine]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     script = Path(__file__).with_name("draft_layers.py")
-    answers = run_script(script, str(tmp_path_factory.mktemp("draft layers")), timeout_s=450)
+    answers = run_script(script, str(tmp_path_factory.mktemp("draft layers")))
     return [json.loads(line) for line in answers]
 
 

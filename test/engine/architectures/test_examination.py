@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 
 def test_every_mutant_of_the_trace_is_told(tmp_path):
     script = Path(__file__).with_name("examination_mutants.py")
-    answers = run_script(script, str(tmp_path), timeout_s=400, environment={zygote.VARIABLE: "gpu"})
+    answers = run_script(script, str(tmp_path), environment={zygote.VARIABLE: "gpu"})
     lines = list(map(json.loads, answers))
     said = {name: (outcome, why) for name, outcome, why in lines}
     assert set(said) == {mutant.__name__ for mutant in MUTANTS}

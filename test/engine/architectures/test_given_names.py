@@ -13,14 +13,14 @@ from support.scripts import run_script
 
 TEXT = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "GemmaForCausalLM"
 LARGER = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration"
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.engine]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     script = Path(__file__).with_name("given_names.py")
     folder = str(tmp_path_factory.mktemp("names"))
-    answers = run_script(script, folder, *TEXT, *LARGER, timeout_s=450, environment={zygote.VARIABLE: "gpu"})
+    answers = run_script(script, folder, *TEXT, *LARGER, environment={zygote.VARIABLE: "gpu"})
     return dict(json.loads(line) for line in answers)
 
 

@@ -14,13 +14,13 @@ import pytest
 from started_on_dummy import ARCHITECTURES, BIASES, NORMALIZER, SCALARS, SHARES_INDEXERS, TP
 from support.scripts import run_script
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.engine]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, Any]]:
     script = Path(__file__).with_name("started_on_dummy.py")
-    lines = run_script(script, str(tmp_path_factory.mktemp("started on dummy")), timeout_s=650)
+    lines = run_script(script, str(tmp_path_factory.mktemp("started on dummy")))
     return {(name, rank): seen for name, rank, seen in map(json.loads, lines)}
 
 

@@ -19,7 +19,7 @@ from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from support import zygote
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.engine]
 
 # Source, target and layers of each preset; DeepSeek-V3 has a test of its own.
 SIDES = {
@@ -28,7 +28,7 @@ SIDES = {
     "qwen3-30b-a3b": ("hsdp=2x4", "tp=2,ep=2", 1),
     "qwen3-235b-a22b": ("fsdp=8", "tp=4,ep=2", 1),
 }
-DEADLINE_S = 300
+DEADLINE_S = 900
 
 
 def plan(*arguments: str) -> tuple[int, str, str]:

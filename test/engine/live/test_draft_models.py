@@ -9,7 +9,7 @@ import pytest
 from oracle.stock import stock_digests
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine]
 
 
 def test_drafts_follow_in_the_same_update_or_stay(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from support.sglangs import chosen
 from support.tiny_qwen3_vl import write_image, write_qwen3_vl
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine]
 # On a CPU host the newest SGLang has no attention for Gemma-4, and no processor for Qwen3-VL without FFmpeg.
 IN_STAGES = pytest.mark.parametrize("staged", [False, pytest.param(True, marks=pytest.mark.sweep)])
 

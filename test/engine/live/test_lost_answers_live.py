@@ -12,7 +12,7 @@ from sglang_reshard.testing import cpu_host
 from support.servers import launch, serving
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine]
 TP = 2
 
 

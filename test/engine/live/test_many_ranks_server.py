@@ -9,13 +9,14 @@ import pytest
 from demo import tiny_model
 from sglang_reshard.testing import cpu_host
 from support.servers import launch, serving
+from support.sweep import sweep
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine]
 KEY = "the admin's key"
 
 
-@pytest.mark.parametrize("option", ["--dp-size", "--pp-size"])
+@pytest.mark.parametrize("option", [sweep("--dp-size"), "--pp-size"])
 def test_each_answer_is_of_one_version_on_all_ranks(option: str, tmp_path: Path) -> None:
     tiny_model.save(tmp_path / "model", 2, 1)
     command = launch(tmp_path / "model", 1, option, "2", "--admin-api-key", KEY)

@@ -19,7 +19,7 @@ from support.collector import Collector, collecting
 from support.servers import launch, serving
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine]
 TP = 1
 
 

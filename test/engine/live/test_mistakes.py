@@ -8,7 +8,7 @@ import pytest
 
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine]
 
 # What was done -> the error's class, and what it has to say: which tensor, which rank, what to do.
 MISTAKES = {

@@ -12,7 +12,7 @@ from support.checkpoints import write_checkpoint
 from support.sglangs import chosen
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine]
 REASON = "engine rank 1 has half of update 7"  # newest_job's
 
 

@@ -16,7 +16,7 @@ from support.servers import launch, serving
 from support.sglangs import chosen
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine]
 TP, KEY = 2, "the admin's key"
 
 

@@ -10,7 +10,7 @@ from oracle.stock import stock_digests
 from support.nixl_env import needs_nixl
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.engine, pytest.mark.sweep, pytest.mark.timeout(420), needs_nixl]
+pytestmark = [pytest.mark.engine, pytest.mark.sweep, needs_nixl]
 
 
 def test_a_prefill_and_a_decode_engine_are_updated_in_one_update(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from sglang_reshard.probe.comparison import compare
 from support.sglangs import chosen
+from support.sweep import sweep
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.engine]
 TOKENS = 31 + 2 + 3  # of probe_job.SEQUENCES, without the first of each
 
 
@@ -19,7 +20,7 @@ TOKENS = 31 + 2 + 3  # of probe_job.SEQUENCES, without the first of each
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """FSDP2 over TP=2 on four trainer ranks, in float32, into a TP=2 engine in bfloat16."""
     job, folder = "probe_job:updates_with_probes", tmp_path_factory.mktemp("probe")
-    return run_trainers(4, job, folder, deadline_s=450, source_tp=2, target_tp=2, dtype="bfloat16")
+    return run_trainers(4, job, folder, source_tp=2, target_tp=2, dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_every_trainer_rank_is_told_the_same(ranks: list[dict[str, Any]], seen: 
         assert {**rank, "kept": seen["kept"]} == seen  # the first one has the engine
 
 
-@pytest.mark.parametrize("end", ["pinned", "newest"])
+@pytest.mark.parametrize("end", ["pinned", sweep("newest")])
 def test_data_parallel_ranks_are_probed_each(end: str, tmp_path: Path) -> None:
     with chosen(end):
         job = "probe_job:few_updates"

@@ -23,7 +23,7 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.testing import cpu_host
 from support.servers import launch, serving
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine]
 SIZES, KEYS = (2, 4), ("the first one's key", "the second one's key")
 PROMPTS = [[5, 6, 7, 8], [100, 200]]
 

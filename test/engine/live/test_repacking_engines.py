@@ -11,7 +11,7 @@ import pytest
 
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine]
 
 
 def test_an_engine_that_quantizes_to_fp8_has_what_a_start_on_the_weights_leaves(tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from oracle.stock import stock_digests
-from support import zygote
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine]
 MIB = 1 << 20
 
 
@@ -100,8 +99,9 @@ def test_stock_updates_work_between_ours(life: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("trainers", "source_tp"),
-    [pytest.param(4, 4, id="tp=4", marks=pytest.mark.sweep), pytest.param(3, 1, id="fsdp=3")],
+    [pytest.param(4, 4, id="tp=4"), pytest.param(3, 1, id="fsdp=3")],
 )
+@pytest.mark.sweep
 def test_a_smaller_engine_is_bit_exact_and_says_what_transformers_says(
     trainers: int, source_tp: int, tmp_path: Path
 ) -> None:
@@ -126,12 +126,11 @@ def test_a_smaller_engine_is_bit_exact_and_says_what_transformers_says(
 
 
 def test_an_engine_without_the_plugin_is_noticed_at_its_start(tmp_path: Path) -> None:
-    """Its processes, and the trainer's, are started the ordinary way."""
     ranks = run_trainers(
         2,
         "reshard_job:start_only",
         tmp_path,
-        environment={"SGLANG_PLUGINS": "somebody-elses", **zygote.ORDINARY},
+        environment={"SGLANG_PLUGINS": "somebody-elses"},
         source_tp=2,
         target_tp=1,
         dtype="float32",

@@ -19,7 +19,7 @@ from oracle.stock import stock_digests
 from support.checkpoints import write_checkpoint
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.engine]
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,15 @@ class Case:
 LATENT_AS_WIDE_AS_HEADS = {"kv_lora_rank": 32, "qk_nope_head_dim": 32}
 DP_ATTENTION = {"enable_dp_attention": True, "dp_size": 2}
 CASES = [
-    Case("Qwen3MoeForCausalLM", 2, {"tp_size": 2, "ep_size": 2}),
-    Case("Qwen3ForCausalLM", 2, {"tp_size": 2, **DP_ATTENTION}),
+    Case("Qwen3MoeForCausalLM", 2, {"tp_size": 2, "ep_size": 2, **DP_ATTENTION}),
     Case("DeepseekV3ForCausalLM", 3, {"tp_size": 2}, generates=True, instead=LATENT_AS_WIDE_AS_HEADS),
     Case("Qwen3ForCausalLM", 2, {"tp_size": 1, "dp_size": 2}, generates=True, transformers=True),
     Case("Qwen3ForCausalLM", 2, {"tp_size": 1, "pp_size": 2}, generates=True, transformers=True),
 ]
 if os.environ.get("SGLANG_RESHARD_SWEEP"):
     CASES += [
+        Case("Qwen3MoeForCausalLM", 2, {"tp_size": 2, "ep_size": 2}),
+        Case("Qwen3ForCausalLM", 2, {"tp_size": 2, **DP_ATTENTION}),
         Case("Qwen3MoeForCausalLM", 3, {"tp_size": 2}, generates=True, transformers=True),
         Case("Qwen3MoeForCausalLM", 2, {"tp_size": 4, "ep_size": 2}),
         Case("Qwen3MoeForCausalLM", 2, {"tp_size": 2, "dp_size": 2}, generates=True, transformers=True),
@@ -84,7 +85,6 @@ def test_two_updates_are_bit_exact_and_say_what_a_stock_load_says(case: Case, tm
         case.trainers,
         "models_job:two_updates",
         tmp_path,
-        deadline_s=400,
         engine=engine,
         generates=case.generates,
         transformers=case.transformers,

@@ -15,7 +15,7 @@ from sglang_reshard.testing import cpu_host
 from support.servers import free_port, launch, serving
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine]
 TP, KEY = 2, "the admin's key"
 
 

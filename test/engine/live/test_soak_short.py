@@ -31,7 +31,6 @@ PARAMETERS = 3 + 8 * tiny_model.LAYERS
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(620)
 def test_thirty_updates_of_a_server_that_is_asked_all_the_time(tmp_path: Path) -> None:
     out, log = tmp_path / "soak.json", tmp_path / "log"
     arguments = ["--updates", str(UPDATES), "--every", str(EVERY), "--out", str(out)]

@@ -10,8 +10,8 @@ import pytest
 from oracle.stock import stock_digests
 from support.trainers import run_trainers
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(560)]
-JOB = {"source_tp": 2, "target_tp": 2, "dtype": "float32", "bucket_bytes": 1 << 20}
+pytestmark = [pytest.mark.engine]
+JOB = {"source_tp": 2, "target_tp": 2, "dtype": "float32", "bucket_bytes": 1 << 20, "transport": "broadcast"}
 IN_FLIGHT = 150  # stock_job's
 PATHS = {"from_disk": "1", "from_tensor": "2", "from_distributed": "1"}
 

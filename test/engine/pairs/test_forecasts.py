@@ -21,7 +21,7 @@ from sglang_reshard.cli.plan.models import prepare
 from sglang_reshard.cli.plan.request import PlanRequest, Source, Target
 from support.nixl_env import needs_nixl
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine]
 
 FSDP, HSDP = Source(shards=3), Source(copies=2, shards=2)
 # (mesh, placing of every tensor): what the words of a source mean, in those of a pair.

@@ -20,7 +20,7 @@ from pair_host import PairHost
 from pairs import Pair, pairs, tp_to_tp
 
 SWEEP = bool(os.environ.get("SGLANG_RESHARD_SWEEP"))
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600 if SWEEP else 600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600 if SWEEP else 1800)]
 
 bounded = settings(
     max_examples=300 if SWEEP else 8,

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from release import fork, stock
 from sglang_reshard import __version__
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine]
 
 NUMBER = 7
 VERSION = f"0.5.12+reshard.{NUMBER}"

@@ -191,10 +191,6 @@ class PendingRound:
 def connect_links(
     communicators: P2pCommunicators, meeting: Meeting, engine: int, transfer: str, timeout_s: float
 ) -> None:
-    """Connects a transfer's communicators over the session's store. Collective over their members.
-
-    What they leave there is deleted with the update's messages: by then all have connected.
-    """
-    store = meeting.session.store(engine, timeout_s, meeting.scope)
-    within = dist.PrefixStore(f"{meeting.scope}/p2p/{transfer}", store)
-    communicators.connect(within, meeting.session.local_address)
+    """Connects a transfer's communicators over the session's store. Collective over their members."""
+    store = dist.PrefixStore(f"p2p/{transfer}", meeting.session.store(engine, timeout_s, meeting.scope))
+    communicators.connect(store, meeting.session.local_address)
