@@ -7,7 +7,7 @@ from support.sweep import sweep
 
 TIMEOUT_S = 3.0
 SCENE = {"timeout_s": TIMEOUT_S}
-NOTICED_S = 4 * TIMEOUT_S + 48.0  # a few waits one after the other, and some seconds for each other's last word
+NOTICED_S = 4 * TIMEOUT_S + 12.0  # a few waits one after the other, and some seconds for each other's last word
 BEFORE_A_BYTE = {"announce", "look", "plan"}
 
 TRAINERS = [

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not())]
 JOB = Path(__file__).with_name("control_job.py")
 REPOSITORY = Path(__file__).parents[2]
 NOTICED_S = 10.0
-ENDS_S = 30.0  # for processes that have heard of it to end
+ENDS_S = 10.0  # for processes that have heard of it to end
 _START_S = 300.0
 
 

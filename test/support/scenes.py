@@ -13,7 +13,7 @@ from support.player import Hang, Player
 from support.stations import Act, Arm
 from support.toy import DRIFTING, HIDDEN
 
-DETECT_S = 30.0  # within which a killed rank must be noticed, at any deadline
+DETECT_S = 10.0  # within which a killed rank must be noticed, at any deadline
 _PATIENCE_S = 150.0  # after which we call it a hang
 
 

@@ -71,7 +71,7 @@ def test_a_healed_engine_says_what_it_said_before(seen: dict[str, Any]) -> None:
     assert seen["torn"]["after"] == seen["torn"]["before"]
 
 
-LOOK_S = 30.0  # seconds that an answer may take after a process has gone
+LOOK_S = 10.0  # seconds that an answer may take after a process has gone
 
 
 @pytest.mark.parametrize("call", ["generate", "update"])
