@@ -12,11 +12,11 @@ in messages of bounded size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
 
+from sglang_reshard import tasks
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.manifest import unpack_blob
@@ -196,9 +196,7 @@ class RunningReshard:
     """A move that `ReshardPlan.start` has begun."""
 
     def __init__(self, move: Callable[[], None]) -> None:
-        self._thread = ThreadPoolExecutor(1, "sglang-reshard move")
-        self._done = self._thread.submit(move)
-        self._thread.shutdown(wait=False)
+        self._done = tasks.start("move", move, daemon=False)
 
     def is_completed(self) -> bool:
         """Returns whether the move has ended, or failed, on this rank."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
+import functools
 import glob
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 
+from sglang_reshard import tasks
 from sglang_reshard.delta.section import DeltaSection
 from sglang_reshard.errors import Aborted, DeadlineExceeded, Mismatch, ReshardError
 from sglang_reshard.gpu.device import RankDevice
@@ -94,12 +94,12 @@ class UpdateCoordinator:
     def __init__(self, session: Session, global_ranks: Sequence[int], config: SenderConfig) -> None:
         self._session, self._size, self._config = session, len(global_ranks), config
         self._engines: dict[int, Send] = {}
-        self._asking: dict[int, threading.Thread] = {}  # of the last update, which may still wait for an answer
+        self._asking: dict[int, Future[None]] = {}  # of the last update, which may still wait for an answer
 
     def set_engines(self, engines: Mapping[int, Send]) -> None:
         """Sets the engines of further updates: number -> function that sends a request and returns the answer."""
         self._engines = dict(engines)
-        self._asking = {engine: thread for engine, thread in self._asking.items() if engine in engines}
+        self._asking = {engine: asking for engine, asking in self._asking.items() if engine in engines}
 
     def begin(
         self, channel: TrainerChannel, published: PublishedShards | None, options: UpdateOptions, started: float
@@ -111,9 +111,7 @@ class UpdateCoordinator:
         published  what this rank has published; None if it has failed, which its status reports
         started    when the update began, by `time.perf_counter`
         """
-        found: Future[UpdateResults] = Future()
-        _start_thread("coordinator", self._run, channel, published, options, started, found)
-        return found
+        return tasks.start("coordinator", functools.partial(self._run, channel, published, options, started))
 
     def _run(
         self,
@@ -121,8 +119,7 @@ class UpdateCoordinator:
         published: PublishedShards | None,
         options: UpdateOptions,
         started: float,
-        found: Future[UpdateResults],
-    ) -> None:
+    ) -> UpdateResults:
         """Runs the update, and sends its results to all trainer ranks."""
         publish_seconds = time.perf_counter() - started
         try:
@@ -143,9 +140,9 @@ class UpdateCoordinator:
             results = {engine: answer.result() for engine, answer in answers.items()}
         with contextlib.suppress(ReshardError):
             channel.end()
-        found.set_result(UpdateResults(results))
         with contextlib.suppress(ReshardError):  # no rank is left to receive it
             channel.send_results(UpdateResults({engine: _for_all(result) for engine, result in results.items()}))
+        return UpdateResults(results)
 
     def _ask(
         self,
@@ -170,7 +167,7 @@ class UpdateCoordinator:
             with contextlib.suppress(InvalidStateError):  # the first one stays
                 result.set_result(found)
 
-        def run(previous: threading.Thread | None) -> None:
+        def ask(previous: Future[None] | None) -> None:
             settle(lambda: self._answer(channel, engine, request, previous, settlement))
 
         def give_up(reason: str) -> None:
@@ -185,7 +182,7 @@ class UpdateCoordinator:
             result.set_result(UpdateResult(None, Failure.of(error)))
             return result
         result.add_done_callback(lambda _: scope.off_abort(give_up))  # the worker still watches the scope
-        self._asking[engine] = _start_thread(f"engine {engine}", run, self._asking.get(engine))
+        self._asking[engine] = tasks.start(f"engine {engine}", functools.partial(ask, self._asking.get(engine)))
         return result
 
     def _answer(
@@ -193,7 +190,7 @@ class UpdateCoordinator:
         channel: TrainerChannel,
         engine: int,
         request: Callable[[int], DistributedUpdateWeightsReq],
-        previous: threading.Thread | None,
+        previous: Future[None] | None,
         settlement: Callable[[], Settlement],
     ) -> DistributedUpdateWeightsOutput:
         """Returns an engine's answer of success. Raises what any other answer, or none, means for the weights."""
@@ -208,12 +205,9 @@ class UpdateCoordinator:
             raise settlement().failed(output)
         return output
 
-    def _check_answered(self, channel: TrainerChannel, previous: threading.Thread | None) -> None:
+    def _check_answered(self, channel: TrainerChannel, previous: Future[None] | None) -> None:
         """Raises DeadlineExceeded if the engine has not answered the update before, which was given up."""
-        if previous is None:
-            return
-        previous.join(self._config.timeout_s)
-        if previous.is_alive():
+        if previous is not None and wait([previous], self._config.timeout_s).not_done:
             raise DeadlineExceeded(
                 f"the engine has not answered update {channel.update - 1} yet; look at its log, and restart it if it "
                 "hangs"
@@ -281,14 +275,6 @@ class UpdateCoordinator:
                     for digest in (statuses[0].layout, status.layout)
                 )
                 raise Mismatch(first_difference(first, other, rank))
-
-
-def _start_thread(name: str, run: Callable[..., None], *arguments: Any) -> threading.Thread:
-    """Starts a thread with this one's current span and attributes of log lines."""
-    in_context = contextvars.copy_context().run
-    thread = threading.Thread(target=in_context, args=(run, *arguments), name=f"sglang-reshard {name}", daemon=True)
-    thread.start()
-    return thread
 
 
 def _sections(statuses: Sequence[TrainerStatus], engine: int) -> tuple[dict[int, DeltaSection], ...]:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
 
+from sglang_reshard import tasks
 from sglang_reshard.delta.section import DeltaSection
 from sglang_reshard.digest.regions import RegionSet
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.source import SourceChecksums
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
-from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.names import renamed
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import (
@@ -210,7 +210,6 @@ class _EngineCommands:
         self._transfers_to, self._channel, self._published, self._shards = transfers, channel, published, shards
         self._rank = trainer_rank
         self._transfers: dict[int, EngineTransfers] = {}
-        self._gpu = runtime().current_device() if runtime().uses_gpu() else None
         self._threads: dict[int, ThreadPoolExecutor] = {}
         self._scopes: dict[int, EngineScope] = {}
         self._stack = ExitStack()
@@ -238,13 +237,9 @@ class _EngineCommands:
             self._execute(message)
             return
         if engine not in self._threads:
-            self._threads[engine] = ThreadPoolExecutor(1, f"sglang-reshard engine {engine}")
+            self._threads[engine] = ThreadPoolExecutor(1, f"{tasks.PREFIX} engine {engine}")
             self._stack.enter_context(self._threads[engine])
-        self._threads[engine].submit(self._execute_in_thread, message)
-
-    def _execute_in_thread(self, message: EngineCommand) -> None:
-        with nullcontext() if self._gpu is None else runtime().using(self._gpu):  # a new thread starts at GPU 0
-            self._execute(message)
+        self._threads[engine].submit(tasks.carried(self._execute), message)
 
     def _execute(self, message: EngineCommand) -> None:
         scope = self._scopes[message.engine]
