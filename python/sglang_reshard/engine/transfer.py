@@ -32,7 +32,7 @@ from sglang_reshard.plan import (
 )
 from sglang_reshard.plan.p2p import send_request
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, PrepareSend
-from sglang_reshard.protocol.session import Link, Session
+from sglang_reshard.protocol.session import Link, Session, remote_shards_key
 from sglang_reshard.protocol.validation import check_remote_shards
 from sglang_reshard.trace.kept import MayStay
 from sglang_reshard.trace.program import Program
@@ -44,6 +44,7 @@ from sglang_reshard.transports.memory import PeerMemory
 from sglang_reshard.transports.nixl_reader import NixlReader
 from sglang_reshard.transports.p2p import kept_dtypes
 from sglang_reshard.transports.relay import Relays
+from sglang_reshard.transports.remote_shards import RemoteShards
 
 logger = get_logger(__name__)
 
@@ -275,13 +276,14 @@ class TransferCache:
                     dtypes = kept_dtypes(target.tensor_index.layout, target.read_plan, program, trainer_rank)
                 can_apply = request.delta and not program.arrivals
                 asked = send_request(target.read_plan, trainer_rank, dtypes, delta=can_apply)
-                session.put_send_request(Link(request.engine, self._rank, trainer_rank), target.demand.digest, asked)
+                link = Link(request.engine, self._rank, trainer_rank)
+                session.put(asked, link.key(target.demand.digest), hashed=False)
         self._allocate_shadow(request, demands, target)
         checksums, regions, names = None, "", ""
         if request.verify != "off":
-            names = session.put_names(target.names.names) if target.names.names else ""
+            names = session.put(target.names.names) if target.names.names else ""
             checksums = TargetChecksums(target.tensor_index, self._program(target))
-            regions = session.put_regions(checksums.regions)
+            regions = session.put(checksums.regions)
         remark = "; ".join(filter(None, (unread_remark(unread), target.names.remark)))
         return TransferPlan(strategy, memory, prepare_send, checksums, regions, names, remark)
 
@@ -305,10 +307,13 @@ class TransferCache:
         round_bytes = plan.strategy.senders(self._rank)
         if plan.strategy.name == "nixl":
             self._nixl = NixlReader(self._rank)
-            remote = {t: session.get_remote_shards(request.engine, t, request.timeout_s) for t in round_bytes}
-            for trainer_rank, shards in remote.items():
-                check_remote_shards(shards, len(target.tensor_index.layout.tensors), f"trainer rank {trainer_rank}")
-            self._nixl.connect({f"trainer rank {t}": shards for t, shards in remote.items()})
+            remote = {}
+            for trainer_rank in round_bytes:
+                key, who = remote_shards_key(request.engine, trainer_rank), f"trainer rank {trainer_rank}"
+                what = f"the registered memory of {who}"
+                remote[who] = session.get(key, RemoteShards, what, request.timeout_s, hashed=False)
+                check_remote_shards(remote[who], len(target.tensor_index.layout.tensors), who)
+            self._nixl.connect(remote)
         elif plan.prepare_send is not None and round_bytes:
             peer_id = len(request.trainer_hosts) + self._rank
             self._p2p = session.p2p_communicators(plan.prepare_send, peer_id, self._device)

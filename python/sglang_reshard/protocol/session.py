@@ -9,24 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from sglang_reshard.control import Address, ControlClient, ControlServer, ControlStore, WaitTimedOut
-from sglang_reshard.digest.regions import RegionSet
-from sglang_reshard.errors import Aborted, DeadlineExceeded
-from sglang_reshard.layout.manifest import pack_blob, unpack_blob
-from sglang_reshard.plan.p2p import SendRequest
+from sglang_reshard.errors import Aborted
+from sglang_reshard.protocol.blobs import Blobs
 from sglang_reshard.protocol.messages import PrepareSend
 from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel
 from sglang_reshard.transports.communicator import P2pCommunicators
-from sglang_reshard.transports.remote_shards import RemoteShards
 
-T = TypeVar("T")
 _TRAINERS = "trainers"  # the scope that trainer ranks stay in between updates
 LOOPBACK = "127.0.0.1"
 LEAVE_TIMEOUT_S = 10.0  # how long trainer rank 0 waits at the end for ranks that may have died
@@ -34,21 +29,40 @@ LEAVE_TIMEOUT_S = 10.0  # how long trainer rank 0 waits at the end for ranks tha
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """From a trainer rank to a rank of an engine."""
+    """From a trainer rank to a rank of an engine. `str` names what the engine rank requests of the trainer rank."""
 
     engine: int
     engine_rank: int
     trainer_rank: int
 
     def key(self, read_plan: str) -> str:
+        """Returns where the `SendRequest` lies; `read_plan` is the digest of the engine rank's read plan."""
         return f"{_engine_prefix(self.engine)}send_request/{self.engine_rank}/{read_plan}/{self.trainer_rank}"
 
+    def __str__(self) -> str:
+        return f"the send request of engine rank {self.engine_rank} for trainer rank {self.trainer_rank}"
 
-class Session:
-    """One process's connection to a session. Safe to use from several threads."""
 
-    def __init__(self, client: ControlClient, server: ControlServer | None = None) -> None:
-        self.client, self._server = client, server
+def handles_key(trainer_rank: int, digest: str = "") -> str:
+    """Returns where a trainer rank's `Handles` lie: ranks that have equal ones delete their own only."""
+    return f"handles/{trainer_rank}/{digest}"
+
+
+def remote_shards_key(engine: int, trainer_rank: int) -> str:
+    """Returns where the `RemoteShards` lie that say where a trainer rank has registered its shards for an engine."""
+    return f"{_engine_prefix(engine)}remote_shards/{trainer_rank}"
+
+
+class Session(Blobs):
+    """One process's connection to a session. Safe to use from several threads.
+
+    What trainer ranks have published stays until it changes: the source layout, each rank's memory handles. So does
+    what engine ranks have: what they request of trainer ranks, the regions and names that they want checksums of.
+    """
+
+    def __init__(self, client: ControlClient, timeout_s: float, server: ControlServer | None = None) -> None:
+        super().__init__(client, timeout_s)
+        self._server = server
         self._stores: dict[int, ControlStore] = {}  # by engine
 
     @property
@@ -62,12 +76,12 @@ class Session:
         Raises OSError for the address of another host, and Unsupported for one that peers cannot connect to.
         """
         server = ControlServer.open(interface)
-        return cls(ControlClient(server.address, timeout_s), server)
+        return cls(ControlClient(server.address, timeout_s), timeout_s, server)
 
     @classmethod
     def join(cls, address: Address, timeout_s: float = 300.0) -> Session:
         """Connects to a session. Raises DeadlineExceeded if nothing answers, Unauthorized for a wrong key."""
-        return cls(ControlClient(address, timeout_s))
+        return cls(ControlClient(address, timeout_s), timeout_s)
 
     def trainer_channel(self, update: int, rank_name: str) -> TrainerChannel:
         """Returns the channel of one update, to be used in a `with` block. `rank_name` is shown in others' errors."""
@@ -134,70 +148,6 @@ class Session:
         self._stores[engine].bound_waits(timeout_s, scope)
         return self._stores[engine]
 
-    # -- published by trainer ranks, until it changes
-
-    def put_layout(self, message: object) -> str:
-        digest, blob = pack_blob(message)
-        self.client.set({f"layout/{digest}": blob})
-        return digest
-
-    def put_handles(self, trainer_rank: int, message: object) -> str:
-        digest, blob = pack_blob(message)
-        self.client.set({f"handles/{trainer_rank}/{digest}": blob})
-        return digest
-
-    def get_layout(self, digest: str, kind: type[T], timeout_s: float) -> T:
-        return self._get(f"layout/{digest}", digest, "the source layout", kind, timeout_s)
-
-    def get_handles(self, trainer_rank: int, digest: str, kind: type[T], timeout_s: float) -> T:
-        name = f"the memory handles of trainer rank {trainer_rank}"
-        return self._get(f"handles/{trainer_rank}/{digest}", digest, name, kind, timeout_s)
-
-    def delete_handles(self, trainer_rank: int, digest: str) -> None:
-        self.client.delete_keys([f"handles/{trainer_rank}/{digest}"])
-
-    # -- published by engine ranks, until it changes
-
-    def put_send_request(self, link: Link, read_plan: str, request: SendRequest) -> None:
-        """Publishes what a trainer rank is to send to an engine rank; `read_plan` is the digest of its read plan."""
-        self.client.set({link.key(read_plan): pack_blob(request)[1]})
-
-    def get_send_request(self, link: Link, read_plan: str, timeout_s: float) -> SendRequest:
-        name = f"the send request of engine rank {link.engine_rank} for trainer rank {link.trainer_rank}"
-        return self._get(link.key(read_plan), "", name, SendRequest, timeout_s)
-
-    def delete_send_request(self, link: Link, read_plan: str) -> None:
-        self.client.delete_keys([link.key(read_plan)])
-
-    def put_regions(self, regions: RegionSet) -> str:
-        """Publishes the regions that an engine rank wants checksums of. Returns their content hash."""
-        digest, blob = pack_blob(regions)
-        self.client.set({f"regions/{digest}": blob})
-        return digest
-
-    def get_regions(self, engine_rank: int, digest: str, timeout_s: float) -> RegionSet:
-        return self._get(f"regions/{digest}", digest, f"the regions of engine rank {engine_rank}", RegionSet, timeout_s)
-
-    def put_names(self, names: Sequence[str]) -> str:
-        """Publishes the names under which an engine's loader reads a layout's tensors. Returns their content hash."""
-        digest, blob = pack_blob(tuple(names))
-        self.client.set({f"names/{digest}": blob})
-        return digest
-
-    def get_names(self, digest: str, timeout_s: float) -> tuple[str, ...]:
-        name = "the names that the engine's loader reads"
-        return self._get(f"names/{digest}", digest, name, tuple[str, ...], timeout_s)
-
-    # -- published by trainer ranks whose memory is read by NIXL, before each is ready
-
-    def put_remote_shards(self, engine: int, trainer_rank: int, shards: RemoteShards) -> None:
-        """Publishes where a trainer rank has registered its shards; replaces what it has published for this engine."""
-        self.client.set({f"{_engine_prefix(engine)}remote_shards/{trainer_rank}": pack_blob(shards)[1]})
-
-    def get_remote_shards(self, engine: int, trainer_rank: int, timeout_s: float) -> RemoteShards:
-        name = f"the registered memory of trainer rank {trainer_rank}"
-        return self._get(f"{_engine_prefix(engine)}remote_shards/{trainer_rank}", "", name, RemoteShards, timeout_s)
-
     # -- engines that join and leave, while the session goes on
 
     def end_engine(self, engine: int) -> None:
@@ -224,13 +174,6 @@ class Session:
         self.client.close()
         if self._server is not None:
             self._server.close()
-
-    def _get(self, key: str, digest: str, name: str, kind: type[T], timeout_s: float) -> T:
-        try:
-            (data,) = self.client.get([key], timeout_s)
-        except WaitTimedOut:
-            raise DeadlineExceeded(f"{name} did not arrive within {timeout_s:.0f} s") from None
-        return unpack_blob(data, kind, digest, what=name)
 
 
 def _with_process(rank_name: str) -> str:

@@ -271,7 +271,7 @@ class UpdateCoordinator:
         for rank, status in enumerate(statuses):
             if status.layout != statuses[0].layout:
                 first, other = (
-                    self._session.get_layout(digest, SourceLayout, self._config.timeout_s)
+                    self._session.get(digest, SourceLayout, "the source layout", self._config.timeout_s)
                     for digest in (statuses[0].layout, status.layout)
                 )
                 raise Mismatch(first_difference(first, other, rank))

@@ -23,7 +23,7 @@ from sglang_reshard.gpu.announce import trainer_device
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.plan.p2p import SendRequest
 from sglang_reshard.protocol.messages import Command, ConnectPeers, PrepareSend, StartTransfer
-from sglang_reshard.protocol.session import Link, Session
+from sglang_reshard.protocol.session import Link, Session, remote_shards_key
 from sglang_reshard.protocol.update_channel import EngineScope
 from sglang_reshard.protocol.validation import check_prepare_send, check_send_request
 from sglang_reshard.trainer.publisher import PublishedShards
@@ -165,7 +165,7 @@ class EngineTransfers:
             if any(round_bytes):
                 sections = [delta.section for delta in (deltas or {}).values()]
                 registered = NixlSource(f"trainer rank {self._rank}", shards, sections)
-                self._session.put_remote_shards(self._engine, self._rank, registered.remote)
+                self._session.put(registered.remote, remote_shards_key(self._engine, self._rank), hashed=False)
             return _Prepared(command, published.identity, registered=registered, deltas=deltas)
         trainer_ranks = len(command.round_bytes)
         sender = P2pSender(
@@ -187,10 +187,10 @@ class EngineTransfers:
             link = Link(self._engine, engine_rank, self._rank)
             known = self._send_requests.get(engine_rank)
             if known is None or known[0] != digest:
-                request = self._session.get_send_request(link, digest, command.timeout_s)
+                request = self._session.get(link.key(digest), SendRequest, str(link), command.timeout_s, hashed=False)
                 check_send_request(request, published.source, self._rank, engine_rank)
                 known = digest, request
-            self._session.delete_send_request(link, digest)  # no other rank reads it
+            self._session.delete(link.key(digest))  # no other rank reads it
             requests[engine_rank] = known
         self._send_requests = requests
         return {engine_rank: request for engine_rank, (_, request) in requests.items()}

@@ -12,7 +12,7 @@ from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.announce import rank_device, trainer_device
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.protocol.session import Session
+from sglang_reshard.protocol.session import Session, handles_key
 from sglang_reshard.sources import (
     NamedTensors,
     SourceLayout,
@@ -198,8 +198,8 @@ class ShardPublisher:
         same_handles = known is not None and self._handles == handles
         published = PublishedShards(
             state.layout,
-            known.layout if known and same_layout else self._session.put_layout(state.layout),
-            known.handles if known and same_handles else self._session.put_handles(self._rank, handles),
+            known.layout if known and same_layout else self._session.put(state.layout),
+            known.handles if known and same_handles else self._session.put(handles, handles_key(self._rank)),
             known.shard_bytes if known and same_layout else state.layout.local_bytes(),
             tuple(tied_names(state.layout, state.shards)),
             devices,
@@ -207,7 +207,7 @@ class ShardPublisher:
             tuple((int(shard.untyped_storage()._cdata), shard.data_ptr()) for shard in state.shards),
         )
         if known is not None and published.handles != known.handles:
-            self._session.delete_handles(self._rank, known.handles)
+            self._session.delete(handles_key(self._rank, known.handles))
         self._handles = handles
         return published
 

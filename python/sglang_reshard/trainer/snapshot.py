@@ -156,7 +156,7 @@ class SnapshotWriter:
             else:
                 rank, ranks = self._rank, self._global_ranks
                 state = describe(named_tensors, trainer_rank=rank, global_ranks=ranks, partial=partial, rename=rename)
-            phase.said = self._session.put_layout(state.layout)
+            phase.said = self._session.put(state.layout)
         if partial:
             stages, _ = Stages.of(self._session, state.layout, None, lambda _: phase.heard)
             return state.within(stages.layout)

@@ -40,7 +40,7 @@ class Stages:
         Only metadata is exchanged: hashes, and layouts of which some hash is new. Raises as `union` does.
         """
         if own is not None:
-            digest = session.put_layout(own)
+            digest = session.put(own)
         else:
             assert known is not None
             digest = known.own
@@ -48,5 +48,5 @@ class Stages:
         if known is not None and known.listed == listed:
             return known, True
         distinct = list(dict.fromkeys(listed))
-        layouts = [session.get_layout(other, SourceLayout, _FETCH_S) for other in distinct]
+        layouts = [session.get(other, SourceLayout, "the source layout", _FETCH_S) for other in distinct]
         return cls(digest, listed, union(layouts, [distinct.index(other) for other in listed])), False

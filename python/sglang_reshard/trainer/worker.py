@@ -183,11 +183,13 @@ class TrainerWorker:
             if key not in known:
                 for rank, digest in enumerate(command.regions):
                     if digest not in self._regions:
-                        self._regions[digest] = self._session.get_regions(rank, digest, self._timeout_s)
+                        what = f"the regions of engine rank {rank}"
+                        self._regions[digest] = self._session.get(digest, RegionSet, what, self._timeout_s)
                 regions = [self._regions[digest] for digest in command.regions]
                 source = published.source
                 if command.names:
-                    source = renamed(source, self._session.get_names(command.names, self._timeout_s))
+                    what = "the names that the engine's loader reads"
+                    source = renamed(source, self._session.get(command.names, tuple[str, ...], what, self._timeout_s))
                 known[key] = SourceChecksums(source, shards(), self._rank, regions)
             self._checksums[key] = known[key]
         return self._checksums[key]
