@@ -34,7 +34,7 @@ def same(one, other):
 
 
 def test_there_is_something_to_send():
-    assert {"DistributedUpdateWeightsReq", "PrepareSend", "UpdateResult", "TrainerStatus"} <= {
+    assert {"DistributedUpdateWeightsReq", "PrepareSend", "Outcome", "TrainerStatus"} <= {
         kind.__name__ for kind in WORDS
     }
 

@@ -33,7 +33,7 @@ from sglang_reshard.sources.names import Rename, Renaming, patterns
 from sglang_reshard.trainer.background import BackgroundUpdates, UpdateHandle
 from sglang_reshard.trainer.collectives import on_first_rank
 from sglang_reshard.trainer.coordinator import Send, SenderConfig, UpdateOptions
-from sglang_reshard.trainer.update_sender import UpdateSender, raising, repeatable
+from sglang_reshard.trainer.update_sender import UpdateSender, repeatable
 
 if TYPE_CHECKING:
     from sglang_reshard.probe.probe import Probe
@@ -212,11 +212,7 @@ class WeightSender(SnapshotMethods, UpdateSender):
             return update(weights)[_NAME]
         if fallback != "disk" or fallback_folder is None or weight_version is None:
             raise Unsupported("fallback must be 'raise', or 'disk' with a fallback_folder and a weight_version")
-        again: NamedTensors | torch.nn.Module
-        try:
-            again = repeatable(named_tensors)
-        except Exception as error:
-            again = raising(error)
+        again = repeatable(named_tensors)
         weights, update = self._probed(probe, again, options)
         try:
             return update(weights)[_NAME]

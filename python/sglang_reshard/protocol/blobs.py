@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from sglang_reshard.control import ControlClient, WaitTimedOut
-from sglang_reshard.errors import DeadlineExceeded
+from sglang_reshard.control import ControlClient
 from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 
 T = TypeVar("T")
@@ -40,12 +39,9 @@ class Blobs:
         Raises DeadlineExceeded, and Mismatch for a value of another content hash or kind.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        try:
-            (data,) = self.client.get([key], timeout_s)
-        except WaitTimedOut:
-            raise DeadlineExceeded(
-                f"{what} did not arrive within {timeout_s:.0f} s; look at the log of the rank that publishes it"
-            ) from None
+        (data,) = self.client.get([key], timeout_s, explain=lambda _: (
+            f"{what} did not arrive within {timeout_s:.0f} s; look at the log of the rank that publishes it"
+        ))  # fmt: skip
         return unpack_blob(data, kind, key.rpartition("/")[2] if hashed else "", what=what)
 
     def delete(self, key: str) -> None:

@@ -1,14 +1,12 @@
-"""Collectives over metadata: results of all ranks or the first failure, the source's layout, requests between ranks.
+"""Collectives over metadata: the first failure of any rank, the source's layout, requests between ranks.
 
 Every function is collective over a CPU group, and raises the same error on all of its ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -16,32 +14,8 @@ from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.manifest import unpack_blob
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.layout.union import union
-from sglang_reshard.protocol.messages import Failure, decode, encode
-from sglang_reshard.trainer.collectives import broadcast_message, gather_messages, translated_errors
-
-T = TypeVar("T")
-
-
-class _Outcome(msgspec.Struct, frozen=True):
-    """An encoded result, or the exception that was raised instead."""
-
-    value: bytes = b""
-    failure: Failure | None = None
-
-
-def gather_results(call: Callable[[], T], kind: type[T], group: dist.ProcessGroup) -> list[T]:
-    """Calls `call` on every rank. Returns every rank's result, in rank order, or raises the first rank's error."""
-    rank, cause = dist.get_rank(group), None
-    try:
-        outcome = _Outcome(encode(call()))
-    except Exception as error:
-        cause = error
-        named = error if isinstance(error, ReshardError) else ReshardError(f"trainer rank {rank}: {error!r}")
-        outcome = _Outcome(failure=Failure.of(named))
-    outcomes = gather_messages(outcome, _Outcome, group)
-    if failures := [other.failure for other in outcomes if other.failure is not None]:
-        raise failures[0].error() from cause
-    return [decode(other.value, kind) for other in outcomes]
+from sglang_reshard.trainer.collectives import broadcast_message, translated_errors
+from sglang_reshard.trainer.gathering import gather
 
 
 def raise_together(problem: ReshardError | None, group: dist.ProcessGroup) -> None:
@@ -50,13 +24,12 @@ def raise_together(problem: ReshardError | None, group: dist.ProcessGroup) -> No
     with translated_errors(group):
         dist.all_reduce(having, group=group)
 
-    def fail() -> bool:
+    def fail() -> None:
         if problem is not None:
             raise problem
-        return True
 
     if int(having):
-        gather_results(fail, bool, group)
+        gather(fail, type(None), group)
 
 
 def union_of_layouts(packed: bytes, digests: Sequence[str], group: dist.ProcessGroup) -> SourceLayout:

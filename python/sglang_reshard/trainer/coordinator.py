@@ -27,8 +27,8 @@ from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsReq,
     Failure,
     LoraAdapter,
+    Outcome,
     TrainerStatus,
-    UpdateResult,
     UpdateResults,
     Verify,
 )
@@ -126,7 +126,7 @@ class UpdateCoordinator:
             statuses = self._statuses(channel)
             assert published is not None  # else this rank's own status has failed the update
         except Exception as error:
-            results = dict.fromkeys(self._engines, UpdateResult(None, Failure.of(error)))
+            results = dict.fromkeys(self._engines, Outcome[UpdateReport](None, Failure.of(error)))
         else:
 
             def report(output: DistributedUpdateWeightsOutput) -> UpdateReport:
@@ -150,9 +150,9 @@ class UpdateCoordinator:
         engine: int,
         request: Callable[[int], DistributedUpdateWeightsReq],
         report: Callable[[DistributedUpdateWeightsOutput], UpdateReport],
-    ) -> Future[UpdateResult]:
+    ) -> Future[Outcome[UpdateReport]]:
         """Sends a request in a thread, whose answer is given up soon after an abort of this engine's update."""
-        result: Future[UpdateResult] = Future()
+        result: Future[Outcome[UpdateReport]] = Future()
         scope, lora = channel.engine(engine), self._config.lora
         if_torn = _TORN if lora is None else _UNLOADED.format(lora.name)
 
@@ -161,14 +161,11 @@ class UpdateCoordinator:
 
         def settle(outcome: Callable[[], DistributedUpdateWeightsOutput]) -> None:
             try:
-                found = UpdateResult(report(outcome()), None)
+                found = Outcome(report(outcome()))
             except Exception as error:
-                found = UpdateResult(None, Failure.of(error))
+                found = Outcome(None, Failure.of(error))
             with contextlib.suppress(InvalidStateError):  # the first one stays
                 result.set_result(found)
-
-        def ask(previous: Future[None] | None) -> None:
-            settle(lambda: self._answer(channel, engine, request, previous, settlement))
 
         def give_up(reason: str) -> None:
             with contextlib.suppress(TimeoutError):
@@ -179,10 +176,11 @@ class UpdateCoordinator:
         try:
             scope.on_abort(give_up)
         except ReshardError as error:
-            result.set_result(UpdateResult(None, Failure.of(error)))
+            result.set_result(Outcome(None, Failure.of(error)))
             return result
         result.add_done_callback(lambda _: scope.off_abort(give_up))  # the worker still watches the scope
-        self._asking[engine] = tasks.start(f"engine {engine}", functools.partial(ask, self._asking.get(engine)))
+        answer = functools.partial(self._answer, channel, engine, request, self._asking.get(engine), settlement)
+        self._asking[engine] = tasks.start(f"engine {engine}", functools.partial(settle, answer))
         return result
 
     def _answer(
@@ -215,12 +213,10 @@ class UpdateCoordinator:
 
     def _statuses(self, channel: TrainerChannel) -> list[TrainerStatus]:
         """Waits until all trainer ranks are ready. Raises what any of them raised, and Mismatch if they disagree."""
-        statuses = channel.collect_statuses(self._size, self._config.timeout_s)
+        outcomes = channel.collect_statuses(self._size, self._config.timeout_s)
         if channel.update > 1:  # every rank has published its status, so every rank has read the last results
             channel.delete_update(channel.update - 1)
-        for status in statuses:
-            if status.failure is not None:
-                raise status.failure.error()
+        statuses = [outcome.result() for outcome in outcomes]
         self._check_same_layout(statuses)
         return statuses
 
@@ -318,7 +314,7 @@ def _report(
     )
 
 
-def _for_all(result: UpdateResult) -> UpdateResult:
+def _for_all(result: Outcome[UpdateReport]) -> Outcome[UpdateReport]:
     """Returns what all trainer ranks are sent: a row for each trainer rank, to each of them, would be too much."""
-    report = result.report
-    return result if report is None else UpdateResult(msgspec.structs.replace(report, trainer_ranks=()), None)
+    report = result.value
+    return result if report is None else Outcome(msgspec.structs.replace(report, trainer_ranks=()))

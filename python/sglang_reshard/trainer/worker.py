@@ -26,12 +26,13 @@ from sglang_reshard.protocol.messages import (
     ChecksumPart,
     EngineCommand,
     Failure,
+    Outcome,
     RequestChecksums,
     UpdateResults,
     name_rank,
 )
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.protocol.update_channel import EngineScope, TrainerChannel, checksum_part, request_key
+from sglang_reshard.protocol.update_channel import EngineScope, TrainerChannel, checksum_part
 from sglang_reshard.trainer.engine_transfers import DeltaSources, EngineTransfers, Shards
 from sglang_reshard.trainer.publisher import PublishedShards
 
@@ -159,17 +160,18 @@ class TrainerWorker:
         """Computes checksums. On trainer rank 0, also those of all trainer ranks together, for the engines."""
         try:
             checksums = self._source_checksums(command, _published(published, self._rank), shards, known)
-            part = checksum_part(checksums.compute(command.selection))
-            self._answered.append(_Answer(checksums, command.selection, part))
+            found = checksum_part(checksums.compute(command.selection))
+            self._answered.append(_Answer(checksums, command.selection, found))
+            part = Outcome(found)
         except Exception as error:
             if not isinstance(error, ReshardError):
                 logger.exception("trainer rank %d computed no checksums in update %d", self._rank, channel.update)
-            part = ChecksumPart(len(command.regions), failure=Failure.on(self._rank, error))
+            part = Outcome(None, Failure.on(self._rank, error))
         with contextlib.suppress(Aborted):  # the results report it
             if self._rank == 0:
-                channel.sum_checksums(request_key(command), part, self._size, self._timeout_s)
+                channel.sum_checksums(command, part, self._size, self._timeout_s)
             else:
-                channel.put_checksums(self._rank, request_key(command), part)
+                channel.put_checksums(self._rank, command, part)
 
     def _source_checksums(
         self,
