@@ -18,9 +18,9 @@ from sglang_reshard.protocol.messages import (
     Checksums,
     DistributedUpdateWeightsOutput,
     EngineCommand,
+    Outcome,
     RequestChecksums,
     TrainerStatus,
-    UpdateResult,
     UpdateResults,
     encode,
 )
@@ -30,7 +30,6 @@ from sglang_reshard.protocol.update_channel import (
     EngineChannel,
     TrainerChannel,
     checksum_part,
-    request_key,
 )
 
 
@@ -46,7 +45,7 @@ Words = list[Word]
 TIMEOUT_S = 60.0
 _TENSORS = 1000
 _DIGEST = "0123456789abcdef" * 4
-_STATUS = TrainerStatus("c0ffee" * 8, _DIGEST, _DIGEST)
+_STATUS = Outcome(TrainerStatus("c0ffee" * 8, _DIGEST, _DIGEST))
 _PHASES = ("prepare", "move", "verify", "commit")
 
 
@@ -61,7 +60,7 @@ class _Recorder(ControlClient):
     def _post(self, operation: str, *arguments: Any) -> None:
         self.words.append(Word(operation, arguments, posted=True))
 
-    def _call(self, operation: str, *arguments: Any, wait_s: float | None = None) -> Any:
+    def _call(self, operation: str, *arguments: Any, **_: Any) -> Any:
         self.words.append(Word(operation, arguments))
         if operation == "get":
             return self._answers.pop(0)
@@ -83,9 +82,9 @@ def trainer_rank(update: int, rank: int, ranks: int, engine_ranks: int, verify: 
         channel.publish_status(rank, _STATUS)
         for message in channel.messages(TIMEOUT_S):
             if isinstance(message, EngineCommand) and rank:
-                channel.put_checksums(rank, request_key(request), _part(engine_ranks))
+                channel.put_checksums(rank, request, _part(engine_ranks))
             elif isinstance(message, EngineCommand):
-                channel.sum_checksums(request_key(request), _part(engine_ranks), ranks, TIMEOUT_S)
+                channel.sum_checksums(request, _part(engine_ranks), ranks, TIMEOUT_S)
     return recorder.words
 
 
@@ -103,7 +102,7 @@ def asking(update: int, ranks: int, engines: int) -> Words:
 def reporting(update: int, engines: int, engine_ranks: int) -> Words:
     """What trainer rank 0 says when all engines have answered."""
     recorder = _Recorder([])
-    results = UpdateResults(dict.fromkeys(range(engines), UpdateResult(_report(engine_ranks), None)))
+    results = UpdateResults(dict.fromkeys(range(engines), Outcome(_report(engine_ranks))))
     channel = TrainerChannel(recorder, update, "trainer rank 0")
     channel.end()
     channel.send_results(results)
@@ -112,7 +111,7 @@ def reporting(update: int, engines: int, engine_ranks: int) -> Words:
 
 def engine_rank(update: int, engine: int, rank: int, ranks: int, verify: bool) -> Words:
     """What an engine rank says from the request to the answer."""
-    recorder = _Recorder([[encode(Checksums(bytes(8 * num_groups(_TENSORS)), _DIGEST[:16]))]])
+    recorder = _Recorder([[encode(Outcome(Checksums(bytes(8 * num_groups(_TENSORS)), _DIGEST[:16])))]])
     with EngineChannel(recorder, update, engine, f"engine rank {rank} (host worker-91, process 4242)") as channel:
         channel.on_abort(lambda _: None)
         channel.all_gather("prepare", rank, ranks, Vote(reusable=True), TIMEOUT_S, WRITING)
@@ -135,8 +134,8 @@ def _parts(engine_ranks: int, ranks: int) -> list[bytes]:
     return [encode(_part(engine_ranks))] * ranks
 
 
-def _part(engine_ranks: int) -> ChecksumPart:
-    return checksum_part(PartialChecksums(np.zeros((engine_ranks, num_groups(_TENSORS)), np.uint64), 1))
+def _part(engine_ranks: int) -> Outcome[ChecksumPart]:
+    return Outcome(checksum_part(PartialChecksums(np.zeros((engine_ranks, num_groups(_TENSORS)), np.uint64), 1)))
 
 
 def _rank_report(rank: int) -> RankReport:

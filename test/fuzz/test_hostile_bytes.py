@@ -34,9 +34,7 @@ def same(one, other):
 
 
 def test_there_is_something_to_send():
-    assert {"DistributedUpdateWeightsReq", "Prepare", "UpdateResult", "TrainerStatus"} <= {
-        kind.__name__ for kind in WORDS
-    }
+    assert {"DistributedUpdateWeightsReq", "Prepare", "Outcome", "TrainerStatus"} <= {kind.__name__ for kind in WORDS}
 
 
 @fuzzed

@@ -14,7 +14,7 @@ from fuzz.settings import fuzzed
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.memory.mapping import MemoryExporter, host_identity
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, decode, encode
-from sglang_reshard.protocol.session import Session
+from sglang_reshard.protocol.session import Session, handles_key
 from sglang_reshard.sources import describe
 from sglang_reshard.version import __version__
 from support.toy import ToyRank, checkpoint
@@ -53,10 +53,10 @@ def stage():
     weights = checkpoint(1)
     state = describe(list(weights.items()), trainer_rank=0, global_ranks=(0,))
     exported = MemoryExporter(0).export(state.shards)
-    layouts, handles = [session.put_layout(state.layout)], [session.put_handles(0, exported)]
+    layouts, handles = [session.put(state.layout)], [session.put(exported, handles_key(0))]
     for _ in range(40):
-        layouts.append(session.put_layout(changed(state.layout, random)))
-        handles.append(session.put_handles(0, changed(exported, random)))
+        layouts.append(session.put(changed(state.layout, random)))
+        handles.append(session.put(changed(exported, random), handles_key(0)))
     request = DistributedUpdateWeightsReq(
         address=session.address,
         update=1,

@@ -56,7 +56,7 @@ class StoreEngineEnd(EngineEnd):
         for number, (buffers, copies) in enumerate(self._rounds):
             for trainer_rank, buffer in buffers:
                 key = _key(self._side.transfer, trainer_rank, self._side.engine_rank, number)
-                data = self._session.get(key, bytes, f"a message of trainer rank {trainer_rank}", request.timeout_s)
+                data = self._session.get(key, bytes, f"a message of trainer rank {trainer_rank}", hashed=False)
                 self._session.delete(key)
                 self._received += len(data)
                 buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
@@ -77,7 +77,7 @@ class StoreTrainerEnd(TrainerEnd):
             copies.run()
             for engine_rank, buffer in buffers:
                 key = _key(side.transfer, side.trainer_rank, engine_rank, number)
-                side.session.put(key, buffer.numpy().tobytes())
+                side.session.put(buffer.numpy().tobytes(), key, hashed=False)
 
 
 engine_end, trainer_end = StoreEngineEnd, StoreTrainerEnd

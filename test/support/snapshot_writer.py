@@ -22,10 +22,10 @@ class Alone:
     def __init__(self) -> None:
         self.client = self
 
-    def put_layout(self, _layout: Any) -> str:
+    def put(self, _layout: Any) -> str:
         return ""
 
-    def all_gather(self, _name: str, _rank: int, _size: int, own: bytes, _timeout_s: float) -> list[bytes]:
+    def all_gather(self, _name: str, _rank: int, _size: int, own: bytes, _s: float, explain: Any) -> list[bytes]:
         return [own]
 
 

@@ -32,6 +32,7 @@ LAYERS = (
     ("sources", "trace"),
     ("layout",),
     ("control", "observability", "testing"),
+    ("tasks",),
     ("gpu",),
     ("version", "garbage", "route_table"),
     ("errors",),

@@ -90,10 +90,10 @@ def test_earlier_offers_are_deleted(address):
     engines = Engines(address)
     relay = engines.update("a", "b", a=FAILED)["a"]
     with RelayOffers(address, relay, TIMEOUT_S) as offers:
-        assert offers._client.num_keys() == 1, "the withdrawn one"
+        assert offers.client.num_keys() == 1, "the withdrawn one"
     engines.update("a", "b")
     with RelayOffers(address, relay, TIMEOUT_S) as offers:
-        assert offers._client.num_keys() == 0
+        assert offers.client.num_keys() == 0
 
 
 def test_one_that_failed_is_not_waited_for(address):

@@ -17,6 +17,7 @@ PACKAGE = Path(sglang_reshard.__file__).parent
 WARM_UPDATE = 3
 # The patches that a request passes within SGLang come in addition: about a dozen.
 MOST_FILES = 41
+BY_THE_CLOCK = {"control/sockets.py"}  # looks every second whether a peer is silent, as an update seldom takes one
 
 
 class Passed:
@@ -62,6 +63,6 @@ def serve(rank, size, requests):
 
 def test_a_warm_update_by_ipc_passes_few_files():
     trainers, engines = run_world(2, 2, train, serve)
-    files = sorted({file for ranks in (trainers, engines) for files in ranks for file in files})
+    files = sorted({file for ranks in (trainers, engines) for files in ranks for file in files} - BY_THE_CLOCK)
     assert len(files) <= MOST_FILES, "\n".join(files)
     assert "routes/ipc.py" in files, "the transport asked for is not among the files seen"

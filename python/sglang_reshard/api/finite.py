@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from sglang_reshard.sources import NamedTensors, describe
 from sglang_reshard.sources.finite import not_finite
-from sglang_reshard.trainer.collectives import gather_results, require_cpu_backend
+from sglang_reshard.trainer.collectives import require_cpu_backend
+from sglang_reshard.trainer.gathering import gather
 
 
 def first_not_finite(
@@ -42,4 +43,4 @@ def first_not_finite(
     if group is None:
         return find() or None
     require_cpu_backend(group)
-    return next(filter(None, gather_results(find, str, group)), None)
+    return next(filter(None, gather(find, str, group)), None)

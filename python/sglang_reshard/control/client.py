@@ -20,7 +20,7 @@ from sglang_reshard.control.framing import (
 )
 from sglang_reshard.control.handshake import connect, server_name
 from sglang_reshard.control.sockets import LOOK_S, SILENT_S, silent_seconds
-from sglang_reshard.errors import Aborted, ConnectionLost, ReshardError
+from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, ReshardError
 
 GRACE_S = 5.0  # how much longer than the requested wait the server may take to reply
 _CLOSE_S = 2.0
@@ -28,7 +28,7 @@ _READ_BYTES = 256 * 1024
 
 
 class WaitTimedOut(Exception):
-    """A wait ended before everything arrived. Callers turn it into an error that names ranks.
+    """A wait ended before everything arrived. An `Explain` turns it into an error that names ranks.
 
     missing  indices of the keys, or of the all-gather's members, that did not arrive
     """
@@ -36,6 +36,9 @@ class WaitTimedOut(Exception):
     def __init__(self, missing: tuple[int, ...]) -> None:
         super().__init__(f"did not arrive in time: {missing}")
         self.missing = missing
+
+
+Explain = Callable[[list[int]], str]  # of `WaitTimedOut.missing`: returns the message of DeadlineExceeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +96,15 @@ class ControlClient:
         """This end's address of the connection: one of this host, on the way to the server's."""
         return self._local_address
 
-    def get(self, keys: Sequence[str], timeout_s: float, scope: str = "") -> list[bytes]:
+    def get(
+        self, keys: Sequence[str], timeout_s: float, scope: str = "", explain: Explain | None = None
+    ) -> list[bytes]:
         """Returns the keys' values, once all are set.
 
-        Raises WaitTimedOut, or Aborted if `scope` is cancelled or nobody is in it any more.
+        Raises WaitTimedOut, DeadlineExceeded if there is an `explain`, or Aborted if `scope` is cancelled or nobody is
+        in it any more.
         """
-        return self._call("get", tuple(keys), timeout_s, scope, wait_s=timeout_s)
+        return self._call("get", tuple(keys), timeout_s, scope, wait_s=timeout_s, explain=explain)
 
     def wait(self, keys: Sequence[str], timeout_s: float, scope: str = "") -> None:
         """Waits like `get`, without receiving the values."""
@@ -139,16 +145,26 @@ class ControlClient:
         return self._call("num_keys")
 
     def all_gather(
-        self, name: str, index: int, size: int, data: bytes, timeout_s: float, scope: str = "", mark: str = ""
+        self,
+        name: str,
+        index: int,
+        size: int,
+        data: bytes,
+        timeout_s: float,
+        scope: str = "",
+        mark: str = "",
+        explain: Explain | None = None,
     ) -> list[bytes]:
         """Returns the data of all `size` members in the order of their indices, once all have arrived.
 
         In that moment `scope` gets the `mark` that every member has passed, see `revoke`.
 
-        Raises WaitTimedOut, and then every member does: none has continued. Raises Aborted if `scope` is cancelled. The
-        name can be used again after an all-gather that succeeded; one that timed out stays so until all members know.
+        Raises WaitTimedOut, or DeadlineExceeded if there is an `explain`, and then every member does: none has
+        continued. Raises Aborted if `scope` is cancelled. The name can be used again after an all-gather that
+        succeeded; one that timed out stays so until all members know.
         """
-        return self._call("all_gather", name, index, size, data, timeout_s, scope, mark, wait_s=timeout_s)
+        arguments = name, index, size, data, timeout_s, scope, mark
+        return self._call("all_gather", *arguments, wait_s=timeout_s, explain=explain)
 
     # -- scopes
 
@@ -267,13 +283,17 @@ class ControlClient:
 
     # -- requests
 
-    def _call(self, operation: str, *arguments: Any, wait_s: float | None = None) -> Any:
+    def _call(
+        self, operation: str, *arguments: Any, wait_s: float | None = None, explain: Explain | None = None
+    ) -> Any:
         """Returns the result of an operation. `wait_s`: how long the server itself may wait."""
         timeout_s = max(self._timeout_s, 0.0 if wait_s is None else max(wait_s, 0.0) + GRACE_S)
         reply = self._request(operation, arguments, timeout_s)
         if isinstance(reply, protocol.Result):
             return reply.value
         if isinstance(reply, protocol.TimedOut):
+            if explain is not None:
+                raise DeadlineExceeded(explain(list(reply.missing)))
             raise WaitTimedOut(reply.missing)
         if isinstance(reply, protocol.Cancelled):
             raise Aborted(reply.reason)

@@ -134,9 +134,9 @@ class Transfers:
         program = self._shadow.program if self._shadow is not None else target.program
         checksums, regions, names = None, "", ""
         if request.verify != "off":
-            names = session.put_names(target.names.names) if target.names.names else ""
+            names = session.put(tuple(target.names.names)) if target.names.names else ""
             checksums = TargetChecksums(index, program)
-            regions = session.put_regions(checksums.regions)
+            regions = session.put(checksums.regions)
         arrivals = ArrivalMemory(program, self._device, request.bucket_bytes, checksums)
         side = EngineSide(
             reads=Reads(self._rank, self._device, index, target.read_plan, arrivals, memory, request.timeout_s),

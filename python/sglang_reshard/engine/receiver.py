@@ -6,12 +6,15 @@ or staged in parts.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
+from sglang_reshard import tasks
 from sglang_reshard.engine.context import Phase, PhaseFailed, UpdateContext, failed_phase
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import Aborted, ConnectionLost, Mismatch, ReshardError, Unsupported
@@ -66,8 +69,7 @@ class WeightReceiver:
         self._engine = 0  # this one's number in the session
         self._lock = threading.Lock()  # held during an update, and while a session that has ended is dropped
         self._context: UpdateContext | None = None  # of the update under way
-        self._stager: threading.Thread | None = None
-        self._staged: list[DistributedUpdateWeightsOutput] = []  # the stager's output, once it has ended
+        self._staging: Future[DistributedUpdateWeightsOutput] | None = None  # of the last `stage`
 
     @property
     def torn(self) -> str:
@@ -96,26 +98,23 @@ class WeightReceiver:
 
     def stage(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> DistributedUpdateWeightsOutput:
         """Prepares, and starts a thread that receives into the shadow weights. Collective over all engine ranks."""
-        staged: list[DistributedUpdateWeightsOutput] = []
-        self._staged = staged  # a stager of an aborted update may still be running, and keeps its own
+        self._staging = None  # that of an aborted update may still be running
         try:
             with self._running(request):
                 self._executor.prepare(self._begin(request), refusal)
         except _UpdateFailed as failed:
             return failed.output
-        arguments = request, staged
-        self._stager = threading.Thread(target=self._receive, args=arguments, name="sglang-reshard stage", daemon=True)
-        self._stager.start()
+        self._staging = tasks.start("stage", functools.partial(self._receive, request))
         return _SUCCESS
 
     def staged(self) -> DistributedUpdateWeightsOutput | None:
         """Returns the outcome of `stage`; None while it is receiving."""
-        return self._staged[0] if self._staged else None
+        return self._staging.result() if self._staging is not None and self._staging.done() else None
 
     def commit(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> DistributedUpdateWeightsOutput:
         """Makes the shadow weights live, once `staged` reports success on the first rank. Collective."""
-        if self._stager is not None:
-            self._stager.join(request.timeout_s)
+        if self._staging is not None:
+            wait([self._staging], request.timeout_s)
         try:
             with self._running(request):
                 context = self._staged_context(request)
@@ -126,14 +125,13 @@ class WeightReceiver:
         except _UpdateFailed as failed:
             return failed.output
 
-    def _receive(self, request: DistributedUpdateWeightsReq, staged: list[DistributedUpdateWeightsOutput]) -> None:
+    def _receive(self, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
         try:
             with self._running(request), runtime().own_stream(self._device):
                 self._executor.receive_staged(self._staged_context(request))
+                return _SUCCESS
         except _UpdateFailed as failed:
-            staged.append(failed.output)
-        else:
-            staged.append(_SUCCESS)
+            return failed.output
 
     # What another engine reads while no update runs, see `replicas.share`.
 

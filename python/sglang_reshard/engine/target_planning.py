@@ -116,7 +116,7 @@ def plan_target(
 
 def get_layout(request: DistributedUpdateWeightsReq, session: Session) -> SourceLayout:
     """Returns the layout of what an update sends. Raises Mismatch if it is not valid."""
-    layout = session.get_layout(request.layout, SourceLayout, request.timeout_s)
+    layout = session.get(request.layout, SourceLayout, "the source layout", request.timeout_s)
     check_layout(layout, len(request.trainer_hosts))
     return layout
 

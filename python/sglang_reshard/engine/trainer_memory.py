@@ -10,7 +10,7 @@ from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.memory.mapping import Handles, PeerMemory, unreadable_reason
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
-from sglang_reshard.protocol.session import Session
+from sglang_reshard.protocol.session import Session, handles_key
 from sglang_reshard.protocol.validation import check_handles
 
 
@@ -88,7 +88,8 @@ class TrainerMemory:
         digest = request.handles[trainer_rank]
         known = self._fetched.get(trainer_rank)
         if known is None or known[0] != digest:
-            handles = session.get_handles(trainer_rank, digest, Handles, request.timeout_s)
+            what = f"the memory handles of trainer rank {trainer_rank}"
+            handles = session.get(handles_key(trainer_rank, digest), Handles, what, request.timeout_s)
             check_handles(handles, layout, trainer_rank)
             known = self._fetched[trainer_rank] = digest, handles
         return known[1]

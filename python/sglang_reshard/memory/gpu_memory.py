@@ -30,7 +30,7 @@ class GpuExporter:
     """Makes handles of the allocations that a trainer rank's shards are in, once per allocation."""
 
     def __init__(self) -> None:
-        self._exported: dict[Allocation, tuple[torch.device, GpuAllocation]] = {}
+        self.exported: dict[Allocation, tuple[torch.device, GpuAllocation]] = {}
 
     def export(self, shards: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[GpuAllocation, int]]:
         """Returns the allocation of each (name, tensor), and the tensor's first element there, in elements.
@@ -47,7 +47,7 @@ class GpuExporter:
             if at < 0 or address >= known[at].base + known[at].nbytes:
                 try:
                     allocation = runtime().allocation(address, shard.device)
-                    kept[allocation] = self._exported.get(allocation) or _exported(allocation, shard.device)
+                    kept[allocation] = self.exported.get(allocation) or _exported(allocation, shard.device)
                 except Unsupported as error:
                     raise Unsupported(f"{name}: {error}") from error
                 at += 1
@@ -57,7 +57,7 @@ class GpuExporter:
             if rest:
                 raise Unsupported(f"{name}: its address in GPU memory is no multiple of {shard.dtype.itemsize} bytes")
             found.append((kept[known[at]][1], offset))
-        self._exported = kept
+        self.exported = kept
         return found
 
     def is_current(self) -> bool:
@@ -65,7 +65,7 @@ class GpuExporter:
         try:
             return all(
                 runtime().allocation(allocation.base, device) == allocation
-                for allocation, (device, _) in self._exported.items()
+                for allocation, (device, _) in self.exported.items()
             )
         except Unsupported:  # freed
             return False

@@ -141,7 +141,7 @@ class MemoryExporter:
     def is_current(self) -> bool:
         """Returns whether the last handles are still right for shards whose storages are the same as then."""
         with self._lock:
-            return self._gpu.is_current()
+            return not self._gpu.exported or self._gpu.is_current()
 
     def refresh(self) -> None:
         """Copies the values that shards in the arena have now. Their storages must be those of the last export."""

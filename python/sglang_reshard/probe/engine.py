@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextvars
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from sglang_reshard import tasks
 from sglang_reshard.errors import ReshardError, Unsupported
 from sglang_reshard.protocol.weights_info import WeightsInfo
 
@@ -135,16 +133,7 @@ def _of_answer(number: int, meta: dict[str, Any], tokens: Sequence[int], expecte
 
 def _within(timeout_s: float, call: Callable[[], T]) -> T:
     """Returns what `call` returns in a thread, which is left behind if it takes longer. Any failure is NotProbed."""
-    found: Future[T] = Future()
-    in_context = contextvars.copy_context().run
-
-    def run() -> None:
-        try:
-            found.set_result(in_context(call))
-        except Exception as error:
-            found.set_exception(error)
-
-    threading.Thread(target=run, name="sglang-reshard probe", daemon=True).start()
+    found = tasks.start("probe", call)
     try:
         return found.result(timeout_s)
     except NotProbed:

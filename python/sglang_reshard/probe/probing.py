@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sglang_reshard import tasks
 from sglang_reshard.errors import DeadlineExceeded, ProbeMismatch, ReshardError
 from sglang_reshard.observability.logs import get_logger, log_context
 from sglang_reshard.observability.probe_report import ProbeReport
@@ -92,8 +93,11 @@ class Probing:
 
     def _ask(self, reports: Mapping[str, UpdateReport]) -> dict[str, ProbeReport]:
         """Asks all engines at the same time. Runs on trainer rank 0."""
-        with ThreadPoolExecutor(len(reports), "sglang-reshard probe") as threads:
-            return dict(zip(reports, threads.map(self._probed, reports, reports.values()), strict=True))
+        asked = {
+            name: tasks.start(f"probe of {name}", functools.partial(self._probed, name, report))
+            for name, report in reports.items()
+        }
+        return {name: found.result() for name, found in asked.items()}
 
     def _probed(self, name: str, report: UpdateReport) -> ProbeReport:
         sequences, version = self._probe.token_ids(), report.weight_version

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import msgspec
 
@@ -243,10 +243,25 @@ class Failure(msgspec.Struct, frozen=True):
         return kind(self.message)
 
 
-class TrainerStatus(msgspec.Struct, frozen=True):
-    """Published by each trainer rank at the start of an update.
+class Outcome(msgspec.Struct, Generic[T], frozen=True):
+    """What a rank has to say to others, or the exception by which it has nothing to say."""
 
-    failure   why it cannot participate
+    value: T | None = None
+    failure: Failure | None = None
+
+    def result(self) -> T:
+        """Returns the value. Raises the exception."""
+        if self.failure is not None:
+            raise self.failure.error()
+        return cast(T, self.value)
+
+    def value_or_error(self) -> T | ReshardError:
+        return cast(T, self.value) if self.failure is None else self.failure.error()
+
+
+class TrainerStatus(msgspec.Struct, frozen=True):
+    """Published by each trainer rank at the start of an update, as an `Outcome`: it may be unable to participate.
+
     prepared  engine -> `Prepare.transfer` of the transfer that it is still prepared for, if there is one
     device    its GPU
     offers    engine -> engine rank -> what it can take instead of all weights, for engines that can
@@ -256,22 +271,10 @@ class TrainerStatus(msgspec.Struct, frozen=True):
     host: str
     layout: str
     handles: str
-    failure: Failure | None = None
     prepared: dict[int, str] = {}
     device: RankDevice = RankDevice()
     offers: dict[int, dict[int, bytes]] = {}
     heads: dict[str, str] = {}
-
-
-class ListedTensors(msgspec.Struct, frozen=True):
-    """Exchanged by trainer ranks that list different tensors.
-
-    layout   content hash of the layout of what this rank lists
-    failure  why it cannot participate
-    """
-
-    layout: str
-    failure: Failure | None = None
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
@@ -327,45 +330,32 @@ class EngineCommand(msgspec.Struct, frozen=True, tag="engine_command"):
     command: Command
 
 
-class UpdateResult(msgspec.Struct, frozen=True):
-    """The update of one engine has ended with a report, or with a failure."""
-
-    report: UpdateReport | None
-    failure: Failure | None
-
-
 class UpdateResults(msgspec.Struct, frozen=True, tag="update_results"):
     """Sent by trainer rank 0 to all trainer ranks: the update has ended for all engines, by their numbers."""
 
-    of: dict[int, UpdateResult]
+    of: dict[int, Outcome[UpdateReport]]
 
 
 class ChecksumPart(msgspec.Struct, frozen=True):
-    """One trainer rank's answer to `RequestChecksums`.
+    """One trainer rank's answer to `RequestChecksums`, in an `Outcome`.
 
-    engine_ranks  that ask
-    rows          their checksums, little-endian uint64 [engine ranks, groups]
-    model         this trainer rank's part of the digest, see `digest.whole_model`; empty if it has none
-    failure       why they could not be computed
+    rows   checksums of the engine ranks that ask, little-endian uint64 [engine ranks, groups]
+    model  this trainer rank's part of the digest, see `digest.whole_model`; empty if it has none
     """
 
-    engine_ranks: int
-    rows: bytes = b""
-    model: bytes = b""
-    failure: Failure | None = None
+    rows: bytes
+    model: bytes
 
 
 class Checksums(msgspec.Struct, frozen=True):
-    """The checksums that one engine rank's weights must have.
+    """The checksums that one engine rank's weights must have, in an `Outcome` of all trainer ranks together.
 
-    row      little-endian uint64 [groups]
-    model    digest of all weights; empty if they have none
-    failure  why the trainer ranks could not compute them
+    row    little-endian uint64 [groups]
+    model  digest of all weights; empty if they have none
     """
 
-    row: bytes = b""
-    model: str = ""
-    failure: Failure | None = None
+    row: bytes
+    model: str
 
 
 def encode(message: Any) -> bytes:

@@ -17,7 +17,7 @@ import time
 import msgspec
 
 from sglang_reshard.control import Address, ControlClient, WaitTimedOut
-from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded, EngineRefused, Mismatch, ReshardError
+from sglang_reshard.errors import Aborted, ConnectionLost, EngineRefused, Mismatch, ReshardError
 from sglang_reshard.layout.decoders import from_json
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
@@ -123,13 +123,10 @@ class MailRoom:
 
     def wait(self, count: int, timeout_s: float) -> None:
         """Waits until `count` receivers have ever registered. Raises DeadlineExceeded."""
-        try:
-            self._client.wait([f"{_RECEIVERS}/{number}" for number in range(count)], timeout_s)
-        except WaitTimedOut as error:
-            raise DeadlineExceeded(
-                f"{count - len(error.missing)} of {count} receivers have registered within {timeout_s:.0f} s; do the "
-                "others call init with this sender's metadata?"
-            ) from None
+        self._client.get([f"{_RECEIVERS}/{number}" for number in range(count)], timeout_s, explain=lambda missing: (
+            f"{count - len(missing)} of {count} receivers have registered within {timeout_s:.0f} s; do the others call "
+            "init with this sender's metadata?"
+        ))  # fmt: skip
 
     def send(self, name: str, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
         """Gives a receiver a request, and returns its answer once it was ready.
@@ -142,12 +139,10 @@ class MailRoom:
         keys = [_request(name, number), _answer(name, number)]
         try:
             self._client.set({keys[0]: encode(_with_key(request, self._key, ""))})
-            (data,) = self._client.get(keys[1:], request.timeout_s, _scope(name))
-        except WaitTimedOut:
-            raise DeadlineExceeded(
+            (data,) = self._client.get(keys[1:], request.timeout_s, _scope(name), lambda _: (
                 f"receiver {name} did not take the weights within {request.timeout_s:.0f} s; does it call "
                 "poll_and_apply, receive or start?"
-            ) from None
+            ))  # fmt: skip
         except Aborted as error:
             if self._client.exists(keys[1:]) != [True]:
                 raise EngineRefused(str(error)) from None

@@ -9,28 +9,40 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 from sglang_reshard.control import Address, ControlClient, ControlServer, ControlStore, WaitTimedOut
-from sglang_reshard.digest.regions import RegionSet
-from sglang_reshard.errors import Aborted, DeadlineExceeded
-from sglang_reshard.layout.manifest import pack_blob, unpack_blob
+from sglang_reshard.errors import Aborted
+from sglang_reshard.protocol.blobs import Blobs
 from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel
 
-T = TypeVar("T")
 _TRAINERS = "trainers"  # the scope that trainer ranks stay in between updates
 LOOPBACK = "127.0.0.1"
 LEAVE_TIMEOUT_S = 10.0  # how long trainer rank 0 waits at the end for ranks that may have died
 
 
-class Session:
-    """One process's connection to a session. Safe to use from several threads."""
+def handles_key(trainer_rank: int, digest: str = "") -> str:
+    """Returns where a trainer rank's `Handles` lie: ranks that have equal ones delete their own only."""
+    return f"handles/{trainer_rank}/{digest}"
 
-    def __init__(self, client: ControlClient, server: ControlServer | None = None) -> None:
-        self.client, self._server = client, server
+
+def of_engine(engine: int, name: str) -> str:
+    """Returns a key of what is deleted when the session ends for this engine."""
+    return f"{_engine_prefix(engine)}{name}"
+
+
+class Session(Blobs):
+    """One process's connection to a session. Safe to use from several threads.
+
+    What trainer ranks have published stays until it changes: the source layout, each rank's memory handles. So does
+    what engine ranks have: what they request of trainer ranks, the regions and names that they want checksums of.
+    """
+
+    def __init__(self, client: ControlClient, timeout_s: float, server: ControlServer | None = None) -> None:
+        super().__init__(client, timeout_s)
+        self._server = server
         self._stores: dict[int, ControlStore] = {}  # by engine
 
     @property
@@ -44,12 +56,12 @@ class Session:
         Raises OSError for the address of another host, and Unsupported for one that peers cannot connect to.
         """
         server = ControlServer.open(interface)
-        return cls(ControlClient(server.address, timeout_s), server)
+        return cls(ControlClient(server.address, timeout_s), timeout_s, server)
 
     @classmethod
     def join(cls, address: Address, timeout_s: float = 300.0) -> Session:
         """Connects to a session. Raises DeadlineExceeded if nothing answers, Unauthorized for a wrong key."""
-        return cls(ControlClient(address, timeout_s))
+        return cls(ControlClient(address, timeout_s), timeout_s)
 
     def trainer_channel(self, update: int, rank_name: str) -> TrainerChannel:
         """Returns the channel of one update, to be used in a `with` block. `rank_name` is shown in others' errors."""
@@ -92,67 +104,6 @@ class Session:
         self._stores[engine].bound_waits(timeout_s, scope)
         return self._stores[engine]
 
-    # -- published by trainer ranks, until it changes
-
-    def put_layout(self, message: object) -> str:
-        digest, blob = pack_blob(message)
-        self.client.set({f"layout/{digest}": blob})
-        return digest
-
-    def put_handles(self, trainer_rank: int, message: object) -> str:
-        digest, blob = pack_blob(message)
-        self.client.set({f"handles/{trainer_rank}/{digest}": blob})
-        return digest
-
-    def get_layout(self, digest: str, kind: type[T], timeout_s: float) -> T:
-        return self._get(f"layout/{digest}", digest, "the source layout", kind, timeout_s)
-
-    def get_handles(self, trainer_rank: int, digest: str, kind: type[T], timeout_s: float) -> T:
-        name = f"the memory handles of trainer rank {trainer_rank}"
-        return self._get(f"handles/{trainer_rank}/{digest}", digest, name, kind, timeout_s)
-
-    def delete_handles(self, trainer_rank: int, digest: str) -> None:
-        self.client.delete_keys([f"handles/{trainer_rank}/{digest}"])
-
-    # -- published by engine ranks, until it changes
-
-    def put_regions(self, regions: RegionSet) -> str:
-        """Publishes the regions that an engine rank wants checksums of. Returns their content hash."""
-        digest, blob = pack_blob(regions)
-        self.client.set({f"regions/{digest}": blob})
-        return digest
-
-    def get_regions(self, engine_rank: int, digest: str, timeout_s: float) -> RegionSet:
-        return self._get(f"regions/{digest}", digest, f"the regions of engine rank {engine_rank}", RegionSet, timeout_s)
-
-    def put_names(self, names: Sequence[str]) -> str:
-        """Publishes the names under which an engine's loader reads a layout's tensors. Returns their content hash."""
-        digest, blob = pack_blob(tuple(names))
-        self.client.set({f"names/{digest}": blob})
-        return digest
-
-    def get_names(self, digest: str, timeout_s: float) -> tuple[str, ...]:
-        name = "the names that the engine's loader reads"
-        return self._get(f"names/{digest}", digest, name, tuple[str, ...], timeout_s)
-
-    # -- published by one end of a route for the other
-
-    @staticmethod
-    def of_engine(engine: int, name: str) -> str:
-        """Returns a key that is deleted when the session ends for this engine."""
-        return f"{_engine_prefix(engine)}{name}"
-
-    def put(self, key: str, message: object) -> None:
-        """Publishes a message; replaces what was there."""
-        self.client.set({key: pack_blob(message)[1]})
-
-    def get(self, key: str, kind: type[T], name: str, timeout_s: float) -> T:
-        """Returns what was put under `key`; `name` is its name in errors."""
-        return self._get(key, "", name, kind, timeout_s)
-
-    def delete(self, key: str) -> None:
-        self.client.delete_keys([key])
-
     # -- engines that join and leave, while the session goes on
 
     def end_engine(self, engine: int) -> None:
@@ -179,13 +130,6 @@ class Session:
         self.client.close()
         if self._server is not None:
             self._server.close()
-
-    def _get(self, key: str, digest: str, name: str, kind: type[T], timeout_s: float) -> T:
-        try:
-            (data,) = self.client.get([key], timeout_s)
-        except WaitTimedOut:
-            raise DeadlineExceeded(f"{name} did not arrive within {timeout_s:.0f} s") from None
-        return unpack_blob(data, kind, digest, what=name)
 
 
 def _with_process(rank_name: str) -> str:

@@ -13,6 +13,7 @@ control server then says how far it has come, or lets it come no further.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import time
@@ -25,7 +26,7 @@ import numpy as np
 from sglang_reshard.control import ControlClient, Standing, WaitTimedOut
 from sglang_reshard.digest import whole_model
 from sglang_reshard.digest.source import PartialChecksums
-from sglang_reshard.errors import Aborted, DeadlineExceeded, PeerDisconnected, ReshardError
+from sglang_reshard.errors import Aborted, PeerDisconnected, ReshardError
 from sglang_reshard.protocol.messages import (
     ChecksumPart,
     Checksums,
@@ -33,7 +34,7 @@ from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     EngineCommand,
     Failure,
-    ListedTensors,
+    Outcome,
     RequestChecksums,
     TrainerStatus,
     UpdateResults,
@@ -93,11 +94,7 @@ class _Scope:
         self._client.unwatch(self.scope, callback)
 
     def _get(self, keys: Sequence[str], timeout_s: float, explain: Callable[[list[int]], str]) -> list[bytes]:
-        """`explain` makes the message of DeadlineExceeded from the indices of the missing keys."""
-        try:
-            return self._client.get(keys, timeout_s, self.scope)
-        except WaitTimedOut as error:
-            raise DeadlineExceeded(explain(list(error.missing))) from None
+        return self._client.get(keys, timeout_s, self.scope, explain)
 
 
 class TrainerChannel(_Scope):
@@ -111,27 +108,17 @@ class TrainerChannel(_Scope):
         self.enter()
         return self
 
-    def publish_status(self, trainer_rank: int, status: TrainerStatus) -> None:
+    def publish_status(self, trainer_rank: int, status: Outcome[TrainerStatus]) -> None:
         self._client.set({self._status(trainer_rank): encode(status)})
 
-    def exchange_layouts(
-        self, trainer_rank: int, trainer_ranks: int, own: ListedTensors, timeout_s: float
-    ) -> list[str]:
-        """Returns the content hash of what each trainer rank lists, in rank order.
+    def exchange_layouts(self, trainer_rank: int, trainer_ranks: int, timeout_s: float, own: bytes) -> list[bytes]:
+        """Returns what each trainer rank passes, in rank order: what it lists, where ranks list different tensors.
 
-        Raises, on all ranks, the first rank's failure; DeadlineExceeded naming the ranks that did not call update.
+        Raises DeadlineExceeded, naming the ranks that did not call update.
         """
-        try:
-            data = self._client.all_gather(
-                f"{self.scope}/layouts", trainer_rank, trainer_ranks, encode(own), timeout_s, self.scope
-            )
-        except WaitTimedOut as error:
-            raise DeadlineExceeded(_no_call(self.update, list(error.missing), timeout_s)) from None
-        listed = [decode(d, ListedTensors) for d in data]
-        for other in listed:
-            if other.failure is not None:
-                raise other.failure.error()
-        return [other.layout for other in listed]
+        explain = functools.partial(_no_call, self.update, timeout_s)
+        name = f"{self.scope}/layouts"
+        return self._client.all_gather(name, trainer_rank, trainer_ranks, own, timeout_s, self.scope, explain=explain)
 
     def messages(self, timeout_s: float) -> Iterator[EngineCommand | UpdateResults]:
         """Yields the engines' commands in order, up to `UpdateResults`. `timeout_s` bounds each rank's own waits.
@@ -157,19 +144,21 @@ class TrainerChannel(_Scope):
         """Returns the scope of one engine, in which this rank is no member."""
         return EngineScope(self._client, self.update, engine, self._owner)
 
-    def put_checksums(self, trainer_rank: int, request: str, part: ChecksumPart) -> None:
-        """Hands this trainer rank's part of the checksums to trainer rank 0; `request` identifies what was asked."""
+    def put_checksums(self, trainer_rank: int, request: RequestChecksums, part: Outcome[ChecksumPart]) -> None:
+        """Hands this trainer rank's part of the checksums to trainer rank 0."""
         self._client.set({self._part(request, trainer_rank): encode(part)})
 
     # -- trainer rank 0
 
-    def collect_statuses(self, ranks: int, timeout_s: float) -> list[TrainerStatus]:
+    def collect_statuses(self, ranks: int, timeout_s: float) -> list[Outcome[TrainerStatus]]:
         """Returns all trainer ranks' statuses. Raises DeadlineExceeded naming the ranks that published none."""
         keys = [self._status(rank) for rank in range(ranks)]
-        statuses = self._get(keys, timeout_s, lambda missing: _no_call(self.update, missing, timeout_s))
-        return [decode(status, TrainerStatus) for status in statuses]
+        statuses = self._get(keys, timeout_s, functools.partial(_no_call, self.update, timeout_s))
+        return [decode(status, Outcome[TrainerStatus]) for status in statuses]
 
-    def sum_checksums(self, request: str, own: ChecksumPart, trainer_ranks: int, timeout_s: float) -> None:
+    def sum_checksums(
+        self, request: RequestChecksums, own: Outcome[ChecksumPart], trainer_ranks: int, timeout_s: float
+    ) -> None:
         """Adds the parts of all trainer ranks up, of which rank 0's is `own`, and publishes the sums for the engines.
 
         A failure of any rank is published in their place.
@@ -177,16 +166,15 @@ class TrainerChannel(_Scope):
         try:
             keys = [self._part(request, rank) for rank in range(1, trainer_ranks)]
             missing_ranks = lambda missing: _no_checksums([rank + 1 for rank in missing], timeout_s)  # noqa: E731
-            parts = [own] + [decode(data, ChecksumPart) for data in self._get(keys, timeout_s, missing_ranks)]
-            if failure := next((part.failure for part in parts if part.failure is not None), None):
-                raise failure.error()
-            rows = np.add.reduce([_rows(part) for part in parts], axis=0)
+            others = self._get(keys, timeout_s, missing_ranks)
+            parts = [part.result() for part in (own, *(decode(data, Outcome[ChecksumPart]) for data in others))]
+            rows = np.add.reduce([_rows(part, len(request.regions)) for part in parts], axis=0)
             model = whole_model.model_digest(part.model for part in parts)
-            sums = [Checksums(row.tobytes(), model) for row in rows]
+            sums = [Outcome(Checksums(row.tobytes(), model)) for row in rows]
         except Aborted:
             return  # which all of them raise
         except Exception as error:
-            sums = [Checksums(failure=Failure.of(error))] * own.engine_ranks
+            sums = [Outcome[Checksums](failure=Failure.of(error))] * len(request.regions)
         self._client.set({_sum(self.update, request, e): encode(row) for e, row in enumerate(sums)})
 
     def send_results(self, results: UpdateResults) -> None:
@@ -219,8 +207,8 @@ class TrainerChannel(_Scope):
     def _status(self, trainer_rank: int) -> str:
         return f"{self.scope}/status/{trainer_rank}"
 
-    def _part(self, request: str, trainer_rank: int) -> str:
-        return f"{self.scope}/checksums/{request}/of/{trainer_rank}"
+    def _part(self, request: RequestChecksums, trainer_rank: int) -> str:
+        return f"{_asked(self.update, request)}/of/{trainer_rank}"
 
 
 class EngineScope(_Scope):
@@ -307,8 +295,8 @@ class EngineChannel(EngineScope):
 
     def request_checksums(self, request: RequestChecksums) -> None:
         """Sends the command, unless another engine has asked for the same."""
-        asked = f"{_update(self.update)}/checksums/{request_key(request)}"
-        self._client.append(_commands(self.update), encode(EngineCommand(self.engine, request)), asked)
+        command = encode(EngineCommand(self.engine, request))
+        self._client.append(_commands(self.update), command, _asked(self.update, request))
 
     def get_checksums(self, request: RequestChecksums, engine_rank: int, timeout_s: float) -> tuple[np.ndarray, str]:
         """Returns the checksums that the trainer's weights give an engine rank, and the digest of all weights.
@@ -316,12 +304,10 @@ class EngineChannel(EngineScope):
         They are uint64, [groups]; the digest is empty if the weights have none, see `digest.whole_model`. Raises what
         a trainer rank raised that could not compute them.
         """
-        key = _sum(self.update, request_key(request), engine_rank)
+        key = _sum(self.update, request, engine_rank)
         wait_s = timeout_s + _RESULT_S  # trainer rank 0 knows which ranks it waits for
         (data,) = self._get([key], wait_s, lambda _: _no_checksums([0], wait_s))
-        found = decode(data, Checksums)
-        if found.failure is not None:
-            raise found.failure.error()
+        found = decode(data, Outcome[Checksums]).result()
         return np.frombuffer(found.row, "<u8").astype(np.uint64), found.model
 
     def all_gather(
@@ -334,31 +320,26 @@ class EngineChannel(EngineScope):
         Raises, on all ranks, DeadlineExceeded naming the ranks that did not call it, and Aborted. After ConnectionLost
         the other ranks may have got the messages.
         """
-        try:
-            data = self._client.all_gather(
-                f"{self.scope}/{phase}", engine_rank, engine_ranks, encode(message), timeout_s, self.scope, mark
+
+        def explain(missing: list[int]) -> str:
+            return (
+                f"engine ranks {missing} did not reach the end of phase '{phase}' within {timeout_s:.0f} s; look at "
+                "their logs"
             )
-        except WaitTimedOut as error:
-            raise DeadlineExceeded(
-                f"engine ranks {list(error.missing)} did not reach the end of phase '{phase}' within "
-                f"{timeout_s:.0f} s; look at their logs"
-            ) from None
+
+        name, own = f"{self.scope}/{phase}", encode(message)
+        data = self._client.all_gather(name, engine_rank, engine_ranks, own, timeout_s, self.scope, mark, explain)
         return [decode(m, type(message)) for m in data]
 
 
-def request_key(request: RequestChecksums) -> str:
-    """Returns what identifies a request for checksums: engines that are alike ask for the same."""
-    return hashlib.sha256(encode(request)).hexdigest()[:32]
-
-
-def _rows(part: ChecksumPart) -> np.ndarray:
-    return np.frombuffer(part.rows, "<u8").reshape(part.engine_ranks, -1)
+def _rows(part: ChecksumPart, engine_ranks: int) -> np.ndarray:
+    return np.frombuffer(part.rows, "<u8").reshape(engine_ranks, -1)
 
 
 def checksum_part(found: PartialChecksums) -> ChecksumPart:
     """Returns a trainer rank's part as it is sent."""
     rows = found.engine_ranks.astype("<u8", copy=False)
-    return ChecksumPart(len(rows), rows.tobytes(), whole_model.to_bytes(found.model))
+    return ChecksumPart(rows.tobytes(), whole_model.to_bytes(found.model))
 
 
 def _update(update: int) -> str:
@@ -373,11 +354,16 @@ def _numbered(update: int, number: int) -> str:
     return f"{_commands(update)}/{number}"
 
 
-def _sum(update: int, request: str, engine_rank: int) -> str:
-    return f"{_update(update)}/checksums/{request}/for/{engine_rank}"
+def _asked(update: int, request: RequestChecksums) -> str:
+    """Engines that are alike ask for the same, and get one answer."""
+    return f"{_update(update)}/checksums/{hashlib.sha256(encode(request)).hexdigest()[:32]}"
 
 
-def _no_call(update: int, missing: list[int], timeout_s: float) -> str:
+def _sum(update: int, request: RequestChecksums, engine_rank: int) -> str:
+    return f"{_asked(update, request)}/for/{engine_rank}"
+
+
+def _no_call(update: int, timeout_s: float, missing: list[int]) -> str:
     return (
         f"update {update}: trainer ranks {missing} did not call update within {timeout_s:.0f} s; every trainer rank "
         "must call it, look at their logs"

@@ -1,4 +1,4 @@
-"""Collectives over metadata: the first failure of all ranks, the source's layout, requests between ranks.
+"""Collectives over metadata: the first failure of any rank, the source's layout, requests between ranks.
 
 Every function is collective over a CPU group, and raises the same error on all of its ranks.
 """
@@ -14,7 +14,8 @@ from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.manifest import unpack_blob
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.layout.union import union
-from sglang_reshard.trainer.collectives import broadcast_message, gather_results, translated_errors
+from sglang_reshard.trainer.collectives import broadcast_message, translated_errors
+from sglang_reshard.trainer.gathering import gather
 
 
 def raise_together(problem: ReshardError | None, group: dist.ProcessGroup) -> None:
@@ -23,13 +24,12 @@ def raise_together(problem: ReshardError | None, group: dist.ProcessGroup) -> No
     with translated_errors(group):
         dist.all_reduce(having, group=group)
 
-    def fail() -> bool:
+    def fail() -> None:
         if problem is not None:
             raise problem
-        return True
 
     if int(having):
-        gather_results(fail, bool, group)
+        gather(fail, type(None), group)
 
 
 def union_of_layouts(packed: bytes, digests: Sequence[str], group: dist.ProcessGroup) -> SourceLayout:

@@ -12,20 +12,21 @@ in messages of bounded size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
 
+from sglang_reshard import tasks
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.manifest import unpack_blob
 from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES
 from sglang_reshard.realloc.demand import Demand, check_all_listed, sent_matrix
-from sglang_reshard.realloc.exchange import exchange_blobs, gather_results, raise_together, union_of_layouts
+from sglang_reshard.realloc.exchange import exchange_blobs, raise_together, union_of_layouts
 from sglang_reshard.realloc.rank_plan import Described, Given, Listing, PreparedMove, RankPlan
 from sglang_reshard.routes.p2p.messages import SendRequest, round_bytes
 from sglang_reshard.trainer.collectives import require_cpu_backend, translated_errors
+from sglang_reshard.trainer.gathering import gather, gathering
 
 
 def reshard(
@@ -98,13 +99,13 @@ class ReshardPlan:
         require_cpu_backend(group)
         rank = dist.get_rank(group)
         listing = Listing(group, source, target, {"bucket_bytes": bucket_bytes, "strict": strict})
-        told = gather_results(listing.describe, Described, group)
+        told = gather(listing.describe, Described, group)
         _check_options(told)
         layout = union_of_layouts(listing.packed, [other.layout for other in told], group)
         if not layout.tensors:
             raise Mismatch("no rank has tensors in the source")
         own = RankPlan(layout, listing, rank, told, strict=strict)
-        demands = gather_results(own.demand, Demand, group)
+        demands = gather(own.demand, Demand, group)
         if strict:
             check_all_listed(own.index, demands)
         incoming = {peer: other.request_bytes.get(rank, 0) for peer, other in enumerate(demands)}
@@ -117,17 +118,12 @@ class ReshardPlan:
         own_device = listing.device if any(other.gpu for other in told) else torch.device("cpu")
         nccl = own_device.type != "cpu" and "cuda:nccl" in dist.get_backend_config(group)
         device = own_device if nccl else torch.device("cpu")
-        prepared: list[PreparedMove] = []
-
-        def prepare() -> bool:
-            prepared.append(own.prepare(group, requests, per_round, device))
-            return True
-
-        gather_results(prepare, bool, group)
+        with gathering(type(None), group):
+            prepared = own.prepare(group, requests, per_round, device)
         if nccl:  # it connects all ranks when the group is first used, and ranks without messages would be missing
             with translated_errors(group):
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
-        return cls(group, own_device, *prepared)
+        return cls(group, own_device, prepared)
 
     def run(self, *, drop_source: bool = False) -> None:
         """Copies the source's present values into the target's tensors, in place. Collective.
@@ -196,9 +192,7 @@ class RunningReshard:
     """A move that `ReshardPlan.start` has begun."""
 
     def __init__(self, move: Callable[[], None]) -> None:
-        self._thread = ThreadPoolExecutor(1, "sglang-reshard move")
-        self._done = self._thread.submit(move)
-        self._thread.shutdown(wait=False)
+        self._done = tasks.start("move", move, daemon=False)
 
     def is_completed(self) -> bool:
         """Returns whether the move has ended, or failed, on this rank."""

@@ -14,6 +14,7 @@ from contextlib import ExitStack, nullcontext, suppress
 
 import torch
 
+from sglang_reshard import tasks
 from sglang_reshard.control import Address, ControlClient, ControlServer, WaitTimedOut
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused, ReshardError
@@ -50,8 +51,7 @@ class LiveWeights:
                 shards = self._shards()
         except ReshardError as error:
             return DistributedUpdateWeightsOutput(success=False, message=str(error))
-        arguments = request, shards
-        threading.Thread(target=self._share, args=arguments, name="sglang-reshard share", daemon=True).start()
+        tasks.start("share", functools.partial(self._share, request, shards))
         return DistributedUpdateWeightsOutput(success=True, message="")
 
     def _shards(self) -> list[LiveShard]:

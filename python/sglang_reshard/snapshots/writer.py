@@ -15,18 +15,15 @@ file system.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import torch
 
-from sglang_reshard.control import WaitTimedOut
-from sglang_reshard.errors import DeadlineExceeded, Mismatch
-from sglang_reshard.protocol.messages import Failure, ListedTensors, decode, encode
+from sglang_reshard.errors import Mismatch
 from sglang_reshard.protocol.publication import next_publication
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.snapshots.manifest import DELTA, Entry, SnapshotFile
@@ -35,6 +32,7 @@ from sglang_reshard.snapshots.writer_files import DEFAULT_FILE_BYTES, SnapshotFi
 from sglang_reshard.snapshots.writer_folder import SnapshotFolder
 from sglang_reshard.sources import NamedTensors, TrainerState, describe
 from sglang_reshard.sources.names import Renaming
+from sglang_reshard.trainer.gathering import Gathering
 from sglang_reshard.trainer.stages import Stages
 
 
@@ -93,24 +91,21 @@ class SnapshotWriter:
         base: Entry | None = None
         partial = folder / f".{options.name}.partial"
         try:
-            with self._phase("reserve") as reserved:
+            with self._phase("reserve", str) as reserved:
                 if self._rank == 0:
                     target = SnapshotFolder(folder, options.name, self._timeout_s)
                     base = target.base() if options.delta else None
                     files.reserve(target.partial)
-                    reserved.said = base.name if base is not None else ""
+                    reserved.own = base.name if base is not None else None
             with self._phase("write"):
                 written = write_boxes(state, files, partial, self._rank)
-            with self._phase("read back") as read_back:
-                before = reserved.heard[0]
+            before = reserved.of_all[0]
+            with self._phase("read back", dict[str, SnapshotFile]) as read_back:
                 mine = files.files[self._rank :: len(self._global_ranks)]
-                described = {
+                read_back.own = {
                     file.name: files.described(file, partial, folder / before if before else None) for file in mine
                 }
-                read_back.said = msgspec.json.encode(described).decode()
-            weights: dict[str, SnapshotFile] = {}
-            for said in read_back.heard:
-                weights |= msgspec.json.decode(said, type=dict[str, SnapshotFile])
+            weights = {name: file for told in read_back.of_all for name, file in told.items()}
             with self._phase("publish"):
                 if target is not None:
                     files.write_index(target.partial)
@@ -150,46 +145,34 @@ class SnapshotWriter:
         self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, partial: bool, rename: Renaming | None
     ) -> TrainerState:
         """Returns this rank's shards in the layout of all ranks."""
-        with self._phase("describe") as phase:
+        with self._phase("describe", str) as told:
             if isinstance(named_tensors, TrainerState):
                 state = named_tensors
             else:
                 rank, ranks = self._rank, self._global_ranks
                 state = describe(named_tensors, trainer_rank=rank, global_ranks=ranks, partial=partial, rename=rename)
-            phase.said = self._session.put_layout(state.layout)
+            told.own = self._session.put(state.layout)
         if partial:
-            stages, _ = Stages.of(self._session, state.layout, None, lambda _: phase.heard)
-            return state.within(stages.layout)
-        if differing := [rank for rank, layout in enumerate(phase.heard) if layout != phase.said]:
+            return state.within(Stages.of(self._session, told.of_all).layout)
+        if differing := [rank for rank, layout in enumerate(told.of_all) if layout != told.own]:
             raise Mismatch(f"trainer rank {self._rank}: trainer ranks {differing} pass other tensors or shardings")
         return state
 
-    @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[_Phase]:
-        """In its block a rank may fail: all ranks raise then, at the end of the block."""
-        phase, failure = _Phase(), None
-        try:
-            yield phase
-        except Exception as error:
-            failure = Failure.on(self._rank, error)
-        own, size = encode(ListedTensors(phase.said, failure)), len(self._global_ranks)
-        try:
-            found = self._session.client.all_gather(f"snapshot/{name}", self._rank, size, own, self._timeout_s)
-        except WaitTimedOut as error:
-            raise DeadlineExceeded(
-                f"trainer ranks {list(error.missing)} did not reach the end of phase '{name}' of a snapshot within "
-                f"{self._timeout_s:.0f} s; every trainer rank must write the snapshot, look at their logs"
-            ) from None
-        listed = [decode(data, ListedTensors) for data in found]
-        for other in listed:
-            if other.failure is not None:
-                raise other.failure.error()
-        phase.heard = tuple(other.layout for other in listed)
+    def _phase(self, name: str, kind: Any = None) -> Gathering[Any]:
+        """Returns a block in which a rank may fail: all ranks raise then, at its end.
 
+        kind  the type of what ranks have to say at its end
+        """
+        size, timeout_s = len(self._global_ranks), self._timeout_s
 
-@dataclass(slots=True)
-class _Phase:
-    """said: what this rank has to tell the others. heard: what all ranks had, after the phase"""
+        def explain(missing: list[int]) -> str:
+            return (
+                f"trainer ranks {missing} did not reach the end of phase '{name}' of a snapshot within "
+                f"{timeout_s:.0f} s; every trainer rank must call snapshot, look at their logs"
+            )
 
-    said: str = ""
-    heard: tuple[str, ...] = ()
+        def exchange(own: bytes) -> list[bytes]:
+            all_gather = self._session.client.all_gather
+            return all_gather(f"snapshot/{name}", self._rank, size, own, timeout_s, explain=explain)
+
+        return Gathering(self._rank, kind, exchange)

@@ -6,4 +6,5 @@ publisher    ShardPublisher: layout and memory handles of one rank's shards, pub
 worker       TrainerWorker: the commands of engine rank 0, on every trainer rank
 coordinator  UpdateCoordinator: the single request to the engine, on trainer rank 0
 collectives  typed messages over the trainer ranks' own process group
+gathering    Gathering: what all trainer ranks say, or the first one's failure, over a group or the control server
 """

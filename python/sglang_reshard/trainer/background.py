@@ -6,15 +6,16 @@ trainer. What fails is raised by the handle, or else by the next call.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
-from contextlib import nullcontext
 from typing import Generic, TypeVar
 
 import torch
 
+from sglang_reshard import tasks
 from sglang_reshard.errors import DeadlineExceeded
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.sources import NamedTensors, TrainerState
@@ -84,10 +85,9 @@ class UpdateHandle(Generic[T]):
 
 
 class BackgroundUpdates(Generic[T]):
-    """One sender's updates in the background. Starts its thread when it is first used."""
+    """One sender's updates in the background."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "sglang-reshard background update")
         self._shadow: ShadowShards | None = None
         self._last: UpdateHandle[T] | None = None
         self._skipped: list[str | None] = []
@@ -123,8 +123,7 @@ class BackgroundUpdates(Generic[T]):
         except Exception as error:
             weights = raising(error)  # so that the other ranks hear of it
         copied_s = time.perf_counter() - began - waited_s
-        gpu = runtime().current_device() if runtime().uses_gpu() else None
-        future = self._thread.submit(_on_gpu, gpu, run, weights)
+        future = tasks.start("background update", functools.partial(run, weights), daemon=False)
         self._last = handle = UpdateHandle(options.weight_version, future, sender.cancel_update)
         handle.waited_s, handle.copied_s = waited_s, copied_s
         handle.skipped_before, self._skipped = tuple(self._skipped), []
@@ -148,7 +147,6 @@ class BackgroundUpdates(Generic[T]):
 
     def close(self) -> None:
         self.release()
-        self._thread.shutdown()
 
     def _may_go(self, sender: UpdateSender) -> bool:
         """Returns whether no update runs any more, as trainer rank 0 sees it: the ranks have to agree."""
@@ -161,12 +159,3 @@ class BackgroundUpdates(Generic[T]):
                 self._shadow.release()
             self._shadow = ShadowShards(*sender.ranks, device)
         return self._shadow
-
-
-def _on_gpu(
-    gpu: torch.device | None,
-    run: Callable[[TrainerState | NamedTensors], T],
-    weights: TrainerState | NamedTensors,
-) -> T:
-    with nullcontext() if gpu is None else runtime().using(gpu):  # a new thread starts at GPU 0
-        return run(weights)

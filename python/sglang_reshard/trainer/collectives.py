@@ -12,12 +12,11 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 import torch.distributed as dist
 
-from sglang_reshard.errors import DeadlineExceeded, ReshardError, Unsupported
-from sglang_reshard.protocol.messages import Failure, decode, encode
+from sglang_reshard.errors import DeadlineExceeded, Unsupported
+from sglang_reshard.protocol.messages import Failure, Outcome, decode, encode
 
 T = TypeVar("T")
 
@@ -34,26 +33,17 @@ def translated_errors(group: dist.ProcessGroup) -> Iterator[None]:
         ) from error
 
 
-def as_tensor(message: object) -> torch.Tensor:
-    """Returns an encoded message as a tensor of bytes."""
-    return torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
-
-
-def from_tensor(data: torch.Tensor, kind: type[T]) -> T:
-    return decode(data.numpy().tobytes(), kind)
-
-
 def broadcast_message(message: T | None, kind: type[T], group: dist.ProcessGroup, root_rank: int = 0) -> T:
     """Returns the message of rank `root_rank` of the group on every rank. Collective over a CPU group."""
     root = dist.get_process_group_ranks(group)[root_rank]
-    data = as_tensor(message) if message is not None else None
+    data = _as_tensor(encode(message)) if message is not None else None
     size = torch.tensor([data.numel() if data is not None else 0])
     with translated_errors(group):
         dist.broadcast(size, root, group=group)
         if data is None:
             data = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, root, group=group)
-    return from_tensor(data, kind)
+    return decode(data.numpy().tobytes(), kind)
 
 
 def require_cpu_backend(group: dist.ProcessGroup) -> None:
@@ -74,14 +64,14 @@ def on_first_rank(call: Callable[[], Any], group: dist.ProcessGroup) -> Any:
     outcome = cause = None
     if dist.get_rank(group) == 0:
         try:
-            outcome = _Outcome(encode(call()))
+            outcome = Outcome(call())
         except Exception as error:
             cause = error
-            outcome = _Outcome(failure=Failure.of(error))
-    outcome = broadcast_message(outcome, _Outcome, group)
+            outcome = Outcome(None, Failure.of(error))
+    outcome = broadcast_message(outcome, Outcome[Any], group)
     if outcome.failure is not None:
         raise outcome.failure.error() from cause
-    return decode(outcome.value, Any)
+    return outcome.value
 
 
 def first_rank_address(group: dist.ProcessGroup) -> str:
@@ -97,34 +87,14 @@ def first_rank_address(group: dist.ProcessGroup) -> str:
     return next((a for a in addresses if a and not ipaddress.ip_address(a).is_loopback), "127.0.0.1")
 
 
-class _Outcome(msgspec.Struct, frozen=True):
-    """An encoded result, or the exception that was raised instead."""
-
-    value: bytes = b""
-    failure: Failure | None = None
-
-
-def gather_results(call: Callable[[], T], kind: type[T], group: dist.ProcessGroup) -> list[T]:
-    """Calls `call` on every rank. Returns every rank's result, in rank order, or raises the first rank's error.
-
-    Collective over a CPU group.
-    """
-    rank, cause = dist.get_rank(group), None
-    try:
-        outcome = _Outcome(encode(call()))
-    except Exception as error:
-        cause = error
-        named = error if isinstance(error, ReshardError) else ReshardError(f"trainer rank {rank}: {error!r}")
-        outcome = _Outcome(failure=Failure.of(named))
-    outcomes = gather_messages(outcome, _Outcome, group)
-    if failures := [other.failure for other in outcomes if other.failure is not None]:
-        raise failures[0].error() from cause
-    return [decode(other.value, kind) for other in outcomes]
-
-
 def gather_messages(message: object, kind: type[T], group: dist.ProcessGroup) -> list[T]:
     """Returns every rank's message, in rank order, on every rank. Collective over a CPU group."""
-    data, ranks = as_tensor(message), dist.get_world_size(group)
+    return [decode(data, kind) for data in gather_bytes(encode(message), group)]
+
+
+def gather_bytes(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Returns what every rank passes, in rank order, on every rank. Collective over a CPU group."""
+    data, ranks = _as_tensor(own), dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
     with translated_errors(group):
         dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
@@ -134,4 +104,8 @@ def gather_messages(message: object, kind: type[T], group: dist.ProcessGroup) ->
     gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(ranks)]
     with translated_errors(group):
         dist.all_gather(gathered, padded, group=group)
-    return [from_tensor(all_[: int(size)], kind) for all_, size in zip(gathered, sizes, strict=True)]
+    return [all_[: int(size)].numpy().tobytes() for all_, size in zip(gathered, sizes, strict=True)]
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

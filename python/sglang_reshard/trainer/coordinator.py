@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
+import functools
 import glob
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from typing import Any
+from concurrent.futures import Future, InvalidStateError, wait
 
 import msgspec
 
+from sglang_reshard import tasks
 from sglang_reshard.errors import Aborted, DeadlineExceeded, Mismatch, ReshardError
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.layout.source_layout import SourceLayout, first_difference
@@ -22,8 +21,8 @@ from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
     Failure,
+    Outcome,
     TrainerStatus,
-    UpdateResult,
     UpdateResults,
 )
 from sglang_reshard.protocol.publication import next_publication
@@ -47,12 +46,12 @@ class UpdateCoordinator:
     def __init__(self, session: Session, global_ranks: Sequence[int], config: SenderOptions) -> None:
         self._session, self._size, self._config = session, len(global_ranks), config
         self._engines: dict[int, Send] = {}
-        self._asking: dict[int, threading.Thread] = {}  # of the last update, which may still wait for an answer
+        self._asking: dict[int, Future[None]] = {}  # of the last update, which may still wait for an answer
 
     def set_engines(self, engines: Mapping[int, Send]) -> None:
         """Sets the engines of further updates: number -> function that sends a request and returns the answer."""
         self._engines = dict(engines)
-        self._asking = {engine: thread for engine, thread in self._asking.items() if engine in engines}
+        self._asking = {engine: asking for engine, asking in self._asking.items() if engine in engines}
 
     def begin(
         self, channel: TrainerChannel, published: PublishedShards | None, options: UpdateOptions, started: float
@@ -64,9 +63,7 @@ class UpdateCoordinator:
         published  what this rank has published; None if it has failed, which its status reports
         started    when the update began, by `time.perf_counter`
         """
-        found: Future[UpdateResults] = Future()
-        _start_thread("coordinator", self._run, channel, published, options, started, found)
-        return found
+        return tasks.start("coordinator", functools.partial(self._run, channel, published, options, started))
 
     def _run(
         self,
@@ -74,15 +71,14 @@ class UpdateCoordinator:
         published: PublishedShards | None,
         options: UpdateOptions,
         started: float,
-        found: Future[UpdateResults],
-    ) -> None:
+    ) -> UpdateResults:
         """Runs the update, and sends its results to all trainer ranks."""
         publish_seconds = time.perf_counter() - started
         try:
             statuses = self._statuses(channel)
             assert published is not None  # else this rank's own status has failed the update
         except Exception as error:
-            results = dict.fromkeys(self._engines, UpdateResult(None, Failure.of(error)))
+            results = dict.fromkeys(self._engines, Outcome[UpdateReport](None, Failure.of(error)))
         else:
 
             def report(output: DistributedUpdateWeightsOutput) -> UpdateReport:
@@ -96,9 +92,9 @@ class UpdateCoordinator:
             results = {engine: answer.result() for engine, answer in answers.items()}
         with contextlib.suppress(ReshardError):
             channel.end()
-        found.set_result(UpdateResults(results))
         with contextlib.suppress(ReshardError):  # no rank is left to receive it
             channel.send_results(UpdateResults({engine: _for_all(result) for engine, result in results.items()}))
+        return UpdateResults(results)
 
     def _ask(
         self,
@@ -106,9 +102,9 @@ class UpdateCoordinator:
         engine: int,
         request: Callable[[int], DistributedUpdateWeightsReq],
         report: Callable[[DistributedUpdateWeightsOutput], UpdateReport],
-    ) -> Future[UpdateResult]:
+    ) -> Future[Outcome[UpdateReport]]:
         """Sends a request in a thread, whose answer is given up soon after an abort of this engine's update."""
-        result: Future[UpdateResult] = Future()
+        result: Future[Outcome[UpdateReport]] = Future()
         scope, lora = channel.engine(engine), self._config.lora
         if_torn = _TORN if lora is None else _UNLOADED.format(lora.name)
 
@@ -117,14 +113,11 @@ class UpdateCoordinator:
 
         def settle(outcome: Callable[[], DistributedUpdateWeightsOutput]) -> None:
             try:
-                found = UpdateResult(report(outcome()), None)
+                found = Outcome(report(outcome()))
             except Exception as error:
-                found = UpdateResult(None, Failure.of(error))
+                found = Outcome(None, Failure.of(error))
             with contextlib.suppress(InvalidStateError):  # the first one stays
                 result.set_result(found)
-
-        def run(previous: threading.Thread | None) -> None:
-            settle(lambda: self._answer(channel, engine, request, previous, settlement))
 
         def give_up(reason: str) -> None:
             with contextlib.suppress(TimeoutError):
@@ -135,10 +128,11 @@ class UpdateCoordinator:
         try:
             scope.on_abort(give_up)
         except ReshardError as error:
-            result.set_result(UpdateResult(None, Failure.of(error)))
+            result.set_result(Outcome(None, Failure.of(error)))
             return result
         result.add_done_callback(lambda _: scope.off_abort(give_up))  # the worker still watches the scope
-        self._asking[engine] = _start_thread(f"engine {engine}", run, self._asking.get(engine))
+        answer = functools.partial(self._answer, channel, engine, request, self._asking.get(engine), settlement)
+        self._asking[engine] = tasks.start(f"engine {engine}", functools.partial(settle, answer))
         return result
 
     def _answer(
@@ -146,7 +140,7 @@ class UpdateCoordinator:
         channel: TrainerChannel,
         engine: int,
         request: Callable[[int], DistributedUpdateWeightsReq],
-        previous: threading.Thread | None,
+        previous: Future[None] | None,
         settlement: Callable[[], Settlement],
     ) -> DistributedUpdateWeightsOutput:
         """Returns an engine's answer of success. Raises what any other answer, or none, means for the weights."""
@@ -161,12 +155,9 @@ class UpdateCoordinator:
             raise settlement().failed(output)
         return output
 
-    def _check_answered(self, channel: TrainerChannel, previous: threading.Thread | None) -> None:
+    def _check_answered(self, channel: TrainerChannel, previous: Future[None] | None) -> None:
         """Raises DeadlineExceeded if the engine has not answered the update before, which was given up."""
-        if previous is None:
-            return
-        previous.join(self._config.timeout_s)
-        if previous.is_alive():
+        if previous is not None and wait([previous], self._config.timeout_s).not_done:
             raise DeadlineExceeded(
                 f"the engine has not answered update {channel.update - 1} yet; look at its log, and restart it if it "
                 "hangs"
@@ -174,12 +165,10 @@ class UpdateCoordinator:
 
     def _statuses(self, channel: TrainerChannel) -> list[TrainerStatus]:
         """Waits until all trainer ranks are ready. Raises what any of them raised, and Mismatch if they disagree."""
-        statuses = channel.collect_statuses(self._size, self._config.timeout_s)
+        outcomes = channel.collect_statuses(self._size, self._config.timeout_s)
         if channel.update > 1:  # every rank has published its status, so every rank has read the last results
             channel.delete_update(channel.update - 1)
-        for status in statuses:
-            if status.failure is not None:
-                raise status.failure.error()
+        statuses = [outcome.result() for outcome in outcomes]
         self._check_same_layout(statuses)
         return statuses
 
@@ -230,18 +219,10 @@ class UpdateCoordinator:
         for rank, status in enumerate(statuses):
             if status.layout != statuses[0].layout:
                 first, other = (
-                    self._session.get_layout(digest, SourceLayout, self._config.timeout_s)
+                    self._session.get(digest, SourceLayout, "the source layout", self._config.timeout_s)
                     for digest in (statuses[0].layout, status.layout)
                 )
                 raise Mismatch(first_difference(first, other, rank))
-
-
-def _start_thread(name: str, run: Callable[..., None], *arguments: Any) -> threading.Thread:
-    """Starts a thread with this one's current span and attributes of log lines."""
-    in_context = contextvars.copy_context().run
-    thread = threading.Thread(target=in_context, args=(run, *arguments), name=f"sglang-reshard {name}", daemon=True)
-    thread.start()
-    return thread
 
 
 def _offers(statuses: Sequence[TrainerStatus], engine: int) -> tuple[dict[int, bytes], ...]:
@@ -284,7 +265,7 @@ def _report(
     )
 
 
-def _for_all(result: UpdateResult) -> UpdateResult:
+def _for_all(result: Outcome[UpdateReport]) -> Outcome[UpdateReport]:
     """Returns what all trainer ranks are sent: a row for each trainer rank, to each of them, would be too much."""
-    report = result.report
-    return result if report is None else UpdateResult(msgspec.structs.replace(report, trainer_ranks=()), None)
+    report = result.value
+    return result if report is None else Outcome(msgspec.structs.replace(report, trainer_ranks=()))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from sglang_reshard.gpu.announce import rank_device, trainer_device
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
-from sglang_reshard.protocol.session import Session
+from sglang_reshard.protocol.session import Session, handles_key
 from sglang_reshard.sources import (
     NamedTensors,
     SourceLayout,
@@ -23,6 +24,7 @@ from sglang_reshard.sources import (
 )
 from sglang_reshard.sources.change_detector import ChangeDetector, NamedTensorList, own_memory
 from sglang_reshard.sources.names import Renaming
+from sglang_reshard.trainer.gathering import Gathering
 from sglang_reshard.trainer.stages import Stages
 from sglang_reshard.trainer.tied_heads import TiedHeads
 
@@ -87,57 +89,53 @@ class ShardPublisher:
         self,
         named_tensors: NamedTensors | torch.nn.Module | TrainerState,
         *,
-        exchange: Callable[[str], Sequence[str]] | None = None,
         rename: Renaming | None = None,
+        gathering: Gathering[str] | None = None,
     ) -> PublishedShards:
         """Publishes what has changed, and makes the shards' memory readable by other processes.
 
         named_tensors  a `TrainerState` counts as unchanged while it is the same object
-        exchange  for trainer ranks that list different tensors: given the content hash of this rank's layout, returns
-                  those of all ranks. Collective; it is called once
-        rename    names to publish the tensors under; a `TrainerState` has them already
+        rename         names to publish the tensors under; a `TrainerState` has them already
+        gathering      of all trainer ranks, if they list different tensors: each says the content hash of what it lists
 
         Waits for work on the shards that is under way on GPUs: no stream orders those who read from other processes.
 
-        Raises Unsupported and Mismatch as `describe` does and `layout.union`.
+        Raises Unsupported and Mismatch as `describe` does and `layout.union`. With `gathering`, all ranks raise what
+        one of them does until it has ended.
         """
         if self._owns_memory:
             self._memory.begin_update()
         with garbage_collector_paused():
-            return self._published_now(named_tensors, exchange, rename)
+            return self._published_now(named_tensors, rename, gathering)
 
     def _published_now(
         self,
         named_tensors: NamedTensors | torch.nn.Module | TrainerState,
-        exchange: Callable[[str], Sequence[str]] | None,
         rename: Renaming | None,
+        gathering: Gathering[str] | None,
     ) -> PublishedShards:
-        """See `publish`."""
-        other = (exchange is None) != (self._stages is None) or rename != self._rename
-        listed = self._listed(named_tensors)
-        changed = listed if self._has_changed(listed, always=other) else None
-        state, self._partial, self._rename = None, exchange is not None, rename
-        if changed is not None:
-            self._changes = self._read = None
-            state = self._described(changed)
-        if exchange is None:
-            self._stages = None
-        else:
-            layout = None if state is None else state.layout
-            self._stages, same = Stages.of(self._session, layout, self._stages, exchange)
-            if not same and state is None:  # others list something else than before
-                changed = listed
-                self._changes, self._read, state = None, None, self._described(changed)
+        """See `publish`, which collects garbage again when the list that is made here is gone."""
+        known, partial, state = self._stages, gathering is not None, None
+        other = partial != (known is not None) or rename != self._rename
+        self._partial, self._rename = partial, rename
+        with gathering or nullcontext():
+            listed = self._listed(named_tensors)
+            if self._has_changed(listed, always=other):
+                state = self._described_anew(listed)
+            if gathering is not None:
+                gathering.own = self._own_layout(state)
+        self._stages = None if gathering is None else Stages.of(self._session, gathering.of_all, known)
+        if state is None and self._stages is not known:  # others list something else than before
+            state = self._described_anew(listed)
         if state is not None:
-            assert changed is not None
             whole = state if self._stages is None else state.within(self._stages.layout)
             self._published = self._publish(whole)
             self._heads = TiedHeads.of(whole, self._rank)
             self.heads = self._heads.compare(dict(enumerate(whole.inputs)))
-            if isinstance(changed, TrainerState):
-                self._read = changed
+            if isinstance(listed, TrainerState):
+                self._read = listed
             else:
-                self._changes = ChangeDetector.of(changed, state.inputs)
+                self._changes = ChangeDetector.of(listed, state.inputs)
             return self._published
         assert self._published is not None  # the first call publishes
         runtime().synchronize(self._published.devices)
@@ -150,6 +148,17 @@ class ShardPublisher:
         """Returns the shards of what was published last, in the layout's order."""
         state = self._described(named_tensors)
         return (state if self._stages is None else state.within(self._stages.layout)).shards
+
+    def _own_layout(self, state: TrainerState | None) -> str:
+        """Returns the content hash of this rank's layout, which is published; `state` is None if it is as before."""
+        if state is not None:
+            return self._session.put(state.layout)
+        assert self._stages is not None
+        return self._stages.listed[self._rank]
+
+    def _described_anew(self, listed: NamedTensorList | TrainerState) -> TrainerState:
+        self._changes = self._read = None
+        return self._described(listed)
 
     def _described(self, named_tensors: NamedTensors | torch.nn.Module | TrainerState) -> TrainerState:
         if isinstance(named_tensors, TrainerState):
@@ -191,8 +200,8 @@ class ShardPublisher:
         same_handles = known is not None and self._handles == handles
         published = PublishedShards(
             state.layout,
-            known.layout if known and same_layout else self._session.put_layout(state.layout),
-            known.handles if known and same_handles else self._session.put_handles(self._rank, handles),
+            known.layout if known and same_layout else self._session.put(state.layout),
+            known.handles if known and same_handles else self._session.put(handles, handles_key(self._rank)),
             known.shard_bytes if known and same_layout else state.layout.local_bytes(),
             tuple(tied_names(state.layout, state.shards)),
             devices,
@@ -200,7 +209,7 @@ class ShardPublisher:
             tuple((int(shard.untyped_storage()._cdata), shard.data_ptr()) for shard in state.shards),
         )
         if known is not None and published.handles != known.handles:
-            self._session.delete_handles(self._rank, known.handles)
+            self._session.delete(handles_key(self._rank, known.handles))
         self._handles = handles
         return published
 

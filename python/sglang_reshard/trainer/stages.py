@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_reshard.layout.source_layout import SourceLayout
@@ -16,37 +16,21 @@ _FETCH_S = 60.0  # a layout that was published before its hash was exchanged
 class Stages:
     """The tensors that all trainer ranks list together.
 
-    own     content hash of this rank's layout
-    listed  content hash of each trainer rank's layout
+    listed  content hash of each trainer rank's layout, which is in the session
     layout  of all tensors
     """
 
-    own: str
     listed: tuple[str, ...]
     layout: SourceLayout
 
     @classmethod
-    def of(
-        cls,
-        session: Session,
-        own: SourceLayout | None,
-        known: Stages | None,
-        exchange: Callable[[str], Sequence[str]],
-    ) -> tuple[Stages, bool]:
-        """Returns what all ranks list, and whether it is what was `known`. Collective.
+    def of(cls, session: Session, listed: Sequence[str], known: Stages | None = None) -> Stages:
+        """Returns what all ranks list: `known`, if that is the same. Layouts are fetched otherwise.
 
-        own  layout of what this rank lists; None if that is what it listed before
-
-        Only metadata is exchanged: hashes, and layouts of which some hash is new. Raises as `union` does.
+        Raises as `union` does.
         """
-        if own is not None:
-            digest = session.put_layout(own)
-        else:
-            assert known is not None
-            digest = known.own
-        listed = tuple(exchange(digest))
-        if known is not None and known.listed == listed:
-            return known, True
+        if known is not None and known.listed == tuple(listed):
+            return known
         distinct = list(dict.fromkeys(listed))
-        layouts = [session.get_layout(other, SourceLayout, _FETCH_S) for other in distinct]
-        return cls(digest, listed, union(layouts, [distinct.index(other) for other in listed])), False
+        layouts = [session.get(digest, SourceLayout, "the source layout", _FETCH_S) for digest in distinct]
+        return cls(tuple(listed), union(layouts, [distinct.index(digest) for digest in listed]))

@@ -15,13 +15,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from sglang_reshard.control import WaitTimedOut
-from sglang_reshard.errors import Aborted, DeadlineExceeded, Mismatch, ReshardError
+from sglang_reshard.errors import Aborted, Mismatch, ReshardError
 from sglang_reshard.memory.mapping import MemoryExporter, host_identity
 from sglang_reshard.observability import spans
 from sglang_reshard.observability.logs import configure, get_logger, log_context
 from sglang_reshard.observability.report import UpdateReport
-from sglang_reshard.protocol.messages import Failure, ListedTensors, TrainerStatus, UpdateResult
+from sglang_reshard.protocol.messages import Failure, Outcome, TrainerStatus
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import TrainerChannel
 from sglang_reshard.routes import shared_state
@@ -29,6 +28,7 @@ from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.sources.names import is_mapping
 from sglang_reshard.trainer.coordinator import Send, UpdateCoordinator
 from sglang_reshard.trainer.engine_transfers import Shards
+from sglang_reshard.trainer.gathering import Gathering
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.trainer.publisher import PublishedShards, ShardPublisher
 from sglang_reshard.trainer.worker import TrainerWorker
@@ -138,13 +138,13 @@ class UpdateSender:
         Raises DeadlineExceeded, naming the ranks that do not call it.
         """
         size, timeout_s = len(self._global_ranks), timeout_s or self._timeout_s
-        try:
-            return self._session.client.all_gather(f"agreed/{method}", self._rank, size, own, timeout_s)[0]
-        except WaitTimedOut as error:
-            raise DeadlineExceeded(
-                f"trainer ranks {list(error.missing)} did not call {method} within {timeout_s:.0f} s; every trainer "
-                "rank must call it, look at their logs"
-            ) from None
+        gathered = self._session.client.all_gather(
+            f"agreed/{method}", self._rank, size, own, timeout_s, explain=lambda missing: (
+                f"trainer ranks {missing} did not call {method} within {timeout_s:.0f} s; every trainer rank must call "
+                "it, look at their logs"
+            )
+        )  # fmt: skip
+        return gathered[0]
 
     def cancel_update(self, cancelled: bool) -> None:
         """Aborts the update that runs in another thread, on all ranks. Engines that are being written are torn.
@@ -171,7 +171,7 @@ class UpdateSender:
                 results = self._worker.run(channel, published, shards)
                 if coordinated is not None:
                     results = coordinated.result()
-            outcomes = {engine: _outcome(results.of[engine]) for engine in self._engines}
+            outcomes = {engine: results.of[engine].value_or_error() for engine in self._engines}
             if self._rank == 0:
                 self._note(outcomes, span)
             return outcomes
@@ -245,68 +245,47 @@ class UpdateSender:
 
         Returns what is published, and a function that returns the shards, which is called only if they are sent.
         """
-        published, failure = None, None
-        offers: dict[int, dict[int, bytes]] = {}
-        exchanged = not options.partial
-
-        def exchange(layout: str, failure: Failure | None = None) -> list[str]:
-            nonlocal exchanged
-            exchanged = True
-            own, size = ListedTensors(layout, failure), len(self._global_ranks)
-            return channel.exchange_layouts(self._rank, size, own, self._timeout_s)
-
+        published = None
+        named_tensors = repeatable(named_tensors)
+        gathering = None
+        if options.partial:
+            size, timeout_s = len(self._global_ranks), self._timeout_s
+            exchange = functools.partial(channel.exchange_layouts, self._rank, size, timeout_s)
+            gathering = Gathering[str](self._rank, str, exchange)
         try:
-            named_tensors = repeatable(named_tensors)
             with self._span("reshard.publish"):
-                published = self._publisher.publish(
-                    named_tensors,
-                    rename=options.renaming,
-                    exchange=exchange if options.partial else None,
-                )
+                published = self._publisher.publish(named_tensors, rename=options.renaming, gathering=gathering)
             with self._span("reshard.offer"):
                 offers = self._worker.offers(published, self._update)
+            prepared = self._worker.prepared_transfers(published)
+            hashes, heads = (published.layout, published.handles), self._publisher.heads
+            status = Outcome(TrainerStatus(self._host, *hashes, prepared, published.device, offers, heads))
         except Exception as error:
-            failure = Failure.on(self._rank, error)
-            if not exchanged:  # the others wait for it
-                with contextlib.suppress(ReshardError):
-                    exchange("", failure)
+            status = Outcome(None, Failure.on(self._rank, error))
             if not isinstance(error, ReshardError):
                 logger.exception("trainer rank %d cannot participate in update %d", self._rank, self._update)
-        if published is None or failure is not None:
-            status = TrainerStatus(self._host, "", "", failure)
-        else:
-            prepared = self._worker.prepared_transfers(published)
-            status = TrainerStatus(
-                self._host,
-                published.layout,
-                published.handles,
-                None,
-                prepared,
-                published.device,
-                offers,
-                self._publisher.heads,
-            )
         channel.publish_status(self._rank, status)
         return published, functools.partial(self._publisher.shards, named_tensors)
 
 
 def repeatable(named_tensors: T) -> T:
-    """Returns tensors that can be iterated over twice: to publish them, and to send them."""
+    """Returns tensors that can be iterated over twice: to publish them, and to send them.
+
+    If they cannot be listed, iterating over what is returned raises why.
+    """
     given: Any = named_tensors
-    is_repeatable = isinstance(given, (Collection, torch.nn.Module, TrainerState)) or is_mapping(given)
-    return cast(T, given if is_repeatable else list(given))
+    if isinstance(given, (Collection, torch.nn.Module, TrainerState)) or is_mapping(given):
+        return cast(T, given)
+    try:
+        return cast(T, list(given))
+    except Exception as error:
+        return cast(T, raising(error))
 
 
 def raising(error: Exception) -> Iterator[Any]:
     """Returns named tensors whose reading fails: in an update, where all trainer ranks learn of it."""
     if not isinstance(error, ReshardError):
-        error = ReshardError(f"{type(error).__name__}: {error}")
+        logger.error("the tensors that were passed cannot be read", exc_info=error)
+        raise ReshardError(f"{type(error).__name__}: {error}") from error
     raise error
     yield
-
-
-def _outcome(result: UpdateResult) -> UpdateReport | ReshardError:
-    if result.failure is not None:
-        return result.failure.error()
-    assert result.report is not None
-    return result.report

@@ -9,26 +9,27 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from sglang_reshard import tasks
 from sglang_reshard.digest.regions import RegionSet
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.source import SourceChecksums
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
-from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.names import renamed
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import (
     ChecksumPart,
     EngineCommand,
     Failure,
+    Outcome,
     RequestChecksums,
     UpdateResults,
     name_rank,
 )
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.protocol.update_channel import EngineScope, TrainerChannel, checksum_part, request_key
+from sglang_reshard.protocol.update_channel import EngineScope, TrainerChannel, checksum_part
 from sglang_reshard.trainer.engine_transfers import EngineTransfers, Shards
 from sglang_reshard.trainer.publisher import PublishedShards
 
@@ -156,17 +157,18 @@ class TrainerWorker:
         """Computes checksums. On trainer rank 0, also those of all trainer ranks together, for the engines."""
         try:
             checksums = self._source_checksums(command, _published(published, self._rank), shards, known)
-            part = checksum_part(checksums.compute(command.selection))
-            self._answered.append(_Answer(checksums, command.selection, part))
+            found = checksum_part(checksums.compute(command.selection))
+            self._answered.append(_Answer(checksums, command.selection, found))
+            part = Outcome(found)
         except Exception as error:
             if not isinstance(error, ReshardError):
                 logger.exception("trainer rank %d computed no checksums in update %d", self._rank, channel.update)
-            part = ChecksumPart(len(command.regions), failure=Failure.on(self._rank, error))
+            part = Outcome(None, Failure.on(self._rank, error))
         with contextlib.suppress(Aborted):  # the results report it
             if self._rank == 0:
-                channel.sum_checksums(request_key(command), part, self._size, self._timeout_s)
+                channel.sum_checksums(command, part, self._size, self._timeout_s)
             else:
-                channel.put_checksums(self._rank, request_key(command), part)
+                channel.put_checksums(self._rank, command, part)
 
     def _source_checksums(
         self,
@@ -180,11 +182,13 @@ class TrainerWorker:
             if key not in known:
                 for rank, digest in enumerate(command.regions):
                     if digest not in self._regions:
-                        self._regions[digest] = self._session.get_regions(rank, digest, self._timeout_s)
+                        what = f"the regions of engine rank {rank}"
+                        self._regions[digest] = self._session.get(digest, RegionSet, what, self._timeout_s)
                 regions = [self._regions[digest] for digest in command.regions]
                 source = published.source
                 if command.names:
-                    source = renamed(source, self._session.get_names(command.names, self._timeout_s))
+                    what = "the names that the engine's loader reads"
+                    source = renamed(source, self._session.get(command.names, tuple[str, ...], what, self._timeout_s))
                 known[key] = SourceChecksums(source, shards(), self._rank, regions)
             self._checksums[key] = known[key]
         return self._checksums[key]
@@ -207,7 +211,6 @@ class _EngineCommands:
         self._transfers_to, self._channel, self._published, self._shards = transfers, channel, published, shards
         self._rank = trainer_rank
         self._transfers: dict[int, EngineTransfers] = {}
-        self._gpu = runtime().current_device() if runtime().uses_gpu() else None
         self._threads: dict[int, ThreadPoolExecutor] = {}
         self._scopes: dict[int, EngineScope] = {}
         self._stack = ExitStack()
@@ -235,13 +238,9 @@ class _EngineCommands:
             self._execute(message)
             return
         if engine not in self._threads:
-            self._threads[engine] = ThreadPoolExecutor(1, f"sglang-reshard engine {engine}")
+            self._threads[engine] = ThreadPoolExecutor(1, f"{tasks.PREFIX} engine {engine}")
             self._stack.enter_context(self._threads[engine])
-        self._threads[engine].submit(self._execute_in_thread, message)
-
-    def _execute_in_thread(self, message: EngineCommand) -> None:
-        with nullcontext() if self._gpu is None else runtime().using(self._gpu):  # a new thread starts at GPU 0
-            self._execute(message)
+        self._threads[engine].submit(tasks.carried(self._execute), message)
 
     def _execute(self, message: EngineCommand) -> None:
         scope = self._scopes[message.engine]

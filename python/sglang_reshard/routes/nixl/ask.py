@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sglang_reshard.protocol.session import Session
+from sglang_reshard.protocol.session import Session, of_engine
 from sglang_reshard.routes.nixl.remote_shards import RemoteShards
 from sglang_reshard.routes.nixl.validation import check_remote_shards
 from sglang_reshard.routes.p2p.ask import invalid_ask
@@ -28,16 +28,16 @@ def trainer_name(trainer_rank: int) -> str:
 
 def put_remote_shards(session: Session, engine: int, trainer_rank: int, shards: RemoteShards) -> None:
     """Publishes where a trainer rank has registered its shards; replaces what it has published for this engine."""
-    session.put(_key(engine, trainer_rank), shards)
+    session.put(shards, _key(engine, trainer_rank), hashed=False)
 
 
 def get_remote_shards(session: Session, engine: int, trainer_rank: int, tensors: int, timeout_s: float) -> RemoteShards:
     """Returns where a trainer rank has registered its shards of `tensors` tensors. Raises Mismatch if it is invalid."""
     name = f"the registered memory of {trainer_name(trainer_rank)}"
-    found = session.get(_key(engine, trainer_rank), RemoteShards, name, timeout_s)
+    found = session.get(_key(engine, trainer_rank), RemoteShards, name, timeout_s, hashed=False)
     check_remote_shards(found, tensors, trainer_name(trainer_rank))
     return found
 
 
 def _key(engine: int, trainer_rank: int) -> str:
-    return Session.of_engine(engine, f"remote_shards/{trainer_rank}")
+    return of_engine(engine, f"remote_shards/{trainer_rank}")

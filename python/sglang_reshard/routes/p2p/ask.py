@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.protocol.session import Session
+from sglang_reshard.protocol.session import Session, of_engine
 from sglang_reshard.protocol.validation.requests import MAX_BUCKET_BYTES, MAX_NAME_LENGTH
 from sglang_reshard.routes.base import EngineSide, TrainerSide
 from sglang_reshard.routes.p2p.links import kept_dtypes
@@ -126,7 +126,7 @@ def put_send_requests(
             dtypes = kept_dtypes(reads.tensor_index.layout, reads.read_plan, side.live, trainer_rank)
         request = send_request(reads.read_plan, trainer_rank, dtypes, delta=can_apply)
         digest = side.read_plans[side.engine_rank]
-        session.put(_key(side.engine, side.engine_rank, digest, trainer_rank), request)
+        session.put(request, _key(side.engine, side.engine_rank, digest, trainer_rank), hashed=False)
 
 
 def get_send_requests(side: TrainerSide, links: Links) -> dict[int, SendRequest]:
@@ -139,7 +139,7 @@ def get_send_requests(side: TrainerSide, links: Links) -> dict[int, SendRequest]
         of_rank = known.get(engine_rank)
         if of_rank is None or of_rank[0] != digest:
             name = f"the send request of engine rank {engine_rank} for trainer rank {side.trainer_rank}"
-            request = side.session.get(key, SendRequest, name, side.timeout_s)
+            request = side.session.get(key, SendRequest, name, side.timeout_s, hashed=False)
             check_send_request(request, side.layout, side.trainer_rank, engine_rank)
             of_rank = digest, request
         side.session.delete(key)  # no other rank reads it
@@ -149,7 +149,7 @@ def get_send_requests(side: TrainerSide, links: Links) -> dict[int, SendRequest]
 
 
 def _key(engine: int, engine_rank: int, digest: str, trainer_rank: int) -> str:
-    return Session.of_engine(engine, f"send_request/{engine_rank}/{digest}/{trainer_rank}")
+    return of_engine(engine, f"send_request/{engine_rank}/{digest}/{trainer_rank}")
 
 
 def invalid_ask(why: str) -> Mismatch:

@@ -6,19 +6,16 @@ final: all engines see the same ones, and plan alike.
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 
 from sglang_reshard.control import Address, ControlClient, WaitTimedOut
-from sglang_reshard.errors import DeadlineExceeded, Mismatch
-from sglang_reshard.layout.manifest import pack_blob, unpack_blob
+from sglang_reshard.errors import Mismatch
+from sglang_reshard.protocol.blobs import Blobs
 from sglang_reshard.protocol.messages import decode, encode
 from sglang_reshard.protocol.validation.requests import MAX_NAME_LENGTH
 from sglang_reshard.routes.nixl.remote_shards import RemoteShards
 from sglang_reshard.routes.relay.owners import MAX_UPDATE
 
-T = TypeVar("T")
 _MAX_ENGINES = 1 << 16
 _OFFER_S = 30.0  # how long the others wait for an engine's offer
 
@@ -83,48 +80,34 @@ class Offer(msgspec.Struct, frozen=True):
     final: bool = False
 
 
-class RelayOffers:
-    """A connection to the offers of `relay`. `address` is of the update's session."""
+class RelayOffers(Blobs):
+    """A connection to the offers of `relay`, and to what they refer to. `address` is of the update's session."""
 
     def __init__(self, address: Address, relay: Relay, timeout_s: float) -> None:
-        self._relay, self._timeout_s = relay, timeout_s
-        self._client = ControlClient(address.named(relay.session), timeout_s)
-
-    def put(self, message: object) -> str:
-        """Publishes what an offer refers to. Returns its content hash."""
-        digest, blob = pack_blob(message)
-        self._client.set({digest: blob})
-        return digest
-
-    def get(self, digest: str, kind: type[T], name: str) -> T:
-        """Returns what was put; `name` is its name in errors."""
-        try:
-            (data,) = self._client.get([digest], self._timeout_s)
-        except WaitTimedOut:
-            raise DeadlineExceeded(f"{name} did not arrive within {self._timeout_s:.0f} s") from None
-        return unpack_blob(data, kind, digest, what=name)
+        super().__init__(ControlClient(address.named(relay.session), timeout_s), timeout_s)
+        self._relay = relay
 
     def make(self, engine: int, offer: Offer) -> None:
         """Makes an engine's offer, unless it has made one or others have given it up."""
-        self._client.compare_set(_key(engine), b"", encode(offer))
+        self.client.compare_set(_key(engine), b"", encode(offer))
 
     def all(self) -> tuple[bytes, list[Offer]]:
         """Returns what identifies the offers of all engines, and these. Gives up engines that make none in time."""
         keys = [_key(engine) for engine in range(len(self._relay.engines))]
         wait_s = min(_OFFER_S, self._timeout_s / 2)
         try:
-            found = self._client.get(keys, wait_s)
+            found = self.client.get(keys, wait_s)
         except WaitTimedOut as error:
             for engine in error.missing:
                 self.make(engine, Offer(error=f"it offered nothing within {wait_s:g} s"))
-            found = self._client.get(keys, self._timeout_s)
+            found = self.client.get(keys, self._timeout_s)
         return b"".join(found), [decode(data, Offer) for data in found]
 
     def __enter__(self) -> RelayOffers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._client.close()
+        self.client.close()
 
 
 def _key(engine: int) -> str:

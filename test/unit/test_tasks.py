@@ -1,0 +1,101 @@
+"""A task runs as its caller would have run it, and its end is its caller's to see."""
+
+import contextlib
+import contextvars
+import gc
+import logging
+import threading
+import weakref
+
+import pytest
+import torch
+
+from sglang_reshard import tasks
+from sglang_reshard.gpu import runtime as gpu
+from sglang_reshard.observability.logs import get_logger, log_context
+
+GPU_3 = torch.device("cuda", 3)
+SPAN = contextvars.ContextVar("span", default="none")  # as OpenTelemetry keeps the current one
+
+
+class ThreadsGpu(gpu.CudaRuntime):
+    """GPUs of which each thread has a current one, 0 at first."""
+
+    def __init__(self, used):
+        super().__init__()
+        self._used, self._current = used, threading.local()
+
+    def uses_gpu(self):
+        return self._used
+
+    def current_device(self):
+        return getattr(self._current, "device", torch.device("cuda", 0))
+
+    @contextlib.contextmanager
+    def using(self, device):
+        self._current.device = device
+        yield
+
+
+@pytest.fixture(params=[True, False])
+def gpus(request):
+    before = gpu.runtime()
+    gpu.use(found := ThreadsGpu(request.param))
+    yield found
+    gpu.use(before)
+
+
+def test_a_task_has_the_callers_gpu_log_attributes_and_span(gpus, caplog):
+    gpus._current.device = GPU_3
+    SPAN.set("update 7")
+
+    def look():
+        get_logger("sglang_reshard.test").warning("here")
+        return threading.current_thread().name, SPAN.get(), gpus.current_device()
+
+    with caplog.at_level(logging.WARNING), log_context(update=7, rank="trainer rank 1"):
+        name, span, device = tasks.start("looking", look).result(10)
+    assert (name, span) == ("sglang-reshard looking", "update 7")
+    assert device == (GPU_3 if gpus.uses_gpu() else torch.device("cuda", 0))
+    assert [(r.update, r.rank) for r in caplog.records] == [(7, "trainer rank 1")]
+
+
+def test_what_a_task_sets_stays_with_it_and_several_may_run_at_once():
+    both = threading.Barrier(2, timeout=10)
+
+    def become(name):
+        both.wait()
+        SPAN.set(name)
+        both.wait()
+        return SPAN.get()
+
+    SPAN.set("caller's")
+    carried = tasks.carried(become)
+    found = [tasks.start(name, lambda name=name: carried(name)) for name in ("one", "other")]
+    assert [f.result(10) for f in found] == ["one", "other"]
+    assert SPAN.get() == "caller's"
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+def test_a_task_is_a_daemon_unless_the_process_must_wait_for_it(daemon):
+    assert tasks.start("asking", lambda: threading.current_thread().daemon, daemon=daemon).result(10) is daemon
+
+
+def test_what_a_task_raises_is_raised_to_whoever_waits_and_kept_by_nobody_else():
+    class Weights:
+        pass
+
+    def fail(weights):
+        raise ValueError("no")
+
+    weights = Weights()
+    gone = weakref.ref(weights)
+    gc.disable()
+    try:
+        found = tasks.start("failing", lambda weights=weights: fail(weights))
+        with pytest.raises(ValueError, match="no"):
+            found.result(10)
+        del weights, found
+        assert gone() is None, "a cycle of references keeps what the task was given"
+    finally:
+        gc.enable()
