@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_reshard.errors import DeadlineExceeded, Mismatch
-from sglang_reshard.protocol.session import Link, Session, handles_key, remote_shards_key
+from sglang_reshard.protocol.session import Session, handles_key, of_engine
 
 NAMES = ("model.embed_tokens.weight", "lm_head.weight")
 WHAT = "the names of trainer rank 3"
@@ -31,7 +31,7 @@ def test_ranks_that_publish_the_same_delete_their_own_only(session):
         session.get(handles_key(0, digest), tuple[str, ...], WHAT, 0)
 
 
-@pytest.mark.parametrize("key", [Link(0, 1, 2).key("c0ffee"), remote_shards_key(0, 1)])
+@pytest.mark.parametrize("key", [of_engine(0, "send_request/1/c0ffee/2"), of_engine(0, "remote_shards/1")])
 def test_a_value_under_its_publishers_key_is_replaced(session, key):
     session.put(NAMES, key, hashed=False)
     session.put(NAMES[:1], key, hashed=False)
