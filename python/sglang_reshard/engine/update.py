@@ -42,7 +42,6 @@ from sglang_reshard.engine.unread import left_alone_remark, not_ignored
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.observability.report import RankReport
 from sglang_reshard.protocol.messages import (
     Connect,
     DistributedUpdateWeightsOutput,
@@ -197,17 +196,13 @@ class UpdateExecutor:
         # Buffers of an earlier update count too, and so do those that found room in freed memory.
         peak_extra_bytes = max(context.memory.extra_bytes() + context.kept_bytes, transfer.held_bytes)
         traffic = transfer.end.traffic
-        report = RankReport(
+        report = traffic.report(
             rank=self._rank,
-            received_bytes=traffic.received_bytes,
             least_bytes=transfer.target.demand.least_bytes,
             peak_extra_bytes=peak_extra_bytes,
             seconds=context.seconds,
             staged_bytes=transfer.shadow_bytes,
             foreign_bytes=context.memory.foreign_bytes(),
-            relayed_bytes=traffic.relayed_bytes,
-            compared=traffic.compared,
-            changed=traffic.changed,
         )
         vote = Vote(
             error,

@@ -44,6 +44,16 @@ class Traffic(msgspec.Struct, frozen=True):
         """Returns that of a rank that received this from trainer ranks, and nothing else."""
         return cls(sum(read_bytes.values()), read_bytes)
 
+    def report(self, **others: Any) -> RankReport:
+        """Returns the report of a rank that received this, with its other fields."""
+        return RankReport(
+            received_bytes=self.received_bytes,
+            relayed_bytes=self.relayed_bytes,
+            compared=self.compared,
+            changed=self.changed,
+            **others,
+        )
+
 
 class RankReport(msgspec.Struct, frozen=True):
     """One engine rank's part.

@@ -20,7 +20,6 @@ DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 300.0
 WAITS = 8  # an update waits at most this many times, each time for up to `timeout_s`
 Verify = Literal["off", "sample", "full"]
-Delta = Literal["off", "auto"]
 PauseMode = Literal["abort", "retract", "in_place"]  # of SGLang's pause_generation
 # What an engine rank executes: a whole update, a part of one, or the other side of another engine's.
 Step = Literal["update", "stage", "staged", "commit", "share"]

@@ -11,14 +11,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, Delta, LoraAdapter, Verify
+from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, LoraAdapter, Verify
 from sglang_reshard.protocol.validation.requests import check_transport
 from sglang_reshard.sources.names import Rename, Renaming, patterns
+
+Delta = Literal["off", "auto"]
 
 
 @dataclass(frozen=True, slots=True)

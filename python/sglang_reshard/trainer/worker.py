@@ -1,7 +1,7 @@
 """Executes the commands of engines on one trainer rank, until trainer rank 0 reports the results.
 
-Engine ranks that can map this rank's memory, or read it by NIXL, do so without a command: then a trainer rank only
-waits for the results, unless the update is verified. Commands of several engines are executed at the same time.
+Engine ranks that can read this rank's memory do so without a command: then a trainer rank only waits for the results,
+unless the update is verified. Commands of several engines are executed at the same time.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class TrainerWorker:
     def _check_unchanged(self, update: int) -> None:
         """Raises Mismatch if this rank's shards are not what they were when their checksums were sent.
 
-        Nobody but the trainer writes to them, and it does not during an update. Memory of GPUs is registered with NIXL
-        so that peers could: an optimizer step must not use what they have written.
+        Nobody but the trainer writes to them, and it does not during an update. A route may
+        register memory so that peers could: an optimizer step must not use what they have written.
         """
         answered, self._answered = self._answered, []
         if not any(transfers.writable_bytes for transfers in self._transfers.values()):
@@ -131,7 +131,7 @@ class TrainerWorker:
         if any(checksum_part(of.compute(selection)) != part for of, selection, part in answered):
             raise Mismatch(
                 f"the shards of trainer rank {self._rank} have changed during update {update}, while peers could write "
-                "to them through NIXL. Do not train on them: load a checkpoint, and look for processes on its network "
+                "to them. Do not train on them: load a checkpoint, and look for processes on its network "
                 "that are no part of this job. If this rank itself writes to its weights during an update, let it not"
             )
 

@@ -13,7 +13,7 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.base import Ask, EngineEnd, EngineSide, Meeting
 from sglang_reshard.routes.delta.ask import DeltaAsk
 from sglang_reshard.routes.delta.incoming import Incoming, NixlReads, P2pReceives
-from sglang_reshard.routes.delta.section import offered_sections
+from sglang_reshard.routes.delta.section import Sections, moves_less, offered_sections
 from sglang_reshard.routes.delta.target import DeltaTarget
 from sglang_reshard.routes.nixl.engine import NixlEngineEnd
 from sglang_reshard.routes.p2p.ask import Links, put_send_requests
@@ -64,11 +64,14 @@ class DeltaEngineEnd(EngineEnd):
     def accepts(self, request: DistributedUpdateWeightsReq) -> bool:
         if not self._can_apply:
             return False
+        sections = offered_sections(request, self._side.engine_rank)
+        if not moves_less(request) or not self._can_receive(sections):
+            return False
         try:
             if self._target is None:
                 self._target = DeltaTarget(self._side.reads, self._side.live, self._round_bytes, self._incoming())
                 self.nbytes = self._inner.nbytes + self._target.extra_bytes
-            return self._target.is_base_of(offered_sections(request, self._side.engine_rank))
+            return self._target.is_base_of(sections)
         except torch.OutOfMemoryError as error:  # a full update needs less
             logger.warning("engine rank %d has no memory for deltas: %s", self._side.engine_rank, error)
             self._target, self.nbytes = None, self._inner.nbytes
@@ -99,9 +102,15 @@ class DeltaEngineEnd(EngineEnd):
     def _round_bytes(self) -> dict[int, int]:
         return self._links.of_engine_rank(self._side.engine_rank)
 
+    def _can_receive(self, sections: Sections) -> bool:
+        """Returns False where messages come as they are, and this rank has no reads of them: other engines have."""
+        if not isinstance(self._wire, NixlEngineEnd):
+            return True
+        return all(t in self._wire.streams for t, section in sections.items() if section.whole)
+
     def _incoming(self) -> Incoming:
         if isinstance(self._wire, NixlEngineEnd):
-            return NixlReads(self._wire.reader, self._side.reads)
+            return NixlReads(self._wire.reader, self._side.reads, self._wire.streams)
         if isinstance(self._wire, P2pEngineEnd):
-            return P2pReceives(self._wire.communicators)
+            return P2pReceives(self._wire.communicators, self._side.reads, self._round_bytes)
         raise Mismatch("deltas are sent by transport='auto', 'p2p' or 'nixl', and by no other")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,8 +15,10 @@ from sglang_reshard.routes.base import Reads
 from sglang_reshard.routes.delta.section import Sections
 from sglang_reshard.routes.nixl.agent import memory_kind
 from sglang_reshard.routes.nixl.reader import NixlReader
+from sglang_reshard.routes.nixl.streams import Stream, read_streams
 from sglang_reshard.routes.p2p.communicators import P2pCommunicators
-from sglang_reshard.routes.wire.rounds import Pending
+from sglang_reshard.routes.p2p.links import Round, build_rounds, engine_links
+from sglang_reshard.routes.wire.rounds import Pending, run_rounds
 
 _POLL_S = 1e-4
 
@@ -39,15 +41,21 @@ class Incoming(Protocol):
 
     def start(self, parts: Sequence[Part]) -> Pending: ...
 
+    def receive_whole(self, trainer_ranks: Sequence[int]) -> None:
+        """Receives all messages of these trainer ranks as they are, and brings them to where they belong."""
+
     def close(self) -> None: ...
 
 
 class P2pReceives:
     """Trainer ranks send them."""
 
-    def __init__(self, communicators: P2pCommunicators | None) -> None:
-        """`communicators`: None if all is read from mapped memory."""
-        self._communicators = communicators
+    def __init__(
+        self, communicators: P2pCommunicators | None, reads: Reads | None = None, sizes: Mapping[int, int] | None = None
+    ) -> None:
+        """`communicators`: None if all is read from mapped memory. `sizes`: bytes of a round, by trainer rank."""
+        self._communicators, self._reads, self._sizes = communicators, reads, sizes or {}
+        self._whole: tuple[tuple[int, ...], list[Round]] = (), []
 
     def register(self, rooms: Sequence[torch.Tensor]) -> None:
         pass
@@ -59,6 +67,22 @@ class P2pReceives:
         if self._communicators is None:  # all is read from mapped memory
             return _Nothing()
         return self._communicators.receive([(part.trainer_rank, part.buffer) for part in parts])
+
+    def receive_whole(self, trainer_ranks: Sequence[int]) -> None:
+        communicators, wanted = self._communicators, tuple(trainer_ranks)
+        if not wanted or communicators is None:
+            return
+        if self._whole[0] != wanted:
+            self._whole = (), []  # so that its buckets are freed
+            reads, sizes = self._reads, {t: self._sizes[t] for t in wanted}
+            assert reads is not None
+            layout = reads.tensor_index.layout
+            links = engine_links(layout, reads.read_plan, reads.program, sizes, as_kept=True)
+            self._whole = wanted, build_rounds(links, reads.device, pack=False)[0]
+        rounds = self._whole[1]
+        run_rounds(
+            len(rounds), lambda number: communicators.receive(rounds[number][0]), lambda number: rounds[number][1].run()
+        )
 
     def close(self) -> None:
         if self._communicators is not None:
@@ -73,8 +97,9 @@ class _Nothing:
 class NixlReads:
     """This rank reads them out of the trainer ranks' memory."""
 
-    def __init__(self, reader: NixlReader, reads: Reads) -> None:
-        self._reader, self._device = reader, reads.device
+    def __init__(self, reader: NixlReader, reads: Reads, streams: Mapping[int, Stream]) -> None:
+        """`streams`: trainer rank -> what reads all of it."""
+        self._reader, self._device, self._reads, self._streams = reader, reads.device, reads, streams
         self._rank, self._timeout_s = reads.engine_rank, reads.timeout_s
         self._sections: Sections = {}
 
@@ -101,6 +126,12 @@ class NixlReads:
             reads.append((peer, [self._reader.prepare(peer, (section.kind, remote), (kind, local))]))
             self._reader.start(*reads[-1])
         return _PendingReads(self._reader, reads, self._rank, self._timeout_s)
+
+    def receive_whole(self, trainer_ranks: Sequence[int]) -> None:
+        streams = [self._streams[trainer_rank] for trainer_rank in trainer_ranks]
+        for stream in streams:
+            stream.begin()
+        read_streams(self._reads, streams)
 
     def close(self) -> None:
         self._reader.close()

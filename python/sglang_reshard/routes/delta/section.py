@@ -14,18 +14,23 @@ from sglang_reshard.routes.nixl.remote_shards import MEMORY_KINDS
 _MAX_CHECKSUM = (1 << 64) - 1
 _MAX_ADDRESS = (1 << 62) - 1  # fits into 64 bits after an addition
 _MAX_GPUS = 1 << 10  # of one host
+PART = 2  # what is sent may be this part of the bytes of all messages: else everything is sent
 
 
 class DeltaSection(msgspec.Struct, frozen=True, array_like=True):
     """Describes the changes that one trainer rank offers one engine rank instead of all weights.
 
     base                checksum of what the engine rank must have already
-    nbytes              of the section
+    nbytes              that are sent: of the section, or of all messages if they are sent as they are
+    messages            bytes of all messages
+    whole               they are sent as they are: too much has changed
     kind, gpu, address  where it is, for engine ranks that read it by NIXL
     """
 
     base: int
     nbytes: int
+    messages: int = 0
+    whole: bool = False
     kind: str = ""
     gpu: int = 0
     address: int = 0
@@ -36,6 +41,7 @@ class DeltaSection(msgspec.Struct, frozen=True, array_like=True):
         section = decode(offer, cls)
         if not (
             0 <= section.nbytes <= MAX_BUCKET_BYTES
+            and 0 <= section.messages <= MAX_BUCKET_BYTES
             and 0 <= section.base <= _MAX_CHECKSUM
             and 0 <= section.gpu < _MAX_GPUS
             and 0 <= section.address <= _MAX_ADDRESS
@@ -49,6 +55,19 @@ class DeltaSection(msgspec.Struct, frozen=True, array_like=True):
 
 
 Sections = Mapping[int, DeltaSection]  # by trainer rank
+
+
+def moves_less(request: DistributedUpdateWeightsReq) -> bool:
+    """Returns whether what all trainer ranks offer all engine ranks is little enough to be taken instead of all.
+
+    The same on all engine ranks. Raises Mismatch for what no trainer rank offers.
+    """
+    sections = [
+        DeltaSection.of(offer, trainer_rank, engine_rank)
+        for trainer_rank, of_ranks in enumerate(request.offers)
+        for engine_rank, offer in of_ranks.items()
+    ]
+    return sum(section.nbytes for section in sections) <= sum(section.messages for section in sections) / PART
 
 
 def offered_sections(request: DistributedUpdateWeightsReq, engine_rank: int) -> Sections:

@@ -23,13 +23,13 @@ from sglang_reshard.routes.delta.messages import (
     value_sizes,
     values_begin,
 )
+from sglang_reshard.routes.delta.section import PART
 from sglang_reshard.routes.nixl.source import allocate_readable
 from sglang_reshard.routes.p2p.communicators import P2pCommunicators
 from sglang_reshard.routes.p2p.links import P2pLink, packed_bytes
 from sglang_reshard.routes.wire.rounds import run_rounds
 
 _ALIGN_BYTES = 64
-_PART = 2  # a section may have this part of the bytes of its messages: else everything is sent
 
 
 class DeltaSource:
@@ -58,7 +58,7 @@ class DeltaSource:
         for nbytes in self._messages.nbytes:
             self._begin.append(self._begin[-1] + -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES)
         self._table_bytes, self._values_begin = table_bytes(len(self._messages)), values_begin(self._messages)
-        room = max(self._values_begin, self._table_bytes + self._begin[-1] // _PART)
+        room = max(self._values_begin, self._table_bytes + self._begin[-1] // PART)
         self.section = (
             allocate_readable(room, device, read_from)
             if read_from
@@ -75,6 +75,16 @@ class DeltaSource:
     def checksum(self) -> int:
         """Names the base."""
         return sum(self._checksums) % MODULUS
+
+    @property
+    def has_base(self) -> bool:
+        """Returns whether anything has been sent."""
+        return self._base is not None
+
+    @property
+    def message_bytes(self) -> int:
+        """Returns the bytes of all messages."""
+        return sum(self._messages.nbytes)
 
     def encode(self, update: int) -> bool:
         """Encodes what has changed since the base; returns whether there is one, and the section has room.

@@ -84,7 +84,7 @@ class DeltaTarget:
         incoming.register(self._rooms)
         self.extra_bytes = len(bucket) + sum(map(len, self._rooms)) + self._direct.extra_bytes
         self.traffic = Traffic()
-        self._compared = sum(m.units(n) for m in self._written.values() for n in range(len(m)))
+        self._units = {t: sum(m.units(n) for n in range(len(m))) for t, m in self._written.items()}
         self._checked: dict[int, _Checked] = {}
 
     def is_base_of(self, sections: Sections) -> bool:
@@ -95,6 +95,7 @@ class DeltaTarget:
             return all(
                 sum(messages.checksum(number) for number in range(len(messages))) % MODULUS == sections[t].base
                 for t, messages in self._live.items()
+                if not sections[t].whole
             )
 
     def receive_indexes(self, sections: Sections) -> None:
@@ -122,7 +123,8 @@ class DeltaTarget:
             self._checked = {}
 
     def _receive_indexes(self, sections: Sections) -> dict[int, _Checked]:
-        tables = self._parts({t: Piece(0, table_bytes(len(m))) for t, m in self._written.items()}, self._rooms[0])
+        encoded_only = {t: m for t, m in self._written.items() if not sections[t].whole}
+        tables = self._parts({t: Piece(0, table_bytes(len(m))) for t, m in encoded_only.items()}, self._rooms[0])
         self._incoming.start(tables).wait()
         found: dict[int, _Checked] = {}
         pieces: dict[int, list[Piece]] = {}
@@ -177,9 +179,11 @@ class DeltaTarget:
                 _apply(self._written[rank], self._checked[rank], pieces[rank][number].messages, part.buffer)
 
         self._run_rounds(pieces, write)
+        self._incoming.receive_whole([t for t, section in sections.items() if section.whole])
         read_bytes = self._direct.read_bytes | {t: sections[t].nbytes for t in self._written}
         changed = sum(message.changed for own in self._checked.values() for message in own.encoded)
-        self.traffic = Traffic(sum(read_bytes.values()), read_bytes, compared=self._compared, changed=changed)
+        compared = sum(self._units[t] for t in self._checked)
+        self.traffic = Traffic(sum(read_bytes.values()), read_bytes, compared=compared, changed=changed)
 
     def _run_rounds(self, pieces: Mapping[int, Sequence[Piece]], ended: Callable[[int, Sequence[Part]], None]) -> None:
         """Receives a piece of each trainer rank in each round. Calls `ended` with the round's number and its parts."""

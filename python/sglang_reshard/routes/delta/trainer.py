@@ -60,6 +60,7 @@ class DeltaTrainerEnd(TrainerEnd):
             raise invalid_ask(f"no deltas are sent by {ask.inner[:40]!r}")
         # By engine rank; None unless all of them can be sent so.
         self._sources: dict[int, DeltaSource] | None = None
+        self._changed: dict[int, DeltaSource] = {}  # those whose section has room for what has changed
         if all(request.delta for request in requests.values()):
             sizes = ask.links.of_trainer_rank(side.trainer_rank)
             shared: DeltaSources = side.shared["delta"]
@@ -77,15 +78,19 @@ class DeltaTrainerEnd(TrainerEnd):
             self._p2p.connect(meeting)
 
     def offer(self, update: int) -> dict[int, bytes] | None:
-        if self._sources is None or not all(source.encode(update) for source in self._sources.values()):
+        self._changed = {}
+        if self._sources is None or not all(source.has_base for source in self._sources.values()):
             return None
-        return {e: encode(self._section(source)) for e, source in self._sources.items()}
+        self._changed = {e: source for e, source in self._sources.items() if source.encode(update)}
+        return {e: encode(self._section(source, e not in self._changed)) for e, source in self._sources.items()}
 
     def start(self, taken: bool) -> None:
         if self._p2p is None:
             return
         if taken and self._sources is not None:
-            send_sections({self._first_peer + e: s for e, s in self._sources.items()}, self._p2p.communicators)
+            send_sections({self._first_peer + e: s for e, s in self._changed.items()}, self._p2p.communicators)
+            if len(self._changed) < len(self._sources):
+                self._p2p.sender_to(self._sources.keys() - self._changed.keys()).send(self._p2p.communicators)
         else:
             self._p2p.start(taken)
 
@@ -106,7 +111,7 @@ class DeltaTrainerEnd(TrainerEnd):
             if end is not None:
                 end.close()
 
-    def _section(self, source: DeltaSource) -> DeltaSection:
-        if self._nixl is None:
-            return DeltaSection(source.checksum, source.nbytes)
-        return DeltaSection(source.checksum, source.nbytes, *self._nixl.place(source.section))
+    def _section(self, source: DeltaSource, whole: bool) -> DeltaSection:
+        nbytes = source.message_bytes if whole else source.nbytes
+        place = () if self._nixl is None else self._nixl.place(source.section)
+        return DeltaSection(source.checksum, nbytes, source.message_bytes, whole, *place)

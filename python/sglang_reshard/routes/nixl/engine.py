@@ -20,6 +20,7 @@ class NixlEngineEnd(EngineEnd):
 
     links        of all ranks; trainer ranks that nothing is read from register nothing
     round_bytes  trainer rank -> bytes that are read from it at once
+    streams      trainer rank -> what reads all of it
     """
 
     def __init__(self, side: EngineSide, strategy: Strategy) -> None:
@@ -27,7 +28,7 @@ class NixlEngineEnd(EngineEnd):
         self.links = Links.of(side.read_plans, strategy.round_bytes)
         self.round_bytes = self.links.of_engine_rank(side.engine_rank)
         self._reader: NixlReader | None = None
-        self._streams: Mapping[int, Stream] = {}
+        self.streams: Mapping[int, Stream] = {}
         self._traffic = Traffic()
 
     @property
@@ -42,10 +43,10 @@ class NixlEngineEnd(EngineEnd):
     def connect(self, meeting: Meeting) -> None:
         self.open(meeting)
         reads = self.side.reads
-        self._streams = trainer_streams(self.reader, reads, reads.read_plan, self.round_bytes)
-        self.nbytes = sum(stream.extra_bytes for stream in self._streams.values())
-        received = sum(stream.read_bytes for stream in self._streams.values())
-        self._traffic = Traffic(received, {t: sum(stream.payload_bytes) for t, stream in self._streams.items()})
+        self.streams = trainer_streams(self.reader, reads, reads.read_plan, self.round_bytes)
+        self.nbytes = sum(stream.extra_bytes for stream in self.streams.values())
+        received = sum(stream.read_bytes for stream in self.streams.values())
+        self._traffic = Traffic(received, {t: sum(stream.payload_bytes) for t, stream in self.streams.items()})
 
     def open(self, meeting: Meeting) -> None:
         """Learns where the trainer ranks have registered their shards, and makes no views and buffers yet."""
@@ -64,10 +65,10 @@ class NixlEngineEnd(EngineEnd):
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
         """Raises PeerDisconnected and DeadlineExceeded for trainer ranks."""
         self.side.reads.arrivals.begin()
-        for stream in self._streams.values():
+        for stream in self.streams.values():
             stream.begin()
         try:
-            read_streams(self.side.reads, list(self._streams.values()))
+            read_streams(self.side.reads, list(self.streams.values()))
         except BaseException:
             self.reader.close()
             raise

@@ -12,7 +12,7 @@ communicators changes nothing: see `P2pCommunicators`, and `wire.nccl` for why t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -78,13 +78,8 @@ class P2pTrainerEnd(TrainerEnd):
         self.device = _device(ask.backend if self.requests else "gloo", side.shards)
         self._side, trainer_ranks = side, ask.links.trainer_ranks
         sizes = ask.links.of_trainer_rank(side.trainer_rank)
-        self._sender = P2pSender(
-            side.layout,
-            side.shards,
-            {trainer_ranks + e: request for e, request in self.requests.items()},
-            {trainer_ranks + e: nbytes for e, nbytes in sizes.items()},
-            self.device,
-        )
+        self._sender = self._sender_of(self.requests.keys())
+        self._to_some: tuple[frozenset[int], P2pSender] | None = None
         self.communicators = P2pCommunicators(
             ask.groups,
             peer_id=side.trainer_rank,
@@ -100,6 +95,25 @@ class P2pTrainerEnd(TrainerEnd):
 
     def start(self, taken: bool) -> None:
         self._sender.send(self.communicators)
+
+    def sender_to(self, engine_ranks: Collection[int]) -> P2pSender:
+        """Returns what sends to these engine ranks only. The last one is kept."""
+        wanted = frozenset(engine_ranks)
+        if self._to_some is None or self._to_some[0] != wanted:
+            self._to_some = None  # so that its buckets are freed
+            self._to_some = wanted, self._sender_of(wanted)
+        return self._to_some[1]
+
+    def _sender_of(self, engine_ranks: Collection[int]) -> P2pSender:
+        side, first_peer = self._side, self.links.trainer_ranks
+        sizes = self.links.of_trainer_rank(side.trainer_rank)
+        return P2pSender(
+            side.layout,
+            side.shards,
+            {first_peer + e: self.requests[e] for e in sorted(engine_ranks)},
+            {first_peer + e: sizes[e] for e in sorted(engine_ranks)},
+            self.device,
+        )
 
     def abort(self) -> None:
         self.communicators.abort()
