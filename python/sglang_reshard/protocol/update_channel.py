@@ -219,7 +219,7 @@ class EngineScope(_Scope):
         self.update, self.engine = update, engine
 
     def report_ready(self, trainer_rank: int) -> None:
-        """Answers `PrepareSend`."""
+        """Answers `Prepare`."""
         self._client.set({self._ready(trainer_rank): b""})
 
     def revoke(self, reason: str) -> Standing:

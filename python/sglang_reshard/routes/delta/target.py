@@ -36,7 +36,7 @@ from sglang_reshard.routes.ipc import DirectReads, mapped_reads
 from sglang_reshard.routes.p2p.links import P2pLink, engine_links, packed_bytes, sent_tensors
 from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
 
-if TYPE_CHECKING:  # as everywhere in transports
+if TYPE_CHECKING:  # as everywhere in routes
     from sglang_reshard.trace.program import Program
 
 _SHOWN_NAMES = 3
