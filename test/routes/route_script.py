@@ -37,6 +37,15 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class Size:
+    """How large the model and a bucket are, and how many steps of the script are gone through."""
+
+    blocks: int = BLOCKS
+    bucket_bytes: int = BUCKET_BYTES
+    steps: int | None = None
+
+
+@dataclass(frozen=True)
 class Step:
     options: dict[str, Any] = field(default_factory=dict)
     fault: Fault | None = None
@@ -66,9 +75,9 @@ WARM = (2, 4, 6)  # updates for which nothing has changed
 class Blocks(torch.nn.Module):
     """Several toy engine ranks in one: a model of many tensors."""
 
-    def __init__(self, rank: int, size: int, dtype: torch.dtype) -> None:
+    def __init__(self, rank: int, size: int, dtype: torch.dtype, blocks: int) -> None:
         super().__init__()
-        self.blocks = torch.nn.ModuleList(ToyRank(rank, size, dtype, HIDDEN) for _ in range(BLOCKS))
+        self.blocks = torch.nn.ModuleList(ToyRank(rank, size, dtype, HIDDEN) for _ in range(blocks))
 
     def load_weights(self, weights: Any) -> None:
         for name, tensor in weights:
@@ -76,24 +85,25 @@ class Blocks(torch.nn.Module):
             self.blocks[int(block)].load_weights([(rest, tensor)])
 
 
-def weights_of(version: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def weights_of(version: int, dtype: torch.dtype, blocks: int = BLOCKS) -> dict[str, torch.Tensor]:
     """Few elements differ from version to version, so that deltas pay."""
     found = {}
-    for block in range(BLOCKS):
+    for block in range(blocks):
         found |= {f"{block}.{n}": t for n, t in checkpoint(DRIFTING + 1000 * block + version, dtype, HIDDEN).items()}
     return found
 
 
-def train(trainer: Any, transport: str, options: dict[str, Any], dtype: torch.dtype) -> list[Any]:
+def train(trainer: Any, transport: str, options: dict[str, Any], dtype: torch.dtype, size: Size) -> list[Any]:
     use_nixl()
     mesh = init_device_mesh("cpu", (trainer.size,))
     sender = WeightSender.over(
-        trainer.group, trainer.send, bucket_bytes=BUCKET_BYTES, timeout_s=20, transport=transport, **options
+        trainer.group, trainer.send, bucket_bytes=size.bucket_bytes, timeout_s=20, transport=transport, **options
     )
-    weights = {n: distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for n, t in weights_of(0, dtype).items()}
+    first = weights_of(0, dtype, size.blocks)
+    weights = {n: distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for n, t in first.items()}
     told: list[Any] = []
-    for number, step in enumerate(SCRIPT, start=1):
-        for name, tensor in weights_of(number, dtype).items():
+    for number, step in enumerate(SCRIPT[: size.steps], start=1):
+        for name, tensor in weights_of(number, dtype, size.blocks).items():
             weights[name].to_local().copy_(distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None).to_local())
         with failing(step.fault, "trainer", transport, options, trainer.rank):
             try:
@@ -120,11 +130,11 @@ class Seen:
 
 
 def serve(
-    rank: int, size: int, requests: Any, transport: str, options: dict[str, Any], dtype: torch.dtype
+    rank: int, ranks: int, requests: Any, transport: str, options: dict[str, Any], dtype: torch.dtype, size: Size
 ) -> list[Seen]:
     use_nixl()
-    model = Blocks(rank, size, dtype)
-    receiver = WeightReceiver(model, rank, size, CPU)
+    model = Blocks(rank, ranks, dtype, size.blocks)
+    receiver = WeightReceiver(model, rank, ranks, CPU)
     seen = []
     for request in requests:
         step = SCRIPT[request.update - 1]
@@ -135,15 +145,16 @@ def serve(
             requests.answer(receiver.update(request))
         last = receiver._executor.transfers.last
         held = 0 if last is None else last.held_bytes - last.shadow_bytes
-        seen.append(Seen(version_of(model, rank, size, dtype, request.update), bool(receiver.torn), calls[0], held))
+        version = version_of(model, rank, ranks, dtype, request.update)
+        seen.append(Seen(version, bool(receiver.torn), calls[0], held))
     return seen
 
 
-def version_of(model: Blocks, rank: int, size: int, dtype: torch.dtype, newest: int) -> int | None:
+def version_of(model: Blocks, rank: int, ranks: int, dtype: torch.dtype, newest: int) -> int | None:
     """Returns which version a fresh engine would have to load, to have these weights bit for bit."""
     for version in range(newest, 0, -1):
-        fresh = Blocks(rank, size, dtype)
-        fresh.load_weights(weights_of(version, dtype).items())
+        fresh = Blocks(rank, ranks, dtype, len(model.blocks))
+        fresh.load_weights(weights_of(version, dtype, len(model.blocks)).items())
         if all(torch.equal(p, q) for p, q in zip(model.parameters(), fresh.parameters(), strict=True)):
             return version
     return None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from route_script import BLOCKS, BUCKET_BYTES, ENGINES, HEALED, SCRIPT, TRAINERS, WARM, serve, train, weights_of
+from route_script import BLOCKS, BUCKET_BYTES, ENGINES, HEALED, SCRIPT, TRAINERS, WARM, Size, serve, train
 
 from support.nixl_env import needs_nixl
 from support.sweep import sweep
@@ -22,15 +22,20 @@ ROUTES = [
     pytest.param("p2p", DELTA, id="delta(p2p)"),
     pytest.param("nixl", DELTA, id="delta(nixl)", marks=needs_nixl),
 ]
+
+
+def swept(route: Any) -> Any:
+    return pytest.param(*route.values, id=route.id, marks=[*route.marks, pytest.mark.sweep])
+
+
 SENDS = ("p2p", "store")  # by which trainer ranks take part in every update
 PREPARES = (*SENDS, "nixl")
-TENSORS = len(weights_of(0, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, sweep(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize(("route", "around"), ROUTES)
 def test_a_route_keeps_its_promises(route: str, around: dict[str, Any], dtype: torch.dtype) -> None:
-    told, seen = run_world(TRAINERS, ENGINES, train, serve, route, around, dtype)
+    told, seen = run_world(TRAINERS, ENGINES, train, serve, route, around, dtype, Size())
     before = [0] * ENGINES
     for number, step in enumerate(SCRIPT, start=1):
         outcomes = [of_rank[number - 1] for of_rank in told]
@@ -52,10 +57,20 @@ def test_a_route_keeps_its_promises(route: str, around: dict[str, Any], dtype: t
             before = [rank.version for rank in ranks]
     _check_traffic(route, around, [report for report in told[0] if not isinstance(report, tuple)])
     for of_rank in seen:
-        for number in WARM:
-            print("CALLS", route, around, number, of_rank[number - 1].calls, [rank.held for rank in of_rank][-3:])
         # Two buckets, and tables; deltas have a bucket and their own two of the same size in addition.
         assert max(rank.held for rank in of_rank) <= (5 if around else 2) * BUCKET_BYTES + 4096 * BLOCKS
+
+
+@pytest.mark.parametrize(("route", "around"), [p if p.id in ("ipc", "delta(p2p)") else swept(p) for p in ROUTES])
+def test_a_warm_move_runs_no_python_for_every_tensor(route: str, around: dict[str, Any]) -> None:
+    """It takes about as many calls for a model of 320 tensors as for one of 8, where both fit a bucket."""
+    calls = []
+    for blocks in (1, 40):
+        size = Size(blocks, bucket_bytes=32 << 20, steps=2)
+        _, seen = run_world(TRAINERS, ENGINES, train, serve, route, around, torch.float32, size)
+        calls.append(min(of_rank[-1].calls for of_rank in seen))
+    few, many = calls
+    assert 0 < many < few + 312 / 2, "a call for each of the other tensors would be 312"
 
 
 def _fails(step: Any, route: str) -> bool:

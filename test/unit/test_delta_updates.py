@@ -10,6 +10,7 @@ import torch
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import EngineRefused, Unsupported
+from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
 from support.toy import ToyRank
 from support.toy_changes import HIDDEN, become, same, sharded
@@ -115,6 +116,46 @@ def test_a_missed_version_is_made_up_for() -> None:
         assert deltas == [False, True, True, False, False, True], "the fifth changes all, and the sixth changes it back"
         assert nbytes[2] < nbytes[0] / 8, "against the second, as the third was refused"
         assert nbytes[-1] < 1000, "nothing has changed"
+
+
+def change_one_rank(trainer: Any, transport: str) -> list[Any]:
+    """All that trainer rank 0 holds changes in the third update, and again in the fourth; little of the others'."""
+    use_nixl()
+    sender = WeightSender.over(
+        trainer.group, trainer.send, timeout_s=30, transport=transport, delta="auto", bucket_bytes=8192
+    )
+    weights, reports = sharded(1, torch.float32), []
+    for version in range(1, 6):
+        become(weights, version, torch.float32)
+        if version == 3 and trainer.rank == 0:
+            with torch.no_grad():
+                for tensor in weights.values():
+                    tensor.to_local().neg_()
+        reports.append(sender.update(weights.items(), verify="full"))
+    sender.close()
+    return reports
+
+
+def serve_one_rank(rank: int, size: int, requests: Any, _transport: str) -> list[bool]:
+    use_nixl()
+    model = ToyRank(rank, size, torch.float32, HIDDEN)
+    receiver = WeightReceiver(model, rank, size, CPU)
+    seen = []
+    for request in requests:
+        requests.answer(receiver.update(request))
+        seen.append(request.update == 3 or same(model, request.update, torch.float32, torch.float32))
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["p2p", pytest.param("nixl", marks=needs_nixl)])
+def test_a_trainer_rank_whose_shards_have_all_changed_sends_them_whole_and_the_others_do_not(transport: str) -> None:
+    told, seen = run_world(3, 2, change_one_rank, serve_one_rank, transport)
+    assert seen == [[True] * 5] * 2
+    for reports in told:
+        assert [report.delta for report in reports] == [False, True, True, True, True]
+        full, little, *partly, again = (report.received_bytes for report in reports)
+        assert max(little, again) < full / 8
+        assert all(full / 4 < nbytes < full / 2 for nbytes in partly)
 
 
 def choose(trainer: Any) -> None:

@@ -137,7 +137,7 @@ def test_a_trainer_imports_neither_engine_nor_tracer():
 def test_an_http_client_imports_no_process_groups():
     loaded = loaded_by("from sglang_reshard import RemoteEngine")
     assert "sglang_reshard.api.remote_engine" in loaded
-    ours = (f"sglang_reshard.{package}" for package in ("trainer", "transports", "trace", "engine", "plan", "sources"))
+    ours = (f"sglang_reshard.{package}" for package in ("trainer", "routes", "trace", "engine", "plan", "sources"))
     assert within(loaded, "sglang", "verl", "ray", "torch.distributed", *ours) == []
 
 
