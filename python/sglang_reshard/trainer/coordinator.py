@@ -45,6 +45,7 @@ class UpdateCoordinator:
 
     def __init__(self, session: Session, global_ranks: Sequence[int], config: SenderOptions) -> None:
         self._session, self._size, self._config = session, len(global_ranks), config
+        self._around = options_around(config)
         self._engines: dict[int, Send] = {}
         self._asking: dict[int, Future[None]] = {}  # of the last update, which may still wait for an answer
 
@@ -208,7 +209,7 @@ class UpdateCoordinator:
             unmap_after=options.unmap_after,
             draft=options.draft,
             lora=self._config.lora,
-            around=options_around(self._config),
+            around=self._around,
             offers=_offers(statuses, engine),
             publication=next_publication(),
             package_version=__version__,
