@@ -163,6 +163,11 @@ class Sections:
 
     # As `_Incoming`: what is asked for is there, and nothing else is asked for.
 
+    extra_bytes = 0
+
+    def receive_whole(self, trainer_ranks: Sequence[int]) -> None:
+        assert not trainer_ranks
+
     def begin(self, sections: Any) -> None:
         pass
 

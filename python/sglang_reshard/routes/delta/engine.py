@@ -89,6 +89,7 @@ class DeltaEngineEnd(EngineEnd):
             return
         assert self._target is not None, "accepted"
         self._target.move(offered_sections(request, self._side.engine_rank))
+        self.nbytes = self._inner.nbytes + self._target.extra_bytes
         self._inner.has_arrived(request)
 
     def abort(self) -> None:

@@ -32,7 +32,12 @@ class Part(NamedTuple):
 
 
 class Incoming(Protocol):
-    """How sections arrive."""
+    """How sections arrive.
+
+    extra_bytes  of buckets that the last update needed in addition, for messages that came as they are
+    """
+
+    extra_bytes: int
 
     def register(self, rooms: Sequence[torch.Tensor]) -> None:
         """Lets parts arrive in these buffers."""
@@ -56,6 +61,7 @@ class P2pReceives:
         """`communicators`: None if all is read from mapped memory. `sizes`: bytes of a round, by trainer rank."""
         self._communicators, self._reads, self._sizes = communicators, reads, sizes or {}
         self._whole: tuple[tuple[int, ...], list[Round]] = (), []
+        self.extra_bytes = 0
 
     def register(self, rooms: Sequence[torch.Tensor]) -> None:
         pass
@@ -70,19 +76,24 @@ class P2pReceives:
 
     def receive_whole(self, trainer_ranks: Sequence[int]) -> None:
         communicators, wanted = self._communicators, tuple(trainer_ranks)
-        if not wanted or communicators is None:
+        if communicators is None:
             return
         if self._whole[0] != wanted:
-            self._whole = (), []  # so that its buckets are freed
-            reads, sizes = self._reads, {t: self._sizes[t] for t in wanted}
-            assert reads is not None
-            layout = reads.tensor_index.layout
-            links = engine_links(layout, reads.read_plan, reads.program, sizes, as_kept=True)
-            self._whole = wanted, build_rounds(links, reads.device, pack=False)[0]
+            self._whole, self.extra_bytes = ((), []), 0  # so that its buckets are freed
+            if wanted:
+                self._whole = wanted, self._build(wanted)
         rounds = self._whole[1]
         run_rounds(
             len(rounds), lambda number: communicators.receive(rounds[number][0]), lambda number: rounds[number][1].run()
         )
+
+    def _build(self, trainer_ranks: Sequence[int]) -> list[Round]:
+        reads = self._reads
+        assert reads is not None
+        layout, sizes = reads.tensor_index.layout, {t: self._sizes[t] for t in trainer_ranks}
+        links = engine_links(layout, reads.read_plan, reads.program, sizes, as_kept=True)
+        rounds, self.extra_bytes = build_rounds(links, reads.device, pack=False)
+        return rounds
 
     def close(self) -> None:
         if self._communicators is not None:
@@ -102,6 +113,7 @@ class NixlReads:
         self._reader, self._device, self._reads, self._streams = reader, reads.device, reads, streams
         self._rank, self._timeout_s = reads.engine_rank, reads.timeout_s
         self._sections: Sections = {}
+        self.extra_bytes = 0  # streams have buckets of their own
 
     def register(self, rooms: Sequence[torch.Tensor]) -> None:
         self._reader.register([room.untyped_storage() for room in rooms])

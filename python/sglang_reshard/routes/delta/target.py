@@ -82,10 +82,14 @@ class DeltaTarget:
         ]
         self._direct = DirectReads(reads, mapped_reads(reads, round_bytes))
         incoming.register(self._rooms)
-        self.extra_bytes = len(bucket) + sum(map(len, self._rooms)) + self._direct.extra_bytes
+        self._own_bytes = len(bucket) + sum(map(len, self._rooms)) + self._direct.extra_bytes
         self.traffic = Traffic()
         self._units = {t: sum(m.units(n) for n in range(len(m))) for t, m in self._written.items()}
         self._checked: dict[int, _Checked] = {}
+
+    @property
+    def extra_bytes(self) -> int:
+        return self._own_bytes + self._incoming.extra_bytes
 
     def is_base_of(self, sections: Sections) -> bool:
         """Returns whether the live weights are what these sections change: their checksums are equal."""

@@ -94,10 +94,11 @@ class P2pTrainerEnd(TrainerEnd):
         connect_links(self.communicators, meeting, self._side.engine, self._side.transfer, self._side.timeout_s)
 
     def start(self, taken: bool) -> None:
+        self._to_some = None
         self._sender.send(self.communicators)
 
     def sender_to(self, engine_ranks: Collection[int]) -> P2pSender:
-        """Returns what sends to these engine ranks only. The last one is kept."""
+        """Returns what sends to these engine ranks only. It is kept until others are asked for, or all are sent to."""
         wanted = frozenset(engine_ranks)
         if self._to_some is None or self._to_some[0] != wanted:
             self._to_some = None  # so that its buckets are freed
