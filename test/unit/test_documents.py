@@ -232,3 +232,13 @@ def test_a_command_is_run_by_a_test(command):
     tests = [test for pattern, test in RUN_BY.items() if re.fullmatch(pattern, command)]
     assert tests, "say in RUN_BY which test runs it"
     assert all((ROOT / test).exists() for test in tests)
+
+
+def test_the_hour_of_reading_is_as_long_as_the_guide_says():
+    """Line counts are rounded, and files change."""
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", text("RESHARDING_GUIDE.md"), re.MULTILINE)
+    counted = {name: len((ROOT / "python/sglang_reshard" / name).read_text().splitlines()) for name, _ in rows}
+    for name, said in rows:
+        assert abs(counted[name] - int(said)) <= 0.15 * counted[name] + 10, f"{name} has {counted[name]} lines"
+    assert 10 < len(rows) < 25
+    assert abs(sum(counted.values()) - 3_600) < 300

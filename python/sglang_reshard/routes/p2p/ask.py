@@ -131,7 +131,7 @@ def put_send_requests(
 
 def get_send_requests(side: TrainerSide, links: Links) -> dict[int, SendRequest]:
     """Returns what each engine rank requests of a trainer rank. Raises Mismatch for what it does not hold."""
-    known: Mapping[int, tuple[str, SendRequest]] = side.kept.get("send requests", {})
+    known: Mapping[int, tuple[str, SendRequest]] = side.kept.get("p2p", {})
     found: dict[int, tuple[str, SendRequest]] = {}
     for engine_rank in links.of_trainer_rank(side.trainer_rank):
         digest = links.read_plans[engine_rank]
@@ -144,7 +144,7 @@ def get_send_requests(side: TrainerSide, links: Links) -> dict[int, SendRequest]
             of_rank = digest, request
         side.session.delete(key)  # no other rank reads it
         found[engine_rank] = of_rank
-    side.kept["send requests"] = found
+    side.kept["p2p"] = found
     return {engine_rank: request for engine_rank, (_, request) in found.items()}
 
 
