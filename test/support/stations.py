@@ -19,6 +19,7 @@ import torch
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.engine.prepared import Transfers
 from sglang_reshard.engine.update import UpdateExecutor
+from sglang_reshard.landings.checked.trainer import TrainerChecks
 from sglang_reshard.protocol.update_channel import EngineChannel, TrainerChannel
 from sglang_reshard.routes.delta import target as delta_target
 from sglang_reshard.routes.delta import trainer as delta_trainer
@@ -29,7 +30,6 @@ from sglang_reshard.routes.p2p.trainer import P2pSender
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trainer.engine_transfers import EngineTransfers
 from sglang_reshard.trainer.publisher import ShardPublisher
-from sglang_reshard.trainer.worker import TrainerWorker
 
 Act = Literal["wait", "go", "raise", "flip"]
 
@@ -88,7 +88,7 @@ class Stations:
             self._before(P2pSender, "send", "send")
             self._before(DeltaSource, "encode", "encode")
             self._before(delta_trainer, "send_sections", "send deltas")
-            self._before(TrainerWorker, "_source_checksums", "verify")
+            self._before(TrainerChecks, "_checksums", "verify")
         return self
 
     def _come_to(self, station: str, begin: Callable[[], None], flip: Callable[[], None]) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.digest.target import TargetChecksums
 from sglang_reshard.engine.target_planning import TargetPlan
 from sglang_reshard.engine.trainer_memory import TrainerMemory
 from sglang_reshard.engine.unread import check_unread, unread_remark
 from sglang_reshard.landings.arrivals import ArrivalMemory
+from sglang_reshard.landings.checked.engine import EngineChecks
 from sglang_reshard.landings.shadow import ShadowWeights, check_room, shadow_bytes
 from sglang_reshard.plan import ClusterTopology, RankDemand
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepare, encode
@@ -32,9 +32,7 @@ class Prepared:
     command    to the trainer ranks, if they have to prepare
     shadow     where it writes, unless it writes to the live weights
     arrivals   its memory for what is converted on arrival
-    checksums  of this rank's weights, if they are verified; the regions are in the session
-    regions    content hashes of all engine ranks' regions; of this one's until the others are known
-    names      content hash of the names by which the digest counts tensors; empty for the layout's own
+    checks     of this rank's weights, if they are verified
     remark     on the plan, for the trainer's report
     kept       names of the parameters that any engine rank leaves as they are
     """
@@ -46,9 +44,7 @@ class Prepared:
     command: Prepare | None
     shadow: ShadowWeights | None
     arrivals: ArrivalMemory
-    checksums: TargetChecksums | None
-    regions: tuple[str, ...]
-    names: str
+    checks: EngineChecks | None
     remark: str
     kept: tuple[str, ...]
 
@@ -132,12 +128,11 @@ class Transfers:
         memory = self.trainer_memory.map(trainer_ranks, request, session, index.layout)
         self._allocate_shadow(request, demands, target)
         program = self._shadow.program if self._shadow is not None else target.program
-        checksums, regions, names = None, "", ""
+        checks = None
         if request.verify != "off":
-            names = session.put(tuple(target.names.names)) if target.names.names else ""
-            checksums = TargetChecksums(index, program)
-            regions = session.put(checksums.regions)
-        arrivals = ArrivalMemory(program, self._device, request.bucket_bytes, checksums)
+            checks = EngineChecks(index, program, session, target.names.names)
+        observer = checks.checksums if checks is not None else None
+        arrivals = ArrivalMemory(program, self._device, request.bucket_bytes, observer)
         side = EngineSide(
             reads=Reads(self._rank, self._device, index, target.read_plan, arrivals, memory, request.timeout_s),
             live=target.program,
@@ -155,9 +150,7 @@ class Transfers:
         if asked is not None:
             command = Prepare(side.transfer, asked.route, encode(asked.message), request.timeout_s)
         remark = "; ".join(filter(None, (unread_remark(unread), target.names.remark)))
-        self.last = Prepared(
-            target, request, strategy, end, command, self._shadow, arrivals, checksums, (regions,), names, remark, ()
-        )
+        self.last = Prepared(target, request, strategy, end, command, self._shadow, arrivals, checks, remark, ())
         return self.last
 
     def connect(self, session: Session, scope: str, gather: Callable[[str, Any], list[Any]]) -> None:

@@ -25,12 +25,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 import torch
 
 from sglang_reshard.derived import DerivedState
-from sglang_reshard.digest.selection import Selection
-from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_error
 from sglang_reshard.engine.loader_names import LoaderNames
 from sglang_reshard.engine.name_search import search_names
@@ -46,7 +43,6 @@ from sglang_reshard.protocol.messages import (
     Connect,
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
-    RequestChecksums,
     Start,
 )
 from sglang_reshard.protocol.update_channel import WRITING, WRITTEN
@@ -310,14 +306,16 @@ class UpdateExecutor:
         with context.enter(Phase.PLAN):
             try:
                 plan = self.transfers.plan(context.request, demands, context.session, target)
-                vote = Vote(plan=plan.strategy.digest(), regions=plan.regions[0], kept=target.program.kept)
+                regions = plan.checks.regions[0] if plan.checks is not None else ""
+                vote = Vote(plan=plan.strategy.digest(), regions=regions, kept=target.program.kept)
             except Exception as error:
                 vote = Vote(error=self._described(context, error))
             votes = context.all_gather_votes(Phase.PLAN, vote)
         if plan is None or len({v.plan for v in votes}) > 1:
             raise ReshardError("engine ranks made different plans; this is a bug, please report it")
         plan.kept = tuple(sorted({name for v in votes for name in v.kept}))
-        plan.regions = tuple(v.regions for v in votes)
+        if plan.checks is not None:
+            plan.checks.regions = tuple(v.regions for v in votes)
         return plan
 
     def _connect(self, context: UpdateContext, plan: Prepared) -> None:
@@ -366,30 +364,19 @@ class UpdateExecutor:
         with context.enter(Phase.MOVE):
             if not context.taken:  # else it has begun with what was checked
                 self._call_trainers(context)
-            if self._rank == 0 and request.verify != "off":
-                context.channel.request_checksums(_checksums_requested(request, transfer))
-            if transfer.checksums is not None:
-                transfer.checksums.begin(_selection(request))
+            if transfer.checks is not None:
+                if self._rank == 0:
+                    transfer.checks.ask(context.channel, request)
+                transfer.checks.begin(request)
             transfer.end.move(request, context.taken)
             self._synchronize()  # a GPU has only been given the copies
 
     def _verify(self, context: UpdateContext) -> None:
         """Raises Mismatch, naming the tensors, if this rank's weights are not the trainer's."""
-        request, checksums = context.request, self.transfer.checksums
-        if checksums is None:
-            return
-        with context.enter(Phase.VERIFY):
-            actual = checksums.compute(_selection(request))
-            asked = _checksums_requested(request, self.transfer)
-            expected, digest = context.channel.get_checksums(asked, self._rank, request.timeout_s)
-            if len(differing := np.flatnonzero(actual != expected)):
-                raise Mismatch(
-                    "the received weights differ from the trainer's: "
-                    f"{checksums.tensor_names(differing.tolist())}. Repeat the update; if it happens again, suspect "
-                    "this host's memory or its network"
-                )
-            if self._rank == 0 and request.verify == "full":
-                context.digest = with_kept(digest, self.transfer.kept)
+        checks, kept = self.transfer.checks, self.transfer.kept
+        if checks is not None:
+            with context.enter(Phase.VERIFY):
+                context.digest = checks.compare(context.channel, self._rank, context.request, kept)
 
     def _signature(self) -> int:
         """Returns a number that changes when the loader must be traced again."""
@@ -446,15 +433,6 @@ def _names_are_open(votes: Sequence[Vote]) -> bool:
 
 def _torn(request: DistributedUpdateWeightsReq) -> str:
     return f"update {request.update} broke off while weights were being written"
-
-
-def _selection(request: DistributedUpdateWeightsReq) -> Selection:
-    """Returns the elements that are compared: all, or a sample that differs from update to update."""
-    return Selection.full() if request.verify == "full" else Selection.sample(request.update)
-
-
-def _checksums_requested(request: DistributedUpdateWeightsReq, transfer: Prepared) -> RequestChecksums:
-    return RequestChecksums(transfer.regions, _selection(request), transfer.names)
 
 
 def _with_votes(output: DistributedUpdateWeightsOutput, votes: list[Vote]) -> DistributedUpdateWeightsOutput:

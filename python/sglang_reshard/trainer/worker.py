@@ -6,45 +6,28 @@ unless the update is verified. Commands of several engines are executed at the s
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 from sglang_reshard import tasks
-from sglang_reshard.digest.regions import RegionSet
-from sglang_reshard.digest.selection import Selection
-from sglang_reshard.digest.source import SourceChecksums
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
-from sglang_reshard.layout.names import renamed
+from sglang_reshard.landings.checked.trainer import TrainerChecks
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import (
-    ChecksumPart,
     EngineCommand,
-    Failure,
-    Outcome,
     RequestChecksums,
     UpdateResults,
     name_rank,
 )
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.protocol.update_channel import EngineScope, TrainerChannel, checksum_part
+from sglang_reshard.protocol.update_channel import EngineScope, TrainerChannel
 from sglang_reshard.trainer.engine_transfers import EngineTransfers, Shards
 from sglang_reshard.trainer.publisher import PublishedShards
 
 logger = get_logger(__name__)
-# What checksums were computed for: content hashes of the regions of all engine ranks and of names, and
-# `PublishedShards.identity`.
-_ChecksumKey = tuple[tuple[str, ...], str, tuple[object, ...]]
-
-
-class _Answer(NamedTuple):
-    """The checksums that were sent of a selection of the shards."""
-
-    of: SourceChecksums
-    selection: Selection
-    part: ChecksumPart
 
 
 class TrainerWorker:
@@ -63,9 +46,7 @@ class TrainerWorker:
         self._shared = shared
         self._engines: tuple[int, ...] = ()
         self._transfers: dict[int, EngineTransfers] = {}  # of engines that have sent commands
-        self._regions: dict[str, RegionSet] = {}
-        self._checksums: dict[_ChecksumKey, SourceChecksums] = {}
-        self._answered: list[_Answer] = []
+        self._checks = TrainerChecks(session, trainer_rank, size, timeout_s)
 
     def set_engines(self, engines: Iterable[int]) -> None:
         """Sets the engines of further updates, by their numbers."""
@@ -90,17 +71,17 @@ class TrainerWorker:
         Raises Aborted if no results arrive, and Mismatch if the shards have changed since their checksums were sent, as
         far as peers could write to them.
         """
-        self._answered = []
         commands = _EngineCommands(self._of, channel, published, shards, self._rank)
-        self._checksums, known = {}, self._checksums
-        results = None
+        results, checked = None, False
         try:
             with commands:
                 for message in channel.messages(self._timeout_s):
                     if isinstance(message, UpdateResults):
                         results = message
                     elif isinstance(message.command, RequestChecksums):
-                        self._answer(channel, message.command, published, shards, known)
+                        checked = True
+                        given = functools.partial(_published, published, self._rank)
+                        self._checks.answer(channel, message.command, given, shards)
                     elif message.engine in self._engines:  # else it has been left out
                         commands.execute(message, alone=len(self._engines) == 1)
         except BaseException:
@@ -113,27 +94,10 @@ class TrainerWorker:
                 transfers.commit(channel.update)
             elif engine in commands.called:
                 transfers.release()
-        self._checksums = self._checksums or known
-        used = {digest for regions, *_ in self._checksums for digest in regions}
-        self._regions = {digest: self._regions[digest] for digest in self._regions.keys() & used}
-        self._check_unchanged(channel.update)
+        if checked:
+            writable = any(transfers.writable_bytes for transfers in self._transfers.values())
+            self._checks.end(channel.update, writable)
         return results
-
-    def _check_unchanged(self, update: int) -> None:
-        """Raises Mismatch if this rank's shards are not what they were when their checksums were sent.
-
-        Nobody but the trainer writes to them, and it does not during an update. A route may
-        register memory so that peers could: an optimizer step must not use what they have written.
-        """
-        answered, self._answered = self._answered, []
-        if not any(transfers.writable_bytes for transfers in self._transfers.values()):
-            return
-        if any(checksum_part(of.compute(selection)) != part for of, selection, part in answered):
-            raise Mismatch(
-                f"the shards of trainer rank {self._rank} have changed during update {update}, while peers could write "
-                "to them. Do not train on them: load a checkpoint, and look for processes on its network "
-                "that are no part of this job. If this rank itself writes to its weights during an update, let it not"
-            )
 
     def _of(self, engine: int) -> EngineTransfers:
         if engine not in self._transfers:
@@ -142,56 +106,9 @@ class TrainerWorker:
 
     def release(self) -> None:
         """Drops connections, buffers, and the views that keep the shards' memory."""
-        self._checksums = {}
+        self._checks.release()
         for transfers in self._transfers.values():
             transfers.release()
-
-    def _answer(
-        self,
-        channel: TrainerChannel,
-        command: RequestChecksums,
-        published: PublishedShards | None,
-        shards: Shards,
-        known: dict[_ChecksumKey, SourceChecksums],
-    ) -> None:
-        """Computes checksums. On trainer rank 0, also those of all trainer ranks together, for the engines."""
-        try:
-            checksums = self._source_checksums(command, _published(published, self._rank), shards, known)
-            found = checksum_part(checksums.compute(command.selection))
-            self._answered.append(_Answer(checksums, command.selection, found))
-            part = Outcome(found)
-        except Exception as error:
-            if not isinstance(error, ReshardError):
-                logger.exception("trainer rank %d computed no checksums in update %d", self._rank, channel.update)
-            part = Outcome(None, Failure.on(self._rank, error))
-        with contextlib.suppress(Aborted):  # the results report it
-            if self._rank == 0:
-                channel.sum_checksums(command, part, self._size, self._timeout_s)
-            else:
-                channel.put_checksums(self._rank, command, part)
-
-    def _source_checksums(
-        self,
-        command: RequestChecksums,
-        published: PublishedShards,
-        shards: Shards,
-        known: dict[_ChecksumKey, SourceChecksums],
-    ) -> SourceChecksums:
-        key = command.regions, command.names, published.identity
-        if key not in self._checksums:
-            if key not in known:
-                for rank, digest in enumerate(command.regions):
-                    if digest not in self._regions:
-                        what = f"the regions of engine rank {rank}"
-                        self._regions[digest] = self._session.get(digest, RegionSet, what, self._timeout_s)
-                regions = [self._regions[digest] for digest in command.regions]
-                source = published.source
-                if command.names:
-                    what = "the names that the engine's loader reads"
-                    source = renamed(source, self._session.get(command.names, tuple[str, ...], what, self._timeout_s))
-                known[key] = SourceChecksums(source, shards(), self._rank, regions)
-            self._checksums[key] = known[key]
-        return self._checksums[key]
 
 
 class _EngineCommands:

@@ -1,0 +1,123 @@
+"""A trainer rank's side: computes the checksums that engine ranks ask for, of the shards that it has published."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from sglang_reshard.digest.regions import RegionSet
+from sglang_reshard.digest.selection import Selection
+from sglang_reshard.digest.source import SourceChecksums
+from sglang_reshard.errors import Aborted, Mismatch, ReshardError
+from sglang_reshard.layout.names import renamed
+from sglang_reshard.layout.source_layout import SourceLayout
+from sglang_reshard.observability.logs import get_logger
+from sglang_reshard.protocol.messages import ChecksumPart, Failure, Outcome, RequestChecksums
+from sglang_reshard.protocol.session import Session
+from sglang_reshard.protocol.update_channel import TrainerChannel, checksum_part
+
+logger = get_logger(__name__)
+# What checksums were computed for: content hashes of the regions of all engine ranks and of names, and
+# `Published.identity`.
+_Key = tuple[tuple[str, ...], str, tuple[object, ...]]
+
+
+class Published(Protocol):
+    """What a trainer rank has published, see `trainer.publisher.PublishedShards`."""
+
+    @property
+    def source(self) -> SourceLayout: ...
+
+    @property
+    def identity(self) -> tuple[object, ...]: ...
+
+
+class _Answer(NamedTuple):
+    """The checksums that were sent of a selection of the shards."""
+
+    of: SourceChecksums
+    selection: Selection
+    part: ChecksumPart
+
+
+class TrainerChecks:
+    """Answers on one trainer rank, of `size`. Keeps checksums, and the views that they are of, between updates."""
+
+    def __init__(self, session: Session, trainer_rank: int, size: int, timeout_s: float) -> None:
+        self._session, self._rank, self._size, self._timeout_s = session, trainer_rank, size, timeout_s
+        self._regions: dict[str, RegionSet] = {}
+        self._known: dict[_Key, SourceChecksums] = {}
+        self._used: dict[_Key, SourceChecksums] = {}  # in this update
+        self._answered: list[_Answer] = []
+
+    def answer(
+        self,
+        channel: TrainerChannel,
+        command: RequestChecksums,
+        published: Callable[[], Published],
+        shards: Callable[[], Sequence[torch.Tensor]],
+    ) -> None:
+        """Computes checksums. On trainer rank 0, also those of all trainer ranks together, for the engines."""
+        try:
+            checksums = self._checksums(command, published(), shards)
+            found = checksum_part(checksums.compute(command.selection))
+            self._answered.append(_Answer(checksums, command.selection, found))
+            part = Outcome(found)
+        except Exception as error:
+            if not isinstance(error, ReshardError):
+                logger.exception("trainer rank %d computed no checksums in update %d", self._rank, channel.update)
+            part = Outcome(None, Failure.on(self._rank, error))
+        with contextlib.suppress(Aborted):  # the results report it
+            if self._rank == 0:
+                channel.sum_checksums(command, part, self._size, self._timeout_s)
+            else:
+                channel.put_checksums(self._rank, command, part)
+
+    def end(self, update: int, writable: bool) -> None:
+        """Ends an update in which anything was asked. Drops what it has not used, unless it has used nothing.
+
+        writable  peers could write to the shards. Nobody but the trainer does, and not during an update; but a route
+                  may register memory so that peers could, and an optimizer step must not use what they have written
+
+        Raises Mismatch if shards that are `writable` are not what they were when their checksums were sent.
+        """
+        answered, self._answered = self._answered, []
+        self._known, self._used = self._used or self._known, {}
+        regions = {digest for of_ranks, *_ in self._known for digest in of_ranks}
+        self._regions = {digest: self._regions[digest] for digest in self._regions.keys() & regions}
+        if writable and any(checksum_part(of.compute(selection)) != part for of, selection, part in answered):
+            raise Mismatch(
+                f"the shards of trainer rank {self._rank} have changed during update {update}, while peers could write "
+                "to them. Do not train on them: load a checkpoint, and look for processes on its network that are no "
+                "part of this job. If this rank itself writes to its weights during an update, let it not"
+            )
+
+    def release(self) -> None:
+        """Drops the views that keep the shards' memory."""
+        self._known, self._used, self._answered = {}, {}, []
+
+    def _checksums(
+        self, command: RequestChecksums, published: Published, shards: Callable[[], Sequence[torch.Tensor]]
+    ) -> SourceChecksums:
+        key = command.regions, command.names, published.identity
+        if key not in self._used:
+            if key not in self._known:
+                self._known[key] = self._compute(command, published, shards())
+            self._used[key] = self._known[key]
+        return self._used[key]
+
+    def _compute(
+        self, command: RequestChecksums, published: Published, shards: Sequence[torch.Tensor]
+    ) -> SourceChecksums:
+        for rank, digest in enumerate(command.regions):
+            if digest not in self._regions:
+                what = f"the regions of engine rank {rank}"
+                self._regions[digest] = self._session.get(digest, RegionSet, what, self._timeout_s)
+        source = published.source
+        if command.names:
+            what = "the names that the engine's loader reads"
+            source = renamed(source, self._session.get(command.names, tuple[str, ...], what, self._timeout_s))
+        return SourceChecksums(source, shards, self._rank, [self._regions[digest] for digest in command.regions])
