@@ -31,9 +31,9 @@ async def settled(engine):
     [
         *((UPDATE, {**BODY, name: 1 << 64}) for name in ("update", "engine", "bucket_bytes", "stock_changes")),
         *((UPDATE, {**BODY, "timeout_s": seconds}) for seconds in (0, -1, 1e-9, 1e308)),
-        (UPDATE, {**BODY, "sections": [{str(1 << 64): [1, 1]}]}),
-        (UPDATE, {**BODY, "sections": [{"0": [1 << 64, 1]}]}),
-        (UPDATE, {**BODY, "relay": {"address": BODY["address"], "engines": ["a", "b"], "own": 0, "update": 1 << 64}}),
+        (UPDATE, {**BODY, "offers": [{str(1 << 64): ""}]}),
+        (UPDATE, {**BODY, "offers": [{"-1": ""}]}),
+        (UPDATE, {**BODY, "around": {"x" * 100_000: ""}}),
         (UPDATE, {**BODY, "address": {**BODY["address"], "key": "0"}}),
         (UPDATE, {**BODY, "transport": "x" * 100_000}),
         (PULL, {"url": "http://127.0.0.1:9", "timeout_s": 0}),

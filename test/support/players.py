@@ -33,6 +33,7 @@ from sglang_reshard.protocol.messages import (
     decode,
     encode,
 )
+from sglang_reshard.routes import options_around
 from support.stations import Arm, Stations
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import sharded
@@ -159,7 +160,7 @@ def play_trainer(rank: int, size: int, meeting: str, timeout_s: float, url: str,
     if links.engine is not None:
         remote = RemoteEngine(url, timeout_s=timeout_s) if url else None
         send = remote.update_weights_distributed if remote else _reach(links.engine)
-    sender = WeightSender.over(dist.group.WORLD, send, timeout_s=timeout_s)
+    sender = WeightSender.over(dist.group.WORLD, send, timeout_s=timeout_s, delta="auto")
     stations = Stations(links.gate).install("trainer")
     state = served(size) if url else list(sharded(0, (size,), "tp", torch.float32, hidden))
     values = served_values if url else functools.partial(checkpoint, hidden=hidden)
@@ -184,9 +185,9 @@ def _updated(me: TrainerRank, order: Update) -> Ended:
         coordinator._config = replace(
             coordinator._config, transport=order.transport, bucket_bytes=order.bucket_bytes, delta=delta
         )
-    options = dict(order.options)
+        coordinator._around = options_around(coordinator._config)
+    options = {name: value for name, value in order.options.items() if name != "delta"}
     background = options.pop("background", False)
-    me.sender._config = replace(me.sender._config, delta=options.pop("delta", "off"))
     try:
         if background:
             me.sender.update_async(me.state, **options).wait()

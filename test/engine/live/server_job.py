@@ -23,7 +23,7 @@ from demo.reference import greedy_tokens
 from demo.trainer import Trainer
 from sglang_reshard import Snapshots, VerlEngine, WeightSender
 from sglang_reshard.api.remote_engine import RemoteEngine
-from sglang_reshard.routes.p2p.links import P2pSender
+from sglang_reshard.routes.p2p.trainer import P2pSender
 from sglang_reshard.testing import cpu_host
 from support.refusals import refusal_of
 
