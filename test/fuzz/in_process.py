@@ -102,15 +102,19 @@ class _RoomGroup:
         self._rooms, self.members, self._rank = rooms, members, rank
         self._number = 0
 
-    def broadcast(self, buffer: torch.Tensor, root: int) -> tuple[int, int, torch.Tensor]:
+    def broadcast(self, buffer: torch.Tensor, root: int) -> _RoomBroadcast:
         self._number += 1
         if root == self._rank:
             for member in self.members:
                 self._rooms.queue(self.members, self._number, member).put((root, buffer.clone()))
-        return self._number, root, buffer
+        return _RoomBroadcast(self._rooms.queue(self.members, self._number, self._rank), root, buffer)
 
-    def wait(self, work: tuple[int, int, torch.Tensor]) -> None:
-        number, root, buffer = work
-        sender, data = self._rooms.queue(self.members, number, self._rank).get(timeout=_DEADLINE_S)
-        assert (sender, data.shape) == (root, buffer.shape), "members have other rounds"
-        buffer.copy_(data)
+
+class _RoomBroadcast:
+    def __init__(self, arriving: queue.Queue[tuple[int, torch.Tensor]], root: int, buffer: torch.Tensor) -> None:
+        self._arriving, self._root, self._buffer = arriving, root, buffer
+
+    def wait(self) -> None:
+        sender, data = self._arriving.get(timeout=_DEADLINE_S)
+        assert (sender, data.shape) == (self._root, self._buffer.shape), "members have other rounds"
+        self._buffer.copy_(data)
