@@ -41,6 +41,7 @@ class ModuleSender:
         group: dist.ProcessGroup | None = None,
         *,
         interface: str = LOOPBACK,
+        relay: bool = False,
         options: SenderOptions | None = None,
         **given: Any,
     ) -> None:
@@ -48,6 +49,7 @@ class ModuleSender:
 
         group      process group of the trainer ranks, with a CPU backend; by default all ranks
         interface  address of rank 0's host at which receivers connect to it
+        relay      receivers read from each other, see `MultiEngineSender`
         options, given   see `SenderOptions`
         """
         group = group or dist.group.WORLD
@@ -61,7 +63,7 @@ class ModuleSender:
         self.metadata = to_metadata(address)
         ranks = tuple(dist.get_process_group_ranks(group))
         rank = dist.get_rank(group)
-        self._sender = MultiEngineSender(address, trainer_rank=rank, global_ranks=ranks, options=chosen)
+        self._sender = MultiEngineSender(address, trainer_rank=rank, global_ranks=ranks, relay=relay, options=chosen)
 
     def wait_for_receivers(self, count: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Waits until `count` receivers have connected. Collective. Raises DeadlineExceeded on every rank."""
