@@ -9,8 +9,8 @@ import torch
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.landings.checked.trainer import TrainerChecks
 from sglang_reshard.routes.nixl import source as nixl_source
-from sglang_reshard.trainer.worker import TrainerWorker
 from support.nixl_env import needs_nixl, use_nixl
 from support.toy import ToyRank
 from support.toy_changes import HIDDEN, become, sharded
@@ -26,14 +26,14 @@ def train(trainer: Any, writable: bool) -> list[str]:
         nixl_source.read_only_view = lambda storage: None  # type: ignore[assignment]
     sender = WeightSender.over(trainer.group, trainer.send, timeout_s=60, transport="nixl")
     weights, told = sharded(1, BF16), []
-    real = TrainerWorker._check_unchanged
+    real = TrainerChecks.end
 
-    def check(worker: TrainerWorker, update: int) -> None:
+    def end(checks: TrainerChecks, update: int, writable: bool) -> None:
         if update == 2:  # somebody writes, once all has been read and verified
             weights["down.weight"].to_local().view(-1)[3] += 1
-        real(worker, update)
+        real(checks, update, writable)
 
-    TrainerWorker._check_unchanged = check  # type: ignore[method-assign]
+    TrainerChecks.end = end  # type: ignore[method-assign]
     for version in range(1, 4):
         become(weights, version, BF16)
         try:
