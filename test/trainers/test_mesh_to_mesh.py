@@ -452,7 +452,7 @@ def test_what_is_refused_is_named_on_every_rank():
         "kind": "trainer rank 1: b is a str, not a torch.Tensor",
         "half": "a is float32 (4, 4) on trainer rank 0 and float32 (2, 2) on trainer rank 1",
         "nothing": "no rank has tensors in the source",
-        "broken": "trainer rank 1: KeyError('lost')",
+        "broken": "trainer rank 1: KeyError: 'lost'",
         "options": "trainer rank 1 has the options {'bucket_bytes': 101, 'strict': True}, trainer rank 0 has {'buck",
     }
     for what, text in expected.items():
