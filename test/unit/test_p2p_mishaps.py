@@ -32,7 +32,7 @@ def train_through_a_mishap(trainer, mishap):
     told = []
     for update in (1, 2, 3):
         if (mishap, update, trainer.rank) == ("trainer", 2, 1):
-            stumble_once(sender._worker._transfers[0]._prepared.sender._rounds[1][1])
+            stumble_once(sender._worker._transfers[0]._prepared.end._sender._rounds[1][1])
         begun = time.monotonic()
         try:
             told.append(sender.update(state.items()).success)
