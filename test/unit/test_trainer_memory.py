@@ -30,7 +30,8 @@ class Trace:
         monkeypatch.setattr(trainer_memory, "unreadable_reason", self.try_one)
         monkeypatch.setattr(trainer_memory, "PeerMemory", self.map)
 
-    def get_handles(self, trainer_rank: int, digest: str, *_: object) -> str:
+    def get(self, key: str, *_: object) -> str:
+        digest = key.rpartition("/")[2]
         self.done.append(f"fetch {digest}")
         return digest
 

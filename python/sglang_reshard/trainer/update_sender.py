@@ -23,7 +23,7 @@ from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import Failure, Outcome, TrainerStatus
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.update_channel import TrainerChannel
-from sglang_reshard.routes import shared_state
+from sglang_reshard.routes import options_around, shared_state
 from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.sources.names import is_mapping
 from sglang_reshard.trainer.coordinator import Send, UpdateCoordinator
@@ -58,7 +58,7 @@ class UpdateSender:
         shared_memory  of several senders, see `ShardPublisher`
         """
         configure()
-        self._options = options
+        self._options, self._may_offer = options, bool(options_around(options))
         self._closed = False
         self._session, self._rank, self._global_ranks = session, rank, global_ranks
         self._host = host_identity()
@@ -255,8 +255,10 @@ class UpdateSender:
         try:
             with self._span("reshard.publish"):
                 published = self._publisher.publish(named_tensors, rename=options.renaming, gathering=gathering)
-            with self._span("reshard.offer"):
-                offers = self._worker.offers(published, self._update)
+            offers = dict[int, dict[int, bytes]]()
+            if self._may_offer:
+                with self._span("reshard.offer"):
+                    offers = self._worker.offers(published, self._update)
             prepared = self._worker.prepared_transfers(published)
             hashes, heads = (published.layout, published.handles), self._publisher.heads
             status = Outcome(TrainerStatus(self._host, *hashes, prepared, published.device, offers, heads))
