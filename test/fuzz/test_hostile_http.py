@@ -47,7 +47,7 @@ UPDATE = DistributedUpdateWeightsReq(
     timeout_s=5.0,
     ignore=("*.bias",),
     apart={"lm_head.weight": "it differs"},
-    offers=({0: encode(DeltaSection(1, 2, "DRAM", 0, 4096))}, {}),
+    offers=({0: encode(DeltaSection(1, 2, kind="DRAM", address=4096))}, {}),
     package_version=__version__,
     traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
 )
