@@ -142,9 +142,19 @@ def be_interrupted(metadata):
     module = policy()
     receiver = ModuleReceiver(module)
     receiver.init(metadata)
-    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+    interrupted_once = threading.Event()
+
+    def interrupt():
+        """Again after some seconds: Python drops what a signal raises within a `__del__`."""
+        wait_s = 0.3
+        while not interrupted_once.wait(wait_s):
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_s = 5.0
+
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         receiver.receive()
+    interrupted_once.set()
     dist.barrier()
     update = receiver._receiver.update
 
