@@ -217,10 +217,9 @@ def test_a_request_that_no_sender_makes_is_refused(changes, says):
 )
 def test_a_delta_that_no_trainer_rank_offers_is_refused(offered):
     request = replace(REQUEST, offers=({}, {3: encode(DeltaSection(1, 2, kind="DRAM", address=4096))}))
-    assert offered_sections(request, 3) == {1: DeltaSection(1, 2, kind="DRAM", address=4096)}
-    assert offered_sections(request, 2) == {}
+    assert offered_sections(request) == {3: {1: DeltaSection(1, 2, kind="DRAM", address=4096)}}
     with pytest.raises(Mismatch, match="the delta of trainer rank 1 for engine rank 3 is out of range"):
-        offered_sections(replace(request, offers=({}, {3: encode(offered)})), 3)
+        offered_sections(replace(request, offers=({}, {3: encode(offered)})))
 
 
 PULL = PullWeightsReq(url="http://gpu7:30000")

@@ -22,7 +22,7 @@ from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.sources.names import Renaming
 from sglang_reshard.trainer.background import UpdateHandle
 from sglang_reshard.trainer.options import UpdateOptions
-from sglang_reshard.trainer.update_sender import raising, repeatable
+from sglang_reshard.trainer.update_sender import repeatable
 
 _KEPT = 3  # snapshots that stay in the folder, of those that `update_or_write` writes
 
@@ -100,11 +100,7 @@ class Snapshots:
             raise Unsupported("update_or_write needs a WeightSender; a MultiEngineSender has on_failure='exclude'")
         if weight_version is None:
             raise Unsupported("update_or_write needs a weight_version, which a snapshot is named after")
-        again: NamedTensors | torch.nn.Module
-        try:
-            again = repeatable(named_tensors)
-        except Exception as error:
-            again = raising(error)
+        again = repeatable(named_tensors)
         try:
             return self._sender.update(again, weight_version=weight_version, **options)
         except EngineUnreachable as error:

@@ -113,15 +113,26 @@ class Kept(Protocol):
         """Drops all that depends on other ranks."""
 
 
+class Connections(Protocol):
+    """Connections to other ranks."""
+
+    def abort(self) -> None:
+        """Ends this rank's waits. May be called from any thread."""
+
+    def close(self) -> None: ...
+
+
 class EngineEnd:
     """One engine rank's end of a route, for one plan.
 
-    calls   trainer ranks take part in a move: they are told to start
-    nbytes  of the buffers held between updates, without those of arrivals
+    calls        trainer ranks take part in a move: they are told to start
+    nbytes       of the buffers held between updates, without those of arrivals
+    connections  to other ranks, from before they connect; None if there are none
     """
 
     calls: bool = False
     nbytes: int = 0
+    connections: Connections | None = None
 
     def ask(self, session: Session) -> Ask | None:
         """Returns what the trainer ranks are asked to prepare; None if they need not.
@@ -162,9 +173,32 @@ class EngineEnd:
 
     def abort(self) -> None:
         """Ends this rank's waits for other ranks. Called from another thread."""
+        if (connections := self.connections) is not None:
+            connections.abort()
 
     def close(self) -> None:
-        """Drops connections, views and buffers."""
+        """Closes the connections. Whoever closes an end drops it, and with it views and buffers."""
+        if self.connections is not None:
+            self.connections.close()
+
+
+class AroundEnd(EngineEnd):
+    """One engine rank's end of a route around another, to which it leaves all that it does not do itself."""
+
+    def __init__(self, inner: EngineEnd) -> None:
+        self.inner, self.calls = inner, inner.calls
+
+    def ask(self, session: Session) -> Ask | None:
+        return self.inner.ask(session)
+
+    def serves(self, request: DistributedUpdateWeightsReq) -> bool:
+        return self.inner.serves(request)
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+    def close(self) -> None:
+        self.inner.close()
 
 
 @dataclass(frozen=True, slots=True)

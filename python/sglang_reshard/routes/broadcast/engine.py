@@ -142,16 +142,16 @@ class BroadcastEngineEnd(EngineEnd):
     def __init__(self, side: EngineSide, strategy: Strategy) -> None:
         assert strategy.broadcast is not None
         self._side, self._plan = side, strategy.broadcast
-        self._groups: BroadcastCommunicators | None = None
         self._broadcasts: Broadcasts | None = None
 
     def connect(self, meeting: Meeting) -> None:
         reads, session = self._side.reads, meeting.session
         # Named by the update, so that all ranks use the same name and none that an aborted update left behind.
-        self._groups = BroadcastCommunicators(reads.engine_rank, reads.device, reads.timeout_s, epoch=meeting.update)
+        groups = BroadcastCommunicators(reads.engine_rank, reads.device, reads.timeout_s, epoch=meeting.update)
+        self.connections = groups
         store = session.store(self._side.engine, reads.timeout_s, meeting.scope)
-        self._groups.use_store(store, session.local_address)
-        self._broadcasts = Broadcasts(reads, self._plan, self._groups)
+        groups.use_store(store, session.local_address)
+        self._broadcasts = Broadcasts(reads, self._plan, groups)
         self.nbytes = self._broadcasts.extra_bytes
 
     @property
@@ -162,14 +162,6 @@ class BroadcastEngineEnd(EngineEnd):
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
         assert self._broadcasts is not None
         self._broadcasts.move()
-
-    def abort(self) -> None:
-        if (groups := self._groups) is not None:
-            groups.abort()
-
-    def close(self) -> None:
-        if self._groups is not None:
-            self._groups.close()
 
 
 def targets_by_bucket(

@@ -57,23 +57,16 @@ class DeltaSection(msgspec.Struct, frozen=True, array_like=True):
 Sections = Mapping[int, DeltaSection]  # by trainer rank
 
 
-def moves_less(request: DistributedUpdateWeightsReq) -> bool:
-    """Returns whether what all trainer ranks offer all engine ranks is little enough to be taken instead of all.
+def offered_sections(request: DistributedUpdateWeightsReq) -> dict[int, Sections]:
+    """Returns engine rank -> what trainer ranks offer it. Raises Mismatch for what none does."""
+    found: dict[int, dict[int, DeltaSection]] = {}
+    for trainer_rank, of_ranks in enumerate(request.offers):
+        for engine_rank, offer in of_ranks.items():
+            found.setdefault(engine_rank, {})[trainer_rank] = DeltaSection.of(offer, trainer_rank, engine_rank)
+    return dict(found)
 
-    The same on all engine ranks. Raises Mismatch for what no trainer rank offers.
-    """
-    sections = [
-        DeltaSection.of(offer, trainer_rank, engine_rank)
-        for trainer_rank, of_ranks in enumerate(request.offers)
-        for engine_rank, offer in of_ranks.items()
-    ]
+
+def moves_less(offered: Mapping[int, Sections]) -> bool:
+    """Returns whether what is offered to all engine ranks is little enough to be taken instead of all weights."""
+    sections = [section for of_trainer_ranks in offered.values() for section in of_trainer_ranks.values()]
     return sum(section.nbytes for section in sections) <= sum(section.messages for section in sections) / PART
-
-
-def offered_sections(request: DistributedUpdateWeightsReq, engine_rank: int) -> Sections:
-    """Returns what trainer ranks offer an engine rank. Raises Mismatch for what none does."""
-    return {
-        trainer_rank: DeltaSection.of(of_ranks[engine_rank], trainer_rank, engine_rank)
-        for trainer_rank, of_ranks in enumerate(request.offers)
-        if engine_rank in of_ranks
-    }

@@ -50,7 +50,7 @@ class NixlEngineEnd(EngineEnd):
 
     def open(self, meeting: Meeting) -> None:
         """Learns where the trainer ranks have registered their shards, and makes no views and buffers yet."""
-        self._reader = NixlReader(self.side.engine_rank)
+        self.connections = self._reader = NixlReader(self.side.engine_rank)
         tensors = len(self.side.reads.tensor_index.layout.tensors)
         found = {
             t: get_remote_shards(meeting.session, self.side.engine, t, tensors, self.side.reads.timeout_s)
@@ -72,11 +72,3 @@ class NixlEngineEnd(EngineEnd):
         except BaseException:
             self.reader.close()
             raise
-
-    def abort(self) -> None:
-        if (reader := self._reader) is not None:
-            reader.abort()
-
-    def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()

@@ -103,7 +103,7 @@ class P2pEngineEnd(EngineEnd):
     def connect(self, meeting: Meeting) -> None:
         side, reads = self._side, self._side.reads
         if self.round_bytes:
-            self.communicators = P2pCommunicators(
+            self.connections = self.communicators = P2pCommunicators(
                 self._groups,
                 peer_id=side.trainer_ranks + side.engine_rank,
                 peers=list(self.round_bytes),
@@ -124,11 +124,3 @@ class P2pEngineEnd(EngineEnd):
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
         assert self._receiver is not None
         self._receiver.move()
-
-    def abort(self) -> None:
-        if (communicators := self.communicators) is not None:
-            communicators.abort()
-
-    def close(self) -> None:
-        if self.communicators is not None:
-            self.communicators.close()

@@ -16,8 +16,7 @@ from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.observability.report import Traffic
 from sglang_reshard.plan import ReadPlan
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
-from sglang_reshard.protocol.session import Session
-from sglang_reshard.routes.base import Ask, EngineEnd, EngineSide, Meeting
+from sglang_reshard.routes.base import AroundEnd, EngineEnd, EngineSide, Meeting
 from sglang_reshard.routes.nixl.ask import trainer_name
 from sglang_reshard.routes.nixl.engine import NixlEngineEnd
 from sglang_reshard.routes.nixl.streams import Stream, cut_link, read_streams, trainer_streams
@@ -33,27 +32,25 @@ logger = get_logger(__name__)
 _ROUNDS, _MAX_MESSAGE_BYTES = 32, 8 * 1024 * 1024
 
 
-class RelayEngineEnd(EngineEnd):
+class RelayEngineEnd(AroundEnd):
     """Reads from trainer ranks what its engine owns, and from the other engines what these own."""
 
     def __init__(self, side: EngineSide, _strategy: Strategy, inner: EngineEnd) -> None:
         if not isinstance(inner, NixlEngineEnd) or side.reads.program is not side.live:
             raise Mismatch("engines pass on live weights, by transport='nixl' and not staged, and no others")
-        self._side, self.inner = side, inner
+        super().__init__(inner)
+        self._side, self._nixl = side, inner
         self._relay = Relay.of(side.options["relay"])
         self._member = cast(RelayMember, side.kept.setdefault("relay", RelayMember(side.engine_rank)))
         self._relayed: _Relayed | None = None  # None if all is read from the trainer
-
-    def ask(self, session: Session) -> Ask | None:
-        return self.inner.ask(session)
 
     def connect(self, meeting: Meeting) -> None:
         relays = self._member.agree(meeting, self._side, self._relay)
         if relays is None:
             self.inner.connect(meeting)
         else:
-            self.inner.open(meeting)
-            self._relayed = _Relayed(self.inner, relays, self._side.bucket_bytes)
+            self._nixl.open(meeting)
+            self._relayed = _Relayed(self._nixl, relays, self._side.bucket_bytes)
         self.nbytes = self.inner.nbytes if self._relayed is None else self._relayed.extra_bytes
 
     @property
@@ -78,12 +75,6 @@ class RelayEngineEnd(EngineEnd):
         """Lets other engines take all from here."""
         if self._relayed is not None:
             self._relayed.pass_on(Relay.of(request.around["relay"]).update)
-
-    def abort(self) -> None:
-        self.inner.abort()
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 engine_end = RelayEngineEnd
