@@ -92,9 +92,10 @@ def _step(tensors: Sequence[torch.Tensor], update: int, trainer_rank: int) -> No
 def serve(rank: int, ranks: int, requests: Any, model: Matrices, _transport: str, updates: int) -> list[str]:
     """The digests after the last update of each way: trainer and engine ranks have the same rows."""
     from sglang_reshard.engine.receiver import WeightReceiver
+    from sglang_reshard.engine.targets import TracedModel
 
     engine = MatrixRows(rank, ranks, model)
-    receiver = WeightReceiver(engine, rank, ranks, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(engine), rank, ranks, torch.device("cpu"))
     digests = []
     for number, request in enumerate(requests):
         requests.answer(receiver.update(request))

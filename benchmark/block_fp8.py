@@ -188,9 +188,10 @@ def _unpickled(data: bytes) -> Any:
 def serve(rank: int, ranks: int, requests: Any, size: Size) -> dict[str, str]:
     """Digests of the engine rank after the last update of each way."""
     from sglang_reshard.engine.receiver import WeightReceiver
+    from sglang_reshard.engine.targets import TracedModel
 
     model = _Rank(rank, size)
-    receiver = WeightReceiver(model, rank, ranks, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, ranks, torch.device("cpu"))
     digests = {}
     for request in requests:
         requests.answer(receiver.update(request))

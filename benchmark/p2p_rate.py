@@ -124,9 +124,10 @@ def train(trainer: Any, case: Case, folder: str) -> None:
 def serve(rank: int, ranks: int, requests: Any, case: Case, folder: str) -> list[tuple[float, float, float]]:
     """Returns the seconds of each update's moving phase, and of the messages and the copies after it."""
     from sglang_reshard.engine.receiver import WeightReceiver
+    from sglang_reshard.engine.targets import TracedModel
 
     watch, yardstick, took = profile.Watch("engine"), None, []
-    receiver = WeightReceiver(MatrixRows(rank, ranks, case.model), rank, ranks, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(MatrixRows(rank, ranks, case.model)), rank, ranks, torch.device("cpu"))
     for request in requests:
         requests.answer(receiver.update(request))
         yardstick = yardstick or Yardstick(case, folder, engine=rank)

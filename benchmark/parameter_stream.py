@@ -97,9 +97,10 @@ def train(trainer: Any, model: Matrices, port: int) -> list[dict[str, Any]]:
 
 def serve(rank: int, ranks: int, requests: Any, model: Matrices, _port: int) -> list[bool]:
     from sglang_reshard.engine.receiver import WeightReceiver
+    from sglang_reshard.engine.targets import TracedModel
 
     engine = MatrixRows(rank, ranks, model)
-    receiver = WeightReceiver(engine, rank, ranks, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(engine), rank, ranks, torch.device("cpu"))
     exact = []
     for request in requests:
         requests.answer(receiver.update(request))

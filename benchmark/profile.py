@@ -153,9 +153,10 @@ def train(trainer: Any, case: Case, functions: int) -> Seen:
 
 def serve(rank: int, ranks: int, requests: Any, case: Case, functions: int) -> Seen:
     from sglang_reshard.engine.receiver import WeightReceiver
+    from sglang_reshard.engine.targets import TracedModel
 
     watch, profile = Watch("engine"), Functions(functions, rank == 0)
-    receiver = WeightReceiver(MatrixRows(rank, ranks, case.model), rank, ranks, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(MatrixRows(rank, ranks, case.model)), rank, ranks, torch.device("cpu"))
     for number, request in enumerate(requests):
         output = profile.run(number > WARMUPS, functools.partial(receiver.update, request))
         requests.answer(output)

@@ -13,6 +13,7 @@ from benchmark.scaling import Point
 from benchmark.slowest import slowest
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 
 
@@ -82,7 +83,7 @@ def value(update: int, tensor: int, trainer_rank: int) -> float:
 def serve(rank: int, size: int, requests: Any, point: Point, transports: tuple[str, ...], updates: int) -> set[str]:
     """The transports after whose last update this rank had what it should have."""
     model = Rank(rank, size, point)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     right = set()
     for request in requests:
         output = receiver.update(request)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_reshard.engine.received_tensors import ReceivedTensors
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import ReceivedTensors
 from sglang_reshard.errors import EngineRefused, Mismatch
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.patches.lora_names import reference
@@ -40,14 +40,13 @@ class _AdapterTensors(ReceivedTensors):
         super().__init__(manager.device)
         self._manager, self.adapter = manager, adapter
 
-    def allocate(self, specs: Sequence[TensorSpec]) -> None:
+    def check(self, specs: Sequence[TensorSpec]) -> None:
         """Raises Mismatch for tensors that are not of an adapter of this rank."""
         rank = json.loads(self.adapter.config)["r"]
         for spec in specs:
             _check_tensor(spec, rank)
-        super().allocate(specs)
 
-    def post_load_weights(self) -> None:
+    def use(self) -> None:
         # SGLang keeps host tensors as they are, and this memory is written again.
         tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()}
         _install(self._manager, self.adapter, tensors)

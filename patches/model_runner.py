@@ -99,14 +99,14 @@ def _receiver(
         receiver = None
     if receiver is None:
         from sglang_reshard.engine.receiver import WeightReceiver
+        from sglang_reshard.engine.targets import TracedModel
 
         rank, size = engine_rank(runner)
         model = TargetAndDrafts(runner.model, drafts) if drafts else runner.model
         start = functools.partial(engine_start.engine_start, runner, drafts)
         graphs = sglang_versions.holds_graphs(runner)
-        receiver = WeightReceiver(
-            model, rank, size, device, expert_location.placement, start=start, addresses_stay=graphs
-        )
+        target = TracedModel(model, expert_location.placement, start, addresses_stay=graphs)
+        receiver = WeightReceiver(target, rank, size, device)
         setattr(runner, _RECEIVER, receiver)
         setattr(runner, _DRAFTS, drafts)
     return receiver

@@ -12,25 +12,18 @@ from sglang_reshard.digest.regions import num_groups
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.source import PartialChecksums
 from sglang_reshard.engine.context import Vote
+from sglang_reshard.landings.checked.messages import LANDING, ChecksAsk, ChecksumPart, Checksums, summed
 from sglang_reshard.observability.report import RankReport, UpdateReport
 from sglang_reshard.protocol.messages import (
-    ChecksumPart,
-    Checksums,
     DistributedUpdateWeightsOutput,
     EngineCommand,
     Outcome,
-    RequestChecksums,
+    Question,
     TrainerStatus,
     UpdateResults,
     encode,
 )
-from sglang_reshard.protocol.update_channel import (
-    WRITING,
-    WRITTEN,
-    EngineChannel,
-    TrainerChannel,
-    checksum_part,
-)
+from sglang_reshard.protocol.update_channel import WRITING, WRITTEN, EngineChannel, TrainerChannel
 
 
 class Word(NamedTuple):
@@ -82,9 +75,11 @@ def trainer_rank(update: int, rank: int, ranks: int, engine_ranks: int, verify: 
         channel.publish_status(rank, _STATUS)
         for message in channel.messages(TIMEOUT_S):
             if isinstance(message, EngineCommand) and rank:
-                channel.put_checksums(rank, request, _part(engine_ranks))
+                channel.put_part(rank, request, Outcome(_part(engine_ranks)))
             elif isinstance(message, EngineCommand):
-                channel.sum_checksums(request, _part(engine_ranks), ranks, TIMEOUT_S)
+                others = channel.collect_parts(request, ChecksumPart, ranks, TIMEOUT_S)
+                parts = [_part(engine_ranks), *(part.result() for part in others)]
+                channel.put_answers(request, [Outcome(sums) for sums in summed(parts, engine_ranks)])
     return recorder.words
 
 
@@ -117,8 +112,8 @@ def engine_rank(update: int, engine: int, rank: int, ranks: int, verify: bool) -
         channel.all_gather("prepare", rank, ranks, Vote(reusable=True), TIMEOUT_S, WRITING)
         if verify:
             if rank == 0:
-                channel.request_checksums(_request(ranks))
-            channel.get_checksums(_request(ranks), rank, TIMEOUT_S)
+                channel.ask(_request(ranks))
+            channel.answer(_request(ranks), Checksums, rank, TIMEOUT_S)
         vote = Vote(report=_rank_report(rank), read_bytes=dict.fromkeys(range(8), 1 << 30))
         if rank == 0:
             channel.put_outcome(_output(vote))
@@ -126,16 +121,16 @@ def engine_rank(update: int, engine: int, rank: int, ranks: int, verify: bool) -
     return recorder.words
 
 
-def _request(engine_ranks: int) -> RequestChecksums:
-    return RequestChecksums((_DIGEST,) * engine_ranks, Selection.full())
+def _request(engine_ranks: int) -> Question:
+    return Question(LANDING, encode(ChecksAsk((_DIGEST,) * engine_ranks, Selection.full())))
 
 
 def _parts(engine_ranks: int, ranks: int) -> list[bytes]:
-    return [encode(_part(engine_ranks))] * ranks
+    return [encode(Outcome(_part(engine_ranks)))] * ranks
 
 
-def _part(engine_ranks: int) -> Outcome[ChecksumPart]:
-    return Outcome(checksum_part(PartialChecksums(np.zeros((engine_ranks, num_groups(_TENSORS)), np.uint64), 1)))
+def _part(engine_ranks: int) -> ChecksumPart:
+    return ChecksumPart.of(PartialChecksums(np.zeros((engine_ranks, num_groups(_TENSORS)), np.uint64), 1))
 
 
 def _rank_report(rank: int) -> RankReport:

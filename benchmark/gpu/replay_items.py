@@ -20,7 +20,8 @@ from benchmark.gpu.item import Bench, Item
 from benchmark.gpu.peer import Here
 from benchmark.gpu.place import DEVICE, MIB, Place, pattern, same_bytes, seconds_of
 from benchmark.gpu.recording import Recording
-from sglang_reshard.landings.arrivals import ArrivalMemory
+from sglang_reshard.landings.base import Landing
+from sglang_reshard.landings.converting import converting
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.memory.mapping import Handles, MemoryExporter, PeerMemory
 from sglang_reshard.plan import TensorIndex
@@ -129,7 +130,7 @@ def replay(path: Path, bench: Bench) -> None:
     mapped = time.perf_counter()
     bench.saw(reads=len(read_plan.copy_ids), plan_seconds=planned - begin, map_seconds=mapped - planned)
     program = found.program(DEVICE)
-    reads = Reads(found.engine_rank, DEVICE, index, read_plan, ArrivalMemory(program, DEVICE, 64 << 20), memory)
+    reads = Reads(found.engine_rank, DEVICE, index, read_plan, converting(Landing(program), DEVICE, 64 << 20), memory)
     connecting = time.perf_counter()
     transport = P2pReceiver(reads, {}, None)  # which reads all from mapped memory
     torch.cuda.synchronize(DEVICE)

@@ -23,6 +23,7 @@ from benchmark.gpu.peer import Here, Peer
 from benchmark.gpu.place import DEVICE, free_bytes
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, decode, encode
 from sglang_reshard.sources import blocks
@@ -198,7 +199,7 @@ def listen(here: Here) -> str:
 def serve(here: Here, model: Model, rank: int, size: int, check_every: int) -> dict[str, Any]:
     """Answers requests until there are no more. Returns what was wrong, and the memory after each update."""
     engine = EngineRank(model, rank, size)
-    receiver = WeightReceiver(engine, rank, size, DEVICE)
+    receiver = WeightReceiver(TracedModel(engine), rank, size, DEVICE)
     addresses = [p.data_ptr() for p in engine.parameters()]
     link = here.kept["listener"].accept()
     wrong, failed, free, peaks = list[str](), list[str](), list[int](), list[int]()

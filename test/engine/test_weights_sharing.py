@@ -10,6 +10,7 @@ import torch
 from sglang_reshard import WeightSender, __version__
 from sglang_reshard.control import Address, ControlClient
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused, ReshardError
 from sglang_reshard.observability.report import RankReport
 from sglang_reshard.protocol.messages import (
@@ -111,7 +112,7 @@ def test_a_share_that_is_not_answered_holds_up_no_update(patches, manager, monke
     manager.auto_create_handle_loop = lambda: None
     manager.model_config = SimpleNamespace(dtype="torch.float32")
     source = ToyRank(0, 1, torch.float32)
-    receiver = WeightReceiver(source, 0, 1, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(source), 0, 1, torch.device("cpu"))
     sender = WeightSender.within(Session.host(), trainer_rank=0, global_ranks=(0,), send=receiver.update, timeout_s=30)
     sender.update(checkpoint(1).items())
     live = LiveWeights(receiver, 0, 1, torch.device("cpu"))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from sglang_reshard import ModuleReceiver, ModuleSender
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import DeadlineExceeded, EngineUnreachable, TornWeights
 from support.ready import CONTEXT
 from support.revocation.soak import soak
@@ -61,7 +62,7 @@ def train(trainer, transport, options, timeout_s, _before_s, _moving_s):
 def serve(rank, size, requests, _transport, _options, _timeout_s, before_s, moving_s):
     """Returns success, torn, and the version whose weights are live, after each update."""
     model = ToyRank(rank, size, DTYPE, HIDDEN)
-    receiver, after = WeightReceiver(model, rank, size, torch.device("cpu")), []
+    receiver, after = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu")), []
     move = receiver._executor._move
 
     def slowly(context):

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from fuzz.arbitrary import changed, value_of
 from fuzz.settings import fuzzed
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.memory.mapping import MemoryExporter, host_identity
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, decode, encode
 from sglang_reshard.protocol.session import Session, handles_key
@@ -68,7 +69,7 @@ def stage():
         package_version=__version__,
     )
     model = ToyRank(0, 1)
-    found = Stage(session, weights, layouts, handles, request, model, WeightReceiver(model, 0, 1, CPU))
+    found = Stage(session, weights, layouts, handles, request, model, WeightReceiver(TracedModel(model), 0, 1, CPU))
     yield found
     session.end(1)
     assert [name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name] == []  # as torch names its own

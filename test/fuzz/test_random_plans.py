@@ -8,7 +8,8 @@ import torch
 from fuzz.in_process import Guarded, Mail, RoomGroups, Rooms
 from fuzz.settings import fuzzed
 from fuzz.states import copies_of, layout_of, shards_of, whole_of
-from sglang_reshard.landings.arrivals import ArrivalMemory
+from sglang_reshard.landings.base import Landing
+from sglang_reshard.landings.converting import converting
 from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Region
 from sglang_reshard.memory.mapping import Handles, MemoryExporter, PeerMemory
@@ -92,7 +93,7 @@ def test_every_element_lands_and_nothing_else_is_written(random):
     for e, own in enumerate(copies):
         live.append(Guarded(own, dtypes[e]))
         program = Program(tuple(own), live[e].targets)
-        reads = Reads(e, CPU, index, plans[e], ArrivalMemory(program, CPU, bucket), memory)
+        reads = Reads(e, CPU, index, plans[e], converting(Landing(program), CPU, bucket), memory)
         if strategy.broadcast is not None:
             transports.append(Broadcasts(reads, strategy.broadcast, RoomGroups(rooms, e)))
         else:

@@ -9,6 +9,7 @@ import pytest
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from support.gpu_jobs import DTYPE, Held, Job, Served, Shards, check_weights, serve, train
 from support.left_behind import torch_segments
@@ -101,7 +102,7 @@ def serve_with_a_failure(rank, size, requests, process, _transport, where="nowhe
     model = ToyRank(rank, size, DTYPE)
     process.give_memory(model)
     process.cuda.synchronize(process.device)
-    receiver = WeightReceiver(model, rank, size, process.device)
+    receiver = WeightReceiver(TracedModel(model), rank, size, process.device)
     served = Served()
 
     def fail(*_args, **_options):

@@ -8,6 +8,7 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.landings.checked.trainer import TrainerChecks
 from sglang_reshard.routes.nixl import source as nixl_source
@@ -46,7 +47,7 @@ def train(trainer: Any, writable: bool) -> list[str]:
 
 def serve(rank: int, size: int, requests: Any, _writable: bool) -> None:
     use_nixl()
-    receiver = WeightReceiver(ToyRank(rank, size, BF16, HIDDEN), rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(ToyRank(rank, size, BF16, HIDDEN)), rank, size, torch.device("cpu"))
     for request in requests:
         requests.answer(receiver.update(request))
 

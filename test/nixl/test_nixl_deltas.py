@@ -9,6 +9,7 @@ from test_relay import place, relaying_sender, sends_of
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from support.nixl_env import needs_nixl, use_nixl
 from support.toy import ToyRank
 from support.toy_changes import HIDDEN, become, same, sharded
@@ -40,7 +41,7 @@ def train(trainer: Any) -> list[Any]:
 def serve(rank: int, size: int, requests: Any) -> list[bool]:
     use_nixl()
     model = ToyRank(rank, size, BF16, HIDDEN)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     seen = []
     for request in requests:
         requests.answer(receiver.update(request))
@@ -68,7 +69,7 @@ def serve_several(rank: int, _size: int, requests: Any) -> list[bool]:
     use_nixl()
     engine, rank = place(rank, SIZES)
     model = ToyRank(rank, SIZES[engine], BF16, HIDDEN)
-    receiver = WeightReceiver(model, rank, SIZES[engine], torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, SIZES[engine], torch.device("cpu"))
     seen = []
     for version, request in enumerate(requests, start=1):
         if (version, engine, rank) == (3, 1, 1):

@@ -5,6 +5,7 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
 from support.toy import ToyRank, checkpoint
@@ -30,7 +31,7 @@ def train(trainer, mesh_shape, kind, dtype, options, _live_dtype, verify, update
 def serve(rank, size, requests, _mesh_shape, _kind, dtype, _options, live_dtype, _verify):
     use_nixl()
     model = ToyRank(rank, size, live_dtype)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     differing = []
     for version, request in enumerate(requests, start=1):
         output = receiver.update(request)

@@ -9,6 +9,7 @@ import torch
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.collectives import broadcast_message
@@ -74,7 +75,7 @@ def serve(rank, _size, requests, sizes, _mesh_shape, _kind, dtype, live_dtypes, 
     use_nixl()
     engine, rank = place(rank, sizes)
     model = ToyRank(rank, sizes[engine], live_dtypes[engine])
-    receiver = WeightReceiver(model, rank, sizes[engine], torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, sizes[engine], torch.device("cpu"))
     differing = []
     for version, request in enumerate(requests, start=1):
         requests.answer(receiver.update(request))

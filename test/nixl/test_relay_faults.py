@@ -4,6 +4,7 @@ import torch
 from test_relay import relaying_sender, sends_of  # type: ignore[import-not-found]
 
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.routes.nixl.reader import NixlReader
 from sglang_reshard.routes.relay import progress as relay
 from sglang_reshard.routes.relay.progress import Progress
@@ -35,7 +36,7 @@ def serve(rank, _size, requests, _on_failure, breaks):
     use_nixl()
     engine, rank = [(0, 0), (1, 0), (1, 1), (2, 0)][rank]
     model = ToyRank(rank, SIZES[engine], hidden=HIDDEN)
-    receiver = WeightReceiver(model, rank, SIZES[engine], torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, SIZES[engine], torch.device("cpu"))
     for version, request in enumerate(requests, start=1):
         relay.STALLED_S = 0.5 if version == FAULTY else 30.0  # in the first one ranks connect
         mend = breaks(model, rank) if engine == 1 and version == FAULTY else None

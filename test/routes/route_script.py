@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from sglang_reshard import route_table
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.routes import route_module
 from support.nixl_env import use_nixl
@@ -134,7 +135,7 @@ def serve(
 ) -> list[Seen]:
     use_nixl()
     model = Blocks(rank, ranks, dtype, size.blocks)
-    receiver = WeightReceiver(model, rank, ranks, CPU)
+    receiver = WeightReceiver(TracedModel(model), rank, ranks, CPU)
     seen = []
     for request in requests:
         step = SCRIPT[request.update - 1]
@@ -144,7 +145,7 @@ def serve(
         with failing(step.fault, "engine", transport, options, rank), counting(receiver, calls):
             requests.answer(receiver.update(request))
         last = receiver._executor.transfers.last
-        held = 0 if last is None else last.held_bytes - last.shadow_bytes
+        held = 0 if last is None else last.held_bytes - last.landing.staged_bytes
         version = version_of(model, rank, ranks, dtype, request.update)
         seen.append(Seen(version, bool(receiver.torn), calls[0], held))
     return seen

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
@@ -198,7 +199,7 @@ def serve(rank: int, _size: int, requests: Requests, process: VirtualProcess, jo
     process.give_memory(model)
     process.memory.keeps_unused = True  # as an engine's allocator does
     process.cuda.synchronize(process.device)
-    receiver = WeightReceiver(model, own, job.tp, process.device)
+    receiver = WeightReceiver(TracedModel(model), own, job.tp, process.device)
     served = Served()
     if job.held:
         settle_interned_strings()

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
@@ -228,7 +229,7 @@ def play_engine(rank: int, size: int, hidden: int, links: Links) -> None:
     torch.set_num_threads(1)
     model = ToyRank(rank, size, hidden=hidden)
     model.load_weights(checkpoint(0, hidden=hidden).items())
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     stations = Stations(links.gate).install("engine")
     me = EngineRank(rank, hidden, model, receiver, stations)
     links.orders.send(None)

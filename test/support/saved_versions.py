@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from support.toy import ToyRank
 
 
@@ -16,7 +17,7 @@ def serve(rank: int, size: int, requests: Any, *_: Any) -> list[list[str]]:
     The version of an update is the file in which the trainer has saved the whole tensors.
     """
     model = ToyRank(rank, size, torch.bfloat16)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     differing = []
     for request in requests:
         requests.answer(receiver.update(request))

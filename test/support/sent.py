@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sglang_reshard.landings.arrivals import ArrivalMemory
+from sglang_reshard.landings.base import Landing
+from sglang_reshard.landings.converting import converting
 from sglang_reshard.routes.base import Reads
 from sglang_reshard.routes.p2p.communicators import P2pCommunicator
 from sglang_reshard.trace.program import Program
@@ -17,8 +18,8 @@ CPU = torch.device("cpu")
 
 
 def reads_of(rank: int, index: Any, plan: Any, targets: Any) -> Reads:
-    arrivals = ArrivalMemory(Program(tuple(plan.copies), targets), CPU, 1 << 20)
-    return Reads(rank, CPU, index, plan, arrivals, {})
+    landing = converting(Landing(Program(tuple(plan.copies), targets)), CPU, 1 << 20)
+    return Reads(rank, CPU, index, plan, landing, {})
 
 
 def connected(store: dist.Store, name: str, **options: Any) -> P2pCommunicator:

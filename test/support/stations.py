@@ -152,6 +152,6 @@ def _half(copies: CopyList) -> None:
 def _flip_a_bit(executor: UpdateExecutor) -> None:
     """Of what has arrived in `down`, where it is to be verified."""
     transfer = executor.transfer
-    targets = (transfer.shadow.program if transfer.shadow is not None else transfer.target.program).targets
+    targets = transfer.landing.program.targets
     landed = next(target for name, target in targets.items() if name.startswith("down"))
     landed.view(torch.int32)[5] ^= 1 << 7

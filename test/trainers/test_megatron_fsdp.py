@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from sglang_reshard import reshard
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import describe
 from support.toy import ToyRank, checkpoint
@@ -135,7 +136,7 @@ def placed_otherwise(tensor):
 
 def serve(rank, size, requests, layout):
     model = ToyRank(rank, size)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     seen = []
     for version, request in enumerate(requests):
         requests.answer(receiver.update(request))

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from support.toy import ToyRank, checkpoint
 from support.trainer_rows import shown
@@ -97,7 +98,7 @@ def train(trainer, stages, transport):
 def serve(rank, size, requests, *_):
     """Which parameters were not what stock loading makes them, by update."""
     model = Engine(rank, size)
-    receiver = WeightReceiver(model, rank, size, CPU)
+    receiver = WeightReceiver(TracedModel(model), rank, size, CPU)
     differing = []
     for request in requests:
         requests.answer(receiver.update(request))
@@ -156,7 +157,7 @@ def fail(trainer):
 
 
 def serve_refusing(rank, size, requests, *_):
-    receiver = WeightReceiver(Engine(rank, size), rank, size, CPU)
+    receiver = WeightReceiver(TracedModel(Engine(rank, size)), rank, size, CPU)
     for request in requests:
         requests.answer(receiver.update(request))
 

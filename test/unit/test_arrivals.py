@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reshard.landings.arrivals import ArrivalMemory
+from sglang_reshard.landings.base import Landing, LandingAround
+from sglang_reshard.landings.converting import converting
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan.lifetimes import Lifetime, share_memory
 from sglang_reshard.trace.block_fp8 import FP8, quantize_blocks
@@ -68,20 +69,23 @@ def model_of(shapes):
     return toy, {name: tensor.bfloat16() for name, tensor in weights.items()}
 
 
-class Journal:
+class Journal(LandingAround):
     """Notes what has arrived after which turn, and that it is not quantized yet."""
 
-    def __init__(self, weights, copies):
+    def __init__(self, inner, weights, copies):
+        super().__init__(inner)
         self.weights, self.copies, self.seen = weights, copies, {}
 
-    def place(self, program, arriving):
-        self.program, self.arriving = program, arriving
+    def begin(self, update):
+        super().begin(update)
+        self.seen = {}
 
     def arrived(self, turn):
-        for target in self.arriving[turn]:
+        for target in self.complete[turn]:
             copy = self.copies[target]
             assert torch.equal(copy.destination(self.program.targets[target]), self.weights[copy.source])
             assert self.seen.setdefault(copy.source, turn) == turn, "twice"
+        super().arrived(turn)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -101,29 +105,27 @@ def test_each_is_quantized_when_its_last_part_is_there(data):
             if turn is not None:
                 written[turn].add(target)
     read = {target for target, turns in halves.items() if None in turns}
-    journal = Journal(weights, copies)
-    arrivals = ArrivalMemory(program, CPU, bucket, journal)
-    arrivals.place(written, read, ahead)
+    landing = Journal(converting(Landing(program), CPU, bucket), weights, copies)
+    landing.place(written, read, ahead)
 
     def write(target, half):
         copy = copies[target]
         rows = copy.region.count[0] // 2
         part = (slice(0, rows), slice(rows, None))[half]
-        copy.destination(arrivals.program.targets[target])[part] = weights[copy.source][part]
+        copy.destination(landing.program.targets[target])[part] = weights[copy.source][part]
 
     for update in range(2):
-        arrivals.begin()
-        journal.seen = {}
-        for turn in range(arrivals.turns):
+        landing.begin(None)
+        for turn in range(landing.turns):
             for target, turns in halves.items():
                 for half, of_half in enumerate(turns):
                     # In the second update all are received into their places as early as they may be.
-                    now = arrivals.turn_of(target) if of_half is None else max(0, of_half - ahead * update)
+                    now = landing.turn_of(target) if of_half is None else max(0, of_half - ahead * update)
                     if turn == now:
                         write(target, half)
-            arrivals.finish(turn)
-        assert arrivals.finished == arrivals.turns
-        assert journal.seen.keys() == weights.keys()
+            landing.arrived(turn)
+        assert landing.finished == landing.turns
+        assert landing.seen.keys() == weights.keys()
     for name, weight in weights.items():
         quantized, scales = quantize_blocks(weight[None], BLOCK)
         assert torch.equal(toy.get_parameter(name).view(torch.uint8), quantized[0].view(torch.uint8))
@@ -133,28 +135,28 @@ def test_each_is_quantized_when_its_last_part_is_there(data):
 def test_what_is_read_from_mapped_memory_fills_a_bucket_at_a_time():
     toy, weights = model_of([(8, 16)] * 20)  # of 256 bytes
     program = trace(toy, specs_of(weights))
-    arrivals = ArrivalMemory(program, CPU, 1100)
-    arrivals.place([], program.targets)
-    assert (arrivals.turns, arrivals.nbytes) == (5, 1024)
-    assert [arrivals.turn_of(target) for target in program.arrivals] == [n // 4 for n in range(20)]
-    assert arrivals.turn_of("layers.0.weight") is None
+    landing = converting(Landing(program), CPU, 1100)
+    landing.place([], program.targets)
+    assert (landing.turns, landing.nbytes) == (5, 1024)
+    assert [landing.turn_of(target) for target in program.arrivals] == [n // 4 for n in range(20)]
+    assert landing.turn_of("layers.0.weight") is None
 
 
 def test_messages_in_order_need_little():
     toy, weights = model_of([(8, 16)] * 20)
     program = trace(toy, specs_of(weights))
-    arrivals = ArrivalMemory(program, CPU, 1100)
+    landing = converting(Landing(program), CPU, 1100)
     of_turn = [set(list(program.arrivals)[4 * turn : 4 * turn + 5]) for turn in range(5)]  # some are cut
-    arrivals.place(of_turn, ())
-    assert arrivals.nbytes == 5 * 256, "three of its own turn, and one that it shares with either neighbour"
+    landing.place(of_turn, ())
+    assert landing.nbytes == 5 * 256, "three of its own turn, and one that it shares with either neighbour"
 
 
 def test_a_program_without_arrivals_needs_nothing():
     toy = Toy(load, w=(4, 4))
     program = trace(toy, specs_of({"w": torch.zeros(4, 4)}))
-    arrivals = ArrivalMemory(program, CPU, 100)
-    arrivals.place([{"w"}], {"w"})
-    assert (arrivals.turns, arrivals.nbytes, arrivals.program) == (0, 0, program)
+    landing = converting(Landing(program), CPU, 100)
+    landing.place([{"w"}], {"w"})
+    assert (landing.turns, landing.nbytes, landing.program) == (0, 0, program)
 
 
 @pytest.mark.parametrize("experts", [1, 3, 7])
@@ -170,11 +172,11 @@ def test_a_large_stack_is_cut(experts, monkeypatch):
     assert [copy.region.count[0] for copy in program.copies] == [min(3, experts - n) for n in range(0, experts, 3)]
     whole = Copy("experts.weight", Region.of(Box.whole((experts, 8, 6))), "", 0, ())
     assert sum(copy.region.numel for copy in program.copies) == whole.region.numel
-    arrivals = ArrivalMemory(program, CPU, 1)
-    arrivals.place([], program.arrivals)
+    landing = converting(Landing(program), CPU, 1)
+    landing.place([], program.arrivals)
     for turn, copy in enumerate(program.copies):
-        copy.destination(arrivals.program.targets[copy.target]).copy_(weight[copy.region.slices()])
-        arrivals.finish(turn)
+        copy.destination(landing.program.targets[copy.target]).copy_(weight[copy.region.slices()])
+        landing.arrived(turn)
     quantized, scales = quantize_blocks(weight, BLOCK)
     assert torch.equal(toy.experts.weight.view(torch.uint8), quantized.view(torch.uint8))
     assert torch.equal(toy.experts.weight_scale_inv, scales)

@@ -12,6 +12,7 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.cli.plan.loads import arrival_bytes
 from sglang_reshard.cli.plan.rank_model import RankModel
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.trace.block_fp8 import FP8, quantize_blocks
 from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
@@ -76,14 +77,14 @@ def forecast(transfer, rank):
 def serve(rank, size, requests, _transport, _options):
     use_nixl()
     model = Rank(rank)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     differing = []
     for version, request in enumerate(requests, start=1):
         requests.answer(receiver.update(request))
-        arrivals = receiver._executor.transfer.arrivals
-        assert arrivals.turns > 3
-        assert arrivals.nbytes < ROWS // ENGINES * COLUMNS * 2 * LAYERS / 2
-        assert arrivals.nbytes == forecast(receiver._executor.transfer, rank)
+        landing = receiver._executor.transfer.landing
+        assert landing.turns > 3
+        assert landing.nbytes < ROWS // ENGINES * COLUMNS * 2 * LAYERS / 2
+        assert landing.nbytes == forecast(receiver._executor.transfer, rank)
         checkpoint = {}
         for name, tensor in weights(version).items():
             checkpoint[name] = tensor

@@ -11,6 +11,7 @@ from benchmark.control.measure import measure
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address, ControlClient
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.collectives import broadcast_message
 from support.toy import ToyRank, checkpoint
@@ -51,7 +52,7 @@ def train(trainer, verify):
 
 
 def serve(_rank, _size, requests, _verify):
-    receiver = WeightReceiver(ToyRank(0, 1), 0, 1, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(ToyRank(0, 1)), 0, 1, torch.device("cpu"))
     for request in requests:
         with counted() as seen:
             output = receiver.update(request)

@@ -10,6 +10,7 @@ import torch
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.delta.encoding import Index, Kind
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.routes.delta.messages import table_bytes
 from sglang_reshard.routes.delta.source import DeltaSource
@@ -68,7 +69,7 @@ def train(trainer: Any, what: str, options: dict[str, Any]) -> list[str]:
 def serve(rank: int, size: int, requests: Any, what: str, options: dict[str, Any]) -> list[tuple[int, bool]]:
     """Which version the live weights are after each update, 0 for none, and whether they are torn."""
     model = ToyRank(rank, size, BF16, HIDDEN)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     seen = []
     for request in requests:
         output = receiver.update(request)

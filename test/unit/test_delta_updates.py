@@ -9,6 +9,7 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused, Unsupported
 from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
@@ -37,7 +38,7 @@ def train(trainer: Any, given: str, options: dict[str, Any], *_: Any) -> list[An
 def serve(rank: int, size: int, requests: Any, given: str, _: Any, live: str) -> list[bool]:
     """Whether the live weights are the version's after each update. Before the fourth somebody else writes to them."""
     model = ToyRank(rank, size, DTYPES[live], HIDDEN)
-    receiver = WeightReceiver(model, rank, size, CPU)
+    receiver = WeightReceiver(TracedModel(model), rank, size, CPU)
     seen = []
     for request in requests:
         if request.update == 4 and rank == 1:
@@ -100,7 +101,7 @@ def refuse(trainer: Any) -> tuple[list[bool], list[int]]:
 
 def serve_refusing(rank: int, size: int, requests: Any) -> list[bool]:
     model = ToyRank(rank, size, torch.bfloat16, HIDDEN)
-    receiver = WeightReceiver(model, rank, size, CPU)
+    receiver = WeightReceiver(TracedModel(model), rank, size, CPU)
     seen = []
     for request in requests:
         requests.answer(receiver.update(request, "not now" if request.update == 3 else ""))
@@ -139,7 +140,7 @@ def change_one_rank(trainer: Any, transport: str) -> list[Any]:
 def serve_one_rank(rank: int, size: int, requests: Any, _transport: str) -> list[bool]:
     use_nixl()
     model = ToyRank(rank, size, torch.float32, HIDDEN)
-    receiver = WeightReceiver(model, rank, size, CPU)
+    receiver = WeightReceiver(TracedModel(model), rank, size, CPU)
     seen = []
     for request in requests:
         requests.answer(receiver.update(request))
@@ -175,6 +176,6 @@ def test_none_is_sent_where_memory_is_mapped() -> None:
 
 
 def serve_mapped(rank: int, size: int, requests: Any) -> None:
-    receiver = WeightReceiver(ToyRank(rank, size, torch.float32, HIDDEN), rank, size, CPU)
+    receiver = WeightReceiver(TracedModel(ToyRank(rank, size, torch.float32, HIDDEN)), rank, size, CPU)
     for request in requests:
         requests.answer(receiver.update(request))

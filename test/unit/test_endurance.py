@@ -8,6 +8,7 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from support.left_behind import torch_segments
 from support.sweep import sweep
 from support.toy import ToyRank, checkpoint
@@ -40,7 +41,7 @@ def train(trainer, transport):
 
 def serve(rank, size, requests, transport):
     model = ToyRank(rank, size)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     seen = []
     for update, request in enumerate(requests):
         requests.answer(receiver.update(request))

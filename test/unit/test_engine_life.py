@@ -14,6 +14,7 @@ import torch
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.prepared import Transfers
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.gpu.runtime import CudaRuntime, use
@@ -82,8 +83,8 @@ def unmap_slowly(rank: int, size: int, requests: Any, *_: Any) -> list[float]:
             super().unmap()
             unmapped.append(time.monotonic())
 
-    receiver = WeightReceiver(ToyRank(rank, size), rank, size, CPU)
-    receiver._executor.transfers = SlowCache(rank, CPU)
+    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, CPU)
+    receiver._executor.transfers = SlowCache(rank, CPU, live=True)
     for request in requests:
         requests.answer(receiver.update(request))
         unmapped.append(-1.0)
@@ -104,7 +105,7 @@ def test_the_trainer_is_answered_after_every_engine_rank_has_unmapped(names: dic
 def note_life(rank: int, size: int, requests: Any, *_: Any) -> list[str]:
     noting = Noting(synchronize_s=0.2)
     use(noting)
-    receiver = WeightReceiver(ToyRank(rank, size), rank, size, CPU)
+    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, CPU)
     for request in requests:
         requests.answer(receiver.update(request))
     return noting.noted
@@ -140,9 +141,9 @@ def fail_staged(rank: int, size: int, requests: Any, *_: Any) -> list[str]:
         def _verify(self, context: Any) -> None:
             raise Mismatch("spoiled")
 
-    receiver = WeightReceiver(ToyRank(rank, size), rank, size, CPU)
-    receiver._executor = Spoiled(ToyRank(rank, size), rank, size, CPU, bytes)
-    receiver._executor.transfers = NotingCache(rank, CPU)
+    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, CPU)
+    receiver._executor = Spoiled(TracedModel(ToyRank(rank, size)), rank, size, CPU)
+    receiver._executor.transfers = NotingCache(rank, CPU, live=True)
     for request in requests:
         assert receiver.stage(request).success
         while (output := receiver.staged()) is None:

@@ -9,6 +9,7 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
@@ -35,11 +36,11 @@ def train(trainer: Any, staged: bool) -> list[str]:
 def serve_after_a_move(rank: int, size: int, requests: Any, _staged: bool) -> list[int]:
     """By which trace each update was made."""
     placed = [b"0123"]
-    receiver = WeightReceiver(ToyRank(rank, size), rank, size, CPU, lambda: placed[0])
+    receiver = WeightReceiver(TracedModel(ToyRank(rank, size), lambda: placed[0]), rank, size, CPU)
     traces = []
     for version, request in enumerate(requests, start=1):
         output = receiver.update(request)
-        traces.append(receiver._executor._target)
+        traces.append(receiver._executor._planned)
         if version == MOVED_AFTER:
             placed[0] = b"1032"
         requests.answer(output)
@@ -56,7 +57,7 @@ def serve_staged(rank: int, size: int, requests: Any, _staged: bool) -> list[boo
     """Whether the live weights are those of before each update; experts move on rank 1 while the second is staged."""
     placed = [b"0123"]
     model = ToyRank(rank, size)
-    receiver = WeightReceiver(model, rank, size, CPU, lambda: placed[0])
+    receiver = WeightReceiver(TracedModel(model, lambda: placed[0]), rank, size, CPU)
     same = []
     for version, request in enumerate(requests, start=1):
         before = model.down.clone()

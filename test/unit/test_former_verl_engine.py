@@ -18,6 +18,7 @@ from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError, Unsupported
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.collectives import broadcast_message
@@ -96,7 +97,7 @@ def serve(rank, size, requests, kind, *_):
     """Answers updates. Returns after each the versions of all parameters, None where it is no version's."""
     model, found = RANKS[kind](rank, size), []
     model.load_weights(state_of(0, kind).items())
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     for request in requests:
         requests.answer(receiver.update(request))
         found.append({version_of(model, kind, name) for name, _ in model.named_parameters()})

@@ -10,6 +10,7 @@ from oracle.replay import replay
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import EngineRefused, TornWeights, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
@@ -38,7 +39,7 @@ def serve(rank, size, requests, *_, changes=(), fail_in=None):
     """
     model = ToyRank(rank, size)
     model.load_weights(checkpoint(0).items())
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     found, monkey = [], pytest.MonkeyPatch()
     for number, request in enumerate(requests):
         request = replace(request, **dict(changes).get(number, {}))
@@ -194,7 +195,7 @@ def test_a_part_that_broke_off_half_written_may_not_stay():
 def serve_and_share(rank, size, requests):
     model = ToyRank(rank, size)
     model.load_weights(checkpoint(0).items())
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     for request in requests:
         requests.answer(receiver.update(request))
     with pytest.raises(Unsupported, match="left down and others as they were"):

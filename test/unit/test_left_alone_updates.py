@@ -7,6 +7,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.initial_values import keep_initial_values
@@ -54,7 +55,7 @@ def serve(rank, size, requests, _staged):
         for tensor in model.state_dict().values():
             tensor.uniform_(-1e-3, 1e-3)
     specs = [TensorSpec("weight", (ROWS, 3), "float32"), TensorSpec("scalar", (1,), "float32")]
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"), start=lambda: EngineStart(specs))
+    receiver = WeightReceiver(TracedModel(model, start=lambda: EngineStart(specs)), rank, size, torch.device("cpu"))
     seen = []
     for request in requests:
         requests.answer(receiver.update(request))

@@ -7,6 +7,7 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.loader_names import LoaderNames, Reading, find_names, reading
 from sglang_reshard.engine.name_candidates import unwrapped
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused, Mismatch
 from sglang_reshard.trace.names_read import NamesRead
 from support.toy import ToyRank, checkpoint
@@ -58,7 +59,7 @@ KINDS = {"raises": ToyRank, "skips": Skipping, "nested": Nested, "stages": Stage
 def serve(rank, size, requests, kind, *_):
     """Answers updates; returns for each whether the weights are those of versions 1, 2, 3 in turn."""
     model = KINDS[kind](rank, size)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     exact = []
     for version, request in enumerate(requests, start=1):
         requests.answer(receiver.update(request))

@@ -14,6 +14,7 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.observability.logs import FIELDS, JsonFormatter, configure, get_logger, log_context
 from support.toy import ToyRank
@@ -55,7 +56,7 @@ def broken(course: Any) -> None:
 
 def serve(rank: int, size: int, requests: Any) -> list[dict[str, Any]]:
     kept = Kept()
-    receiver = WeightReceiver(ToyRank(rank, size, torch.float32), rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(ToyRank(rank, size, torch.float32)), rank, size, torch.device("cpu"))
     for request in requests:
         if request.weight_version == "bad":
             receiver._executor._prepare_target = broken

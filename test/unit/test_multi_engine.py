@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused, Mismatch, Unsupported
 from sglang_reshard.extras.snapshots import Snapshots
 from sglang_reshard.gpu.runtime import CudaRuntime
@@ -50,7 +51,7 @@ def train(trainer, transport):
 def serve(rank, _size, requests, *_):
     """An engine of one rank; which versions it was brought to, exactly."""
     model = ToyRank(0, 1)
-    receiver = WeightReceiver(model, 0, 1, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), 0, 1, torch.device("cpu"))
     seen = []
     for request in requests:
         requests.answer(receiver.update(request))
@@ -167,7 +168,7 @@ def train_with_a_rank_that_cannot_send_to_one(trainer):
 
 
 def serve_unless_it_fails(rank, size, requests, *_):
-    receiver = WeightReceiver(ToyRank(0, 1), 0, 1, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(ToyRank(0, 1)), 0, 1, torch.device("cpu"))
     succeeded = []
     for request in requests:
         output = receiver.update(request)
@@ -212,7 +213,7 @@ def train_and_offload(trainer):
 
 
 def serve_and_look(rank, size, requests):
-    receiver = WeightReceiver(ToyRank(0, 1), 0, 1, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(ToyRank(0, 1)), 0, 1, torch.device("cpu"))
     kept = []
     for request in requests:
         output = receiver.update(request)

@@ -5,6 +5,7 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import State
@@ -23,7 +24,7 @@ def train(trainer):
 
 def serve(rank, size, requests):
     model = ToyRank(rank, size, torch.float32)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     model.load_weights(checkpoint(0, torch.float32).items())
     before = [parameter.clone() for parameter in model.parameters()]
     for request in requests:

@@ -9,6 +9,7 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.gpu.runtime import CudaRuntime, use
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
@@ -34,7 +35,7 @@ def train(trainer: Any, transport: str) -> list[str]:
 
 def serve(rank: int, size: int, requests: Any, *_: Any) -> list[bool]:
     model, exact = ToyRank(rank, size), []
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     for version, request in enumerate(requests, start=1):
         requests.answer(receiver.update(request))
         stock = ToyRank(rank, size)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.routes.p2p.engine import P2pReceiver
 from sglang_reshard.routes.p2p.messages import round_bytes, send_request
 from sglang_reshard.routes.p2p.trainer import P2pSender
@@ -118,7 +119,7 @@ def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates):
 def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, live_dtype=None):
     live_dtype = live_dtype or dtype
     model = ToyRank(rank, size, live_dtype)
-    receiver = WeightReceiver(model, rank, size, CPU)
+    receiver = WeightReceiver(TracedModel(model), rank, size, CPU)
     differing, sizes = [], []
     for version, request in enumerate(requests, start=1):
         requests.answer(receiver.update(request))
@@ -188,7 +189,7 @@ def train_with_moved_memory(trainer, updates):
 
 
 def serve_whatever_comes(rank, size, requests, _updates):
-    receiver, connected = WeightReceiver(ToyRank(rank, size, torch.float32), rank, size, CPU), set()
+    receiver, connected = WeightReceiver(TracedModel(ToyRank(rank, size, torch.float32)), rank, size, CPU), set()
     for request in requests:
         requests.answer(receiver.update(request))
         connected.add(receiver._executor.transfer.command.transfer)

@@ -7,6 +7,7 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from support.sent import CPU, open_here
 from support.toy import ToyRank, checkpoint
@@ -45,7 +46,7 @@ def train_through_a_mishap(trainer, mishap):
 
 def serve_through_a_mishap(rank, size, requests, mishap):
     model = ToyRank(rank, size)
-    receiver = WeightReceiver(model, rank, size, CPU)
+    receiver = WeightReceiver(TracedModel(model), rank, size, CPU)
     move = receiver._executor._move
 
     def stumble(course):
@@ -84,7 +85,7 @@ def train_without_orders(trainer):
 
 
 def serve_refused(rank, size, requests):
-    receiver = WeightReceiver(ToyRank(rank, size), rank, size, CPU)
+    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, CPU)
     output = receiver.update(next(requests))
     requests.answer(output)
     return output.torn
@@ -117,7 +118,7 @@ def train_released(trainer):
 
 
 def serve_all(rank, size, requests):
-    receiver = WeightReceiver(ToyRank(rank, size), rank, size, CPU)
+    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, CPU)
     for request in requests:
         requests.answer(receiver.update(request))
 
@@ -145,7 +146,7 @@ def train_for_long(trainer, updates):
 
 
 def serve_for_long(rank, size, requests, updates):
-    receiver = WeightReceiver(ToyRank(rank, size), rank, size, CPU)
+    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, CPU)
     counts = []
     for request in requests:
         requests.answer(receiver.update(request))

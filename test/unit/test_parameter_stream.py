@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from sglang_reshard.api import parameter_stream
 from sglang_reshard.api.parameter_stream import ParameterStream, buckets, packed
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Mismatch
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
@@ -62,7 +63,7 @@ def stream(trainer: Any) -> dict[str, Any]:
 
 def serve(rank: int, size: int, requests: Any) -> list[bool]:
     model = ToyRank(rank, size)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     seen = []
     for request in requests:
         requests.answer(receiver.update(request))

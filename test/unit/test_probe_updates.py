@@ -7,6 +7,7 @@ import torch
 from sglang_reshard import Probe
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ProbeMismatch, ReshardError
 from sglang_reshard.observability.report import UpdateReport
 from support.probed import SEQUENCES, TRAINER, Engine
@@ -86,7 +87,7 @@ def train(trainer):
 
 def serve(rank, size, requests, *_):
     """Which versions were written."""
-    receiver = WeightReceiver(ToyRank(rank, size), rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, torch.device("cpu"))
     written = []
     for request in requests:
         output = receiver.update(request)

@@ -8,6 +8,7 @@ import torch
 from sglang_reshard.api.state_dict_model import StateDictModel
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.extras.snapshots import Snapshots
 from sglang_reshard.realloc import reshard
@@ -21,7 +22,7 @@ from test_multi_engine import sender_to_many
 def serve(rank, size, requests, *_):
     """Answers all updates. Returns, for each, the versions (of 1 to 3) that the live weights are then."""
     model = ToyRank(rank, size)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     found = []
     for request in requests:
         requests.answer(receiver.update(request))
@@ -251,7 +252,7 @@ def serve_each(rank, _size, requests):
     """Engine rank 0 is an engine, engine rank 1 a plain module; both have version 1 first, and then all but `down`."""
     model = ToyRank(0, 1) if rank == 0 else StateDictModel(Plain(), strict=False)
     model.load_weights(checkpoint(0).items())
-    receiver = WeightReceiver(model, 0, 1, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), 0, 1, torch.device("cpu"))
     for number, request in enumerate(requests):
         requests.answer(receiver.update(request))
         stock = ToyRank(0, 1) if rank == 0 else StateDictModel(Plain(), strict=False)

@@ -5,7 +5,8 @@ import torch
 
 from oracle.replay import replay
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.landings.arrivals import ArrivalMemory
+from sglang_reshard.landings.base import Landing
+from sglang_reshard.landings.converting import converting
 from sglang_reshard.trace.block_fp8 import quantize_blocks
 from sglang_reshard.trace.built_modules import note_copies
 from sglang_reshard.trace.live_signature import live_signature
@@ -68,9 +69,9 @@ def test_the_live_module_is_not_touched_before_its_results_are_there():
     program = trace(model, specs_of(given))
     seen = []
     layer.quant_method.processed = seen
-    arrivals = ArrivalMemory(program, CPU, 0)
-    arrivals.place([program.arrivals], ())
-    arrivals.finish(0)
+    landing = converting(Landing(program), CPU, 0)
+    landing.place([program.arrivals], ())
+    landing.arrived(0)
     assert vars(layer) == attributes
     assert vars(layer.quant_method).keys() == method.keys()
     assert seen == [], "by the live method"
@@ -80,16 +81,16 @@ def test_modules_arrive_one_after_the_other():
     model = started(Repacking(20, ROWS), weights(1, 20, ROWS))
     given = weights(2, 20, ROWS)
     program = trace(model, specs_of(given))
-    arrivals = ArrivalMemory(program, CPU, 1)
-    arrivals.place([], program.targets)
+    landing = converting(Landing(program), CPU, 1)
+    landing.place([], program.targets)
     one = sum(arrival.nbytes for target, arrival in program.arrivals.items() if target.startswith("layers.0."))
-    assert (arrivals.turns, arrivals.nbytes) == (20, one)
-    for turn in range(arrivals.turns):
+    assert (landing.turns, landing.nbytes) == (20, one)
+    for turn in range(landing.turns):
         for copy in program.copies:
-            if arrivals.turn_of(copy.target) in ((turn,) if turn else (None, turn)):
+            if landing.turn_of(copy.target) in ((turn,) if turn else (None, turn)):
                 part = given[copy.source][copy.region.slices()]
-                copy.destination(arrivals.program.targets[copy.target]).copy_(part)
-        arrivals.finish(turn)
+                copy.destination(landing.program.targets[copy.target]).copy_(part)
+        landing.arrived(turn)
     program.run_steps()
     assert differing(model, started(Repacking(20, ROWS), given)) == []
 
@@ -97,9 +98,9 @@ def test_modules_arrive_one_after_the_other():
 def test_parts_in_different_messages_keep_the_module_until_the_last():
     model = started(Repacking(2, ROWS), weights(1, 2, ROWS))
     program = trace(model, specs_of(weights(2, 2, ROWS)))
-    arrivals = ArrivalMemory(program, CPU, 1)
-    arrivals.place([{"layers.0.weight"}, {"layers.1.weight"}, {"layers.0.weight"}], {"layers.0.bound"})
-    turns = {target: arrivals.turn_of(target) for target in program.arrivals if arrivals.turn_of(target) is not None}
+    landing = converting(Landing(program), CPU, 1)
+    landing.place([{"layers.0.weight"}, {"layers.1.weight"}, {"layers.0.weight"}], {"layers.0.bound"})
+    turns = {target: landing.turn_of(target) for target in program.arrivals if landing.turn_of(target) is not None}
     assert turns == {"layers.0.weight": 2, "layers.0.bound": 2, "layers.1.weight": 1, "layers.1.bound": 1}
 
 

@@ -7,6 +7,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
 from support.world import run_world
@@ -35,12 +36,12 @@ def train(trainer, transport, options, updates=3):
 def serve(rank, size, requests, _transport, _options):
     use_nixl()
     model = started(Repacking(LAYERS, ROWS, rank, size), weights(0, LAYERS, ROWS))
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     differing = []
     for version, request in enumerate(requests, start=1):
         requests.answer(receiver.update(request))
-        arrivals = receiver._executor.transfer.arrivals
-        assert 0 < arrivals.nbytes < sum(a.nbytes for a in arrivals.program.arrivals.values()) / 2, "layer by layer"
+        landing = receiver._executor.transfer.landing
+        assert 0 < landing.nbytes < sum(a.nbytes for a in landing.program.arrivals.values()) / 2, "layer by layer"
         right = live_tensors(started(Repacking(LAYERS, ROWS, rank, size), weights(version, LAYERS, ROWS)))
         differing += [(version, name) for name, t in live_tensors(model).items() if not torch.equal(t, right[name])]
     return differing

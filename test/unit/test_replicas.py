@@ -12,6 +12,7 @@ from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import ControlServer
 from sglang_reshard.control.framing import FrameWriter
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Aborted
 from sglang_reshard.protocol.messages import ShareWeightsReq
 from sglang_reshard.protocol.request_mail import Mailbox
@@ -30,7 +31,7 @@ class Engine:
 
     def __init__(self, size, model=ToyRank, dtype=torch.float32):
         self.models = [model(rank, size, dtype) for rank in range(size)]
-        self.receivers = [WeightReceiver(m, rank, size, CPU) for rank, m in enumerate(self.models)]
+        self.receivers = [WeightReceiver(TracedModel(m), rank, size, CPU) for rank, m in enumerate(self.models)]
         self.live = [LiveWeights(receiver, rank, size, CPU) for rank, receiver in enumerate(self.receivers)]
         self.threads = ThreadPoolExecutor(size)
 

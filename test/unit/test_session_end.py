@@ -10,6 +10,7 @@ import torch
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.protocol.session import Session
 from support.ready import CONTEXT
 from support.toy import ToyRank, checkpoint
@@ -30,7 +31,7 @@ def train(trainer, transport):
 
 
 def serve(rank, size, requests, transport):
-    receiver = WeightReceiver(ToyRank(rank, size), rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(ToyRank(rank, size)), rank, size, torch.device("cpu"))
     before, during = mappings(), 0
     for request in requests:
         requests.answer(receiver.update(request))

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.sources import named_shards
 from support.left_behind import torch_segments
 from support.toy import ToyRank, checkpoint
@@ -167,7 +168,7 @@ def train(trainer, live_dtype, ways):
 def serve(rank, size, requests, live_dtype, ways=()):
     """Which parameters were not what stock loading of the checkpoint makes them, by update."""
     model = Engine(rank, size, live_dtype)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     differing, updates = [], 0
     for request in requests:
         requests.answer(receiver.update(request))

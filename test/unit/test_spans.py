@@ -18,6 +18,7 @@ pytest.importorskip("opentelemetry.sdk")
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.observability import spans
 from sglang_reshard.patches.update_observer import observed
@@ -69,7 +70,7 @@ def train(trainer: Any, updates: tuple[dict[str, Any], ...]) -> list[dict[str, A
 
 def serve(rank: int, size: int, requests: Any, updates: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
     collected = Collected()
-    receiver = WeightReceiver(ToyRank(rank, size, torch.float32), rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(ToyRank(rank, size, torch.float32)), rank, size, torch.device("cpu"))
     for request in requests:
         requests.answer(receiver.update(request, "not now" if request.weight_version == "refused" else ""))
     return collected.told()

@@ -7,6 +7,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.sources import describe
 from sglang_reshard.trainer.tied_heads import TiedHeads, judged
@@ -37,7 +38,7 @@ def serve(rank, size, requests, *_, kind=ToyRank):
     """Answers updates; returns the versions of `embed` and, if there is one, of the head after each."""
     model = kind(rank, size)
     model.load_weights(checkpoint(0).items())
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     found = []
     for request in requests:
         requests.answer(receiver.update(request))

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control.framing import FrameReader, FrameWriter
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 
@@ -100,7 +101,7 @@ def train(trainer, transport):
 
 def serve(rank, size, requests, transport):
     model = ToyRank(rank, size, hidden=HIDDEN)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     counters = Counters()
     for request in requests:
         requests.answer(receiver.update(request))

@@ -11,6 +11,7 @@ import torch
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine import trainer_memory
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.trainer_memory import TrainerMemory
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import State
@@ -123,7 +124,7 @@ def serve(rank, size, requests):
 
     trainer_memory.unreadable_reason = reason
     model, stock = ToyRank(rank, size), ToyRank(rank, size)
-    receiver = WeightReceiver(model, rank, size, CPU)
+    receiver = WeightReceiver(TracedModel(model), rank, size, CPU)
     exact = []
     for version, request in enumerate(requests, start=1):
         requests.answer(receiver.update(request))

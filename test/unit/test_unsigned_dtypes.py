@@ -9,6 +9,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from sglang_reshard import Snapshots, reshard
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.casts import check_cast
 from support.sweep import sweep
@@ -72,7 +73,7 @@ def train(trainer, transport, delta, folder):
 
 def serve(rank, size, requests, transport, delta, folder):
     engine = Engine(rank, size)
-    receiver = WeightReceiver(engine, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(engine), rank, size, torch.device("cpu"))
     seen = []
     for version, request in enumerate(requests):
         requests.answer(receiver.update(request))

@@ -7,6 +7,7 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused, Mismatch, ReshardError, Unsupported
 from support.left_behind import torch_segments
 from support.sweep import sweep
@@ -33,7 +34,7 @@ def train(trainer, mesh_shape, kind, dtype, bucket_bytes, updates, transport):
 def serve(rank, size, requests, mesh_shape, kind, dtype, bucket_bytes, updates, transport, live_dtype=None):
     live_dtype = live_dtype or dtype
     model = ToyRank(rank, size, live_dtype)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     addresses = {n: p.data_ptr() for n, p in model.named_parameters()}
     differing = []
     for version, request in enumerate(requests, start=1):
@@ -216,7 +217,7 @@ def serve_untouched(rank, size, requests, mistake=None):
     model = ToyRank(rank, size)
     model.load_weights(checkpoint(0).items())
     before = {n: p.clone() for n, p in model.named_parameters()}
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     for request in requests:
         requests.answer(receiver.update(request))
     assert not receiver.torn
@@ -250,7 +251,7 @@ def test_a_trainer_rank_that_never_shows_up_is_named():
 
 def serve_refusing_once_on_one_rank(rank, size, requests):
     model = ToyRank(rank, size)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     for version, request in enumerate(requests, start=1):
         requests.answer(receiver.update(request, "busy" if (version, rank) == (1, 1) else ""))
     stock = ToyRank(rank, size)
@@ -289,7 +290,7 @@ def train_through_refusals(trainer):
 def serve_with_a_fault(rank, size, requests):
     """Engine rank 1 fails in the middle of the second update."""
     model = ToyRank(rank, size)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     torn = []
     for version, request in enumerate(requests, start=1):
         if (version, rank) == (2, 1):

@@ -15,6 +15,7 @@ from benchmark import async_updates
 from benchmark.matrices import Matrices
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Aborted, DeadlineExceeded, EngineRefused, Mismatch, ReshardError, Unsupported
 from support.sweep import sweep
 from support.toy import ToyRank, checkpoint
@@ -43,7 +44,7 @@ def become(weights: dict[str, Any], version: int | None) -> None:
 def serve(rank: int, size: int, requests: Any, *_: Any) -> list[int]:
     """The version of the live weights after each update, 0 if they are not one."""
     model = ToyRank(rank, size)
-    receiver = WeightReceiver(model, rank, size, CPU)
+    receiver = WeightReceiver(TracedModel(model), rank, size, CPU)
     seen = []
     for request in requests:
         requests.answer(receiver.update(request))

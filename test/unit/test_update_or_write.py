@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from sglang_reshard import MultiEngineSender, Snapshots, WeightSender
 from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, Unsupported
 from sglang_reshard.snapshots.manifest import decode_snapshot
 from support.refusals import refusal_of
@@ -53,7 +54,7 @@ def train(trainer, folder):
 
 def serve(rank, size, requests, _):
     model = ToyRank(rank, size)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     seen = []
     for request in requests:
         requests.answer(receiver.update(request))

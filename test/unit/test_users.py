@@ -8,6 +8,7 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.memory.mapping import host_identity
 from support.toy import ToyRank, checkpoint
@@ -33,7 +34,7 @@ def serve(rank, size, requests, _transport):
     os.setgid(NOBODY)
     os.setuid(NOBODY)
     model = ToyRank(rank, size)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     for request in requests:
         requests.answer(receiver.update(request))
     stock = ToyRank(rank, size)

@@ -7,6 +7,7 @@ import torch
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import EngineRefused, TornWeights
 from support.sweep import only, sweep
@@ -44,14 +45,14 @@ def train(trainer, mesh_shape, kind, transport, options, *_):
 def serve(rank, size, requests, mesh_shape, kind, transport, options, spoiled=None, spoil=None, dtype=torch.float32):
     """In update number `spoiled` engine rank 1's memory is spoiled when all has arrived; the versions it is at then."""
     model = ToyRank(rank, size, dtype)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     move, states = UpdateExecutor._move, []
 
     def spoiling(executor, context):
         move(executor, context)
         if context.request.update == spoiled and rank == 1:
             transfer = executor.transfer
-            spoil((transfer.shadow if context.request.staged else transfer.target).program.targets)
+            spoil(transfer.landing.program.targets)
 
     UpdateExecutor._move = spoiling
     for number, request in enumerate(requests, start=1):

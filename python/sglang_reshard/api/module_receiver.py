@@ -27,6 +27,7 @@ from torch import nn
 
 from sglang_reshard.api.state_dict_model import StateDictModel
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, TornWeights
 from sglang_reshard.observability.logs import configure, get_logger
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
@@ -60,7 +61,7 @@ class ModuleReceiver:
         self.version: str | None = None
         self._strict = strict
         self._model = StateDictModel(model, strict=strict)
-        self._receiver = WeightReceiver(self._model, 0, 1, device, self._model.goes_by)
+        self._receiver = WeightReceiver(TracedModel(self._model, self._model.goes_by), 0, 1, device)
         self._mailbox: Mailbox | None = None
         self._applying, self._waiting = threading.Lock(), threading.Lock()
         self._stopped = threading.Event()

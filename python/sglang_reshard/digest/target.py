@@ -54,7 +54,7 @@ class TargetChecksums:
         self._group = groups_of(self._tensors, len(self._names))
 
     def place(self, program: Program, arriving: Sequence[Collection[str]]) -> None:
-        """See `landings.arrivals.Observer`."""
+        """`program` has memory for what is converted; `arriving` are the targets that are complete after each turn."""
         self._batches = []
         for targets in arriving:
             batch, rows = RegionBatch(), []
@@ -68,7 +68,7 @@ class TargetChecksums:
         self._selection = selection
 
     def arrived(self, turn: int) -> None:
-        """See `landings.arrivals.Observer`. What arrives again, from another rank, counts once."""
+        """Must be called before what is complete is converted. What arrives again, from another rank, counts once."""
         assert self._selection is not None, "begin() comes first"
         batch, rows = self._batches[turn]
         self._arrived[rows] = batch.checksums(len(self._arrived), self._selection)[rows]

@@ -61,7 +61,7 @@ class Vote(msgspec.Struct, frozen=True):
     names_open         prepare: it failed while the loader was traced, which tensors under other names may mend
     names              prepare: digest of the names that its loader was given, and whether others were looked for
     plan               plan: digest of the strategy, which must be the same on all ranks
-    regions            plan: content hash of the regions that this rank wants checksums of
+    landing            plan: see `Landing.tells`
     kept               plan: names of the parameters that this rank leaves as they are
     report, read_bytes commit: see `RankReport` and `DistributedUpdateWeightsOutput`
     digest             commit: of all weights, by engine rank 0
@@ -75,7 +75,7 @@ class Vote(msgspec.Struct, frozen=True):
     names_open: bool = False
     names: str = ""
     plan: str = ""
-    regions: str = ""
+    landing: str = ""
     kept: tuple[str, ...] = ()
     report: RankReport | None = None
     read_bytes: dict[int, int] = {}

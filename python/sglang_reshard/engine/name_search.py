@@ -6,15 +6,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from sglang_reshard.engine.context import UpdateContext
 from sglang_reshard.engine.loader_names import LoaderNames, Reading, find_names, reading
+from sglang_reshard.engine.targets import Target
 from sglang_reshard.layout.source_layout import SourceLayout
-from sglang_reshard.trace.names_read import names_read
 
 
-def search_names(context: UpdateContext, model: torch.nn.Module, layout: SourceLayout) -> LoaderNames:
+def search_names(context: UpdateContext, target: Target, layout: SourceLayout) -> LoaderNames:
     """Returns the names of the update's tensors as loaders read them. Collective over engine ranks.
 
     layout  of what the update sends
@@ -25,7 +23,7 @@ def search_names(context: UpdateContext, model: torch.nn.Module, layout: SourceL
 
     def probe(names: Sequence[str]) -> list[Reading]:
         specs = [replace(tensor.spec, name=name) for tensor, name in zip(layout.tensors, names, strict=True)]
-        return context.all_gather(f"names/{next(rounds)}", reading(names_read(model, specs), names))
+        return context.all_gather(f"names/{next(rounds)}", reading(target.names_read(specs), names))
 
     request = context.request
     return find_names(request.layout, [tensor.name for tensor in layout.tensors], request.ignore, probe)

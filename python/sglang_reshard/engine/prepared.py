@@ -1,4 +1,4 @@
-"""Plans and keeps the transfer from trainer ranks to one engine rank: the route's end, and where it writes."""
+"""Plans and keeps the transfer from trainer ranks to one engine rank: the route's end, and the landing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from sglang_reshard.engine.target_planning import TargetPlan
 from sglang_reshard.engine.trainer_memory import TrainerMemory
 from sglang_reshard.engine.unread import check_unread, unread_remark
-from sglang_reshard.landings.arrivals import ArrivalMemory
-from sglang_reshard.landings.checked.engine import EngineChecks
-from sglang_reshard.landings.shadow import ShadowWeights, check_room, shadow_bytes
+from sglang_reshard.landings.base import Landing
+from sglang_reshard.landings.choice import Landings
 from sglang_reshard.plan import ClusterTopology, RankDemand
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Prepare, encode
 from sglang_reshard.protocol.session import Session
@@ -30,9 +29,7 @@ class Prepared:
     request    by which it was prepared
     end        of the route; it is connected once all engine ranks have planned alike
     command    to the trainer ranks, if they have to prepare
-    shadow     where it writes, unless it writes to the live weights
-    arrivals   its memory for what is converted on arrival
-    checks     of this rank's weights, if they are verified
+    landing    where the weights arrive
     remark     on the plan, for the trainer's report
     kept       names of the parameters that any engine rank leaves as they are
     """
@@ -42,9 +39,7 @@ class Prepared:
     strategy: Strategy
     end: EngineEnd
     command: Prepare | None
-    shadow: ShadowWeights | None
-    arrivals: ArrivalMemory
-    checks: EngineChecks | None
+    landing: Landing
     remark: str
     kept: tuple[str, ...]
 
@@ -63,20 +58,16 @@ class Prepared:
     @property
     def held_bytes(self) -> int:
         """Bytes of buffers that are kept between updates."""
-        return self.end.nbytes + self.target.program.scratch_bytes + self.arrivals.nbytes + self.shadow_bytes
-
-    @property
-    def shadow_bytes(self) -> int:
-        return self.shadow.nbytes if self.shadow is not None else 0
+        return self.end.nbytes + self.target.program.scratch_bytes + self.landing.nbytes
 
 
 class Transfers:
-    """Prepares one engine rank's transfers. Keeps the last one, mapped memory and shadow weights."""
+    """Prepares one engine rank's transfers. Keeps the last one, mapped memory, and what landings keep."""
 
-    def __init__(self, engine_rank: int, device: torch.device, live: bool = True) -> None:
-        """`live` is false if requests are not served from the memory that is written: it needs no shadow."""
-        self._rank, self._device, self._live = engine_rank, device, live
-        self._shadow: ShadowWeights | None = None
+    def __init__(self, engine_rank: int, device: torch.device, live: bool) -> None:
+        """`live`: see `Target`."""
+        self._rank, self._device = engine_rank, device
+        self._landings = Landings(device, live)
         self._kept_by_routes: dict[str, Kept] = {}
         self.trainer_memory = TrainerMemory(device)
         self.last: Prepared | None = None
@@ -90,7 +81,7 @@ class Transfers:
     def unmap(self) -> None:
         """Unmaps the trainer ranks' memory, and drops all that has views of it."""
         self.drop_last()
-        self._shadow = None
+        self._landings.drop()
         self.trainer_memory.unmap()
 
     def clear(self) -> None:
@@ -126,15 +117,10 @@ class Transfers:
         strategy = choose_strategy(request.transport, index, demands, topology, request.bucket_bytes)
         trainer_ranks = strategy.mapped_by(self._rank, target.read_plan, index)
         memory = self.trainer_memory.map(trainer_ranks, request, session, index.layout)
-        self._allocate_shadow(request, demands, target)
-        program = self._shadow.program if self._shadow is not None else target.program
-        checks = None
-        if request.verify != "off":
-            checks = EngineChecks(index, program, session, target.names.names)
-        observer = checks.checksums if checks is not None else None
-        arrivals = ArrivalMemory(program, self._device, request.bucket_bytes, observer)
+        ranks_on_host = sum(demand.host == demands[self._rank].host for demand in demands)
+        landing = self._landings.make(request, target.program, index, session, target.names.names, ranks_on_host)
         side = EngineSide(
-            reads=Reads(self._rank, self._device, index, target.read_plan, arrivals, memory, request.timeout_s),
+            reads=Reads(self._rank, self._device, index, target.read_plan, landing, memory, request.timeout_s),
             live=target.program,
             engine=request.engine,
             read_plans=tuple(demand.digest for demand in demands),
@@ -150,7 +136,7 @@ class Transfers:
         if asked is not None:
             command = Prepare(side.transfer, asked.route, encode(asked.message), request.timeout_s)
         remark = "; ".join(filter(None, (unread_remark(unread), target.names.remark)))
-        self.last = Prepared(target, request, strategy, end, command, self._shadow, arrivals, checks, remark, ())
+        self.last = Prepared(target, request, strategy, end, command, landing, remark, ())
         return self.last
 
     def connect(self, session: Session, scope: str, gather: Callable[[str, Any], list[Any]]) -> None:
@@ -160,22 +146,6 @@ class Transfers:
         """
         assert self.last is not None
         self.last.end.connect(Meeting(session, scope, self.last.request.update, gather))
-
-    def _allocate_shadow(
-        self, request: DistributedUpdateWeightsReq, demands: Sequence[RankDemand], target: TargetPlan
-    ) -> None:
-        """Allocates the shadow weights of a staged update, unless they are there; frees those of another."""
-        shadow = self._shadow
-        if not request.staged:
-            self._shadow = None
-        elif shadow is None or shadow.live is not target.program:
-            self._shadow = shadow = None  # so that its memory counts as free
-            if not self._live:
-                self._shadow = ShadowWeights.in_place(target.program)
-                return
-            ranks_on_host = sum(demand.host == demands[self._rank].host for demand in demands)
-            check_room(shadow_bytes(target.program), ranks_on_host, self._device)
-            self._shadow = ShadowWeights.of(target.program)
 
 
 def _options(request: DistributedUpdateWeightsReq) -> tuple[object, ...]:

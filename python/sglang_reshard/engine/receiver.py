@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -16,6 +16,7 @@ import torch
 
 from sglang_reshard import tasks
 from sglang_reshard.engine.context import Phase, PhaseFailed, UpdateContext, failed_phase
+from sglang_reshard.engine.targets import Target
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import Aborted, ConnectionLost, Mismatch, ReshardError, Unsupported
 from sglang_reshard.gpu.runtime import runtime
@@ -25,7 +26,6 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, Dis
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.validation import check_request
 from sglang_reshard.trace.program import Program
-from sglang_reshard.trace.stock_load import EngineStart
 
 logger = get_logger(__name__)
 _IDLE_S = 1.0  # for what is left of an update that has ended
@@ -46,25 +46,10 @@ class WeightReceiver:
     No method raises for an update that fails: the output says why, and whether the weights are torn.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        rank: int,
-        size: int,
-        device: torch.device,
-        placement: Callable[[], bytes] = lambda: b"",
-        start: Callable[[], EngineStart] | None = None,
-        addresses_stay: bool = False,
-    ) -> None:
-        """Must be called before the model's first forward pass, unless `derived.remember_loaded` was.
-
-        rank            the engine rank, of `size`
-        placement       returns the expert placement, which the loader depends on in addition to the model
-        start           returns how the engine was started, see `trace.tracer.trace`
-        addresses_stay  CUDA graphs hold the addresses of the model's tensors
-        """
+    def __init__(self, target: Target, rank: int, size: int, device: torch.device) -> None:
+        """Writes `target` on engine rank `rank` of `size`, whose memory is on `device`."""
         self._rank, self._size, self._device = rank, size, device
-        self._executor = UpdateExecutor(model, rank, size, device, placement, start, addresses_stay)
+        self._executor = UpdateExecutor(target, rank, size, device)
         self._session: Session | None = None
         self._engine = 0  # this one's number in the session
         self._lock = threading.Lock()  # held during an update, and while a session that has ended is dropped
@@ -97,7 +82,7 @@ class WeightReceiver:
     # A staged update in parts, between which the engine continues to generate from the old weights.
 
     def stage(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> DistributedUpdateWeightsOutput:
-        """Prepares, and starts a thread that receives into the shadow weights. Collective over all engine ranks."""
+        """Prepares, and starts a thread that receives apart from the live weights. Collective over all engine ranks."""
         self._staging = None  # that of an aborted update may still be running
         try:
             with self._running(request):
@@ -112,7 +97,7 @@ class WeightReceiver:
         return self._staging.result() if self._staging is not None and self._staging.done() else None
 
     def commit(self, request: DistributedUpdateWeightsReq, refusal: str = "") -> DistributedUpdateWeightsOutput:
-        """Makes the shadow weights live, once `staged` reports success on the first rank. Collective."""
+        """Makes live what was staged, once `staged` reports success on the first rank. Collective."""
         if self._staging is not None:
             wait([self._staging], request.timeout_s)
         try:

@@ -1,4 +1,4 @@
-"""Traces an engine rank's loader, and plans what it reads from which trainer rank."""
+"""Plans what an engine rank writes, and what it reads from which trainer rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sglang_reshard.engine.loader_names import LoaderNames
+from sglang_reshard.engine.targets import Target
 from sglang_reshard.engine.trainer_memory import TrainerMemory
 from sglang_reshard.engine.unread import left_alone_remark
 from sglang_reshard.gpu.announce import rank_device
@@ -22,22 +23,20 @@ from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.validation import check_layout
 from sglang_reshard.trace.kept import MayStay
 from sglang_reshard.trace.program import Program
-from sglang_reshard.trace.stock_load import EngineStart
-from sglang_reshard.trace.tracer import trace
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetPlan:
-    """An engine rank's traced loader and read plan.
+    """An engine rank's program and read plan.
 
     Valid for one source layout (by content hash), its names for the loader, one rule of what may stay, one set of live
     addresses, one set of trainer ranks' hosts and GPUs, and one set of trainer ranks whose memory cannot be mapped.
     """
 
     layout: str
-    signature: int | str
+    signature: int
     may_stay: MayStay
     names: LoaderNames
     trainers: tuple[object, ...]
@@ -46,10 +45,10 @@ class TargetPlan:
     read_plan: ReadPlan
     demand: RankDemand
 
-    def is_current(self, request: DistributedUpdateWeightsReq, signature: int | str, names: LoaderNames) -> bool:
+    def is_current(self, request: DistributedUpdateWeightsReq, signature: int, names: LoaderNames) -> bool:
         return self.is_traced(request, signature, names) and self.trainers == trainers_of(request)
 
-    def is_traced(self, request: DistributedUpdateWeightsReq, signature: int | str, names: LoaderNames) -> bool:
+    def is_traced(self, request: DistributedUpdateWeightsReq, signature: int, names: LoaderNames) -> bool:
         known = self.layout, self.signature, self.may_stay, self.names.digest
         return known == (request.layout, signature, MayStay(request.frozen, request.only), names.digest)
 
@@ -59,8 +58,8 @@ class TargetPlan:
 
 
 def plan_target(
-    model: torch.nn.Module,
-    signature: int | str,
+    target: Target,
+    signature: int,
     request: DistributedUpdateWeightsReq,
     session: Session,
     rank: int,
@@ -70,16 +69,15 @@ def plan_target(
     drop_views: Callable[[], None],
     known: TargetPlan | None,
     names: LoaderNames,
-    start: Callable[[], EngineStart] | None = None,
 ) -> TargetPlan:
-    """Traces and plans for engine rank `rank` of `size` on `device`.
+    """Plans what is written and read on engine rank `rank` of `size` on `device`.
 
+    signature  of the target, now
     memory     tries whether the trainer ranks' memory can be mapped
     drop_views drops all views of it; is called before, but not for weights that the loader refuses
-    known      an earlier plan, whose trace is reused for a trainer that has the same tensors elsewhere, and which
+    known      an earlier plan, whose program is reused for a trainer that has the same tensors elsewhere, and which
                is returned if nothing has changed
     names      of the layout's tensors, as the loader reads them
-    start      see `trace`
     """
     if known is not None and known.is_traced(request, signature, names):
         tensor_index, program = known.tensor_index, known.program
@@ -88,7 +86,7 @@ def plan_target(
         if names.names:
             layout = renamed(layout, names.names)
         may_stay = MayStay(request.frozen, request.only)
-        program = trace(model, [t.spec for t in layout.tensors], start, may_stay=may_stay)
+        program = target.program([t.spec for t in layout.tensors], may_stay)
         if program.left_alone:
             logger.info("engine rank %d: %s", rank, left_alone_remark(program))
         tensor_index, known = TensorIndex.of(layout), None

@@ -5,10 +5,10 @@
     call     trainer ranks that send prepare to do so
     connect  create communicators, buffers and views, together with the trainer ranks that send
     check    what has to be checked of an offer has arrived, and is sound, on all engine ranks
-    staged   a staged update has arrived in the shadow weights, and is verified
-    move     bytes arrive in the live parameters, or in the shadow weights of a staged update
+    staged   a staged update has arrived where the landing holds it back, and is verified
+    move     bytes arrive where the landing has them written: in the live parameters, or apart from them
     verify   checksums of what has arrived are compared with the trainer's, if requested
-    commit   shadow weights are copied to the live ones; the loader's local steps run; what forward passes have derived
+    commit   what was held back is made live; the loader's local steps run; what forward passes have derived
              from the old weights is dropped, or computed again
 
 All engine ranks vote between the phases, and so proceed or fail together. The first byte is written to live memory
@@ -20,21 +20,20 @@ An update for which nothing has changed goes from `prepare` straight to `move`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
 import torch
 
-from sglang_reshard.derived import DerivedState
 from sglang_reshard.engine.context import Phase, UpdateContext, Vote, describe_error
 from sglang_reshard.engine.loader_names import LoaderNames
 from sglang_reshard.engine.name_search import search_names
 from sglang_reshard.engine.prepared import Prepared, Transfers
-from sglang_reshard.engine.received_tensors import ReceivedTensors
 from sglang_reshard.engine.sound_weights import LastWrite, check_kept
 from sglang_reshard.engine.target_planning import TargetPlan, get_layout, plan_target
+from sglang_reshard.engine.targets import Target
 from sglang_reshard.engine.unread import left_alone_remark, not_ignored
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
@@ -47,7 +46,6 @@ from sglang_reshard.protocol.messages import (
 )
 from sglang_reshard.protocol.update_channel import WRITING, WRITTEN
 from sglang_reshard.trace.program import Program
-from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.version import check_same_version
 
 _GIVEN = LoaderNames()
@@ -59,26 +57,15 @@ class UpdateExecutor:
     A phase that fails raises PhaseFailed or Aborted if all ranks know of it, and any other error if they do not.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        rank: int,
-        size: int,
-        device: torch.device,
-        placement: Callable[[], bytes],
-        start: Callable[[], EngineStart] | None = None,
-        addresses_stay: bool = False,
-    ) -> None:
+    def __init__(self, target: Target, rank: int, size: int, device: torch.device) -> None:
         """See `WeightReceiver`."""
-        self._model, self._rank, self._size, self._device = model, rank, size, device
-        self._derived, self._placement = DerivedState(model, addresses_stay), placement
-        self._start = start
+        self._target, self._rank, self._size, self._device = target, rank, size, device
         # Signature and layout of the target whose remark is in an earlier report; a reference would keep its memory.
-        self._remarked: tuple[int | str, str] | None = None
+        self._remarked: tuple[int, str] | None = None
         self._placed = b""  # when the update under way was prepared
-        self._target: TargetPlan | None = None
+        self._planned: TargetPlan | None = None
         self._live: TargetPlan | None = None  # by which the live weights, and scratch memory, were written
-        self.transfers = Transfers(rank, device, live=not isinstance(model, ReceivedTensors))
+        self.transfers = Transfers(rank, device, target.live)
         self._written = LastWrite()
         self._names = LoaderNames()
         self.torn = ""  # why the weights are partly written; empty if they are sound
@@ -107,14 +94,11 @@ class UpdateExecutor:
         self._connect(context, self._plan(context))
 
     def receive_staged(self, context: UpdateContext) -> None:
-        """Receives into the shadow weights, and verifies them."""
-        shadow = self.transfer.shadow
-        assert shadow is not None
-        if self.transfer.target.program.scratch_bytes:  # it has no shadow
+        """Receives where the landing holds back what arrives, and verifies it."""
+        if self.transfer.target.program.scratch_bytes:  # it is written at once
             self._live = None
         error = ""
         try:
-            shadow.copy_from_live()
             if context.taken:
                 self._check_taken(context)
             self._move(context)
@@ -125,27 +109,27 @@ class UpdateExecutor:
 
     def prepare_commit(self, context: UpdateContext, refusal: str) -> None:
         """Takes the last vote before the live weights are written, where `prepare` has not: time may have passed."""
-        if not refusal and self._placement() != self._placed:
+        if not refusal and self._target.placement() != self._placed:
             refusal = "experts were rebalanced since the update was staged; repeat it"
         with self._begins_to_write(context, not refusal) as mark:
             context.all_gather_votes(Phase.READY, Vote(refusal), mark)
 
     def write(self, context: UpdateContext) -> DistributedUpdateWeightsOutput:
         """Writes the live weights: everything that a failure leaves torn. An offer is checked before it begins."""
-        if context.taken and self.transfer.shadow is None:
+        landing = self.transfer.landing
+        if context.taken and not landing.holds_back:
             self._vote_on_taken(context)
         self.torn, self._live, target = _torn(context.request), None, self.transfer.target
         self._written = LastWrite(context.request.stock_changes, target.program.kept)
         error = ""
         try:
-            if self.transfer.shadow is None:
+            if not landing.holds_back:
                 self._move(context)
                 self._verify(context)
             with context.enter(Phase.COMMIT):
-                if self.transfer.shadow is not None:
-                    self.transfer.shadow.copy_to_live()
-                self.transfer.target.program.run_steps()
-                self._derived.renew()
+                landing.commit()
+                target.program.run_steps()
+                self._target.renew()
                 self._synchronize()
         except Exception as failure:
             error = context.abort_because(failure)
@@ -164,7 +148,7 @@ class UpdateExecutor:
                 f"engine rank {self._rank}: the live weights were not brought by an update of this package, so that "
                 "nothing tells which checkpoint tensors they hold; update this engine first"
             )
-        if live.signature != self._signature():
+        if live.signature != self._target.signature():
             raise Unsupported(
                 f"engine rank {self._rank}: live parameters were replaced since the last update, or experts moved; "
                 "update it again"
@@ -179,7 +163,7 @@ class UpdateExecutor:
     def accept_new_addresses(self) -> None:
         """See `WeightReceiver.moving_memory`."""
         if self._live is not None:
-            self._live = replace(self._live, signature=self._signature())
+            self._live = replace(self._live, signature=self._target.signature())
 
     def unmap(self) -> None:
         """Unmaps the trainer ranks' memory, and returns what is not used without it to the GPU, as the trainer does."""
@@ -197,7 +181,7 @@ class UpdateExecutor:
             least_bytes=transfer.target.demand.least_bytes,
             peak_extra_bytes=peak_extra_bytes,
             seconds=context.seconds,
-            staged_bytes=transfer.shadow_bytes,
+            staged_bytes=transfer.landing.staged_bytes,
             foreign_bytes=context.memory.foreign_bytes(),
         )
         vote = Vote(
@@ -211,7 +195,7 @@ class UpdateExecutor:
         strategy, tensor_index = transfer.strategy, transfer.target.tensor_index
         output = DistributedUpdateWeightsOutput(
             success=True,
-            message="; ".join(filter(None, (transfer.remark, traffic.remark, self._derived.remark))),
+            message="; ".join(filter(None, (transfer.remark, traffic.remark, self._target.remark))),
             transport=strategy.name,
             transport_reason=strategy.reason,
             tensors=len(tensor_index.layout.tensors),
@@ -239,7 +223,7 @@ class UpdateExecutor:
         """
         try:
             with context.enter(Phase.TRACE):
-                self._names = search_names(context, self._model, get_layout(context.request, context.session))
+                self._names = search_names(context, self._target, get_layout(context.request, context.session))
             vote = msgspec.structs.replace(self._target_vote(context), reusable=False, accepts=False)
         except Mismatch as error:  # the same on all ranks
             vote = Vote(error=str(error))
@@ -259,15 +243,13 @@ class UpdateExecutor:
         transfer = self.transfers.last
         if transfer is None or not transfer.is_checked(request):
             check_same_version(request.package_version)
-        if isinstance(self._model, ReceivedTensors) and (self._target is None or self._target.layout != request.layout):
-            self._model.allocate([t.spec for t in get_layout(request, context.session).tensors])
-        signature, self._placed = self._signature(), self._placement()
+        signature, self._placed = self._target.signature(), self._target.placement()
         names = self._names_of(request)
-        target, tried_handles = self._target, self.transfers.trainer_memory.tried_handles
+        target, tried_handles = self._planned, self.transfers.trainer_memory.tried_handles
         if target is None or not target.is_current(request, signature, names) or tried_handles != request.handles:
             with context.enter(Phase.TRACE):
-                self._target = target = plan_target(
-                    self._model,
+                self._planned = target = plan_target(
+                    self._target,
                     signature,
                     request,
                     context.session,
@@ -278,7 +260,6 @@ class UpdateExecutor:
                     self.transfers.drop_last,
                     known=target,
                     names=names,
-                    start=self._start,
                 )
         if target.program.kept:
             check_kept(target.program.kept, request, self._written, torn=bool(self.torn))
@@ -292,7 +273,7 @@ class UpdateExecutor:
         return Vote(reusable=reusable, accepts=accepts)
 
     def _plan(self, context: UpdateContext) -> Prepared:
-        target = self._target
+        target = self._planned
         assert target is not None
         plan, vote = None, Vote()
         with context.enter(Phase.PLAN):
@@ -300,22 +281,20 @@ class UpdateExecutor:
         searched = self._names_of(context.request) is self._names
         if not searched and not_ignored(target.unread(demands), context.request.ignore):
             context.check_votes(Phase.PREPARE, self._find_names(context))
-            target = self._target
+            target = self._planned
             assert target is not None
             demands = context.all_gather("demands/names", target.demand)
         with context.enter(Phase.PLAN):
             try:
                 plan = self.transfers.plan(context.request, demands, context.session, target)
-                regions = plan.checks.regions[0] if plan.checks is not None else ""
-                vote = Vote(plan=plan.strategy.digest(), regions=regions, kept=target.program.kept)
+                vote = Vote(plan=plan.strategy.digest(), landing=plan.landing.tells(), kept=target.program.kept)
             except Exception as error:
                 vote = Vote(error=self._described(context, error))
             votes = context.all_gather_votes(Phase.PLAN, vote)
         if plan is None or len({v.plan for v in votes}) > 1:
             raise ReshardError("engine ranks made different plans; this is a bug, please report it")
         plan.kept = tuple(sorted({name for v in votes for name in v.kept}))
-        if plan.checks is not None:
-            plan.checks.regions = tuple(v.regions for v in votes)
+        plan.landing.told(tuple(v.landing for v in votes), plan.kept)
         return plan
 
     def _connect(self, context: UpdateContext, plan: Prepared) -> None:
@@ -364,23 +343,16 @@ class UpdateExecutor:
         with context.enter(Phase.MOVE):
             if not context.taken:  # else it has begun with what was checked
                 self._call_trainers(context)
-            if transfer.checks is not None:
-                if self._rank == 0:
-                    transfer.checks.ask(context.channel, request)
-                transfer.checks.begin(request)
+            transfer.landing.begin(context)
             transfer.end.move(request, context.taken)
             self._synchronize()  # a GPU has only been given the copies
 
     def _verify(self, context: UpdateContext) -> None:
         """Raises Mismatch, naming the tensors, if this rank's weights are not the trainer's."""
-        checks, kept = self.transfer.checks, self.transfer.kept
-        if checks is not None:
-            with context.enter(Phase.VERIFY):
-                context.digest = checks.compare(context.channel, self._rank, context.request, kept)
-
-    def _signature(self) -> int:
-        """Returns a number that changes when the loader must be traced again."""
-        return hash((self._derived.signature(), self._placement()))
+        if context.request.verify == "off":
+            return
+        with context.enter(Phase.VERIFY):
+            context.digest = self.transfer.landing.check(context)
 
     def _synchronize(self) -> None:
         runtime().synchronize([self._device])

@@ -1,6 +1,32 @@
 """What is between a route and live memory: where weights arrive, and what is done before they are live.
 
-shadow    memory beside the live weights, in which a staged update arrives
-arrivals  memory for what is quantized or repacked once it has arrived whole
-checked   compares what has arrived with what the trainer holds, before it counts
+base        the interface; the base class is live memory itself
+choice      which landings an update needs
+shadow      memory beside the live weights, in which a staged update arrives
+converting  quantizes or repacks what has arrived whole
+checked     compares what has arrived with what the trainer holds, before it counts
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+from sglang_reshard.errors import Mismatch
+
+if TYPE_CHECKING:
+    from sglang_reshard.landings.base import TrainerSide
+    from sglang_reshard.protocol.session import Session
+
+# Name of a landing that asks trainer ranks -> the module with their side.
+_SIDES = {"checked": "sglang_reshard.landings.checked.trainer"}
+
+
+def trainer_side(landing: str, session: Session, trainer_rank: int, size: int, timeout_s: float) -> TrainerSide:
+    """Returns the side of trainer rank `trainer_rank` of `size` of a landing, whose module is imported now.
+
+    Raises Mismatch for a landing that asks nothing.
+    """
+    if landing not in _SIDES:
+        raise Mismatch(f"an engine asks in the name of a landing {landing!r}, which has no side on trainer ranks")
+    return cast("TrainerSide", import_module(_SIDES[landing]).trainer_side(session, trainer_rank, size, timeout_s))

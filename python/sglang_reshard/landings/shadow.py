@@ -1,9 +1,9 @@
-"""Allocates shadow weights: memory beside an engine rank's live weights, in which a staged update arrives."""
+"""Shadow weights: memory beside an engine rank's live weights, in which a staged update arrives."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import psutil
 import torch
@@ -11,40 +11,41 @@ import torch
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.landings.base import Landing, Update
 from sglang_reshard.trace.program import Program
 
 
-@dataclass(frozen=True, slots=True)
-class ShadowWeights:
-    """Memory of `nbytes` that `program` writes to, and otherwise does what `live` does.
+class Shadow(Landing):
+    """Memory that is written instead of what `live` writes, and is copied to that at the commit.
 
     Storages are copied whole in both directions, so that what no copy of the program writes stays as it is.
     """
 
-    live: Program
-    program: Program
-    nbytes: int
-    _from_live: CopyList
-    _to_live: CopyList
+    holds_back = True
 
-    @classmethod
-    def of(cls, live: Program) -> ShadowWeights:
+    def __init__(self, live: Program) -> None:
         kept = _kept(live)
         shadow = {name: torch.empty_like(target) for name, target in kept.items()}
-        program = replace(live, targets=live.targets | shadow)
-        return cls(live, program, shadow_bytes(live), _copies(shadow, kept), _copies(kept, shadow))
+        super().__init__(replace(live, targets=live.targets | shadow))
+        self.live = live
+        self.nbytes = self.staged_bytes = shadow_bytes(live)
+        self._from_live, self._to_live = _copies(shadow, kept), _copies(kept, shadow)
 
-    @classmethod
-    def in_place(cls, program: Program) -> ShadowWeights:
-        """Returns the memory that `program` writes to, which is not live before its steps run."""
-        nothing = _copies({}, {})
-        return cls(program, program, shadow_bytes(program), nothing, nothing)
-
-    def copy_from_live(self) -> None:
+    def begin(self, update: Update) -> None:
         self._from_live.run()
 
-    def copy_to_live(self) -> None:
+    def commit(self) -> None:
         self._to_live.run()
+
+
+class Apart(Landing):
+    """Memory from which nothing is served before the steps of its program run: it can be written at any time."""
+
+    holds_back = True
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.nbytes = self.staged_bytes = shadow_bytes(program)
 
 
 def shadow_bytes(live: Program) -> int:

@@ -8,7 +8,6 @@ import msgspec
 
 from sglang_reshard import errors
 from sglang_reshard.control import Address
-from sglang_reshard.digest.selection import Selection
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.layout.decoders import msgpack_decoder
@@ -306,20 +305,22 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     taken: bool = False
 
 
-class RequestChecksums(msgspec.Struct, frozen=True, tag="request_checksums"):
-    """Command of engine rank 0: compute the checksums that the engine ranks' weights must have, in `Checksums`.
+class Question(msgspec.Struct, frozen=True, tag="question"):
+    """Command of engine rank 0: answer what a landing asks. Engines that ask the same get one answer.
 
-    regions    content hash of each engine rank's region set in the session
-    selection  the elements that are compared
-    names      content hash of the names by which the digest counts the tensors; empty for the layout's own
+    landing  names its trainer ranks' side
+    message  what that is asked, see `encode`
     """
 
-    regions: tuple[str, ...]
-    selection: Selection
-    names: str = ""
+    landing: str
+    message: bytes
+
+    def asked(self, kind: type[T]) -> T:
+        """Returns what is asked. Raises Mismatch for what is not of this kind."""
+        return decode(self.message, kind)
 
 
-Command = Prepare | Connect | Start | RequestChecksums
+Command = Prepare | Connect | Start | Question
 
 
 class EngineCommand(msgspec.Struct, frozen=True, tag="engine_command"):
@@ -333,28 +334,6 @@ class UpdateResults(msgspec.Struct, frozen=True, tag="update_results"):
     """Sent by trainer rank 0 to all trainer ranks: the update has ended for all engines, by their numbers."""
 
     of: dict[int, Outcome[UpdateReport]]
-
-
-class ChecksumPart(msgspec.Struct, frozen=True):
-    """One trainer rank's answer to `RequestChecksums`, in an `Outcome`.
-
-    rows   checksums of the engine ranks that ask, little-endian uint64 [engine ranks, groups]
-    model  this trainer rank's part of the digest, see `digest.whole_model`; empty if it has none
-    """
-
-    rows: bytes
-    model: bytes
-
-
-class Checksums(msgspec.Struct, frozen=True):
-    """The checksums that one engine rank's weights must have, in an `Outcome` of all trainer ranks together.
-
-    row    little-endian uint64 [groups]
-    model  digest of all weights; empty if they have none
-    """
-
-    row: bytes
-    model: str
 
 
 def encode(message: Any) -> bytes:

@@ -21,21 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-import numpy as np
-
 from sglang_reshard.control import ControlClient, Standing, WaitTimedOut
-from sglang_reshard.digest import whole_model
-from sglang_reshard.digest.source import PartialChecksums
 from sglang_reshard.errors import Aborted, PeerDisconnected, ReshardError
 from sglang_reshard.protocol.messages import (
-    ChecksumPart,
-    Checksums,
     Command,
     DistributedUpdateWeightsOutput,
     EngineCommand,
-    Failure,
     Outcome,
-    RequestChecksums,
+    Question,
     TrainerStatus,
     UpdateResults,
     decode,
@@ -144,9 +137,9 @@ class TrainerChannel(_Scope):
         """Returns the scope of one engine, in which this rank is no member."""
         return EngineScope(self._client, self.update, engine, self._owner)
 
-    def put_checksums(self, trainer_rank: int, request: RequestChecksums, part: Outcome[ChecksumPart]) -> None:
-        """Hands this trainer rank's part of the checksums to trainer rank 0."""
-        self._client.set({self._part(request, trainer_rank): encode(part)})
+    def put_part(self, trainer_rank: int, question: Question, part: Outcome[Any]) -> None:
+        """Hands this trainer rank's part of an answer to trainer rank 0."""
+        self._client.set({self._part(question, trainer_rank): encode(part)})
 
     # -- trainer rank 0
 
@@ -156,26 +149,17 @@ class TrainerChannel(_Scope):
         statuses = self._get(keys, timeout_s, functools.partial(_no_call, self.update, timeout_s))
         return [decode(status, Outcome[TrainerStatus]) for status in statuses]
 
-    def sum_checksums(
-        self, request: RequestChecksums, own: Outcome[ChecksumPart], trainer_ranks: int, timeout_s: float
-    ) -> None:
-        """Adds the parts of all trainer ranks up, of which rank 0's is `own`, and publishes the sums for the engines.
+    def collect_parts(
+        self, question: Question, kind: type[T], trainer_ranks: int, timeout_s: float
+    ) -> list[Outcome[T]]:
+        """Returns the parts of all other trainer ranks. Raises DeadlineExceeded naming the ranks that have put none."""
+        keys = [self._part(question, rank) for rank in range(1, trainer_ranks)]
+        data = self._get(keys, timeout_s, lambda missing: _no_answer([r + 1 for r in missing], timeout_s))
+        return [decode(part, Outcome[kind]) for part in data]  # type: ignore[valid-type]
 
-        A failure of any rank is published in their place.
-        """
-        try:
-            keys = [self._part(request, rank) for rank in range(1, trainer_ranks)]
-            missing_ranks = lambda missing: _no_checksums([rank + 1 for rank in missing], timeout_s)  # noqa: E731
-            others = self._get(keys, timeout_s, missing_ranks)
-            parts = [part.result() for part in (own, *(decode(data, Outcome[ChecksumPart]) for data in others))]
-            rows = np.add.reduce([_rows(part, len(request.regions)) for part in parts], axis=0)
-            model = whole_model.model_digest(part.model for part in parts)
-            sums = [Outcome(Checksums(row.tobytes(), model)) for row in rows]
-        except Aborted:
-            return  # which all of them raise
-        except Exception as error:
-            sums = [Outcome[Checksums](failure=Failure.of(error))] * len(request.regions)
-        self._client.set({_sum(self.update, request, e): encode(row) for e, row in enumerate(sums)})
+    def put_answers(self, question: Question, answers: Sequence[Outcome[Any]]) -> None:
+        """Answers, by engine rank, all engines that have asked."""
+        self._client.set({_answer(self.update, question, e): encode(answer) for e, answer in enumerate(answers)})
 
     def send_results(self, results: UpdateResults) -> None:
         """Ends the update on all trainer ranks."""
@@ -207,8 +191,8 @@ class TrainerChannel(_Scope):
     def _status(self, trainer_rank: int) -> str:
         return f"{self.scope}/status/{trainer_rank}"
 
-    def _part(self, request: RequestChecksums, trainer_rank: int) -> str:
-        return f"{_asked(self.update, request)}/of/{trainer_rank}"
+    def _part(self, question: Question, trainer_rank: int) -> str:
+        return f"{_asked(self.update, question)}/of/{trainer_rank}"
 
 
 class EngineScope(_Scope):
@@ -293,22 +277,18 @@ class EngineChannel(EngineScope):
             f"trainer ranks {missing} were not ready to send within {timeout_s:.0f} s; look at their logs"
         ))  # fmt: skip
 
-    def request_checksums(self, request: RequestChecksums) -> None:
-        """Sends the command, unless another engine has asked for the same."""
-        command = encode(EngineCommand(self.engine, request))
-        self._client.append(_commands(self.update), command, _asked(self.update, request))
+    def ask(self, question: Question) -> None:
+        """Asks all trainer ranks, unless another engine has asked the same."""
+        command = encode(EngineCommand(self.engine, question))
+        self._client.append(_commands(self.update), command, _asked(self.update, question))
 
-    def get_checksums(self, request: RequestChecksums, engine_rank: int, timeout_s: float) -> tuple[np.ndarray, str]:
-        """Returns the checksums that the trainer's weights give an engine rank, and the digest of all weights.
-
-        They are uint64, [groups]; the digest is empty if the weights have none, see `digest.whole_model`. Raises what
-        a trainer rank raised that could not compute them.
-        """
-        key = _sum(self.update, request, engine_rank)
+    def answer(self, question: Question, kind: type[T], engine_rank: int, timeout_s: float) -> T:
+        """Returns the answer for an engine rank. Raises what a trainer rank raised that could not answer."""
+        key = _answer(self.update, question, engine_rank)
         wait_s = timeout_s + _RESULT_S  # trainer rank 0 knows which ranks it waits for
-        (data,) = self._get([key], wait_s, lambda _: _no_checksums([0], wait_s))
-        found = decode(data, Outcome[Checksums]).result()
-        return np.frombuffer(found.row, "<u8").astype(np.uint64), found.model
+        (data,) = self._get([key], wait_s, lambda _: _no_answer([0], wait_s))
+        found: Outcome[T] = decode(data, Outcome[kind])  # type: ignore[valid-type]
+        return found.result()
 
     def all_gather(
         self, phase: str, engine_rank: int, engine_ranks: int, message: T, timeout_s: float, mark: str = ""
@@ -332,16 +312,6 @@ class EngineChannel(EngineScope):
         return [decode(m, type(message)) for m in data]
 
 
-def _rows(part: ChecksumPart, engine_ranks: int) -> np.ndarray:
-    return np.frombuffer(part.rows, "<u8").reshape(engine_ranks, -1)
-
-
-def checksum_part(found: PartialChecksums) -> ChecksumPart:
-    """Returns a trainer rank's part as it is sent."""
-    rows = found.engine_ranks.astype("<u8", copy=False)
-    return ChecksumPart(rows.tobytes(), whole_model.to_bytes(found.model))
-
-
 def _update(update: int) -> str:
     return f"update/{update}"
 
@@ -354,13 +324,12 @@ def _numbered(update: int, number: int) -> str:
     return f"{_commands(update)}/{number}"
 
 
-def _asked(update: int, request: RequestChecksums) -> str:
-    """Engines that are alike ask for the same, and get one answer."""
-    return f"{_update(update)}/checksums/{hashlib.sha256(encode(request)).hexdigest()[:32]}"
+def _asked(update: int, question: Question) -> str:
+    return f"{_update(update)}/asked/{hashlib.sha256(encode(question)).hexdigest()[:32]}"
 
 
-def _sum(update: int, request: RequestChecksums, engine_rank: int) -> str:
-    return f"{_asked(update, request)}/for/{engine_rank}"
+def _answer(update: int, question: Question, engine_rank: int) -> str:
+    return f"{_asked(update, question)}/for/{engine_rank}"
 
 
 def _no_call(update: int, timeout_s: float, missing: list[int]) -> str:
@@ -370,5 +339,8 @@ def _no_call(update: int, timeout_s: float, missing: list[int]) -> str:
     )
 
 
-def _no_checksums(missing: list[int], timeout_s: float) -> str:
-    return f"trainer ranks {missing} did not compute checksums within {timeout_s:.0f} s; look at their logs"
+def _no_answer(missing: list[int], timeout_s: float) -> str:
+    return (
+        f"trainer ranks {missing} did not say within {timeout_s:.0f} s what the engine's weights are checked against; "
+        "look at their logs"
+    )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from sglang_reshard.landings.arrivals import ArrivalMemory
+from sglang_reshard.landings.base import Landing
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.memory.mapping import PeerMemory
 from sglang_reshard.observability.report import Traffic
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # a trainer rank sends without the tracer
 class Reads:
     """The elements that one engine rank reads, and where they are written.
 
-    arrivals   the program that is written, and memory for its arrivals, which the route places
+    landing    where they arrive; the route places it
     memory     trainer rank -> its mapped memory, for the trainer ranks whose memory this rank reads
     timeout_s  seconds that any one wait may last
     """
@@ -46,13 +46,13 @@ class Reads:
     device: torch.device
     tensor_index: TensorIndex
     read_plan: ReadPlan
-    arrivals: ArrivalMemory
+    landing: Landing
     memory: Mapping[int, PeerMemory]
     timeout_s: float = 0.0
 
     @property
     def program(self) -> Program:
-        return self.arrivals.program
+        return self.landing.program
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class EngineEnd:
     """One engine rank's end of a route, for one plan.
 
     calls        trainer ranks take part in a move: they are told to start
-    nbytes       of the buffers held between updates, without those of arrivals
+    nbytes       of the buffers held between updates, without those of the landing
     connections  to other ranks, from before they connect; None if there are none
     """
 

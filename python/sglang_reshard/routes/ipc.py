@@ -36,7 +36,7 @@ class DirectReads:
     """Copies from mapped memory, with a cast where dtypes differ: what can be copied at once by one `CopyList`."""
 
     def __init__(self, reads: Reads, numbers: Sequence[int]) -> None:
-        """`numbers` of reads of the read plan. `reads.arrivals` must have been placed."""
+        """`numbers` of reads of the read plan. `reads.landing` must have been placed."""
         self.read_bytes: dict[int, int] = {}
         copies: dict[int | None, list[StridedCopy]] = {}
         for read in numbers:
@@ -46,7 +46,7 @@ class DirectReads:
             mapping, offset, strides = reads.memory[trainer_rank].locate(
                 tensor, item.local_region, tensor_class.item_bytes
             )
-            copies.setdefault(reads.arrivals.turn_of(copy.target), []).append(
+            copies.setdefault(reads.landing.turn_of(copy.target), []).append(
                 StridedCopy(
                     target=copy.target,
                     target_offset=copy.offset + item.offset,
@@ -63,7 +63,7 @@ class DirectReads:
         self.extra_bytes = sum(copies.table_bytes for copies in self._copies.values())
 
     def run(self, turn: int | None = None) -> None:
-        """Copies what belongs to a turn of `ArrivalMemory`, or to none."""
+        """Copies what belongs to a turn of the landing, or to none."""
         if turn in self._copies:
             self._copies[turn].run()
 
@@ -72,12 +72,12 @@ class IpcEngineEnd(EngineEnd):
     """Reads all that this rank needs from mapped memory. No trainer rank takes part."""
 
     def __init__(self, side: EngineSide, _strategy: Strategy) -> None:
-        self._reads, self._arrivals = side.reads, side.reads.arrivals
+        self._reads, self._landing = side.reads, side.reads.landing
         self._copies: DirectReads | None = None
 
     def connect(self, meeting: Meeting) -> None:
         numbers = mapped_reads(self._reads)
-        self._arrivals.place([], read_targets(self._reads.read_plan, numbers))
+        self._landing.place([], read_targets(self._reads.read_plan, numbers))
         self._copies = DirectReads(self._reads, numbers)
         self.nbytes = self._copies.extra_bytes
 
@@ -89,9 +89,9 @@ class IpcEngineEnd(EngineEnd):
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
         assert self._copies is not None
         self._copies.run()
-        for turn in range(self._arrivals.turns):
+        for turn in range(self._landing.turns):
             self._copies.run(turn)
-            self._arrivals.finish(turn)
+            self._landing.arrived(turn)
 
 
 engine_end = IpcEngineEnd

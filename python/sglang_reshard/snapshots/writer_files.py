@@ -12,7 +12,6 @@ import torch
 
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from sglang_reshard.routes.p2p.links import destination_view
@@ -21,8 +20,7 @@ from sglang_reshard.snapshots.manifest import DELTA, SnapshotFile, sha256_of
 from sglang_reshard.snapshots.tensor_files import INDEX, MOST_TENSORS
 from sglang_reshard.snapshots.writer_folder import to_disk
 from sglang_reshard.sources import TrainerState
-from sglang_reshard.trace.geometry import contiguous_strides
-from sglang_reshard.trace.program import Copy, Program
+from sglang_reshard.trace.program import Program
 
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -122,12 +120,7 @@ class SnapshotFiles:
             for name, at in file.offsets.items():
                 dtype = getattr(torch, self.dtypes[name])
                 targets[name] = mapped[at : at + math.prod(shapes[name]) * dtype.itemsize].view(dtype)
-        copies = []
-        for tensor in layout.tensors:
-            region = Region.of(Box.whole(tensor.shape))
-            if region.numel:
-                copies.append(Copy(tensor.name, region, tensor.name, 0, contiguous_strides(tensor.shape)))
-        return Program(tuple(copies), targets)
+        return Program.whole(shapes, targets)
 
 
 def write_boxes(state: TrainerState, files: SnapshotFiles, folder: Path, trainer_rank: int) -> int:

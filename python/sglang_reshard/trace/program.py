@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from sglang_reshard.layout.regions import Box, Region
+from sglang_reshard.trace.geometry import contiguous_strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,8 @@ class Copy:
 class Step:
     """Local work after all copies: a fill, an expression over live and scratch tensors, or a post_load_weights call.
 
-    description  "fill VALUE", "from NAMES" (of the tensors that an expression depends on), "post_load_weights", or
-                 "unfold", see `folded`
+    description  "fill VALUE", "from NAMES" (of the tensors that an expression depends on), "post_load_weights",
+                 "unfold", see `folded`, or "use" of what was received
     """
 
     target: str
@@ -86,7 +87,7 @@ class Program:
     steps     fills, expressions and deferred post_load_weights calls, in the loader's order
     seconds   that the trace took
     arrivals  what is converted when all copies to that target have been made, and before the steps. The target is a
-              meta tensor until a transport has placed it in memory, see `landings.arrivals`
+              meta tensor until a transport has placed it in memory, see `landings.converting`
     left_alone  names of the parameters of which it does not write all: neither does a start on the checkpoint
     kept        names of tensors that it does not write, in order, see `trace.kept`
     """
@@ -98,6 +99,22 @@ class Program:
     arrivals: Mapping[str, Arrival] = field(default_factory=dict)
     left_alone: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+
+    @classmethod
+    def whole(
+        cls, shapes: Mapping[str, tuple[int, ...]], targets: dict[str, torch.Tensor], steps: tuple[Step, ...] = ()
+    ) -> Program:
+        """Returns the copies of whole tensors, by name, into contiguous ones of the same shapes.
+
+        targets  flat, and may have others in addition
+        """
+        regions = {name: Region.of(Box.whole(shape)) for name, shape in shapes.items()}
+        copies = (
+            Copy(name, region, name, 0, contiguous_strides(shapes[name]))
+            for name, region in regions.items()
+            if region.numel
+        )
+        return cls(tuple(copies), targets, steps)
 
     @property
     def scratch_bytes(self) -> int:

@@ -14,11 +14,12 @@ from typing import Any
 
 from sglang_reshard import tasks
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
-from sglang_reshard.landings.checked.trainer import TrainerChecks
+from sglang_reshard.landings import trainer_side
+from sglang_reshard.landings.base import TrainerSide
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import (
     EngineCommand,
-    RequestChecksums,
+    Question,
     UpdateResults,
     name_rank,
 )
@@ -46,7 +47,7 @@ class TrainerWorker:
         self._shared = shared
         self._engines: tuple[int, ...] = ()
         self._transfers: dict[int, EngineTransfers] = {}  # of engines that have sent commands
-        self._checks = TrainerChecks(session, trainer_rank, size, timeout_s)
+        self._sides: dict[str, TrainerSide] = {}  # of landings that have asked, by their names
 
     def set_engines(self, engines: Iterable[int]) -> None:
         """Sets the engines of further updates, by their numbers."""
@@ -68,20 +69,20 @@ class TrainerWorker:
         """Executes commands until the update ends for all engines.
 
         A failure here aborts the update of the engine whose command it was, and is not raised: the results report it.
-        Raises Aborted if no results arrive, and Mismatch if the shards have changed since their checksums were sent, as
-        far as peers could write to them.
+        Raises Aborted if no results arrive, and Mismatch if the shards have changed since a landing was answered, where
+        peers could write to them.
         """
         commands = _EngineCommands(self._of, channel, published, shards, self._rank)
-        results, checked = None, False
+        results, asked = None, set[str]()
         try:
             with commands:
                 for message in channel.messages(self._timeout_s):
                     if isinstance(message, UpdateResults):
                         results = message
-                    elif isinstance(message.command, RequestChecksums):
-                        checked = True
+                    elif isinstance(message.command, Question):
+                        asked.add(message.command.landing)
                         given = functools.partial(_published, published, self._rank)
-                        self._checks.answer(channel, message.command, given, shards)
+                        self._side_of(message.command).answer(channel, message.command, given, shards)
                     elif message.engine in self._engines:  # else it has been left out
                         commands.execute(message, alone=len(self._engines) == 1)
         except BaseException:
@@ -94,9 +95,9 @@ class TrainerWorker:
                 transfers.commit(channel.update)
             elif engine in commands.called:
                 transfers.release()
-        if checked:
+        for landing in asked:
             writable = any(transfers.writable_bytes for transfers in self._transfers.values())
-            self._checks.end(channel.update, writable)
+            self._sides[landing].end(channel.update, writable)
         return results
 
     def _of(self, engine: int) -> EngineTransfers:
@@ -104,9 +105,16 @@ class TrainerWorker:
             self._transfers[engine] = EngineTransfers(self._session, engine, self._rank, self._shared)
         return self._transfers[engine]
 
+    def _side_of(self, question: Question) -> TrainerSide:
+        if question.landing not in self._sides:
+            made = trainer_side(question.landing, self._session, self._rank, self._size, self._timeout_s)
+            self._sides[question.landing] = made
+        return self._sides[question.landing]
+
     def release(self) -> None:
         """Drops connections, buffers, and the views that keep the shards' memory."""
-        self._checks.release()
+        for side in self._sides.values():
+            side.release()
         for transfers in self._transfers.values():
             transfers.release()
 

@@ -16,6 +16,7 @@ from pairs import Pair, Placing
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.live_signature import live_signature
 from support.live_memory import differing, fill_with_garbage
@@ -103,7 +104,7 @@ def serve(
     """Updates of this rank's model, then stock loads of the same weights; where they differ."""
     use_nixl()
     model = build_rank(folder, tp_size=size, tp_rank=rank, ep_size=pair.ep, dtype=pair.engine_dtype)
-    receiver = WeightReceiver(model, rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     fill_with_garbage(model)
     signature = live_signature(model)
     updated = []

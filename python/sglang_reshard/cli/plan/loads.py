@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from sglang_reshard.cli.plan.rank_model import RankModel
-from sglang_reshard.landings.arrivals import ArrivalMemory
+from sglang_reshard.landings.base import Landing
+from sglang_reshard.landings.converting import converting
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.routes.broadcast.engine import targets_by_bucket
 from sglang_reshard.routes.broadcast.plan import BroadcastPlan
@@ -92,19 +93,19 @@ def engine_load(
 
 def arrival_bytes(index: TensorIndex, strategy: Strategy, engine_rank: int, rank: RankModel, bucket_bytes: int) -> int:
     """Returns the bytes of memory for what is quantized on arrival; by NIXL if it needs to read no gaps."""
-    arrivals, reads = ArrivalMemory(rank.program, _META, bucket_bytes), rank.read_plan
     if not rank.program.arrivals:
         return 0
+    landing, reads = converting(Landing(rank.program), _META, bucket_bytes), rank.read_plan
     if (plan := strategy.broadcast) is not None:
         own = [bucket for bucket in plan.buckets if engine_rank in plan.groups[bucket.group].members]
         direct = np.flatnonzero(plan.direct_reads[engine_rank][reads.shards(index)]).tolist()
-        arrivals.place(targets_by_bucket(index, rank.program, plan, own), read_targets(reads, direct))
+        landing.place(targets_by_bucket(index, rank.program, plan, own), read_targets(reads, direct))
     else:
         sending = strategy.senders(engine_rank)
         links = engine_links(index.layout, reads, rank.program, sending)
         mapped = [read for t in reads.traffic() if t not in sending for read in reads.reads_from(t)]
-        arrivals.place(targets_by_round(links, reads), read_targets(reads, mapped), ahead=BUCKETS - 1)
-    return arrivals.nbytes
+        landing.place(targets_by_round(links, reads), read_targets(reads, mapped), ahead=BUCKETS - 1)
+    return landing.nbytes
 
 
 def _link_loads(index: TensorIndex, rank: RankModel, trainer_rank: int, share: int) -> tuple[LinkLoad, LinkLoad]:

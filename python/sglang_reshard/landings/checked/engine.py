@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -10,55 +10,62 @@ from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.target import TargetChecksums
 from sglang_reshard.digest.whole_model import with_kept
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.landings.base import Landing, LandingAround, Update
+from sglang_reshard.landings.checked.messages import LANDING, ChecksAsk, Checksums
 from sglang_reshard.plan import TensorIndex
-from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, RequestChecksums
+from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq, Question, encode
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.protocol.update_channel import EngineChannel
-from sglang_reshard.trace.program import Program
 
 
-class EngineChecks:
-    """Checks one engine rank's weights, as `program` writes them.
+class Checked(LandingAround):
+    """Compares what has arrived with what the trainer ranks hold, by checksums: what is converted, before it is."""
 
-    checksums  of the weights; sees what is converted on arrival before it is
-    regions    content hashes of all engine ranks' regions; of this one's until the others are known
-    """
-
-    def __init__(self, index: TensorIndex, program: Program, session: Session, names: Sequence[str]) -> None:
+    def __init__(self, inner: Landing, index: TensorIndex, session: Session, names: Sequence[str]) -> None:
         """Publishes the regions. `names`: by which the digest counts tensors; empty for the layout's own."""
-        self.checksums = TargetChecksums(index, program)
-        self.regions: tuple[str, ...] = (session.put(self.checksums.regions),)
+        super().__init__(inner)
+        self._checksums = TargetChecksums(index, inner.program)
+        self._regions = session.put(self._checksums.regions)
+        self._of_ranks: tuple[str, ...] = (self._regions,)
+        self._kept: tuple[str, ...] = ()
         self._names = session.put(tuple(names)) if names else ""
 
-    def ask(self, channel: EngineChannel, request: DistributedUpdateWeightsReq) -> None:
-        """Asks the trainer ranks for what the weights must be. Called on engine rank 0."""
-        channel.request_checksums(self._asked(request))
+    def place(self, written: Sequence[Collection[str]], read: Collection[str], ahead: int = 0) -> None:
+        super().place(written, read, ahead)
+        self._checksums.place(self.program, self.complete)
 
-    def begin(self, request: DistributedUpdateWeightsReq) -> None:
-        """Must be called before anything arrives."""
-        self.checksums.begin(_selection(request))
+    def arrived(self, turn: int) -> None:
+        self._checksums.arrived(turn)
+        super().arrived(turn)
 
-    def compare(
-        self, channel: EngineChannel, engine_rank: int, request: DistributedUpdateWeightsReq, kept: Sequence[str]
-    ) -> str:
-        """Returns the digest of all weights; empty unless all were compared, in full, and on all but engine rank 0.
+    def tells(self) -> str:
+        """Returns the content hash of this rank's regions."""
+        return self._regions
 
-        kept  names of the parameters that any engine rank leaves as they are
+    def told(self, of_ranks: tuple[str, ...], kept: tuple[str, ...]) -> None:
+        self._of_ranks, self._kept = of_ranks, kept
 
-        Raises Mismatch, naming the tensors, if this rank's weights are not the trainer's.
-        """
-        actual = self.checksums.compute(_selection(request))
-        expected, digest = channel.get_checksums(self._asked(request), engine_rank, request.timeout_s)
-        if len(differing := np.flatnonzero(actual != expected)):
+    def begin(self, update: Update) -> None:
+        if update.rank == 0:  # asks for all
+            update.channel.ask(self._question(update.request))
+        self._checksums.begin(_selection(update.request))
+        super().begin(update)
+
+    def check(self, update: Update) -> str:
+        """The digest is known on engine rank 0, and only if all weights were compared, in full."""
+        request = update.request
+        actual = self._checksums.compute(_selection(request))
+        question = self._question(request)
+        expected = update.channel.answer(question, Checksums, update.rank, request.timeout_s)
+        if len(differing := np.flatnonzero(actual != expected.values)):
             raise Mismatch(
                 "the received weights differ from the trainer's: "
-                f"{self.checksums.tensor_names(differing.tolist())}. Repeat the update; if it happens again, suspect "
+                f"{self._checksums.tensor_names(differing.tolist())}. Repeat the update; if it happens again, suspect "
                 "this host's memory or its network"
             )
-        return with_kept(digest, tuple(kept)) if engine_rank == 0 and request.verify == "full" else ""
+        return with_kept(expected.model, self._kept) if update.rank == 0 and request.verify == "full" else ""
 
-    def _asked(self, request: DistributedUpdateWeightsReq) -> RequestChecksums:
-        return RequestChecksums(self.regions, _selection(request), self._names)
+    def _question(self, request: DistributedUpdateWeightsReq) -> Question:
+        return Question(LANDING, encode(ChecksAsk(self._of_ranks, _selection(request), self._names)))
 
 
 def _selection(request: DistributedUpdateWeightsReq) -> Selection:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -12,27 +12,18 @@ from sglang_reshard.digest.regions import RegionSet
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.source import SourceChecksums
 from sglang_reshard.errors import Aborted, Mismatch, ReshardError
+from sglang_reshard.landings.base import Published, TrainerSide
+from sglang_reshard.landings.checked.messages import ChecksAsk, ChecksumPart, Checksums, summed
 from sglang_reshard.layout.names import renamed
-from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.protocol.messages import ChecksumPart, Failure, Outcome, RequestChecksums
+from sglang_reshard.protocol.messages import Failure, Outcome, Question
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.protocol.update_channel import TrainerChannel, checksum_part
+from sglang_reshard.protocol.update_channel import TrainerChannel
 
 logger = get_logger(__name__)
 # What checksums were computed for: content hashes of the regions of all engine ranks and of names, and
 # `Published.identity`.
 _Key = tuple[tuple[str, ...], str, tuple[object, ...]]
-
-
-class Published(Protocol):
-    """What a trainer rank has published, see `trainer.publisher.PublishedShards`."""
-
-    @property
-    def source(self) -> SourceLayout: ...
-
-    @property
-    def identity(self) -> tuple[object, ...]: ...
 
 
 class _Answer(NamedTuple):
@@ -43,7 +34,7 @@ class _Answer(NamedTuple):
     part: ChecksumPart
 
 
-class TrainerChecks:
+class TrainerChecks(TrainerSide):
     """Answers on one trainer rank, of `size`. Keeps checksums, and the views that they are of, between updates."""
 
     def __init__(self, session: Session, trainer_rank: int, size: int, timeout_s: float) -> None:
@@ -56,15 +47,16 @@ class TrainerChecks:
     def answer(
         self,
         channel: TrainerChannel,
-        command: RequestChecksums,
+        question: Question,
         published: Callable[[], Published],
         shards: Callable[[], Sequence[torch.Tensor]],
     ) -> None:
         """Computes checksums. On trainer rank 0, also those of all trainer ranks together, for the engines."""
         try:
-            checksums = self._checksums(command, published(), shards)
-            found = checksum_part(checksums.compute(command.selection))
-            self._answered.append(_Answer(checksums, command.selection, found))
+            ask = question.asked(ChecksAsk)
+            checksums = self._checksums(ask, published(), shards)
+            found = ChecksumPart.of(checksums.compute(ask.selection))
+            self._answered.append(_Answer(checksums, ask.selection, found))
             part = Outcome(found)
         except Exception as error:
             if not isinstance(error, ReshardError):
@@ -72,9 +64,9 @@ class TrainerChecks:
             part = Outcome(None, Failure.on(self._rank, error))
         with contextlib.suppress(Aborted):  # the results report it
             if self._rank == 0:
-                channel.sum_checksums(command, part, self._size, self._timeout_s)
+                self._answer_all(channel, question, part)
             else:
-                channel.put_checksums(self._rank, command, part)
+                channel.put_part(self._rank, question, part)
 
     def end(self, update: int, writable: bool) -> None:
         """Ends an update in which anything was asked. Drops what it has not used, unless it has used nothing.
@@ -88,7 +80,7 @@ class TrainerChecks:
         self._known, self._used = self._used or self._known, {}
         regions = {digest for of_ranks, *_ in self._known for digest in of_ranks}
         self._regions = {digest: self._regions[digest] for digest in self._regions.keys() & regions}
-        if writable and any(checksum_part(of.compute(selection)) != part for of, selection, part in answered):
+        if writable and any(ChecksumPart.of(of.compute(selection)) != part for of, selection, part in answered):
             raise Mismatch(
                 f"the shards of trainer rank {self._rank} have changed during update {update}, while peers could write "
                 "to them. Do not train on them: load a checkpoint, and look for processes on its network that are no "
@@ -99,25 +91,38 @@ class TrainerChecks:
         """Drops the views that keep the shards' memory."""
         self._known, self._used, self._answered = {}, {}, []
 
+    def _answer_all(self, channel: TrainerChannel, question: Question, own: Outcome[ChecksumPart]) -> None:
+        """Answers the engines with the sums of all trainer ranks' parts, or with the failure of one."""
+        engine_ranks = len(question.asked(ChecksAsk).regions)
+        try:
+            others = channel.collect_parts(question, ChecksumPart, self._size, self._timeout_s)
+            answers = [Outcome(sums) for sums in summed([part.result() for part in (own, *others)], engine_ranks)]
+        except Aborted:
+            raise
+        except Exception as error:
+            answers = [Outcome[Checksums](failure=Failure.of(error))] * engine_ranks
+        channel.put_answers(question, answers)
+
     def _checksums(
-        self, command: RequestChecksums, published: Published, shards: Callable[[], Sequence[torch.Tensor]]
+        self, ask: ChecksAsk, published: Published, shards: Callable[[], Sequence[torch.Tensor]]
     ) -> SourceChecksums:
-        key = command.regions, command.names, published.identity
+        key = ask.regions, ask.names, published.identity
         if key not in self._used:
             if key not in self._known:
-                self._known[key] = self._compute(command, published, shards())
+                self._known[key] = self._compute(ask, published, shards())
             self._used[key] = self._known[key]
         return self._used[key]
 
-    def _compute(
-        self, command: RequestChecksums, published: Published, shards: Sequence[torch.Tensor]
-    ) -> SourceChecksums:
-        for rank, digest in enumerate(command.regions):
+    def _compute(self, ask: ChecksAsk, published: Published, shards: Sequence[torch.Tensor]) -> SourceChecksums:
+        for rank, digest in enumerate(ask.regions):
             if digest not in self._regions:
                 what = f"the regions of engine rank {rank}"
                 self._regions[digest] = self._session.get(digest, RegionSet, what, self._timeout_s)
         source = published.source
-        if command.names:
+        if ask.names:
             what = "the names that the engine's loader reads"
-            source = renamed(source, self._session.get(command.names, tuple[str, ...], what, self._timeout_s))
-        return SourceChecksums(source, shards, self._rank, [self._regions[digest] for digest in command.regions])
+            source = renamed(source, self._session.get(ask.names, tuple[str, ...], what, self._timeout_s))
+        return SourceChecksums(source, shards, self._rank, [self._regions[digest] for digest in ask.regions])
+
+
+trainer_side = TrainerChecks

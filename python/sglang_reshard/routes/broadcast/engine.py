@@ -59,10 +59,10 @@ class Broadcasts:
         self.extra_bytes = sum(b.numel() for b in buffers)
         mask = plan.direct_reads[engine_rank][reads.read_plan.shards(reads.tensor_index)]
         direct = np.flatnonzero(mask).tolist()  # of shards that no other rank needs
-        self._arrivals = reads.arrivals
+        self._landing = reads.landing
         if reads.program.arrivals:
             written = targets_by_bucket(reads.tensor_index, reads.program, plan, own)
-            self._arrivals.place(written, read_targets(reads.read_plan, direct))
+            self._landing.place(written, read_targets(reads.read_plan, direct))
         self._direct = DirectReads(reads, direct)
         self.extra_bytes += self._direct.extra_bytes
         self._read_bytes = dict(self._direct.read_bytes)
@@ -83,7 +83,7 @@ class Broadcasts:
         """Raises as `BroadcastCommunicator.wait` does."""
         self._direct.run()
         run_rounds(len(self._ops), self._broadcast, self._unpack)
-        for turn in range(len(self._ops), self._arrivals.turns):
+        for turn in range(len(self._ops), self._landing.turns):
             self._finish(turn)
 
     def _broadcast(self, turn: int) -> PendingBroadcast:
@@ -97,9 +97,9 @@ class Broadcasts:
         self._finish(turn)
 
     def _finish(self, turn: int) -> None:
-        if turn < self._arrivals.turns:
+        if turn < self._landing.turns:
             self._direct.run(turn)
-            self._arrivals.finish(turn)
+            self._landing.arrived(turn)
 
     def _bucket_ops(
         self,

@@ -64,7 +64,6 @@ class NixlEngineEnd(EngineEnd):
 
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
         """Raises PeerDisconnected and DeadlineExceeded for trainer ranks."""
-        self.side.reads.arrivals.begin()
         for stream in self.streams.values():
             stream.begin()
         try:

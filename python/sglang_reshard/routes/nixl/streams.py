@@ -16,7 +16,7 @@ import torch
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import DeadlineExceeded
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.landings.arrivals import ArrivalMemory
+from sglang_reshard.landings.base import Landing
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import ReadPlan
 from sglang_reshard.routes.base import Reads
@@ -51,10 +51,10 @@ class Stream:
         peer: str,
         link: NixlLink,
         device: torch.device,
-        arrivals: ArrivalMemory | None = None,
+        landing: Landing | None = None,
     ) -> None:
-        """The next message also waits for the other ranks, if it fills memory of `arrivals`."""
-        self.peer, self.arrivals = peer, arrivals
+        """The next message also waits for the other ranks, if it is converted in `landing`."""
+        self.peer, self.landing = peer, landing
         self.finished, self.started, self.is_done = 0, 0, False
         self.tensors, self.payload_bytes, self.read_bytes = link.tensors, link.payload_bytes, link.read_bytes
         self.reader, self._device = reader, device
@@ -83,7 +83,7 @@ class Stream:
                 copies.run()
                 runtime().synchronize([self._device])  # the bucket is overwritten in no stream's order
             self.finished += 1
-        turns = self.finished if self.arrivals is None else min(self.finished, self.arrivals.finished)
+        turns = self.finished if self.landing is None else min(self.finished, self.landing.finished)
         while self.started < min(len(self._messages), turns + BUCKETS) and self.may_start(self.started):
             self.reader.start(self.peer, self._messages[self.started][0])
             self.started += 1
@@ -118,9 +118,9 @@ class Stream:
 def trainer_streams(reader: NixlReader, reads: Reads, plan: ReadPlan, sizes: Mapping[int, int]) -> dict[int, Stream]:
     """Returns trainer rank -> the stream of what `plan` reads from it, in messages of `sizes` bytes.
 
-    Places the arrivals.
+    Places the landing.
     """
-    layout, arrivals = reads.tensor_index.layout, reads.arrivals
+    layout, landing = reads.tensor_index.layout, reads.landing
 
     def links() -> dict[int, NixlLink]:
         return {t: cut_link(reader, trainer_name(t), reads, layout, plan, t, sizes[t]) for t in plan.traffic()}
@@ -128,9 +128,8 @@ def trainer_streams(reader: NixlReader, reads: Reads, plan: ReadPlan, sizes: Map
     if not reads.program.arrivals:
         return {t: Stream(reader, trainer_name(t), link, reads.device) for t, link in links().items()}
     rounds = targets_by_round({rank: link.link for rank, link in links().items()}, plan)
-    arrivals.place(rounds, (), ahead=BUCKETS - 1)
-    arrivals.begin()
-    return {t: Stream(reader, trainer_name(t), link, reads.device, arrivals) for t, link in links().items()}
+    landing.place(rounds, (), ahead=BUCKETS - 1)
+    return {t: Stream(reader, trainer_name(t), link, reads.device, landing) for t, link in links().items()}
 
 
 def cut_link(
@@ -157,13 +156,13 @@ def read_streams(reads: Reads, streams: Sequence[Stream], advanced: Callable[[],
     Raises PeerDisconnected if a read fails, and DeadlineExceeded if none ends in `reads.timeout_s`.
     """
     left, polls, since = list(streams), 0, time.monotonic()
-    filling = [stream for stream in streams if stream.arrivals is not None]
+    filling = [stream for stream in streams if stream.landing is not None]
     advanced()
     while left:
         has_advanced = False
         for stream in left:
             has_advanced |= stream.advance()
-        _finish_turns(reads.arrivals, filling)
+        _finish_turns(reads.landing, filling)
         if has_advanced:
             advanced()
             left = [stream for stream in left if not stream.is_done]
@@ -179,10 +178,10 @@ def read_streams(reads: Reads, streams: Sequence[Stream], advanced: Callable[[],
         time.sleep(0 if polls < _SPINS else _POLL_S)
 
 
-def _finish_turns(arrivals: ArrivalMemory, filling: Sequence[Stream]) -> None:
+def _finish_turns(landing: Landing, filling: Sequence[Stream]) -> None:
     """Ends the turns whose messages have arrived."""
-    while arrivals.finished < arrivals.turns:
-        turn = arrivals.finished
+    while landing.finished < landing.turns:
+        turn = landing.finished
         if any(stream.finished <= turn < stream.count for stream in filling):
             return
-        arrivals.finish(turn)
+        landing.arrived(turn)

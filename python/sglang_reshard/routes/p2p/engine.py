@@ -35,11 +35,11 @@ class P2pReceiver:
         as_kept: bool = False,
     ) -> None:
         """`round_bytes`: by trainer rank, for those that send. `as_kept`: see `engine_links`."""
-        plan, layout, self._arrivals = reads.read_plan, reads.tensor_index.layout, reads.arrivals
+        plan, layout, self._landing = reads.read_plan, reads.tensor_index.layout, reads.landing
         direct = mapped_reads(reads, round_bytes)
         if reads.program.arrivals:  # what does each round bring?
             links = engine_links(layout, plan, reads.program, round_bytes, as_kept=as_kept)
-            self._arrivals.place(targets_by_round(links, plan), read_targets(plan, direct), ahead=BUCKETS - 1)
+            self._landing.place(targets_by_round(links, plan), read_targets(plan, direct), ahead=BUCKETS - 1)
         links = engine_links(layout, plan, reads.program, round_bytes, as_kept=as_kept)
         self._rounds, self.extra_bytes = build_rounds(links, reads.device, pack=False)
         self._direct = DirectReads(reads, direct)
@@ -51,7 +51,7 @@ class P2pReceiver:
         """Raises as `PendingOps.wait` does, and closes the communicators then."""
         try:
             run_rounds(len(self._rounds), self._receive, self._unpack, self._direct.run)
-            for turn in range(len(self._rounds), self._arrivals.turns):
+            for turn in range(len(self._rounds), self._landing.turns):
                 self._finish(turn)
         except BaseException:
             if self._communicators is not None:
@@ -67,9 +67,9 @@ class P2pReceiver:
         self._finish(number)
 
     def _finish(self, turn: int) -> None:
-        if turn < self._arrivals.turns:
+        if turn < self._landing.turns:
             self._direct.run(turn)
-            self._arrivals.finish(turn)
+            self._landing.arrived(turn)
 
 
 class P2pEngineEnd(EngineEnd):

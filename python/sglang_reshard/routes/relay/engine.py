@@ -36,7 +36,7 @@ class RelayEngineEnd(AroundEnd):
     """Reads from trainer ranks what its engine owns, and from the other engines what these own."""
 
     def __init__(self, side: EngineSide, _strategy: Strategy, inner: EngineEnd) -> None:
-        if not isinstance(inner, NixlEngineEnd) or side.reads.program is not side.live:
+        if not isinstance(inner, NixlEngineEnd) or side.reads.landing.holds_back:
             raise Mismatch("engines pass on live weights, by transport='nixl' and not staged, and no others")
         super().__init__(inner)
         self._side, self._nixl = side, inner
@@ -108,7 +108,6 @@ class _Relayed:
     def move(self, update: int) -> None:
         """Raises PeerDisconnected and DeadlineExceeded for trainer ranks; the reader is closed then."""
         self._relays.progress.begin(update, self._relays.check)
-        self._reads.arrivals.begin()
         for stream in self._direct.values():
             stream.begin()
         for relayed in self._all_relayed():

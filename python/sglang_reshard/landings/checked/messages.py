@@ -1,0 +1,64 @@
+"""What engine ranks ask of trainer ranks to check weights, and what these answer."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from sglang_reshard.digest import whole_model
+from sglang_reshard.digest.selection import Selection
+from sglang_reshard.digest.source import PartialChecksums
+
+LANDING = "checked"
+
+
+class ChecksAsk(msgspec.Struct, frozen=True):
+    """Asks for the checksums that the engine ranks' weights must have.
+
+    regions    content hash of each engine rank's region set in the session
+    selection  the elements that are compared
+    names      content hash of the names by which the digest counts the tensors; empty for the layout's own
+    """
+
+    regions: tuple[str, ...]
+    selection: Selection
+    names: str = ""
+
+
+class ChecksumPart(msgspec.Struct, frozen=True):
+    """One trainer rank's part of the answer.
+
+    rows   checksums of the engine ranks that ask, little-endian uint64 [engine ranks, groups]
+    model  this trainer rank's part of the digest, see `digest.whole_model`; empty if it has none
+    """
+
+    rows: bytes
+    model: bytes
+
+    @classmethod
+    def of(cls, found: PartialChecksums) -> ChecksumPart:
+        rows = found.engine_ranks.astype("<u8", copy=False)
+        return cls(rows.tobytes(), whole_model.to_bytes(found.model))
+
+
+class Checksums(msgspec.Struct, frozen=True):
+    """The checksums that one engine rank's weights must have, by all trainer ranks together.
+
+    row    little-endian uint64 [groups]
+    model  digest of all weights; empty if they have none
+    """
+
+    row: bytes
+    model: str
+
+    @property
+    def values(self) -> np.ndarray:
+        """Returns uint64 [groups]."""
+        return np.frombuffer(self.row, "<u8").astype(np.uint64)
+
+
+def summed(parts: list[ChecksumPart], engine_ranks: int) -> list[Checksums]:
+    """Returns each engine rank's checksums, the sums of all trainer ranks' parts."""
+    rows = np.add.reduce([np.frombuffer(part.rows, "<u8").reshape(engine_ranks, -1) for part in parts], axis=0)
+    model = whole_model.model_digest(part.model for part in parts)
+    return [Checksums(row.tobytes(), model) for row in rows]
