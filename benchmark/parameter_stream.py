@@ -54,7 +54,7 @@ def train(trainer: Any, model: Matrices, port: int) -> list[dict[str, Any]]:
     """Trainer rank 1 broadcasts; trainer rank 0, which reaches the engine ranks, is beside them."""
     from sglang.srt.utils.common import init_custom_process_group
 
-    from sglang_reshard.api.parameter_stream import ParameterStream, buckets, packed
+    from sglang_reshard.extras.parameter_stream import ParameterStream, buckets, packed
 
     at: dict[str, Any] = {"world_size": 2, "group_name": "weights", "backend": "gloo"}
     beside = trainer.rank == 0

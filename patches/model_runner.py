@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_reshard.engine.receiver import WeightReceiver
-    from sglang_reshard.replicas.share import LiveWeights
+    from sglang_reshard.extras.replicas.share import LiveWeights
 
 _LOAD = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 _IN_PROGRESS = DistributedUpdateWeightsOutput(success=True, message="", under_way=True)
@@ -73,7 +73,7 @@ def share_weights(self: ModelRunner, request: ShareWeightsReq) -> DistributedUpd
     """Begins to share this engine rank's live weights with another engine."""
     live: LiveWeights | None = getattr(self, _LIVE, None)
     if live is None:
-        from sglang_reshard.replicas.share import LiveWeights
+        from sglang_reshard.extras.replicas.share import LiveWeights
 
         receiver: WeightReceiver | None = getattr(self, _RECEIVER, None)
         if receiver is None:  # the tokenizer manager knows better, unless an update has just failed

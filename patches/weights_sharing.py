@@ -18,6 +18,9 @@ import msgspec
 
 from sglang_reshard.control import ControlServer
 from sglang_reshard.errors import EngineRefused, ReshardError, TornWeights, Unsupported
+from sglang_reshard.extras.replicas import peers
+from sglang_reshard.extras.replicas.pull import pull as pull_from
+from sglang_reshard.extras.replicas.share import has_begun, wait_until_shared
 from sglang_reshard.patches import sglang_versions, torn_weights, weights_info
 from sglang_reshard.patches.schedulers import ask_schedulers
 from sglang_reshard.patches.tokenizer_manager import cancelling, run_update
@@ -29,9 +32,6 @@ from sglang_reshard.protocol.messages import (
     SharedWeights,
     ShareWeightsReq,
 )
-from sglang_reshard.replicas import peers
-from sglang_reshard.replicas.pull import pull as pull_from
-from sglang_reshard.replicas.share import has_begun, wait_until_shared
 from sglang_reshard.version import check_same_version
 
 if TYPE_CHECKING:

@@ -11,14 +11,14 @@ from typing import Any, Literal, NamedTuple
 import ray
 import torch.distributed as dist
 
-from sglang_reshard.api.finite import first_not_finite
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.extras.asynchronous.background import UpdateHandle
+from sglang_reshard.extras.finite import first_not_finite
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.trainer.background import UpdateHandle
 from sglang_reshard.trainer.collectives import gather_messages
 from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions

@@ -2,7 +2,7 @@
 
 verl compares the probabilities of sampled tokens itself, where the rollout returns them
 (`rollout.calculate_log_probs=True`): `training/rollout_probs_diff_mean`. From the same tensors this module takes
-differences of log-probabilities, in nats, as `sglang_reshard.probe` has them.
+differences of log-probabilities, in nats, as `sglang_reshard.extras.probe` has them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.probe.comparison import differences
+from sglang_reshard.extras.probe.comparison import differences
 from sglang_reshard.verl.hooks import around
 
 _FUNCTION = "calculate_debug_metrics"

@@ -12,45 +12,45 @@ from typing import TYPE_CHECKING, Any
 from sglang_reshard.version import __version__
 
 if TYPE_CHECKING:
-    from sglang_reshard.api.finite import first_not_finite
-    from sglang_reshard.api.module_receiver import ModuleReceiver
-    from sglang_reshard.api.module_sender import ModuleSender
     from sglang_reshard.api.multi_engine import MultiEngineSender
-    from sglang_reshard.api.parameter_stream import ParameterStream
     from sglang_reshard.api.remote_engine import RemoteEngine
-    from sglang_reshard.api.verl_engine import VerlEngine
     from sglang_reshard.api.weight_sender import WeightSender
-    from sglang_reshard.extras.snapshots import Snapshots
+    from sglang_reshard.extras.finite import first_not_finite
+    from sglang_reshard.extras.modules.receiver import ModuleReceiver
+    from sglang_reshard.extras.modules.sender import ModuleSender
+    from sglang_reshard.extras.parameter_stream import ParameterStream
+    from sglang_reshard.extras.probe.probe import Probe
+    from sglang_reshard.extras.realloc import ReshardPlan, reshard
+    from sglang_reshard.extras.snapshots.follower import SnapshotFollower
+    from sglang_reshard.extras.snapshots.of_sender import Snapshots
+    from sglang_reshard.extras.verl_engine import VerlEngine
     from sglang_reshard.observability.probe_report import ProbeReport
     from sglang_reshard.observability.report import UpdateReport
-    from sglang_reshard.probe.probe import Probe
     from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
     from sglang_reshard.protocol.weights_info import WeightsInfo
-    from sglang_reshard.realloc import ReshardPlan, reshard
-    from sglang_reshard.snapshots.follower import SnapshotFollower
     from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 
 _DEFINED_IN = {
     "DistributedUpdateWeightsOutput": "protocol.messages",
     "DistributedUpdateWeightsReq": "protocol.messages",
-    "ModuleReceiver": "api.module_receiver",
-    "ModuleSender": "api.module_sender",
+    "ModuleReceiver": "extras.modules.receiver",
+    "ModuleSender": "extras.modules.sender",
     "MultiEngineSender": "api.multi_engine",
-    "ParameterStream": "api.parameter_stream",
-    "Probe": "probe.probe",
+    "ParameterStream": "extras.parameter_stream",
+    "Probe": "extras.probe.probe",
     "ProbeReport": "observability.probe_report",
     "RemoteEngine": "api.remote_engine",
-    "ReshardPlan": "realloc",
+    "ReshardPlan": "extras.realloc",
     "SenderOptions": "trainer.options",
-    "SnapshotFollower": "snapshots.follower",
-    "Snapshots": "extras.snapshots",
+    "SnapshotFollower": "extras.snapshots.follower",
+    "Snapshots": "extras.snapshots.of_sender",
     "UpdateOptions": "trainer.options",
     "UpdateReport": "observability.report",
-    "VerlEngine": "api.verl_engine",
+    "VerlEngine": "extras.verl_engine",
     "WeightSender": "api.weight_sender",
     "WeightsInfo": "protocol.weights_info",
-    "first_not_finite": "api.finite",
-    "reshard": "realloc",
+    "first_not_finite": "extras.finite",
+    "reshard": "extras.realloc",
 }
 
 __all__ = [

@@ -12,6 +12,7 @@ from sglang_reshard.control import Address, ControlClient
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused, ReshardError
+from sglang_reshard.extras.replicas.share import LiveWeights
 from sglang_reshard.observability.report import RankReport
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
@@ -20,7 +21,6 @@ from sglang_reshard.protocol.messages import (
 )
 from sglang_reshard.protocol.request_mail import Mailbox
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.replicas.share import LiveWeights
 from sglang_reshard.testing import cpu_host
 from support.scenarios import run
 from support.threads import have_ended

@@ -28,6 +28,7 @@ from fuzz.guard_pages import GuardingTorch
 from sglang_reshard.delta import encoding
 from sglang_reshard.delta.encoding import UNITS, encode, index_room
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.extras.snapshots import delta_file
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
 from sglang_reshard.layout.regions import Box, Region
@@ -41,7 +42,6 @@ from sglang_reshard.routes.delta.source import DeltaSource
 from sglang_reshard.routes.delta.target import DeltaTarget
 from sglang_reshard.routes.p2p.links import kept_dtypes, sent_link
 from sglang_reshard.routes.p2p.messages import send_request
-from sglang_reshard.snapshots import delta_file
 from sglang_reshard.trace.program import Copy, Program
 from support.plans import tensor_parallel
 

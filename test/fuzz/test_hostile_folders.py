@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from fuzz.hostile_folder import LIST, SECRET, WEIGHTS, HostileFolder
 from fuzz.settings import EXAMPLES, SWEEP, fuzzed_with
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.snapshots.follower import SnapshotFollower
+from sglang_reshard.extras.snapshots.follower import SnapshotFollower
 from support.following import Server
 from support.snapshot_writer import weights, write
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from sglang_reshard.snapshots.folders import LocalFolder, listed
-from sglang_reshard.snapshots.writer import SnapshotOptions, SnapshotReport, SnapshotWriter
+from sglang_reshard.extras.snapshots.folders import LocalFolder, listed
+from sglang_reshard.extras.snapshots.writer import SnapshotOptions, SnapshotReport, SnapshotWriter
 
 
 class Alone:

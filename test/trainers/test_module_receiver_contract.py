@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from sglang_reshard import ModuleReceiver, ModuleSender
-from sglang_reshard.api.state_dict_model import StateDictModel
 from sglang_reshard.errors import ConnectionLost, EngineRefused, Mismatch, Unsupported
+from sglang_reshard.extras.modules.state_dict import StateDictModel
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.tracer import trace
 from support.world import run_world

@@ -27,7 +27,6 @@ RULES = [
     ("trainer", "routes.relay"),
     ("trainer", "routes.delta"),
     ("trainer", "routes.p2p"),
-    ("trainer", "snapshots"),
     ("trainer", "digest"),
     ("trainer", "landings.checked"),
     ("protocol", "routes"),
@@ -45,7 +44,13 @@ RULES = [
     ("routes.p2p", "routes.nixl"),
     ("routes.nixl", "routes.relay"),
     ("routes.p2p", "routes.delta"),
-    ("api", "snapshots"),
+    ("trainer", "extras"),
+    ("engine", "extras"),
+    ("protocol", "extras"),
+    ("plan", "extras"),
+    ("routes", "extras"),
+    ("landings", "extras"),
+    ("api", "extras.snapshots"),
 ]
 
 
@@ -77,6 +82,9 @@ def words(folders: tuple[str, ...], word: str) -> set[str]:
         ("nixl", {"trainer/options.py"}),  # a transport that users ask for
         ("delta", {"trainer/options.py", "trainer/coordinator.py"}),  # an option, and its place in a report
         ("relay", set()),
+        ("shadow", {"protocol/messages.py", "trainer/options.py"}),  # what an option does
+        ("arrivals", set()),
+        ("checksum", {"protocol/messages.py", "trainer/options.py", "protocol/session.py", "engine/update.py"}),
         ("broadcastcommunicator", set()),
         ("p2pcommunicator", set()),
         ("send_request", set()),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.snapshots.delta_file import apply_delta
+from sglang_reshard.extras.snapshots.delta_file import apply_delta
 from support.ready import CONTEXT
 
 BLOCK, UNIT_BYTES, CHANGED = 1 << 16, 2, 8

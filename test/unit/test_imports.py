@@ -18,10 +18,9 @@ SOURCES = {
 # From the top down. A package may import from those in lower rows, and from those in its own row if there is no circle.
 LAYERS = (
     ("verl", "cli"),
-    ("extras",),
-    ("api", "realloc"),
-    ("patches",),
-    ("replicas", "probe", "snapshots"),
+    ("extras", "extras.modules", "extras.parameter_stream", "extras.snapshots", "extras.verl_engine"),
+    ("api", "patches"),
+    ("extras.asynchronous", "extras.finite", "extras.probe", "extras.realloc", "extras.replicas"),
     ("trainer", "engine"),
     ("routes",),
     ("landings",),
@@ -68,8 +67,9 @@ def imported_at_top_level(tree: ast.AST) -> Iterator[ast.ImportFrom]:
 
 
 def package_of(module: str) -> str:
-    """The first name below sglang_reshard; empty for the package itself."""
-    return module.partition(".")[2].partition(".")[0]
+    """The first name below sglang_reshard, with the next one for an extra; empty for the package itself."""
+    names = module.split(".")[1:]
+    return ".".join(names[: 2 if names[:1] == ["extras"] else 1])
 
 
 def arrows() -> dict[tuple[str, str], list[str]]:

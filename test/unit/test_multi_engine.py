@@ -16,7 +16,7 @@ from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused, Mismatch, Unsupported
-from sglang_reshard.extras.snapshots import Snapshots
+from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from sglang_reshard.gpu.runtime import CudaRuntime
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, EngineCommand, Start
 from sglang_reshard.protocol.session import Session

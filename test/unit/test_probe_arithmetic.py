@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from sglang_reshard import Probe
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.extras.probe import module_logprobs
+from sglang_reshard.extras.probe.comparison import compare, differences, probed_token
+from sglang_reshard.extras.probe.trainer import trainer_logprobs
 from sglang_reshard.observability.probe_report import ProbedToken, ProbeReport
-from sglang_reshard.probe import module_logprobs
-from sglang_reshard.probe.comparison import compare, differences, probed_token
-from sglang_reshard.probe.trainer import trainer_logprobs
 from support.probed import SEQUENCES, TRAINER
 from support.world import run_world
 

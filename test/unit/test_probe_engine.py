@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.probe.engine import Expected, NotProbed, ProbedEngine
+from sglang_reshard.extras.probe.engine import Expected, NotProbed, ProbedEngine
 from sglang_reshard.protocol.weights_info import WeightsInfo
 from support.probed import SEQUENCES, TRAINER, Engine, EngineWithInfo
 

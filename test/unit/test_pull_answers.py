@@ -8,8 +8,8 @@ import pytest
 
 from sglang_reshard.control import Address
 from sglang_reshard.errors import DeadlineExceeded, EngineRefused, EngineUnreachable, Unauthorized, Unsupported
+from sglang_reshard.extras.replicas.pull import pull
 from sglang_reshard.protocol.messages import PullWeightsReq, SharedWeights
-from sglang_reshard.replicas.pull import pull
 from support.scenarios import run
 
 SECRET = "the internal page"

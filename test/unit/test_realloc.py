@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.layout.regions import Box
-from sglang_reshard.plan import TensorIndex
-from sglang_reshard.realloc.demand import (
+from sglang_reshard.extras.realloc.demand import (
     NAMES,
     Demand,
     check_all_listed,
@@ -16,7 +14,9 @@ from sglang_reshard.realloc.demand import (
     sent_matrix,
     target_program,
 )
-from sglang_reshard.realloc.memory import UsedMemory, check_not_overwritten, same_memory
+from sglang_reshard.extras.realloc.memory import UsedMemory, check_not_overwritten, same_memory
+from sglang_reshard.layout.regions import Box
+from sglang_reshard.plan import TensorIndex
 from sglang_reshard.sources import ExplicitSharding, ShardMap, describe
 
 RANK, RANKS = 0, (0, 1, 2, 3)

@@ -5,13 +5,13 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from sglang_reshard.api.state_dict_model import StateDictModel
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Mismatch, ReshardError
-from sglang_reshard.extras.snapshots import Snapshots
-from sglang_reshard.realloc import reshard
+from sglang_reshard.extras.modules.state_dict import StateDictModel
+from sglang_reshard.extras.realloc import reshard
+from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from sglang_reshard.sources import FlatBuffer, FlatMember, FusedSlice, FusedTensor, describe
 from sglang_reshard.sources.names import Renaming, patterns
 from support.toy import ToyRank, checkpoint

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sglang_reshard import ReshardPlan, reshard
-from sglang_reshard.api.state_dict_model import StateDictModel
 from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.extras.modules.state_dict import StateDictModel
 from sglang_reshard.layout.regions import Box, TensorSpec
 from sglang_reshard.sources import ExplicitSharding, ShardMap
 from sglang_reshard.trace.tracer import trace

@@ -17,9 +17,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Mismatch, ReshardError
-from sglang_reshard.extras.snapshots import Snapshots
+from sglang_reshard.extras.snapshots.of_sender import Snapshots
+from sglang_reshard.extras.snapshots.writer_files import SnapshotFiles
 from sglang_reshard.layout.source_layout import SourceLayout
-from sglang_reshard.snapshots.writer_files import SnapshotFiles
 from sglang_reshard.sources import describe
 from support.sweep import sweep
 from support.toy import checkpoint
@@ -131,7 +131,7 @@ def failing(trainer: Any, folder: str) -> list[str]:
         refused(ReshardError, "full")
     with pytest.MonkeyPatch.context() as patch:
         if trainer.rank == 2:
-            patch.setattr("sglang_reshard.snapshots.writer.write_boxes", _broken)
+            patch.setattr("sglang_reshard.extras.snapshots.writer.write_boxes", _broken)
         refused(ReshardError, "broken")
     snapshots.write(weights.items(), "later")
     sender.close()

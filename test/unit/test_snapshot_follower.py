@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import Mismatch, Unsupported
-from sglang_reshard.extras.snapshots import Snapshots
-from sglang_reshard.snapshots.delta_file import CHUNK_BYTES, apply_delta, write_delta
-from sglang_reshard.snapshots.follower import SnapshotFollower
-from sglang_reshard.snapshots.manifest import DELTA, MANIFEST, decode_snapshot, encode
+from sglang_reshard.extras.snapshots.delta_file import CHUNK_BYTES, apply_delta, write_delta
+from sglang_reshard.extras.snapshots.follower import SnapshotFollower
+from sglang_reshard.extras.snapshots.manifest import DELTA, MANIFEST, decode_snapshot, encode
+from sglang_reshard.extras.snapshots.of_sender import Snapshots
 from support.following import Server
 from support.sweep import examples
 from support.toy_changes import become, sharded, weights_of

@@ -19,12 +19,12 @@ import torch
 from sglang_reshard.cli import follow
 from sglang_reshard.delta.encoding import Kind
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.snapshots import cache as cache_module
-from sglang_reshard.snapshots import follower as follower_module
-from sglang_reshard.snapshots.delta_file import CHUNK_BYTES, apply_delta, write_delta
-from sglang_reshard.snapshots.folders import LocalFolder, manifest
-from sglang_reshard.snapshots.follower import SnapshotFollower
-from sglang_reshard.snapshots.manifest import Entry
+from sglang_reshard.extras.snapshots import cache as cache_module
+from sglang_reshard.extras.snapshots import follower as follower_module
+from sglang_reshard.extras.snapshots.delta_file import CHUNK_BYTES, apply_delta, write_delta
+from sglang_reshard.extras.snapshots.folders import LocalFolder, manifest
+from sglang_reshard.extras.snapshots.follower import SnapshotFollower
+from sglang_reshard.extras.snapshots.manifest import Entry
 from support.following import Server
 from support.snapshot_writer import weights, write
 

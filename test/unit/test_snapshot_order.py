@@ -14,11 +14,11 @@ import msgspec
 import pytest
 
 from sglang_reshard.errors import EngineRefused, EngineUnreachable
+from sglang_reshard.extras.snapshots.folders import LocalFolder, listed
+from sglang_reshard.extras.snapshots.follower import SnapshotFollower
 from sglang_reshard.patches import snapshot_loads, weights_info
 from sglang_reshard.protocol.messages import LoadSnapshotReq
 from sglang_reshard.protocol.publication import next_publication
-from sglang_reshard.snapshots.folders import LocalFolder, listed
-from sglang_reshard.snapshots.follower import SnapshotFollower
 from support.following import Server
 from support.snapshot_writer import write
 from test_weights_info import OUTPUT, REQUEST

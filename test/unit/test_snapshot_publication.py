@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from sglang_reshard.errors import DeadlineExceeded, Mismatch, ReshardError
+from sglang_reshard.extras.snapshots.folders import LocalFolder, listed
 from sglang_reshard.protocol import publication
-from sglang_reshard.snapshots.folders import LocalFolder, listed
 from support.failing_files import FailingFiles
 from support.snapshot_writer import assert_consistent, is_whole, write
 

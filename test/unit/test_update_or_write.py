@@ -11,7 +11,7 @@ from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, Unsupported
-from sglang_reshard.snapshots.manifest import decode_snapshot
+from sglang_reshard.extras.snapshots.manifest import decode_snapshot
 from support.refusals import refusal_of
 from support.toy import ToyRank, checkpoint
 from support.world import run_world

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from sglang_reshard.api.in_background import InBackground
 from sglang_reshard.api.probed import Update, probed
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, ReshardError, TornWeights, Unsupported
@@ -25,19 +26,19 @@ from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.routes.relay.requests import RelayRequests
 from sglang_reshard.sources import NamedTensors, TrainerState
-from sglang_reshard.trainer.background import BackgroundUpdates, UpdateHandle
 from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender
 
 if TYPE_CHECKING:
-    from sglang_reshard.probe.probe import Probe
+    from sglang_reshard.extras.asynchronous.background import UpdateHandle
+    from sglang_reshard.extras.probe.probe import Probe
 
 logger = get_logger(__name__)
 _SESSION = "engines"
 
 
-class MultiEngineSender:
+class MultiEngineSender(InBackground):
     """One trainer rank's end of the session with all engines.
 
     address       of the control server that trainer rank 0 hosts
@@ -45,7 +46,6 @@ class MultiEngineSender:
     relay         engines read from each other what one of them has read already, while it still reads: trainer memory
                   is read about once, however many engines there are. With transport="nixl" only
     options, given   see `SenderOptions`
-    background    runs updates and snapshots behind the trainer's next step, one at a time
 
     Raises Unsupported for relay=True with another transport, and what `SenderOptions` raises.
     """
@@ -70,7 +70,6 @@ class MultiEngineSender:
         self._excluded: dict[str, str] = {}
         self._numbers = itertools.count()
         self._sender: UpdateSender | None = None
-        self.background = BackgroundUpdates[Any]()
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -156,7 +155,8 @@ class MultiEngineSender:
 
     def wait_for_background(self) -> None:
         """Returns once no update runs in the background. What one has failed with is raised by its handle."""
-        self.background.wait()
+        if self._has_background:
+            self.background.wait()
 
     @property
     def participant(self) -> UpdateSender:
@@ -222,13 +222,15 @@ class MultiEngineSender:
 
     def release(self) -> None:
         """Drops views of the shards, and the copy of `update_async`, see `WeightSender.release`."""
-        self.background.release()
+        if self._has_background:
+            self.background.release()
         if self._sender is not None:
             self._sender.release()
 
     def close(self) -> None:
         """Ends the session. Collective."""
-        self.background.close()
+        if self._has_background:
+            self.background.close()
         if self._sender is not None:
             self._sender.close()
         if self._relays is not None and self._rank == 0:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sglang_reshard.extras.probe.probe import Probe
     from sglang_reshard.observability.report import UpdateReport
-    from sglang_reshard.probe.probe import Probe
     from sglang_reshard.trainer.coordinator import Send
     from sglang_reshard.trainer.update_sender import UpdateSender
 
@@ -24,7 +24,7 @@ def probed(
     engines  name -> function that sends requests to the engine, on trainer rank 0; None on the others
     update   updates the engines to the weights, and returns a report of each
     """
-    from sglang_reshard.probe.probing import Probing  # of no use to an update without a probe
+    from sglang_reshard.extras.probe.probing import Probing  # of no use to an update without a probe
 
     probing = Probing(probe, sender, engines)
     return probing.begin(weights), lambda given: probing.finish(update(given))

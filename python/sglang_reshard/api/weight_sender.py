@@ -16,6 +16,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from sglang_reshard.api.in_background import InBackground
 from sglang_reshard.api.probed import Update, probed
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.control import Address
@@ -25,23 +26,20 @@ from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.protocol.session import LOOPBACK, Session
 from sglang_reshard.sources import NamedTensors, TrainerState
-from sglang_reshard.trainer.background import BackgroundUpdates, UpdateHandle
 from sglang_reshard.trainer.collectives import on_first_rank
 from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender
 
 if TYPE_CHECKING:
-    from sglang_reshard.probe.probe import Probe
+    from sglang_reshard.extras.asynchronous.background import UpdateHandle
+    from sglang_reshard.extras.probe.probe import Probe
 
 _ENGINE, _NAME = 0, "engine"  # its number in the session, and its name for a probe
 
 
-class WeightSender(UpdateSender):
-    """One trainer rank's end of a session with one engine. Not for use from several threads at once.
-
-    background  runs updates and snapshots behind the trainer's next step, one at a time
-    """
+class WeightSender(InBackground, UpdateSender):
+    """One trainer rank's end of a session with one engine. Not for use from several threads at once."""
 
     def __init__(
         self,
@@ -179,7 +177,8 @@ class WeightSender(UpdateSender):
 
     def release(self) -> None:
         """Drops views of the shards, see `UpdateSender.release`, and the copy of `update_async`, once it has ended."""
-        self.background.release()
+        if self._has_background:
+            self.background.release()
         super().release()
 
     @property
@@ -228,12 +227,12 @@ class WeightSender(UpdateSender):
         super().__init__(*arguments)
         self._send = send
         self._adapters: dict[str, WeightSender] = {}
-        self.background = BackgroundUpdates[Any]()
         self.set_engines({_ENGINE: send})
 
     def close(self) -> None:
         """Ends the session, and those of its LoRA adapters. Collective. Engine ranks unmap the shards' memory."""
-        self.background.close()
+        if self._has_background:
+            self.background.close()
         for adapter in self._adapters.values():
             adapter.close()
         super().close()

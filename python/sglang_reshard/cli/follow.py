@@ -9,7 +9,7 @@ import typer
 
 from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.snapshots.follower import SnapshotFollower
+from sglang_reshard.extras.snapshots.follower import SnapshotFollower
 
 
 def run(

@@ -118,7 +118,7 @@ class WeightReceiver:
         except _UpdateFailed as failed:
             return failed.output
 
-    # What another engine reads while no update runs, see `replicas.share`.
+    # What another engine reads while no update runs, see `extras.replicas.share`.
 
     def live_program(self) -> tuple[Program, dict[str, tuple[int, ...]]]:
         """Returns what has written the live weights, and the global shapes of checkpoint tensors, by name.

@@ -1,4 +1,12 @@
-"""Provides what is built on the senders, by their public names.
+"""Provides what is built on senders and receivers. Nothing that an update without it runs imports it.
 
-snapshots  Snapshots: writes a sender's weights to a folder, always or where its engine is out of reach
+asynchronous      update_async: sends a copy of the weights while the trainer goes on
+finite            first_not_finite: finds NaN and infinity in what a trainer is about to send
+modules           ModuleSender, ModuleReceiver: updates plain torch modules in processes without SGLang
+parameter_stream  ParameterStream: takes parameters that a trainer broadcasts, for one engine
+probe             Probe: compares log-probabilities of trainer and engine after an update
+realloc           reshard: moves weights between two layouts of one group of ranks
+replicas          shares an engine's live weights with other engines
+snapshots         Snapshots, SnapshotFollower: weights in a folder, written by trainer ranks and followed by engines
+verl_engine       VerlEngine: starts and drives one engine from all trainer ranks
 """

@@ -1,7 +1,7 @@
 """Takes part in one session's updates on one trainer rank: publishes its shards, and sends where it is asked to.
 
 Who opens the session, and how requests reach the engines, is others' concern: `api.weight_sender` and
-`api.multi_engine` for a trainer, `replicas.share` for an engine that passes its own weights on.
+`api.multi_engine` for a trainer, `extras.replicas.share` for an engine that passes its own weights on.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from demo import tiny_model
 from demo.trainer import Trainer
 from sglang_reshard import Probe, WeightSender
-from sglang_reshard.probe import module_logprobs
+from sglang_reshard.extras.probe import module_logprobs
 from support.refusals import refusal_of
 
 SEQUENCES = [[*range(20, 52)], [4098, 0, 1500, 3]]

@@ -220,7 +220,7 @@ def stream_parameters(job: dict[str, Any]) -> dict[str, Any]:
     """Rank 0 broadcasts two versions, one by one and by modules; rank 1 receives them beside the server."""
     from sglang.srt.utils.common import init_custom_process_group
 
-    from sglang_reshard.api.parameter_stream import ParameterStream, buckets, packed
+    from sglang_reshard.extras.parameter_stream import ParameterStream, buckets, packed
 
     rank, ranks, folder = dist.get_rank(), dist.get_world_size(), Path(job["folder"], "checkpoint")
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))

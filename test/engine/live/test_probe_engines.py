@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_reshard.probe.comparison import compare
+from sglang_reshard.extras.probe.comparison import compare
 from support.sglangs import chosen
 from support.sweep import sweep
 from support.trainers import run_trainers

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, Mismatch, ReshardError, Unsupported
+from sglang_reshard.extras.snapshots.cache import Cache
+from sglang_reshard.extras.snapshots.folders import LocalFolder, folder_of, listed, manifest
+from sglang_reshard.extras.snapshots.manifest import Entry, Snapshot
+from sglang_reshard.extras.snapshots.names import LIST
+from sglang_reshard.extras.snapshots.tensor_files import check_files, is_read_by_loaders
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.snapshots.cache import Cache
-from sglang_reshard.snapshots.folders import LocalFolder, folder_of, listed, manifest
-from sglang_reshard.snapshots.manifest import Entry, Snapshot
-from sglang_reshard.snapshots.names import LIST
-from sglang_reshard.snapshots.tensor_files import check_files, is_read_by_loaders
 
 if TYPE_CHECKING:
     from sglang_reshard.api.remote_engine import RemoteEngine

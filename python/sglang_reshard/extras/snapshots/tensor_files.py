@@ -15,8 +15,8 @@ from typing import Annotated, BinaryIO
 import msgspec
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.snapshots.manifest import Snapshot, SnapshotFile
-from sglang_reshard.snapshots.names import DELTA, MANIFEST
+from sglang_reshard.extras.snapshots.manifest import Snapshot, SnapshotFile
+from sglang_reshard.extras.snapshots.names import DELTA, MANIFEST
 
 INDEX = "model.safetensors.index.json"
 SAFETENSORS = ".safetensors"

@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from sglang_reshard import tasks
 from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.extras.realloc.demand import Demand, check_all_listed, sent_matrix
+from sglang_reshard.extras.realloc.exchange import exchange_blobs, raise_together, union_of_layouts
+from sglang_reshard.extras.realloc.rank_plan import Described, Given, Listing, PreparedMove, RankPlan
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.manifest import unpack_blob
 from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES
-from sglang_reshard.realloc.demand import Demand, check_all_listed, sent_matrix
-from sglang_reshard.realloc.exchange import exchange_blobs, raise_together, union_of_layouts
-from sglang_reshard.realloc.rank_plan import Described, Given, Listing, PreparedMove, RankPlan
 from sglang_reshard.routes.p2p.messages import SendRequest, round_bytes
 from sglang_reshard.trainer.collectives import require_cpu_backend, translated_errors
 from sglang_reshard.trainer.gathering import gather, gathering

@@ -18,8 +18,8 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.extras.snapshots.names import DELTA, LIST, MANIFEST, check_file_name, check_snapshot_name
 from sglang_reshard.protocol.publication import MOST_PUBLICATION
-from sglang_reshard.snapshots.names import DELTA, LIST, MANIFEST, check_file_name, check_snapshot_name
 
 __all__ = ["DELTA", "LIST", "MANIFEST"]
 

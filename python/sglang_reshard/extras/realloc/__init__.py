@@ -4,6 +4,6 @@
 and the messages are those of an update; in place of an engine's loader, the target's own shards say what a rank needs.
 """
 
-from sglang_reshard.realloc.plan import ReshardPlan, reshard
+from sglang_reshard.extras.realloc.plan import ReshardPlan, reshard
 
 __all__ = ["ReshardPlan", "reshard"]

@@ -12,13 +12,13 @@ import torch
 
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.extras.snapshots.delta_file import write_delta
+from sglang_reshard.extras.snapshots.manifest import DELTA, SnapshotFile, sha256_of
+from sglang_reshard.extras.snapshots.tensor_files import INDEX, MOST_TENSORS
+from sglang_reshard.extras.snapshots.writer_folder import to_disk
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
 from sglang_reshard.routes.p2p.links import destination_view
-from sglang_reshard.snapshots.delta_file import write_delta
-from sglang_reshard.snapshots.manifest import DELTA, SnapshotFile, sha256_of
-from sglang_reshard.snapshots.tensor_files import INDEX, MOST_TENSORS
-from sglang_reshard.snapshots.writer_folder import to_disk
 from sglang_reshard.sources import TrainerState
 from sglang_reshard.trace.program import Program
 

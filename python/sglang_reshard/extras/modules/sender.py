@@ -19,13 +19,13 @@ import torch.distributed as dist
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import Address, ControlServer
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.extras.asynchronous.background import UpdateHandle
 from sglang_reshard.layout.decoders import convert
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DEFAULT_TIMEOUT_S
 from sglang_reshard.protocol.request_mail import MailRoom, to_metadata
 from sglang_reshard.protocol.session import LOOPBACK
 from sglang_reshard.sources import NamedTensors
-from sglang_reshard.trainer.background import UpdateHandle
 from sglang_reshard.trainer.collectives import on_first_rank
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 

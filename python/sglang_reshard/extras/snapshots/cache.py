@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from sglang_reshard.errors import Mismatch, ReshardError
-from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.snapshots.delta_file import apply_delta
-from sglang_reshard.snapshots.folders import Folder, LocalFolder, manifest
-from sglang_reshard.snapshots.manifest import (
+from sglang_reshard.extras.snapshots.delta_file import apply_delta
+from sglang_reshard.extras.snapshots.folders import Folder, LocalFolder, manifest
+from sglang_reshard.extras.snapshots.manifest import (
     MANIFEST_BYTES,
     Entry,
     Snapshot,
@@ -20,8 +19,9 @@ from sglang_reshard.snapshots.manifest import (
     encode,
     write_atomically,
 )
-from sglang_reshard.snapshots.names import CACHE_MARK, DELTA, MANIFEST
-from sglang_reshard.snapshots.tensor_files import check_files, check_kinds, check_size
+from sglang_reshard.extras.snapshots.names import CACHE_MARK, DELTA, MANIFEST
+from sglang_reshard.extras.snapshots.tensor_files import check_files, check_kinds, check_size
+from sglang_reshard.observability.logs import get_logger
 
 logger = get_logger(__name__)
 _PART = 1 << 24

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from sglang_reshard.extras.snapshots.folders import StoredFolder, entry_of, listed_or_found
+from sglang_reshard.extras.snapshots.manifest import LIST, Entry, SnapshotList, encode
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.snapshots.folders import StoredFolder, entry_of, listed_or_found
-from sglang_reshard.snapshots.manifest import LIST, Entry, SnapshotList, encode
 
 logger = get_logger(__name__)
 

@@ -16,10 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sglang_reshard.errors import DeadlineExceeded, Mismatch
-from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.protocol.publication import MOST_PUBLICATION, next_publication
-from sglang_reshard.snapshots.folders import LocalFolder, entry_of, listed, listed_or_found, manifest
-from sglang_reshard.snapshots.manifest import (
+from sglang_reshard.extras.snapshots.folders import LocalFolder, entry_of, listed, listed_or_found, manifest
+from sglang_reshard.extras.snapshots.manifest import (
     Entry,
     Snapshot,
     SnapshotFile,
@@ -28,8 +26,10 @@ from sglang_reshard.snapshots.manifest import (
     sha256_of,
     write_atomically,
 )
-from sglang_reshard.snapshots.names import DELTA, LATEST, LIST, MANIFEST, check_file_name, check_snapshot_name
-from sglang_reshard.snapshots.tensor_files import INDEX, WEIGHTS
+from sglang_reshard.extras.snapshots.names import DELTA, LATEST, LIST, MANIFEST, check_file_name, check_snapshot_name
+from sglang_reshard.extras.snapshots.tensor_files import INDEX, WEIGHTS
+from sglang_reshard.observability.logs import get_logger
+from sglang_reshard.protocol.publication import MOST_PUBLICATION, next_publication
 
 logger = get_logger(__name__)
 _POLL_S = 0.05

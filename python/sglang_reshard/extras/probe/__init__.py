@@ -16,7 +16,7 @@ probing.py     Probing: one update's probe, on all trainer ranks
 
 from __future__ import annotations
 
-from sglang_reshard.probe.probe import Probe
-from sglang_reshard.probe.trainer import module_logprobs
+from sglang_reshard.extras.probe.probe import Probe
+from sglang_reshard.extras.probe.trainer import module_logprobs
 
 __all__ = ["Probe", "module_logprobs"]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.probe.probe import Probe
+from sglang_reshard.extras.probe.probe import Probe
 
 
 def trainer_logprobs(probe: Probe) -> tuple[tuple[float, ...], ...]:

@@ -17,10 +17,10 @@ import torch
 
 from sglang_reshard import tasks
 from sglang_reshard.errors import DeadlineExceeded
+from sglang_reshard.extras.asynchronous.shadow_shards import ShadowShards
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.trainer.options import UpdateOptions
-from sglang_reshard.trainer.shadow_shards import ShadowShards
 from sglang_reshard.trainer.update_sender import UpdateSender, raising
 
 T = TypeVar("T")

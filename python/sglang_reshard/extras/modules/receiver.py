@@ -25,10 +25,10 @@ import msgspec
 import torch
 from torch import nn
 
-from sglang_reshard.api.state_dict_model import StateDictModel
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ConnectionLost, Mismatch, ReshardError, TornWeights
+from sglang_reshard.extras.modules.state_dict import StateDictModel
 from sglang_reshard.observability.logs import configure, get_logger
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.request_mail import Mailbox, from_metadata

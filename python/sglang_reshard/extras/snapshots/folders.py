@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from sglang_reshard.errors import Mismatch, ReshardError
-from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.snapshots.manifest import (
+from sglang_reshard.extras.snapshots.manifest import (
     LIST_BYTES,
     MANIFEST_BYTES,
     Entry,
@@ -24,7 +23,8 @@ from sglang_reshard.snapshots.manifest import (
     decode_list,
     decode_snapshot,
 )
-from sglang_reshard.snapshots.names import LIST, MANIFEST, check_snapshot_name
+from sglang_reshard.extras.snapshots.names import LIST, MANIFEST, check_snapshot_name
+from sglang_reshard.observability.logs import get_logger
 
 logger = get_logger(__name__)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

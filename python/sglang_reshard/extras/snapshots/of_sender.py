@@ -16,11 +16,11 @@ import torch
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.errors import EngineUnreachable, Unsupported
+from sglang_reshard.extras.asynchronous.background import UpdateHandle
+from sglang_reshard.extras.snapshots.writer import SnapshotOptions, SnapshotReport, SnapshotWriter
 from sglang_reshard.observability.report import UpdateReport
-from sglang_reshard.snapshots.writer import SnapshotOptions, SnapshotReport, SnapshotWriter
 from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.sources.names import Renaming
-from sglang_reshard.trainer.background import UpdateHandle
 from sglang_reshard.trainer.options import UpdateOptions
 from sglang_reshard.trainer.update_sender import repeatable
 

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.extras.snapshots.manifest import DELTA, Entry, SnapshotFile
+from sglang_reshard.extras.snapshots.upload import SnapshotStore
+from sglang_reshard.extras.snapshots.writer_files import DEFAULT_FILE_BYTES, SnapshotFiles, write_boxes
+from sglang_reshard.extras.snapshots.writer_folder import SnapshotFolder
 from sglang_reshard.protocol.publication import next_publication
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.snapshots.manifest import DELTA, Entry, SnapshotFile
-from sglang_reshard.snapshots.upload import SnapshotStore
-from sglang_reshard.snapshots.writer_files import DEFAULT_FILE_BYTES, SnapshotFiles, write_boxes
-from sglang_reshard.snapshots.writer_folder import SnapshotFolder
 from sglang_reshard.sources import NamedTensors, TrainerState, describe
 from sglang_reshard.sources.names import Renaming
 from sglang_reshard.trainer.gathering import Gathering

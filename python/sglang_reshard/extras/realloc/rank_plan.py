@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from sglang_reshard.copying.copy_list import CopyList
+from sglang_reshard.extras.realloc.demand import Demand, listed_bits, plan_target_reads, target_program
+from sglang_reshard.extras.realloc.memory import UsedMemory, check_not_overwritten, held_regions, same_memory
+from sglang_reshard.extras.realloc.mover import Mover
+from sglang_reshard.extras.realloc.ties import SourceTies
 from sglang_reshard.gpu.announce import trainer_device
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.manifest import pack_blob
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.memory.mapping import host_identity
 from sglang_reshard.plan import ReadPlan, TensorIndex
-from sglang_reshard.realloc.demand import Demand, listed_bits, plan_target_reads, target_program
-from sglang_reshard.realloc.memory import UsedMemory, check_not_overwritten, held_regions, same_memory
-from sglang_reshard.realloc.mover import Mover
-from sglang_reshard.realloc.ties import SourceTies
 from sglang_reshard.routes.p2p.links import P2pLink, build_rounds, destination_reads, destination_view
 from sglang_reshard.routes.p2p.messages import SendRequest, send_request
 from sglang_reshard.sources import NamedTensors, TrainerState, as_list, describe, tied_names

@@ -11,13 +11,13 @@ import msgspec
 
 from sglang_reshard import tasks
 from sglang_reshard.errors import DeadlineExceeded, ProbeMismatch, ReshardError
+from sglang_reshard.extras.probe.comparison import compare, probed_token
+from sglang_reshard.extras.probe.engine import Expected, NotProbed, ProbedEngine
+from sglang_reshard.extras.probe.probe import Probe
+from sglang_reshard.extras.probe.trainer import trainer_logprobs
 from sglang_reshard.observability.logs import get_logger, log_context
 from sglang_reshard.observability.probe_report import ProbeReport
 from sglang_reshard.observability.report import UpdateReport
-from sglang_reshard.probe.comparison import compare, probed_token
-from sglang_reshard.probe.engine import Expected, NotProbed, ProbedEngine
-from sglang_reshard.probe.probe import Probe
-from sglang_reshard.probe.trainer import trainer_logprobs
 from sglang_reshard.protocol.messages import decode, encode
 from sglang_reshard.trainer.update_sender import raising
 

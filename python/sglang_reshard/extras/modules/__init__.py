@@ -1,0 +1,1 @@
+"""Plain torch modules instead of engines, in processes without SGLang."""
