@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_reshard.api import parameter_stream
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.extras import parameter_stream
 from sglang_reshard.extras.parameter_stream import ParameterStream, buckets, packed
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
