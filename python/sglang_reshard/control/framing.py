@@ -80,7 +80,7 @@ class FrameReader:
         """Returns the bodies that `data` completes. Raises ProtocolError, and cannot be used after that."""
         self._buffer += data
         bodies = []
-        while (length := self._length()) is not None and len(self._buffer) >= length:
+        while len(self._buffer) >= _LENGTH.size and len(self._buffer) >= (length := self._length()):
             bodies.append(self._body(self._take(length)))
         return bodies
 
@@ -89,10 +89,8 @@ class FrameReader:
         """Bytes of the current frame, which is not complete; 0 if none has begun."""
         return len(self._buffer)
 
-    def _length(self) -> int | None:
-        """Returns the current frame's bytes, its length field included; None while that is unknown."""
-        if len(self._buffer) < _LENGTH.size:
-            return None
+    def _length(self) -> int:
+        """Returns the current frame's bytes, its length field included."""
         (length,) = _LENGTH.unpack_from(self._buffer)
         if not _MIN_LENGTH <= length <= _MIN_LENGTH + MAX_FRAME_BYTES:
             raise ProtocolError(f"a frame of {length} bytes is out of range")

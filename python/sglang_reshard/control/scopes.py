@@ -10,8 +10,9 @@ here, in one thread, so that nobody can be told one thing and do the other.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from sglang_reshard.control import protocol
 from sglang_reshard.control.limits import MAX_NAME_CHARACTERS, MAX_REASON_CHARACTERS, MemoryQuota, QuotaExceeded
@@ -19,6 +20,7 @@ from sglang_reshard.control.protocol import Client
 from sglang_reshard.errors import Aborted
 
 _REMEMBERED = 4096  # scopes that are deleted, for members that were disconnected
+_NAMES_IN_USE = 64  # of scopes that are looked up again and again: those of one update
 
 
 @dataclass(eq=False, slots=True)
@@ -210,13 +212,17 @@ def ended(name: str) -> str:
     return f"{name} has ended without this rank; was its process stopped?"
 
 
-def _with_ancestors(name: str) -> Iterator[str]:
-    """Yields "update/7/0", "update/7", "update"."""
+@lru_cache(_NAMES_IN_USE)
+def _with_ancestors(name: str) -> tuple[str, ...]:
+    """Returns "update/7/0", "update/7", "update"."""
+    found = []
     while name:
-        yield name
+        found.append(name)
         name = name.rpartition("/")[0]
+    return tuple(found)
 
 
+@lru_cache(_NAMES_IN_USE)
 def _numbered(name: str) -> tuple[str, int]:
     """Returns ("update", 7) for "update/7", and -1 for a name that does not end with a number."""
     family, _, number = name.rpartition("/")

@@ -81,11 +81,12 @@ class UpdateExecutor:
         last = vote.reusable and not context.request.staged and not context.request.offers
         with self._begins_to_write(context, last) as mark:
             votes = context.all_gather(Phase.PREPARE.value, vote, mark)
-        if not all(v.reusable for v in votes) and _names_are_open(votes):
+        reusable = all([v.reusable for v in votes])
+        if not reusable and _names_are_open(votes):
             votes = self._find_names(context)
         context.check_votes(Phase.PREPARE, votes)
-        if all(v.reusable for v in votes):
-            context.taken = all(v.accepts for v in votes)
+        if reusable:
+            context.taken = all([v.accepts for v in votes])
             context.kept_bytes = self.transfer.held_bytes
             if context.request.offers and not context.request.staged and not context.taken:
                 self.prepare_commit(context, refusal)

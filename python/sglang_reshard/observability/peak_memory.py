@@ -62,5 +62,9 @@ def _status() -> dict[str, int]:
     """Returns bytes by field of /proc/self/status."""
     names = ("VmRSS", "VmHWM", "RssShmem", "RssFile")
     with open("/proc/self/status") as f:
-        fields = (line.split() for line in f if line.startswith(names))
-        return {field[0].rstrip(":"): int(field[1]) * 1024 for field in fields}
+        found = {}
+        for line in f:
+            if line.startswith(names):
+                name, kilobytes, _ = line.split()
+                found[name.rstrip(":")] = int(kilobytes) * 1024
+        return found
