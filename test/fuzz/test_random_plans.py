@@ -17,6 +17,7 @@ from sglang_reshard.plan import ClusterTopology, RankLocation, TensorIndex, plan
 from sglang_reshard.protocol.validation import check_handles, check_layout
 from sglang_reshard.routes.base import Reads
 from sglang_reshard.routes.broadcast.engine import Broadcasts
+from sglang_reshard.routes.broadcast.plan import BroadcastStrategy
 from sglang_reshard.routes.choice import choose_strategy
 from sglang_reshard.routes.p2p.engine import P2pReceiver
 from sglang_reshard.routes.p2p.messages import SendRequest, send_request
@@ -94,11 +95,11 @@ def test_every_element_lands_and_nothing_else_is_written(random):
         live.append(Guarded(own, dtypes[e]))
         program = Program(tuple(own), live[e].targets)
         reads = Reads(e, CPU, index, plans[e], converting(Landing(program), CPU, bucket), memory)
-        if strategy.broadcast is not None:
-            transports.append(Broadcasts(reads, strategy.broadcast, RoomGroups(rooms, e)))
+        if isinstance(strategy, BroadcastStrategy):
+            transports.append(Broadcasts(reads, strategy.broadcasts, RoomGroups(rooms, e)))
         else:
             transports.append(P2pReceiver(reads, strategy.senders(e), Mail(layout.trainer_ranks + e, boxes)))
-    if strategy.broadcast is not None and strategy.broadcast.groups:
+    if isinstance(strategy, BroadcastStrategy) and strategy.broadcasts.groups:
         with ThreadPoolExecutor(engines) as threads:
             list(threads.map(lambda transport: transport.move(), transports))
     else:
@@ -107,7 +108,7 @@ def test_every_element_lands_and_nothing_else_is_written(random):
 
     for e, own in enumerate(copies):
         assert live[e] == expected_of(own, dtypes[e], whole), f"engine rank {e} by {strategy.name}"
-        if strategy.broadcast is None:
+        if not isinstance(strategy, BroadcastStrategy):
             assert transports[e].traffic.received_bytes >= plans[e].least_bytes()
     assert not any(boxes.values()), "something was sent that nobody received"
     for trainer_rank, own in shards.items():

@@ -259,7 +259,7 @@ def test_broadcasts_are_led_by_ranks_that_can_read():
     """Engine rank 0 would lead trainer rank 7's, by its position."""
     whole = [Place("host 0", 7), Place("host 0", 6)]
     cluster = Cluster(whole, places(4), unreadable=no_peer_access)
-    plan = cluster.chosen("broadcast").broadcast
+    plan = cluster.chosen("broadcast").broadcasts
     assert plan is not None
     assert {group.leader for group in plan.groups if group.trainer_rank == 0} & {0} == set()
     assert any(0 in group.members for group in plan.groups if group.trainer_rank == 0)

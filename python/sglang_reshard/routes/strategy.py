@@ -5,14 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sglang_reshard.plan import ClusterTopology, RankDemand, ReadPlan, TensorIndex
-
-if TYPE_CHECKING:
-    from sglang_reshard.routes.broadcast.plan import BroadcastPlan
 
 REQUESTED = "requested"  # the reason for a transport that was asked for by its name
 
@@ -25,18 +21,16 @@ class Strategy:
     round_bytes   what a trainer rank sends an engine rank per round, or the latter reads by NIXL, [trainer ranks,
                   engine ranks]; 0 for none
     groups        peer ids of the members of each P2P communicator, see `routes.p2p.groups`
-    broadcast     the plan of its broadcasts, if it has any
     """
 
     name: str
     reason: str
     round_bytes: np.ndarray
     groups: tuple[tuple[int, ...], ...] = ()
-    broadcast: BroadcastPlan | None = None
 
     def digest(self) -> str:
-        groups = self.broadcast.digest() if self.broadcast else ""
-        return hashlib.sha256(f"{self.name} {self.round_bytes.tolist()} {groups}".encode()).hexdigest()
+        """Returns a hash of all that engine ranks must plan alike."""
+        return hashlib.sha256(f"{self.name} {self.round_bytes.tolist()}".encode()).hexdigest()
 
     def senders(self, engine_rank: int) -> dict[int, int]:
         """Returns trainer rank -> bytes per round, for the trainer ranks that send to an engine rank."""
@@ -45,10 +39,8 @@ class Strategy:
 
     def mapped_by(self, engine_rank: int, plan: ReadPlan, index: TensorIndex) -> tuple[int, ...]:
         """Returns the trainer ranks whose memory an engine rank maps, of those that `plan` reads."""
-        if self.broadcast is None:
-            sending = self.senders(engine_rank)
-            return tuple(t for t in plan.traffic() if t not in sending)
-        return self.broadcast.mapped_by(engine_rank, plan, index)
+        sending = self.senders(engine_rank)
+        return tuple(t for t in plan.traffic() if t not in sending)
 
 
 def demanded_bytes(demands: Sequence[RankDemand], topology: ClusterTopology) -> tuple[np.ndarray, np.ndarray]:

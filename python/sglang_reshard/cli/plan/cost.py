@@ -13,7 +13,7 @@ import numpy as np
 
 from sglang_reshard.plan import ClusterTopology, RankDemand
 from sglang_reshard.plan.topology import Relation
-from sglang_reshard.routes.broadcast.plan import BroadcastPlan
+from sglang_reshard.routes.broadcast.plan import BroadcastPlan, BroadcastStrategy
 from sglang_reshard.routes.strategy import Strategy
 
 
@@ -54,8 +54,8 @@ def predicted_seconds(
     strategy: Strategy, topology: ClusterTopology, costs: Costs, demands: Sequence[RankDemand]
 ) -> float:
     """Predicts the seconds of an update's transfer alone."""
-    if strategy.broadcast is not None:
-        return _broadcast_seconds(topology, costs, demands, strategy.broadcast)
+    if isinstance(strategy, BroadcastStrategy):
+        return _broadcast_seconds(topology, costs, demands, strategy.broadcasts)
     if strategy.name == "nixl":
         return _pull_seconds(topology, costs, demands)
     return _exact_seconds(topology, costs, demands, strategy.round_bytes)

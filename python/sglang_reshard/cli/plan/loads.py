@@ -19,7 +19,7 @@ from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.routes.broadcast.engine import targets_by_bucket
-from sglang_reshard.routes.broadcast.plan import BroadcastPlan
+from sglang_reshard.routes.broadcast.plan import BroadcastPlan, BroadcastStrategy
 from sglang_reshard.routes.ipc import read_targets
 from sglang_reshard.routes.nixl.link import NixlLink
 from sglang_reshard.routes.nixl.remote_shards import RemoteShard
@@ -75,8 +75,8 @@ def engine_load(
 ) -> EngineLoad:
     """Returns the load of one engine rank."""
     scratch = rank.program.scratch_bytes + arrival_bytes(index, strategy, engine_rank, rank, bucket_bytes)
-    if strategy.broadcast is not None:
-        return _broadcast_load(index, strategy.broadcast, engine_rank, rank, scratch)
+    if isinstance(strategy, BroadcastStrategy):
+        return _broadcast_load(index, strategy.broadcasts, engine_rank, rank, scratch)
     sending = strategy.senders(engine_rank)
     read = {t: nbytes for t, (nbytes, _) in rank.read_plan.traffic().items() if t not in sending}
     link_loads = _read_loads if strategy.name == "nixl" else _link_loads
@@ -96,7 +96,8 @@ def arrival_bytes(index: TensorIndex, strategy: Strategy, engine_rank: int, rank
     if not rank.program.arrivals:
         return 0
     landing, reads = converting(Landing(rank.program), _META, bucket_bytes), rank.read_plan
-    if (plan := strategy.broadcast) is not None:
+    if isinstance(strategy, BroadcastStrategy):
+        plan = strategy.broadcasts
         own = [bucket for bucket in plan.buckets if engine_rank in plan.groups[bucket.group].members]
         direct = np.flatnonzero(plan.direct_reads[engine_rank][reads.shards(index)]).tolist()
         landing.place(targets_by_bucket(index, rank.program, plan, own), read_targets(reads, direct))

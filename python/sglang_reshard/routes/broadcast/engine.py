@@ -25,7 +25,7 @@ from sglang_reshard.routes.broadcast.communicators import (
     BroadcastCommunicators,
     PendingBroadcast,
 )
-from sglang_reshard.routes.broadcast.plan import BroadcastPlan, Bucket
+from sglang_reshard.routes.broadcast.plan import BroadcastPlan, BroadcastStrategy, Bucket
 from sglang_reshard.routes.ipc import DirectReads, read_targets
 from sglang_reshard.routes.strategy import Strategy
 from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
@@ -140,8 +140,8 @@ class BroadcastEngineEnd(EngineEnd):
     """Connects one engine rank to its groups. No trainer rank takes part: leaders read mapped memory."""
 
     def __init__(self, side: EngineSide, strategy: Strategy) -> None:
-        assert strategy.broadcast is not None
-        self._side, self._plan = side, strategy.broadcast
+        assert isinstance(strategy, BroadcastStrategy)
+        self._side, self._plan = side, strategy.broadcasts
         self._broadcasts: Broadcasts | None = None
 
     def connect(self, meeting: Meeting) -> None:

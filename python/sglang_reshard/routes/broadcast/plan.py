@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from sglang_reshard.layout.packing import aligned
 from sglang_reshard.layout.regions import Box, split
 from sglang_reshard.plan.read_plan import RankDemand, ReadPlan, demanded_shards
 from sglang_reshard.plan.tensor_index import TensorIndex
+from sglang_reshard.routes.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -88,12 +89,6 @@ class BroadcastPlan:
         found.update(np.packbits(self.direct_reads).data)
         return found.hexdigest()
 
-    def mapped_by(self, engine_rank: int, plan: ReadPlan, index: TensorIndex) -> tuple[int, ...]:
-        """Returns the trainer ranks whose memory an engine rank maps: of shards that it reads alone, or leads."""
-        alone = self.direct_reads[engine_rank][plan.shards(index)]
-        led = {group.trainer_rank for group in self.groups if group.leader == engine_rank}
-        return tuple(sorted(led | set(plan.trainer_ranks[alone].tolist())))
-
     def bucket_segments(self, index: TensorIndex, bucket: Bucket) -> list[Segment]:
         of, own = self.segments[bucket.group], slice(bucket.first, bucket.last)
         found = []
@@ -105,6 +100,23 @@ class BroadcastPlan:
                 box = _chunks(box, index.item_bytes(shard), self.bucket_bytes)[chunk]
             found.append(Segment(shard, box, offset))
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastStrategy(Strategy):
+    """Nothing is sent by trainer ranks; engine ranks broadcast as `plan` says."""
+
+    broadcasts: BroadcastPlan = field(kw_only=True)
+
+    def digest(self) -> str:
+        return self.broadcasts.digest()
+
+    def mapped_by(self, engine_rank: int, plan: ReadPlan, index: TensorIndex) -> tuple[int, ...]:
+        """Of shards that the engine rank reads alone, or leads."""
+        broadcasts = self.broadcasts
+        alone = broadcasts.direct_reads[engine_rank][plan.shards(index)]
+        led = {group.trainer_rank for group in broadcasts.groups if group.leader == engine_rank}
+        return tuple(sorted(led | set(plan.trainer_ranks[alone].tolist())))
 
 
 def plan_broadcast(

@@ -8,7 +8,7 @@ import numpy as np
 
 from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex
 from sglang_reshard.routes.broadcast.engine import BroadcastEngineEnd as engine_end
-from sglang_reshard.routes.broadcast.plan import plan_broadcast
+from sglang_reshard.routes.broadcast.plan import BroadcastStrategy, plan_broadcast
 from sglang_reshard.routes.p2p.groups import check_broadcast_members
 from sglang_reshard.routes.strategy import REQUESTED, Strategy
 
@@ -26,4 +26,4 @@ def plan(
     broadcasts = plan_broadcast(index, demands, topology.trainer_hosts, bucket_bytes)
     check_broadcast_members([group.members for group in broadcasts.groups], topology.engine_devices)
     nothing_sent = np.zeros((len(topology.trainer_hosts), len(demands)), np.int64)
-    return Strategy("broadcast", reason, nothing_sent, broadcast=broadcasts)
+    return BroadcastStrategy("broadcast", reason, nothing_sent, broadcasts=broadcasts)
