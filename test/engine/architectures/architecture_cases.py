@@ -28,7 +28,7 @@ ARCHITECTURE, CASE = "architecture: ", "case: "
 RESULTS = Path(__file__).parents[3] / "benchmark" / "results" / "architectures.json"
 # Variants of the config: the first that passes is the usual one, the first that is refused if none does.
 USUAL = ((), ("ungrouped",), ("biases",))
-_DEADLINE_SECONDS = 3000
+_DEADLINE_SECONDS = 7200  # of a sweep, on two cores that do other work as well
 _EVERY = 4  # of the language models, which plain `make test` tries with the runs that are not for all
 
 Job = TypeVar("Job")

@@ -20,7 +20,7 @@ from support.scripts import run_script
 
 # With all engine ranks of all runs, and saving what comes of it.
 SWEEP = "SGLANG_RESHARD_SWEEP" in os.environ
-SECONDS = 3600 if SWEEP else 1200
+SECONDS = 7500 if SWEEP else 1200
 SAVED = results.saved()
 TRIED = [name for name, entry in SAVED.items() if entry["runs"]]
 
