@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -54,6 +55,7 @@ class Cluster:
     trainer_nccl: Mapping[str, str] = field(default_factory=lambda: UNSET)
     engine_nccl: Mapping[str, str] = field(default_factory=lambda: UNSET)
     trainers_use_gpus: bool = True
+    fabric: str = ""
 
     def layout(self) -> SourceLayout:
         ranks, shards = len(self.trainers), self.shards or len(self.trainers)
@@ -64,7 +66,10 @@ class Cluster:
     def trainer_devices(self) -> tuple[RankDevice, ...]:
         if not self.trainers_use_gpus:
             return ()
-        return tuple(place.device(self.trainer_nccl) for place in self.trainers)
+        return tuple(self._in_domain(place.device(self.trainer_nccl)) for place in self.trainers)
+
+    def _in_domain(self, device: RankDevice) -> RankDevice:
+        return msgspec.structs.replace(device, fabric=self.fabric)
 
     def planned(self) -> tuple[TensorIndex, list[RankDemand], ClusterTopology]:
         """As engine ranks plan: each for itself, once it has tried the memory of those that it would read."""
@@ -79,7 +84,7 @@ class Cluster:
                 for t, trainer in enumerate(self.trainers)
                 if trainer.host == place.host and (why := self.unreadable(trainer, place))
             }
-            device = place.device(self.engine_nccl)
+            device = self._in_domain(place.device(self.engine_nccl))
             location = RankLocation(rank, len(self.engines), place.host, hosts, device, self.trainer_devices(), reasons)
             plan = plan_reads(index, copies, location)
             assert sum(nbytes for nbytes, _ in plan.traffic().values()) == plan.least_bytes(), "1.000 of the least"
@@ -222,6 +227,43 @@ def test_nccl_connects_hosts_by_the_network_whatever_their_memory_settings():
     assert apart.chosen().name == "p2p"
     with pytest.raises(Unsupported, match=r"NCCL's version"):
         replace(apart, engine_nccl={"version": "2.27.5"}).chosen()
+
+
+@pytest.mark.parametrize(
+    ("trainer_nccl", "engine_nccl", "says"),
+    [
+        (UNSET, SGLANG, r"trainer rank 0 has NCCL_CUMEM_ENABLE 1 and engine rank 0 has 0"),
+        (UNSET, UNSET | {"NCCL_MNNVL_ENABLE": "0"}, r"NCCL_MNNVL_ENABLE 1 and engine rank 0 has 0.*export the same"),
+        (UNSET, UNSET | {"NCCL_MNNVL_ENABLE": "2"}, ""),  # the default
+        (UNSET, UNSET | {"NCCL_P2P_DISABLE": "1"}, ""),  # within a host
+    ],
+)
+def test_an_nvlink_domain_of_several_hosts_is_one_host_to_nccl(trainer_nccl, engine_nccl, says):
+    apart = Cluster(places(8), places(8, 8), trainer_nccl=trainer_nccl, engine_nccl=engine_nccl)
+    assert apart.chosen("p2p").name == "p2p"
+    together = replace(apart, fabric="a domain")
+    if says:
+        with pytest.raises(Unsupported, match=says):
+            together.chosen("p2p")
+    else:
+        assert together.chosen("p2p").name == "p2p"
+
+
+@pytest.mark.parametrize("setting", ["NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS"])
+def test_limits_of_channels_have_to_agree_wherever_the_ranks_are(setting):
+    apart = Cluster(places(8), places(8, 8), trainer_nccl=UNSET, engine_nccl=UNSET | {setting: "8"})
+    with pytest.raises(Unsupported, match=f"{setting} unset and engine rank 0 has 8"):
+        apart.chosen("p2p")
+
+
+def test_settings_of_engine_ranks_that_broadcast_have_to_agree():
+    class Differing(Place):
+        def device(self, nccl):
+            return super().device(nccl | ({"NCCL_SHM_DISABLE": "1"} if self.number == 3 else {}))
+
+    engines = [Differing(place.host, place.number) for place in places(4)]
+    with pytest.raises(Unsupported, match="engine rank 0 has NCCL_SHM_DISABLE unset and engine rank 3 has 1"):
+        Cluster(places(1), engines).chosen("broadcast")
 
 
 def test_trainer_ranks_without_gpus_cannot_send_to_gpus():

@@ -8,7 +8,8 @@ from functools import cache
 
 import torch
 
-from sglang_reshard.gpu.device import NCCL_SETTINGS, RankDevice
+from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.gpu.nccl_settings import nccl_settings
 from sglang_reshard.gpu.runtime import CudaRuntime, runtime
 
 
@@ -32,5 +33,5 @@ def trainer_device(shards: Iterable[torch.Tensor]) -> torch.device | None:
 
 @cache  # NCCL reads its settings once, too
 def _announced(gpus: CudaRuntime, device: torch.device) -> RankDevice:
-    settings = {name: value for name in NCCL_SETTINGS if (value := os.environ.get(name)) is not None}
-    return RankDevice(gpus.uuid(device), gpus.visible(), gpus.allocator(), {"version": gpus.nccl_version()} | settings)
+    nccl = {"version": gpus.nccl_version()} | nccl_settings(os.environ)
+    return RankDevice(gpus.uuid(device), gpus.visible(), gpus.allocator(), nccl, gpus.fabric(device))

@@ -6,7 +6,18 @@ import msgspec
 
 # By these, two processes choose each for itself how they reach each other on one host (NCCL 2.28: transport.cc, p2p.cc,
 # shm.cc). If they choose differently, both wait forever. NCCL_NVLS_ENABLE is not one of them: NCCL takes the least.
-NCCL_SETTINGS = ("NCCL_CUMEM_ENABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE")
+HOST_SETTINGS = (
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_CUMEM_HOST_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_SHM_DISABLE",
+)
+# By these, each chooses whether an NVLink domain of several hosts is one host to it (mnnvl.cc, init.cc).
+DOMAIN_SETTINGS = ("NCCL_CUMEM_ENABLE", "NCCL_MNNVL_ENABLE", "NCCL_MNNVL_UUID", "NCCL_MNNVL_CLIQUE_ID")
+# By these, each limits the channels of a communicator, wherever the others are (connect.cc, `ncclTopoPostset`).
+CHANNEL_SETTINGS = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
+NCCL_SETTINGS = tuple(dict.fromkeys((*HOST_SETTINGS, *DOMAIN_SETTINGS, *CHANNEL_SETTINGS)))
 
 
 class RankDevice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -16,9 +27,11 @@ class RankDevice(msgspec.Struct, frozen=True, omit_defaults=True):
     visible    UUIDs of the GPUs that the process sees, in the order of its indices
     allocator  kind of memory that torch allocates: "native", "expandable_segments" or "cudaMallocAsync"
     nccl       NCCL's version, and the NCCL_SETTINGS that are set: name -> value
+    fabric     names the NVLink domain of several hosts that the GPU is in; empty for none
     """
 
     uuid: str = ""
     visible: tuple[str, ...] = ()
     allocator: str = ""
     nccl: dict[str, str] = {}
+    fabric: str = ""

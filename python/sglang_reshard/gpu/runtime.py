@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.driver import DriverError, cuda_driver
+from sglang_reshard.gpu.nvml import nvlink_domain
 
 
 class Allocation(NamedTuple):
@@ -31,6 +33,8 @@ class CudaRuntime:
 
     def __init__(self) -> None:
         self._own_streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._waiting_streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams_lock = threading.Lock()
 
     def is_gpu(self, device: torch.device) -> bool:
         return device.type == "cuda"
@@ -58,6 +62,14 @@ class CudaRuntime:
     def current_device(self) -> torch.device:
         """Returns the calling thread's."""
         return torch.device("cuda", torch.cuda.current_device())
+
+    def multiprocessors(self, device: torch.device) -> int:
+        """Returns the number of multiprocessors (SMs)."""
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+    def fabric(self, device: torch.device) -> str:
+        """Returns a name of the NVLink domain of several hosts that the GPU is in; empty for none."""
+        return nvlink_domain(self.uuid(device))
 
     def visible(self) -> tuple[str, ...]:
         """Returns the UUIDs of the GPUs that this process sees, by index."""
@@ -181,6 +193,17 @@ class CudaRuntime:
             torch.cuda.set_stream(stream)
 
         return adopt
+
+    def waiting_stream(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """Makes a stream the thread's current one that is given nothing to compute, for a block that only waits.
+
+        Its priority is high: so it shares no queue with the default stream, which with CUDA_DEVICE_MAX_CONNECTIONS=1
+        would wait behind it. No GPU has shown that yet.
+        """
+        with self._streams_lock:
+            if device not in self._waiting_streams:
+                self._waiting_streams[device] = torch.cuda.Stream(device, priority=-1)
+        return torch.cuda.stream(self._waiting_streams[device])
 
     def free_bytes(self, device: torch.device) -> int:
         """Returns what can be allocated, with what torch's allocator keeps unused."""

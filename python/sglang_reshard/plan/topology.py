@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.gpu.device import NCCL_SETTINGS, RankDevice
+from sglang_reshard.gpu.device import CHANNEL_SETTINGS, DOMAIN_SETTINGS, HOST_SETTINGS, RankDevice
 from sglang_reshard.plan.read_plan import RankDemand
 
 _VERSION = "NCCL's version"
@@ -110,8 +110,11 @@ class ClusterTopology:
                     "the same host with transport='ipc'",
                 )
             machine = "/".join(hosts[member].split("/")[:2])  # of other users and PID namespaces, too
+            shared = [("", CHANNEL_SETTINGS), (f"host {machine}", HOST_SETTINGS)]
+            if device.fabric:
+                shared.append((f"NVLink domain {device.fabric}", DOMAIN_SETTINGS))
             values = {("", _VERSION): device.nccl.get("version", "")}
-            values |= {(machine, setting): _effective(setting, device.nccl) for setting in NCCL_SETTINGS}
+            values |= {(where, setting): _effective(setting, device.nccl) for where, of in shared for setting in of}
             for key, value in values.items():
                 other, expected = first.setdefault(key, (name, value))
                 if value != expected:
@@ -125,6 +128,8 @@ class ClusterTopology:
 def _effective(setting: str, nccl: dict[str, str]) -> str:
     """Returns a setting's value, the same for values that mean the same."""
     value = nccl.get(setting, "")
-    if setting == "NCCL_CUMEM_ENABLE":
-        return "0" if value == "0" else "1"  # the default
-    return value if value != "0" else ""
+    if setting in ("NCCL_CUMEM_ENABLE", "NCCL_MNNVL_ENABLE"):
+        return "0" if value == "0" else "1"  # on by default
+    if setting in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
+        return value if value != "0" else ""
+    return value

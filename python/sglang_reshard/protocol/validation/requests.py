@@ -165,7 +165,7 @@ def _check_address(address: Address, invalid: _Invalid) -> None:
 def _texts(device: RankDevice) -> tuple[str, ...]:
     if max(len(device.visible), len(device.nccl)) > _MAX_GPUS:
         raise _invalid_request(f"a trainer device has more than {_MAX_GPUS:,} visible GPUs, or settings of NCCL")
-    return device.uuid, device.allocator, *device.visible, *device.nccl, *device.nccl.values()
+    return device.uuid, device.allocator, device.fabric, *device.visible, *device.nccl, *device.nccl.values()
 
 
 def _check_lengths(texts: Iterable[str], invalid: _Invalid) -> None:

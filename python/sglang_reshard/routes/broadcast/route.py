@@ -24,6 +24,10 @@ def plan(
 ) -> Strategy:
     """Raises Unsupported for a trainer rank whose memory nobody can read, and for groups that NCCL would refuse."""
     broadcasts = plan_broadcast(index, demands, topology.trainer_hosts, bucket_bytes)
+    trainer_ranks = len(topology.trainer_hosts)
     check_broadcast_members([group.members for group in broadcasts.groups], topology.engine_devices)
-    nothing_sent = np.zeros((len(topology.trainer_hosts), len(demands)), np.int64)
+    if topology.on_gpu:
+        for members in dict.fromkeys(group.members for group in broadcasts.groups):
+            topology.check_messages([trainer_ranks + engine_rank for engine_rank in members])
+    nothing_sent = np.zeros((trainer_ranks, len(demands)), np.int64)
     return BroadcastStrategy("broadcast", reason, nothing_sent, broadcasts=broadcasts)
