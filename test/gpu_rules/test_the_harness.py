@@ -15,11 +15,12 @@ from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.runtime import runtime
 from support import gpu_jobs
+from support.threads import Ticks
 from support.virtual_gpus import journal
 from support.virtual_gpus.description import Place
 from support.virtual_gpus.journal import RuleBroken
 from support.virtual_gpus.memory import POISON
-from support.virtual_gpus.nccl import ENDED_BY_WATCHDOG
+from support.virtual_gpus.nccl import ENDED_BY_WATCHDOG, FROZEN_S
 from support.virtual_gpus.world import left_over, run_with_gpus, virtual_gpus
 
 HOST = "host 0"
@@ -513,10 +514,106 @@ def test_the_watchdog_ends_a_process_whose_operation_lasts_too_long():
     assert ENDED_BY_WATCHDOG
 
 
-def test_without_a_watchdog_the_operation_fails():
+def receive_nothing_without_a_watchdog(process, trainer):
+    group = group_of(process, trainer, timeout_s=0.3)
+    if trainer.rank:
+        meet(trainer)
+        group.abort()
+        return None
+    work = group.recv([process.tensor(torch.ones(3))], 1, 0)
+    ended = completed(work, 1.0)
+    meet(trainer)  # its wait aborts, which lasts until the other has done so, too
+    try:
+        with runtime().waiting_stream(process.device):
+            work.wait()
+    except dist.DistBackendError as error:
+        return ended, str(error)
+
+
+def test_without_a_watchdog_only_a_wait_has_an_end():
     quiet = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
-    told = run(receive_nothing, *(Place(HOST, (n,), environment=quiet) for n in (0, 1)))
-    assert told[0] == "an operation took longer than 0.3 s"
+    told = run(receive_nothing_without_a_watchdog, *(Place(HOST, (n,), environment=quiet) for n in (0, 1)))
+    assert told[0] == (False, "Watchdog caught collective operation timeout: ran for 0.3 s")
+
+
+def wait_on_the_default_stream(process, trainer):
+    group = group_of(process, trainer)
+    buffer = process.tensor(torch.ones(3))
+    if trainer.rank:
+        time.sleep(0.3)
+        work = group.send([buffer], 0, 0)
+        completed(work)
+    else:
+        group.recv([buffer], 1, 0).wait()
+    group.abort()
+
+
+def test_a_stream_that_computes_and_was_made_to_wait_is_reported():
+    quiet = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+    with pytest.raises(RuleBroken, match="the default stream was made to wait for an operation of NCCL"):
+        run(wait_on_the_default_stream, *(Place(HOST, (n,), environment=quiet) for n in (0, 1)))
+
+
+def abort_before_the_other(process, trainer):
+    """Asks meanwhile whether an operation has ended: the thread that would abort the other group cannot run."""
+    group = group_of(process, trainer)
+    work = group.recv([process.tensor(torch.ones(3))], 1 - trainer.rank, 0)
+    if trainer.rank:
+        meet(trainer)
+        group.abort()
+        return None
+    thread = threading.Thread(target=group.abort)
+    thread.start()
+    time.sleep(0.2)
+    with Ticks() as ticks:
+        asking = threading.Thread(target=work.is_completed)
+        asking.start()
+        time.sleep(0.2)
+        meet(trainer)
+        thread.join()
+        asking.join()
+    return ticks.longest_s
+
+
+def run_into(told, task, *places):
+    """As `run`, for tasks that break a rule: what they return is in `told`."""
+    with virtual_gpus(gpus=4) as gpus:
+        told += run_with_gpus(gpus, places, [], _call, nothing, task)[0]
+
+
+def test_asking_during_an_abort_stops_the_whole_process_and_is_reported():
+    told = []
+    with pytest.raises(RuleBroken, match=r"is_completed waited .* process stood still"):
+        run_into(told, abort_before_the_other, Place(HOST, (0,)), Place(HOST, (1,)))
+    assert told[0] > FROZEN_S / 2
+
+
+def ask_before_it_is_connected(process, trainer):
+    if trainer.rank:
+        time.sleep(0.5)
+    group = group_of(process, trainer, blocking=False)
+    if trainer.rank == 0:
+        group._comm_ptr()
+    group.abort()
+
+
+def test_asking_for_a_communicator_that_nccl_still_connects_stops_the_whole_process_and_is_reported():
+    with pytest.raises(RuleBroken, match=r"_comm_ptr waited for NCCL to connect.*the process stood still"):
+        run(ask_before_it_is_connected, Place(HOST, (0,)), Place(HOST, (1,)))
+
+
+def limit_differently(process, trainer):
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.blocking, options.config.max_ctas = 0, 16 - trainer.rank
+    group = dist.ProcessGroupNCCL(store_of(trainer), trainer.rank, trainer.size, options)
+    group.eager_connect_single_device(process.device)
+    time.sleep(0.5)
+    group.abort()
+
+
+def test_limits_of_thread_blocks_that_differ_are_reported():
+    with pytest.raises(RuleBroken, match=r"limits of thread blocks differ between members, which hangs: \[15, 16\]"):
+        run(limit_differently, Place(HOST, (0,)), Place(HOST, (1,)))
 
 
 def test_what_was_broken_is_said_though_the_error_was_caught():

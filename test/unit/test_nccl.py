@@ -1,8 +1,12 @@
-"""NCCL groups end no process, change no environment, and block nothing that a deadline or an abort does not end."""
+"""NCCL groups end no process, change no environment, and block nothing that a deadline or an abort does not end.
+
+Calls that keep the interpreter's lock are not made: `FakeNccl` has none.
+"""
 
 import os
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -14,7 +18,11 @@ from sglang_reshard.errors import DeadlineExceeded, PeerDisconnected
 from sglang_reshard.gpu import runtime as gpu
 from sglang_reshard.routes.broadcast.communicators import BroadcastCommunicators
 from sglang_reshard.routes.p2p.communicators import P2pCommunicator, P2pCommunicators
+from sglang_reshard.routes.wire import concurrent_use
+from sglang_reshard.routes.wire import nccl as nccl_module
+from sglang_reshard.routes.wire.ctas import CtaShares
 from sglang_reshard.routes.wire.nccl import changed_environment
+from sglang_reshard.routes.wire.recorded_works import RecordedWorks, recorder_entries
 from support.gpu_runtime import replaced_runtime
 
 GPU = torch.device("meta")  # memory that is not the host's
@@ -27,13 +35,21 @@ class FakeWork:
     def __init__(self, pg):
         self.pg = pg
 
-    def is_completed(self):
-        return self.pg.finished.is_set() or self.pg.aborted.is_set()  # as the kernel of an aborted operation
-
-    def wait(self):
-        assert self.is_completed(), "it would block for as long as the group's timeout"
+    def wait(self, timeout):
+        """As the group's waits block, it returns when the kernel ends, of an aborted operation as well."""
+        assert timeout.total_seconds() > OPTIONS["timeout_s"], "torch would abort the communicator before the deadline"
+        self.pg.waiting.append(threading.get_ident())
+        while not (self.pg.finished.is_set() or self.pg.aborted.is_set()):
+            time.sleep(0.001)
         if self.pg.error:
             raise RuntimeError(self.pg.error)
+
+
+class FinishedWork(FakeWork):
+    """Of the message that a rank sends to itself."""
+
+    def wait(self, timeout):
+        assert timeout.total_seconds() > 0
 
 
 class FakeNccl:
@@ -47,7 +63,7 @@ class FakeNccl:
         self.connected, self.finished, self.aborted = (threading.Event() for _ in range(3))
         self.may_abort = threading.Event()
         self.may_abort.set()
-        self.error, self.calls, self.environments = "", [], {}
+        self.error, self.calls, self.environments, self.waiting = "", [], {}, []
         FakeNccl.made.append(self)
         time.sleep(0.01)
         self.note("made")
@@ -61,12 +77,6 @@ class FakeNccl:
     def eager_connect_single_device(self, device):
         self.note("eager")
 
-    def _comm_ptr(self):
-        while not self.connected.wait(0.01):  # not ended by `abort`, which waits for it
-            pass
-        self.note("ready")
-        return 1
-
     def _start_coalescing(self):
         self.note("start")
 
@@ -77,12 +87,16 @@ class FakeNccl:
         self.note("recv")
 
     def _end_coalescing(self):
+        if "ready" not in dict(self.calls):
+            while not self.connected.wait(0.01):  # not ended by `abort`, which waits for it
+                pass
+            self.note("ready")
+            return FinishedWork(self)
         self.note("end")
         return FakeWork(self)
 
     def broadcast(self, tensors, options):
         self.note("broadcast")
-        return FakeWork(self)
 
     def abort(self):
         self.note("abort")
@@ -99,10 +113,17 @@ class OneGpu(gpu.CudaRuntime):
     def adopt_stream(self, device):
         return lambda: None
 
+    def waiting_stream(self, device):
+        return nullcontext()
+
+    def multiprocessors(self, device):
+        return 132
+
 
 @pytest.fixture(autouse=True)
 def nccl(monkeypatch):
     monkeypatch.setattr(FakeNccl, "made", [])
+    monkeypatch.setattr(nccl_module, "CTAS", CtaShares())
     monkeypatch.setattr(FakeNccl, "fails", "")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl)
     options = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace(blocking=None, max_ctas=None)))
@@ -111,11 +132,12 @@ def nccl(monkeypatch):
         yield FakeNccl
 
 
-def store_with_peers(entered=True, peers=1):
+def store_with_peers(entered=True, peers=1, ctas=16):
     """A store in which the other members have set what they set."""
     store = dist.HashStore()
     for rank in range(1, peers + 1):
         store.set(f"joined/{rank}", "")
+        store.set(f"ctas/{rank}", str(ctas))
         if entered:
             store.add("entered", 1)
     return store
@@ -140,13 +162,13 @@ def connect_all(count):
     threading.Thread(target=run, daemon=True).start()
 
 
-def connected(**changes):
+def connected(ctas=16, **changes):
     """A communicator whose other member does whatever is necessary."""
     communicator = P2pCommunicator(peer_id=0, **(OPTIONS | changes))
     threading.Thread(
         target=lambda: (soon(lambda: FakeNccl.made), FakeNccl.made[0].connected.set()), daemon=True
     ).start()
-    communicator.connect(store_with_peers(peers=len(changes.get("members", "ab")) - 1))
+    communicator.connect(store_with_peers(peers=len(changes.get("members", "ab")) - 1, ctas=ctas))
     return communicator, FakeNccl.made[0]
 
 
@@ -155,8 +177,55 @@ def test_it_is_made_without_a_watchdog_and_does_not_block():
     _, pg = connected()
     assert pg.environment["TORCH_NCCL_BLOCKING_WAIT"] == "1"
     assert pg.options.config.blocking == 0
-    assert 8 * pg.options.config.max_ctas <= 132, "eight communicators at once on an H100"
+    assert pg.options.config.max_ctas == 16
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(("at_once", "theirs", "expected"), [(8, 16, 16), (9, 16, 14), (1, 5, 5), (200, 16, 1)])
+def test_communicators_that_are_used_at_once_share_a_gpu_and_all_members_have_the_least(at_once, theirs, expected):
+    communicator, pg = connected(at_once=at_once, ctas=theirs)
+    assert pg.options.config.max_ctas == expected
+    communicator.close()
+
+
+def test_a_communicator_that_comes_later_gets_the_room_that_is_left():
+    class Owner:
+        pass
+
+    others = [Owner() for _ in range(8)]
+    device, store = torch.device("meta"), dist.HashStore()
+    shares = CtaShares()
+    assert [shares.agree(o, device, 1, dist.PrefixStore(str(id(o)), store), 0, 1) for o in others] == [16] * 8
+    late, too_late = Owner(), Owner()
+    assert shares.agree(late, device, 1, dist.PrefixStore("late", store), 0, 1) == 4
+    assert shares.agree(too_late, device, 1, dist.PrefixStore("too late", store), 0, 1) == 1
+    shares.release(others[0])
+    del others[1:]
+    assert shares.agree(Owner(), device, 1, dist.PrefixStore("again", store), 0, 1) == 16
+
+
+@pytest.mark.parametrize(
+    ("environment", "entries"),
+    [({}, 2000), ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}, 0), ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "many"}, 2000),
+     ({"TORCH_FR_BUFFER_SIZE": "30", "TORCH_NCCL_TRACE_BUFFER_SIZE": "20000"}, 30)],
+)  # fmt: skip
+def test_works_are_kept_as_long_as_the_flight_recorder_has_their_events(environment, entries):
+    assert recorder_entries(environment) == entries
+    works = RecordedWorks(entries)
+    for number in range(entries + 3):
+        works.keep(number)
+    assert len(works) == entries
+
+
+def test_every_operation_is_kept_for_the_flight_recorder(monkeypatch):
+    works = RecordedWorks(100)
+    monkeypatch.setattr(nccl_module, "RECORDED_WORKS", works)
+    communicator, pg = connected()
+    pg.finished.set()
+    before = len(works)
+    for _ in range(3):
+        communicator.send([(1, DATA)]).wait()
+    assert (before, len(works)) == (1, 4)
 
 
 @pytest.mark.parametrize("value", [None, "0", "1"])
@@ -165,7 +234,7 @@ def test_the_environment_is_as_before_also_when_it_cannot_be_made(monkeypatch, v
         monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", value)
     before = dict(os.environ)
     monkeypatch.setattr(FakeNccl, "fails", "made")
-    with pytest.raises(RuntimeError, match="made failed"):
+    with pytest.raises(PeerDisconnected, match="made failed"):
         P2pCommunicator(peer_id=0, **OPTIONS).connect(store_with_peers())
     assert dict(os.environ) == before
 
@@ -225,7 +294,7 @@ def test_operations_are_started_together_in_a_thread_of_their_own():
     """A failure would leave the thread within NCCL's group: nothing that it starts later would be launched."""
     communicator, pg = connected(members=[0, 1, 2])
     pending = communicator.send([(1, DATA), (2, DATA)])
-    started = [call for call in pg.calls if call[0] in ("start", "send", "end")]
+    started = [call for call in pg.calls if call[0] in ("start", "send", "end")][-4:]
     assert [name for name, _ in started] == ["start", "send", "send", "end"]
     assert len({thread for _, thread in started} - {threading.get_ident()}) == 1
     pg.finished.set()
@@ -318,17 +387,34 @@ def test_an_abort_does_not_ask_the_users_groups_to_end_the_process(monkeypatch):
     assert os.environ["TORCH_NCCL_EXTRA_DUMP_ON_EXEC"] == "1"
 
 
+def test_communicators_beside_nccl_of_the_process_itself_are_warned_of_once(caplog, monkeypatch):
+    monkeypatch.setattr(concurrent_use, "CTAS", nccl_module.CTAS)
+    concurrent_use._warn.cache_clear()
+    concurrent_use.warn_of_concurrent_use("the engine generates")
+    assert not caplog.messages
+    communicator, _ = connected()
+    for _ in range(2):
+        concurrent_use.warn_of_concurrent_use("the engine generates")
+    (said,) = caplog.messages
+    assert "over NCCL while the engine generates" in said
+    assert "use transport='ipc'" in said
+    communicator.close()
+    assert not nccl_module.CTAS.in_use()
+
+
 def test_a_broadcast_group_is_connected_before_it_is_used_and_its_waits_are_bounded():
     groups = BroadcastCommunicators(0, GPU, 5.0, epoch=1)
     store = dist.HashStore()
     groups.use_store(store)
     own = dist.PrefixStore("0,1", dist.PrefixStore("broadcast/1", store))
     own.set("joined/1", "")
+    own.set("ctas/1", "16")
     own.add("entered", 1)
     connect_all(1)
     group = groups.get((0, 1))
     (pg,) = FakeNccl.made
-    assert [name for name, _ in pg.calls] == ["made", "eager", "ready", "broadcast"]
+    to_itself = ["start", "send", "recv", "ready"]
+    assert [name for name, _ in pg.calls] == ["made", "eager", *to_itself, "start", "broadcast", "end"]
     assert pg.environment["TORCH_NCCL_BLOCKING_WAIT"] == "1"
     pg.finished.clear()
     group.timeout_s = 0.5
@@ -348,6 +434,7 @@ def test_a_rank_goes_through_its_communicators_in_their_order():
         of_group = dist.PrefixStore(str(number), store)
         for rank in range(1, len(members)):
             of_group.set(f"joined/{rank}", "")
+            of_group.set(f"ctas/{rank}", "16")
             of_group.add("entered", 1)
 
     connect_all(len(groups))

@@ -25,6 +25,7 @@ from sglang_reshard.observability.peak_memory import PeakMemory
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.protocol.validation import check_request
+from sglang_reshard.routes.wire.concurrent_use import warn_of_concurrent_use
 from sglang_reshard.trace.program import Program
 
 logger = get_logger(__name__)
@@ -89,6 +90,8 @@ class WeightReceiver:
                 self._executor.prepare(self._begin(request), refusal)
         except _UpdateFailed as failed:
             return failed.output
+        if self._size > 1:
+            warn_of_concurrent_use("the engine generates")
         self._staging = tasks.start("stage", functools.partial(self._receive, request))
         return _SUCCESS
 

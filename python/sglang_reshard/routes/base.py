@@ -220,6 +220,7 @@ class TrainerSide:
     timeout_s  seconds that any one wait may last
     kept       by the name of a route, what its ends keep from transfer to transfer of this engine
     shared     by the name of a route, what its ends share among all engines of the session
+    engines    that are updated at the same time, this one included
     """
 
     session: Session
@@ -232,6 +233,7 @@ class TrainerSide:
     timeout_s: float
     kept: dict[str, Any]
     shared: Mapping[str, Any]
+    engines: int = 1
 
 
 class TrainerEnd:

@@ -43,9 +43,20 @@ class _Prepared:
 class EngineTransfers:
     """One trainer rank's side of the transfers to one engine. Commands of one engine are executed one at a time."""
 
-    def __init__(self, session: Session, engine: int, trainer_rank: int, shared: Mapping[str, Any]) -> None:
-        """`shared`: by the name of a route, what its ends share among all engines of the session."""
+    def __init__(
+        self,
+        session: Session,
+        engine: int,
+        trainer_rank: int,
+        shared: Mapping[str, Any],
+        engines: Callable[[], int] = lambda: 1,
+    ) -> None:
+        """
+        shared   by the name of a route, what its ends share among all engines of the session
+        engines  returns how many are updated at the same time
+        """
         self._session, self._engine, self._rank, self._shared = session, engine, trainer_rank, shared
+        self._engines = engines
         self._kept: dict[str, Any] = {}
         self._prepared: _Prepared | None = None
 
@@ -119,5 +130,6 @@ class EngineTransfers:
             timeout_s=command.timeout_s,
             kept=self._kept,
             shared=self._shared,
+            engines=self._engines(),
         )
         return _Prepared(command, published.identity, trainer_end(side, command))

@@ -102,7 +102,9 @@ class TrainerWorker:
 
     def _of(self, engine: int) -> EngineTransfers:
         if engine not in self._transfers:
-            self._transfers[engine] = EngineTransfers(self._session, engine, self._rank, self._shared)
+            self._transfers[engine] = EngineTransfers(
+                self._session, engine, self._rank, self._shared, lambda: max(1, len(self._engines))
+            )
         return self._transfers[engine]
 
     def _side_of(self, question: Question) -> TrainerSide:

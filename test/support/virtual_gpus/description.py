@@ -18,6 +18,7 @@ class VirtualGpus:
     without_peers    numbers of GPUs of a host that have no peer access to each other, in pairs
     capacity         bytes of a GPU
     context          bytes that one process takes of a GPU by using it
+    fabric           names an NVLink domain that all hosts are in; empty for none
     freed_while_mapped  "violation", or "undefined": the readers then see a pattern, as nothing is promised to them
     """
 
@@ -28,6 +29,7 @@ class VirtualGpus:
     capacity: int = 256 * MIB
     context: int = 4 * MIB
     freed_while_mapped: str = "violation"
+    fabric: str = ""
 
     def uuid(self, host: str, number: int) -> str:
         return f"GPU-{self.hosts.index(host):04x}-{number:04x}"

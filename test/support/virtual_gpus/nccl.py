@@ -1,12 +1,19 @@
 """torch's ProcessGroupNCCL for virtual GPUs: what it forgives, what it hangs on, and what it ends a process for.
 
 - construction lasts until all members have come, and is ended by nothing but `abort`
-- a GPU twice in one communicator, or settings that differ between members of a host, are broken rules
+- `is_completed` and `_comm_ptr` keep Python's interpreter lock while they wait: the process stands still, for real, and
+  a rule is broken. All other calls wait without it
+- calls hold the communicator's lock while they wait for its construction, and so does an abort, which waits for the
+  other members of the host to abort or to die. (torch 2.11 gives the lock back before that last wait, if the group
+  aborts; an operation that has failed aborts with the lock.)
+- a GPU twice in one communicator, settings that differ between members of a host or of an NVLink domain, and limits of
+  thread blocks that differ between any members are broken rules
 - buffers are GPU memory that this process has allocated on its own GPU
 - communicators that are in use at once must find room on a GPU together: the order of their operations differs
-- operations begin in their order and end later; `wait` of one that has not ended is not bounded by anything
+- operations begin in their order and end later; `wait` of one that has not ended is not bounded by anything, and makes
+  the thread's stream wait, too, which must not be the default one: others compute there
 - an operation that lasts longer than the group's timeout, or a peer that dies, ends the process, unless the group was
-  made without a watchdog (TORCH_NCCL_BLOCKING_WAIT=1, or TORCH_NCCL_ASYNC_ERROR_HANDLING=0)
+  made without a watchdog (TORCH_NCCL_BLOCKING_WAIT=1, or TORCH_NCCL_ASYNC_ERROR_HANDLING=0): then only `wait` ends
 
 Messages travel as files.
 """
@@ -14,6 +21,7 @@ Messages travel as files.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import queue
@@ -34,12 +42,19 @@ from support.virtual_gpus.journal import Journal
 from support.virtual_gpus.memory import VirtualMemory
 
 ENDED_BY_WATCHDOG = 86  # exit code
-SETTINGS = ("NCCL_CUMEM_ENABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE")
+SETTINGS = (
+    "NCCL_CUMEM_ENABLE", "NCCL_CUMEM_HOST_ENABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE",
+)  # fmt: skip
+DOMAIN_SETTINGS = ("NCCL_CUMEM_ENABLE", "NCCL_MNNVL_ENABLE")
 CTAS = 132  # thread blocks that run on an H100 at once; operations that find no room wait for others to end
 DEFAULT_CTAS = 32  # of a communicator that is not limited
+FROZEN_S = 3.0  # for as long a call keeps the interpreter's lock that would keep it until other processes do something
 _POLL_S = 0.001
 _LATENCY_S = 0.002
 _Options = dist.ProcessGroupNCCL.Options
+
+
+_with_interpreter_lock = ctypes.PyDLL(None)  # the functions of a PyDLL keep it, those of a CDLL give it back
 
 
 class _Aborted(Exception):
@@ -90,6 +105,12 @@ class VirtualWork:
         self._ended.set()
 
     def is_completed(self) -> bool:
+        """Its binding keeps the interpreter's lock, and it needs the communicator's (`NCCLComm::isAborted`)."""
+        group = self._group
+        if not group.mutex.acquire(blocking=False):
+            group.freeze("Work.is_completed waited for another call of its communicator")
+            group.mutex.acquire()
+        group.mutex.release()
         return self._ended.is_set()
 
     def is_success(self) -> bool:
@@ -100,15 +121,32 @@ class VirtualWork:
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         group = self._group
-        if not self.is_completed():
-            if not group.waits_on_host:
+        if not self._ended.is_set():
+            self._block_stream()
+            if not group.waits_on_host and not timeout:
                 raise group.nccl.journal.broken("an operation of NCCL was waited for before it had ended: no deadline")
             limit = timeout.total_seconds() or group.timeout_s
-            if not self._ended.wait(limit):
-                raise dist.DistBackendError(f"Watchdog caught collective operation timeout: ran for {limit} s")
+            while not self._has_ended():
+                if time.monotonic() - self.begun > limit:
+                    group.abort_under_lock()
+                    raise dist.DistBackendError(f"Watchdog caught collective operation timeout: ran for {limit} s")
+                time.sleep(_POLL_S)
         if self.error is not None:
             raise dist.DistBackendError(f"NCCL error: {self.error}")
         return True
+
+    def _has_ended(self) -> bool:
+        with self._group.mutex:
+            return self._ended.is_set()
+
+    def _block_stream(self) -> None:
+        """`WorkNCCL::synchronizeStream`."""
+        cuda = self._group.nccl.cuda
+        if cuda.current_stream() == cuda.default_stream():
+            self._group.nccl.journal.broken(
+                "the default stream was made to wait for an operation of NCCL that had not ended, and with it whatever "
+                "the process computes next"
+            )
 
 
 _Step = Callable[[], bool]  # goes on with an operation as far as it can now; returns whether it has ended
@@ -130,10 +168,11 @@ class VirtualProcessGroup:
         self._ctas = options.config.max_ctas if options.config.max_ctas > 0 else DEFAULT_CTAS
         self._settings = {name: os.environ.get(name, "") for name in SETTINGS}
         self._ready, self._aborted, self._begun = threading.Event(), threading.Event(), False
+        self.mutex = threading.RLock()  # `NCCLComm::mutex_`
         self._error = ErrorType.SUCCESS
         self._given: queue.Queue[tuple[VirtualWork, list[_Step]]] = queue.Queue()
         self._together: list[_Step] | None = None
-        self._sequence: dict[tuple[str, int], int] = {}
+        self._sequence: dict[tuple[str, int, int], int] = {}
         self._name, self._pids = "", dict[int, int]()
 
     # -- the communicator
@@ -165,6 +204,8 @@ class VirtualProcessGroup:
         card = {
             "gpu": gpus.uuid(place.host, place.number),
             "settings": self._settings,
+            "domain_settings": {name: os.environ.get(name, "") for name in DOMAIN_SETTINGS},
+            "ctas": self._ctas,
             "pid": os.getpid(),
             "host": place.host,
         }
@@ -176,6 +217,13 @@ class VirtualProcessGroup:
         self._until(lambda: all(f.exists() for f in files))
         cards = [json.loads(f.read_bytes()) for f in files]
         self._pids = {rank: card["pid"] for rank, card in enumerate(cards)}
+        own = cards[self._rank]
+        if len(limits := {card["ctas"] for card in cards}) > 1:
+            self.nccl.journal.broken(f"limits of thread blocks differ between members, which hangs: {sorted(limits)}")
+            self._until(lambda: False)
+        if self.nccl.gpus.fabric and any(card["domain_settings"] != own["domain_settings"] for card in cards):
+            self.nccl.journal.broken("NCCL's settings differ between members of an NVLink domain, which hangs")
+            self._until(lambda: False)
         on = [card["gpu"] for card in cards]
         if twice := sorted({gpu for gpu in on if on.count(gpu) > 1}):
             self._error = ErrorType.COMM_ERROR
@@ -184,24 +232,66 @@ class VirtualProcessGroup:
         if any(settings != self._settings for settings in here):
             self.nccl.journal.broken(f"NCCL's settings differ between members of a host, which hangs: {here}")
             self._until(lambda: False)
-        self.nccl.journal.note("communicator", rank=self._rank, gpus=on)
+        self.nccl.journal.note("communicator", rank=self._rank, gpus=on, ctas=self._ctas)
 
     def _is_initialized(self) -> bool:
         return self._ready.is_set() and self._error == ErrorType.SUCCESS
 
+    def freeze(self, what: str) -> None:
+        """Keeps the interpreter's lock, so that no thread of this process runs. Then the test's end is in sight."""
+        self.nccl.journal.broken(f"{what}, and kept the interpreter's lock meanwhile: the process stood still")
+        _with_interpreter_lock.usleep(int(FROZEN_S * 1e6))
+
     def _comm_ptr(self) -> int:
-        """Waits for the communicator: in C, so that no deadline reaches it."""
-        self._wait_until_ready()
+        """Waits for the communicator: in C, so that no deadline reaches it, and with the interpreter's lock."""
+        if not self._ready.is_set():
+            self.freeze("ProcessGroupNCCL._comm_ptr waited for NCCL to connect")
+        self._await_communicator()
         return id(self)
+
+    def _await_communicator(self) -> None:
+        """`NCCLComm::getNcclComm`: an abort has to wait for it."""
+        with self.mutex:
+            if self._aborted.is_set():
+                raise dist.DistBackendError("NCCL communicator was aborted")
+            while not self._ready.wait(_POLL_S):
+                pass
+            self._raise_error()
 
     def get_error(self) -> ErrorType:
         return self._error
 
     def abort(self) -> None:
+        """Raises if it lasts longer than the group's timeout. Its thread goes on then, and keeps the lock."""
+        thread = threading.Thread(target=self.abort_under_lock, name="virtual NCCL abort", daemon=True)
+        thread.start()
+        thread.join(self.timeout_s)
+        if thread.is_alive():
+            raise dist.DistBackendError("Future for ProcessGroup abort timed out")
+
+    def abort_under_lock(self) -> None:
+        with self.mutex:
+            self._leave()
+            while any(self._serves(rank) for rank in range(self._size)):
+                time.sleep(_POLL_S)
+
+    def _leave(self) -> None:
+        """Ends the kernels. Peers of this host need not wait for this member any more."""
         self._aborted.set()
+        if self._name:
+            self._file(f"left-{self._rank}").touch()
+
+    def _serves(self, rank: int) -> bool:
+        """`ncclProxyService`: whether a member of this host, if it has come, has neither aborted nor died."""
+        with contextlib.suppress(FileNotFoundError):
+            if not self._name or self._file(f"left-{rank}").exists():
+                return False
+            card = json.loads(self._file(str(rank)).read_bytes())
+            return card["host"] == self.nccl.place.host and Path(f"/proc/{card['pid']}/fd").exists()
+        return False
 
     def shutdown(self) -> None:
-        self._aborted.set()
+        self.abort()
 
     def size(self) -> int:
         return self._size
@@ -210,7 +300,8 @@ class VirtualProcessGroup:
         return self._rank
 
     def __del__(self) -> None:
-        self._aborted.set()
+        with contextlib.suppress(FileNotFoundError):
+            self._leave()
 
     # -- operations
 
@@ -239,9 +330,7 @@ class VirtualProcessGroup:
             self._together += steps
             return None
         self._begin()  # a communicator that was not made before is made now
-        if self._aborted.is_set():
-            raise dist.DistBackendError("NCCL error: the communicator was aborted")
-        self._raise_error()
+        self._await_communicator()
         work = VirtualWork(self)
         with self.nccl.lock:
             self.nccl.in_use[id(work)] = self._ctas
@@ -253,7 +342,7 @@ class VirtualProcessGroup:
         return work
 
     def _sending(self, buffer: torch.Tensor, to: int) -> _Step:
-        path = self._message(self._rank, to)
+        path = self._message("send", self._rank, to)
         written = False
 
         def step() -> bool:
@@ -266,7 +355,7 @@ class VirtualProcessGroup:
         return step
 
     def _receiving(self, buffer: torch.Tensor, source: int) -> _Step:
-        path = self._message(source, self._rank)
+        path = self._message("receive", source, self._rank)
 
         def step() -> bool:
             if not path().exists():
@@ -280,8 +369,8 @@ class VirtualProcessGroup:
 
         return step
 
-    def _message(self, source: int, to: int) -> Callable[[], Path]:
-        link = f"{source}-{to}", source
+    def _message(self, verb: str, source: int, to: int) -> Callable[[], Path]:
+        link = verb, source, to
         number = self._sequence[link] = self._sequence.get(link, 0) + 1
         return lambda: self._file(f"{source}-{to}-{number}")
 
@@ -323,7 +412,7 @@ class VirtualProcessGroup:
             if self._aborted.is_set():
                 raise _Aborted
             if work is not None:
-                if time.monotonic() - work.begun > self.timeout_s:
+                if self._has_watchdog and time.monotonic() - work.begun > self.timeout_s:
                     self._fail(ErrorType.TIMEOUT, f"an operation took longer than {self.timeout_s} s")
                 if lost := [r for r, pid in self._pids.items() if not Path(f"/proc/{pid}/fd").exists()]:
                     self._fail(ErrorType.REMOTE_ERROR, f"the connection to ranks {lost} is lost")

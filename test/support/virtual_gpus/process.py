@@ -31,6 +31,13 @@ from support.virtual_gpus.torch_ipc import VirtualTorchIpc
 class VirtualRuntime(CudaRuntime):
     """The package's own, over virtual torch.cuda and a virtual driver; but tensors are the CPU's to torch."""
 
+    def __init__(self, gpus: VirtualGpus) -> None:
+        super().__init__()
+        self._gpus = gpus
+
+    def fabric(self, device: torch.device) -> str:
+        return self._gpus.fabric
+
     def storage(self, address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         found: Any = torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), nbytes)
         return found
@@ -60,7 +67,7 @@ class VirtualProcess:
         driver = CudaDriver(self.library)
         _replace_everywhere("cuda_driver", lambda: driver)
         _replace_everywhere("host_identity", lambda: self.place.host)
-        use(VirtualRuntime())
+        use(VirtualRuntime(self.gpus))
         self._watch_the_engine()
         return self
 

@@ -220,7 +220,7 @@ class VirtualTorchCuda:
         number = self._number(device)
         return SimpleNamespace(
             uuid=self._gpus.uuid(self._place.host, number), name="virtual GPU", total_memory=self._gpus.capacity,
-            multi_processor_count=4, major=9, minor=0,
+            multi_processor_count=132, major=9, minor=0,
         )  # fmt: skip
 
     def can_device_access_peer(self, device: Any, peer: Any) -> bool:

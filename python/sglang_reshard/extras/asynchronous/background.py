@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -19,12 +19,20 @@ from sglang_reshard import tasks
 from sglang_reshard.errors import DeadlineExceeded
 from sglang_reshard.extras.asynchronous.shadow_shards import ShadowShards
 from sglang_reshard.gpu.runtime import runtime
+from sglang_reshard.routes.wire.concurrent_use import warn_of_concurrent_use
 from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.trainer.options import UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender, raising
 
 T = TypeVar("T")
 _GO, _SKIP = b"go", b"skip"
+
+
+def _run(run: Callable[[Any], T], weights: Any, trainer_ranks: int) -> T:
+    report = run(weights)
+    if trainer_ranks > 1:
+        warn_of_concurrent_use("the trainer computes")
+    return report
 
 
 class UpdateHandle(Generic[T]):
@@ -123,7 +131,8 @@ class BackgroundUpdates(Generic[T]):
         except Exception as error:
             weights = raising(error)  # so that the other ranks hear of it
         copied_s = time.perf_counter() - began - waited_s
-        future = tasks.start("background update", functools.partial(run, weights), daemon=False)
+        job = functools.partial(_run, run, weights, len(sender.ranks[1]))
+        future = tasks.start("background update", job, daemon=False)
         self._last = handle = UpdateHandle(options.weight_version, future, sender.cancel_update)
         handle.waited_s, handle.copied_s = waited_s, copied_s
         handle.skipped_before, self._skipped = tuple(self._skipped), []

@@ -18,10 +18,13 @@ from sglang_reshard.routes.wire.abortable_group import AbortableGroup, backend_o
 class BroadcastCommunicator(AbortableGroup):
     """Broadcasts among `members`, a group of engine ranks."""
 
-    def __init__(self, members: tuple[int, ...], engine_rank: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, members: tuple[int, ...], engine_rank: int, device: torch.device, timeout_s: float, at_once: int = 1
+    ) -> None:
+        """`at_once`: see `AbortableGroup`."""
         self.members = members
         names, rank = [f"engine rank {member}" for member in members], members.index(engine_rank)
-        super().__init__(names, rank, backend=backend_of(device), device=device, timeout_s=timeout_s)
+        super().__init__(names, rank, backend=backend_of(device), device=device, timeout_s=timeout_s, at_once=at_once)
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> PendingBroadcast:
         """Starts the broadcast of `buffer` (1-D, bytes) from engine rank `root` to all members."""
@@ -52,11 +55,12 @@ class PendingBroadcast:
 class BroadcastCommunicators:
     """One engine rank's communicators by their members, connected on first use and reused.
 
-    epoch  distinguishes the instances that share one store, so that none finds what an aborted one left there
+    epoch    distinguishes the instances that share one store, so that none finds what an aborted one left there
+    at_once  communicators that this rank is a member of
     """
 
-    def __init__(self, engine_rank: int, device: torch.device, timeout_s: float, epoch: int) -> None:
-        self._epoch, self._address = epoch, ""
+    def __init__(self, engine_rank: int, device: torch.device, timeout_s: float, epoch: int, at_once: int = 1) -> None:
+        self._epoch, self._address, self._at_once = epoch, "", at_once
         self._store: dist.Store | None = None
         self._engine_rank, self._device, self._timeout_s = engine_rank, device, timeout_s
         self._connected: dict[tuple[int, ...], BroadcastCommunicator] = {}
@@ -69,7 +73,9 @@ class BroadcastCommunicators:
         """Collective: all members must request their communicators in the same order."""
         if members not in self._connected:
             assert self._store is not None
-            communicator = BroadcastCommunicator(members, self._engine_rank, self._device, self._timeout_s)
+            communicator = BroadcastCommunicator(
+                members, self._engine_rank, self._device, self._timeout_s, self._at_once
+            )
             self._connected[members] = communicator  # before it connects, so that it can be aborted
             of_group = dist.PrefixStore(",".join(map(str, members)), self._store)
             communicator.connect(of_group, address=self._address)

@@ -147,7 +147,10 @@ class BroadcastEngineEnd(EngineEnd):
     def connect(self, meeting: Meeting) -> None:
         reads, session = self._side.reads, meeting.session
         # Named by the update, so that all ranks use the same name and none that an aborted update left behind.
-        groups = BroadcastCommunicators(reads.engine_rank, reads.device, reads.timeout_s, epoch=meeting.update)
+        own = {group.members for group in self._plan.groups if reads.engine_rank in group.members}
+        groups = BroadcastCommunicators(
+            reads.engine_rank, reads.device, reads.timeout_s, epoch=meeting.update, at_once=max(1, len(own))
+        )
         self.connections = groups
         store = session.store(self._side.engine, reads.timeout_s, meeting.scope)
         groups.use_store(store, session.local_address)

@@ -53,6 +53,7 @@ class P2pCommunicator(AbortableGroup):
     backend        "gloo" or "nccl"
     device         this rank's GPU, for nccl
     timeout_s      seconds that any one wait may last
+    at_once        see `AbortableGroup`
     """
 
     def __init__(
@@ -64,10 +65,12 @@ class P2pCommunicator(AbortableGroup):
         backend: str,
         device: torch.device,
         timeout_s: float,
+        at_once: int = 1,
     ) -> None:
         self._group_rank = {member: rank for rank, member in enumerate(members)}
         names = [peer_name(member, trainer_ranks) for member in members]
-        super().__init__(names, self._group_rank[peer_id], backend=backend, device=device, timeout_s=timeout_s)
+        rank = self._group_rank[peer_id]
+        super().__init__(names, rank, backend=backend, device=device, timeout_s=timeout_s, at_once=at_once)
 
     def send(self, buffers: Sequence[PeerBuffer]) -> PendingOps:
         """Starts sending, one message to each of several peers."""
@@ -117,12 +120,15 @@ class P2pCommunicators:
         backend: str,
         device: torch.device,
         timeout_s: float,
+        transfers: int = 1,
     ) -> None:
         """Connects nothing yet.
 
-        groups  the members of all communicators of a transfer
-        peers   the ranks that this one sends to, or receives from
+        groups     the members of all communicators of a transfer
+        peers      the ranks that this one sends to, or receives from
+        transfers  that this rank takes part in at the same time, this one included
         """
+        own = {number: members for number, members in enumerate(groups) if peer_id in members}
         self._peers, self._sends, self._device, self._timeout_s = peers, peer_id < trainer_ranks, device, timeout_s
         self._own = {
             number: P2pCommunicator(
@@ -132,9 +138,9 @@ class P2pCommunicators:
                 backend=backend,
                 device=device,
                 timeout_s=timeout_s,
+                at_once=len(own) * transfers,
             )
-            for number, members in enumerate(groups)
-            if peer_id in members
+            for number, members in own.items()
         }
         self._number_of = {peer: number for number in self._own for peer in groups[number]}
 

@@ -88,6 +88,7 @@ class P2pTrainerEnd(TrainerEnd):
             backend=ask.backend,
             device=self.device,
             timeout_s=side.timeout_s,
+            transfers=side.engines,
         )
 
     def connect(self, meeting: Meeting) -> None:

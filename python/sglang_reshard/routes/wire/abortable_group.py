@@ -56,7 +56,7 @@ class ProcessGroup(Protocol):
         """Closes all connections, with no message pending: gloo would keep its connection until it has arrived."""
 
 
-_BACKENDS: dict[str, Callable[[dist.Store, int, int, torch.device, float, str], ProcessGroup]] = {
+_BACKENDS: dict[str, Callable[[dist.Store, int, int, torch.device, float, str, int], ProcessGroup]] = {
     "gloo": GlooGroup,
     "nccl": NcclGroup,
 }
@@ -77,16 +77,18 @@ class AbortableGroup:
     """
 
     def __init__(
-        self, names: Sequence[str], rank: int, *, backend: str, device: torch.device, timeout_s: float
+        self, names: Sequence[str], rank: int, *, backend: str, device: torch.device, timeout_s: float, at_once: int = 1
     ) -> None:
         """Connects nothing yet, so that `abort` finds what is being connected.
 
         names    of all members, for errors; `rank` is this one's place among them
         backend  "gloo" or "nccl"
         device   this rank's GPU, for nccl
+        at_once  groups of this rank that are used at the same time as this one, itself included
         """
         self.name, self.timeout_s, self.pending = names[rank], timeout_s, set[object]()
         self._names, self._rank, self._backend, self._device = names, rank, backend, device
+        self._at_once = at_once
         self._group: ProcessGroup | None = None
         self._changed, self._aborted, self._closed = threading.Condition(), False, False
         self._aborting = False  # in another thread perhaps
@@ -104,7 +106,7 @@ class AbortableGroup:
         joined = [f"joined/{rank}" for rank in range(len(self._names))]
         self._rendezvous(store, joined, deadline, address)
         make = _BACKENDS[self._backend]
-        group = make(store, self._rank, len(self._names), self._device, self.timeout_s, address)
+        group = make(store, self._rank, len(self._names), self._device, self.timeout_s, address, self._at_once)
         with self._changed:
             if not (closed := self._closed):
                 self._group = group

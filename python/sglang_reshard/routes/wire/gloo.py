@@ -37,7 +37,14 @@ class GlooGroup:
     starts_at_once = True
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, address: str = ""
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+        address: str = "",
+        _at_once: int = 1,
     ) -> None:
         """`address` is one of this host, at which the others reach it; empty for gloo's choice."""
         self._store, self._rank, self._size, self._address = store, rank, size, address
