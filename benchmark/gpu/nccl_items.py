@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmark.gpu import nccl_waits
 from benchmark.gpu.item import Bench, Item, Skip
 from benchmark.gpu.peer import Here
 from benchmark.gpu.place import DEVICE, GIB, MIB, free_bytes, pattern, same_bytes
@@ -33,8 +34,7 @@ def alone(bench: Bench) -> None:
         begin = time.perf_counter()
         group = _group(store, "alone")
         bench.saw(connect_seconds=time.perf_counter() - begin)
-        if not bench.place.rehearsed:  # virtual ranks send nothing to themselves
-            _self_send(bench, group)
+        _self_send(bench, group)
         begin = time.perf_counter()
         group.abort(())
         bench.saw(abort_seconds=time.perf_counter() - begin)
@@ -54,16 +54,16 @@ def _group(store: Any, name: str) -> NcclGroup:
 
 def _self_send(bench: Bench, group: NcclGroup) -> None:
     """Of more bytes than 31 bits count, in one operation: NCCL wants both halves in one group."""
-    size = 3 * GIB
+    size = bench.place.pick(3 * GIB, 2 * MIB)
     source = torch.empty(size, dtype=torch.uint8, device=DEVICE)
     destination = torch.empty(size, dtype=torch.uint8, device=DEVICE)
     pattern(3, source)
     torch.cuda.synchronize(DEVICE)
     begin = time.perf_counter()
-    group._pg._start_coalescing()
-    group._pg.send([source], 0, 0)
-    group._pg.recv([destination], 0, 0)
-    group.wait(group._pg._end_coalescing(), time.monotonic() + 30)
+    with group._coalesced() as works:
+        group._pg.send([source], 0, 0)
+        group._pg.recv([destination], 0, 0)
+    group.wait(works[0], time.monotonic() + 30)
     torch.cuda.synchronize(DEVICE)
     bench.saw(self_send_bytes=size, self_send_seconds=time.perf_counter() - begin)
     bench.check(same_bytes(source, destination), "the bytes of a message to itself differ")
@@ -160,7 +160,7 @@ def endless(bench: Bench) -> None:
     free = bench.peer("watcher").call(_free_when_ready)
     error, seconds = victim.call(_wait_endlessly, session.address)
     bench.saw(error=error, seconds=seconds)
-    bench.check("deadline" in error, f"the wait ended otherwise: {error!r}")
+    bench.check("within 3 s" in error, f"the wait ended otherwise: {error!r}")
     bench.check(seconds < 3 + _LATE_S, f"a wait of 3 s took {seconds:.0f} s")
     time.sleep(10)  # a watchdog would have ended it by now
     bench.check(victim.alive, "the process was ended")
@@ -170,24 +170,17 @@ def endless(bench: Bench) -> None:
 
 
 def _wait_endlessly(here: Here, address: Address) -> tuple[str, float]:
-    session = here.kept["session"] = Session.join(address, 20.0)
-    with session.trainer_channel(1, "rank") as channel:
-        group = here.kept["group"] = _group(session.store(0, 20.0, channel.scope), "endless")
+    with nccl_waits.communicator(here, address, "endless", 0, 1) as (group, store):
+        group.connect(store)
         buffer = torch.zeros(MIB, dtype=torch.uint8, device=DEVICE)
         torch.cuda.synchronize(DEVICE)
         torch.cuda._sleep(1 << 41)  # cycles: about twenty minutes
-        work = group.broadcast(buffer, 0)
-        here.kept["pending"] = (buffer, work)
-        begin = time.perf_counter()
-        try:
-            group.wait(work, time.monotonic() + 3.0)
-        except RuntimeError as error:
-            said = str(error)
-        else:
-            said = ""
-        seconds = time.perf_counter() - begin
-        group.abort((buffer, work))
-        return said, seconds
+        pending = group.broadcast(buffer, 0)
+        here.kept["pending"] = (buffer, pending)
+        group.timeout_s = 3.0
+        found = nccl_waits.outcome(pending.wait)
+        group.abort()
+        return found
 
 
 def _free_when_ready(here: Here) -> int:
@@ -203,4 +196,11 @@ ITEMS = (
     Item(12, "NCCL with a GPU twice", "an error in seconds on both ranks, which go on", twice),
     Item(12, "NCCL with a rank stopped", "an error at the deadline on the other rank, which goes on", stopped),
     Item(13, "watchdog", "a wait for an endless kernel ends at its deadline; nothing ends the process", endless),
+    Item(13, "NCCL wait is aborted", "one thread waits, one aborts, a third goes on meanwhile", nccl_waits.aborted),
+    Item(
+        13,
+        "NCCL waits to connect",
+        "ends at its deadline and when aborted, and another thread goes on meanwhile",
+        nccl_waits.unconnected,
+    ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmark.gpu import sharing
+from benchmark.gpu import nccl_waits, sharing
 from benchmark.gpu.copy_items import copied
 from benchmark.gpu.item import Bench, Item
 from benchmark.gpu.nccl_items import join
@@ -68,4 +68,19 @@ ITEMS = (
     Item(20, "two GPUs: unseen memory", "memory of a GPU that is not visible is mapped on the reader's own", unseen, 2),
     Item(21, "two GPUs: peer access", "every pair can reach each other", peer_access, 2),
     Item(22, "two GPUs: NCCL", "two ranks connect in seconds", two_ranks, 2),
+    Item(
+        22,
+        "two GPUs: NCCL with a peer stopped",
+        "one thread waits for it, one aborts, a third goes on meanwhile",
+        nccl_waits.stopped_peer,
+        2,
+    ),
+    Item(22, "two GPUs: many broadcasts", "10,000 in the non-blocking mode, and none hangs", nccl_waits.many, 2),
+    Item(
+        22,
+        "two GPUs: NCCL beside the trainer's own",
+        "broadcasts and collectives of another thread end, though memory is allocated",
+        nccl_waits.beside,
+        2,
+    ),
 )

@@ -27,6 +27,7 @@ SHAPES, LIFE, HARNESS = (f"gpu_rules/{name}.py" for name in ("test_shapes", "tes
 EVERY_SIZE = f"{SHAPES}::test_replicas_of_every_size_read_the_memory_of_their_host"
 OVER_HOSTS = f"{SHAPES}::test_replicas_within_a_host_over_two_and_over_all"
 WITHOUT_HANDLES = f"{SHAPES}::test_memory_without_handles_is_sent_where_no_gpu_would_be_twice_in_a_communicator"
+WAITS = "gpu_rules/test_nccl_waits.py"
 FREED_AT_ONCE = f"{LIFE}::test_memory_is_freed_right_after_an_update_of_every_kind"
 SAME_ADDRESS = f"{LIFE}::test_memory_that_comes_again_at_its_address_is_mapped_anew"
 ONE_FAILS = f"{LIFE}::test_a_failure_ends_no_process_and_the_next_update_succeeds"
@@ -61,6 +62,7 @@ RULES = {
         "broadcast groups are connected before a byte is written, and their waits are bounded",
         (
             ONE_FAILS,
+            f"{WAITS}::test_a_broadcast_that_is_aborted_beside_a_stopped_peer_stops_no_other_thread",
             "unit/test_nccl.py::test_a_broadcast_group_is_connected_before_it_is_used_and_its_waits_are_bounded",
             "unit/test_abortable_group.py::test_a_broadcast_ends_at_its_deadline_and_names_the_others",
         ),
@@ -82,6 +84,7 @@ RULES = {
         "connecting ends at its deadline, and when the update is aborted",
         (
             ONE_FAILS,
+            f"{WAITS}::test_connecting_to_a_peer_that_is_stopped_ends_and_stops_no_other_thread",
             "unit/test_nccl.py::test_connecting_ends_when_another_thread_aborts",
             "unit/test_nccl.py::test_a_rank_that_does_not_connect_is_named_at_the_deadline",
         ),
@@ -90,6 +93,7 @@ RULES = {
         "ranks whose settings of NCCL differ are refused, not connected",
         (
             f"{LIFE}::test_settings_by_which_nccl_would_hang_are_refused_with_the_cure",
+            "unit/test_cluster_topology.py::test_an_nvlink_domain_of_several_hosts_is_one_host_to_nccl",
             "unit/test_cluster_topology.py::test_nccl_s_settings_have_to_agree_on_one_host",
         ),
     ),
@@ -176,7 +180,11 @@ RULES = {
     ),
     21: Rule(
         "communicators that are in use at once find room on a GPU together",
-        (AT_ONCE, f"{HARNESS}::test_communicators_that_do_not_find_room_on_a_gpu_together_are_reported"),
+        (
+            AT_ONCE,
+            f"{WAITS}::test_nine_engines_at_once_find_room_on_a_gpu_of_their_trainers",
+            f"{HARNESS}::test_communicators_that_do_not_find_room_on_a_gpu_together_are_reported",
+        ),
     ),
     22: Rule(
         "scales that DeepGEMM has requantized in place are requantized again",

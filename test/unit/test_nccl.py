@@ -239,6 +239,13 @@ def test_the_environment_is_as_before_also_when_it_cannot_be_made(monkeypatch, v
     assert dict(os.environ) == before
 
 
+def test_the_variable_is_set_for_the_constructor_alone():
+    """A group that another thread makes while this one is set would have no watchdog."""
+    _, pg = connected()
+    assert pg.environment["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    assert {name for name, seen in pg.environments.items() if "TORCH_NCCL_BLOCKING_WAIT" in seen} == {"made"}
+
+
 def test_threads_change_the_environment_one_after_the_other():
     before, inside, most = dict(os.environ), [], []
 
