@@ -80,6 +80,11 @@ class VirtualNccl:
         dist.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc,assignment]
         torch.distributed.distributed_c10d.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
 
+    def freeze(self, what: str) -> None:
+        """Keeps the interpreter's lock, so that no thread of this process runs. Then the test's end is in sight."""
+        self.journal.broken(f"{what}, and kept the interpreter's lock meanwhile: the process stood still")
+        _with_interpreter_lock.usleep(int(FROZEN_S * 1e6))
+
     def checked(self, buffer: torch.Tensor) -> torch.Tensor:
         found = self.memory.find(buffer.data_ptr())
         if found is None:
@@ -95,22 +100,23 @@ class VirtualWork:
     """An operation that was given to a group."""
 
     def __init__(self, group: VirtualProcessGroup) -> None:
-        self._group, self._ended = group, threading.Event()
+        self._group: VirtualProcessGroup | None = group  # torch's refers to the communicator alone
+        self._nccl, self._mutex, self._ended = group.nccl, group.mutex, threading.Event()
         self.error: Exception | None = None
         self.begun = time.monotonic()
 
     def end(self, error: Exception | None = None) -> None:
-        self._group.nccl.in_use.pop(id(self), None)
+        self._nccl.in_use.pop(id(self), None)
         self.error = error
         self._ended.set()
+        self._group = None
 
     def is_completed(self) -> bool:
         """Its binding keeps the interpreter's lock, and it needs the communicator's (`NCCLComm::isAborted`)."""
-        group = self._group
-        if not group.mutex.acquire(blocking=False):
-            group.freeze("Work.is_completed waited for another call of its communicator")
-            group.mutex.acquire()
-        group.mutex.release()
+        if not self._mutex.acquire(blocking=False):
+            self._nccl.freeze("Work.is_completed waited for another call of its communicator")
+            self._mutex.acquire()
+        self._mutex.release()
         return self._ended.is_set()
 
     def is_success(self) -> bool:
@@ -120,8 +126,7 @@ class VirtualWork:
         return self.error
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        group = self._group
-        if not self._ended.is_set():
+        if (group := self._group) is not None:
             self._block_stream()
             if not group.waits_on_host and not timeout:
                 raise group.nccl.journal.broken("an operation of NCCL was waited for before it had ended: no deadline")
@@ -136,14 +141,14 @@ class VirtualWork:
         return True
 
     def _has_ended(self) -> bool:
-        with self._group.mutex:
+        with self._mutex:
             return self._ended.is_set()
 
     def _block_stream(self) -> None:
         """`WorkNCCL::synchronizeStream`."""
-        cuda = self._group.nccl.cuda
+        cuda = self._nccl.cuda
         if cuda.current_stream() == cuda.default_stream():
-            self._group.nccl.journal.broken(
+            self._nccl.journal.broken(
                 "the default stream was made to wait for an operation of NCCL that had not ended, and with it whatever "
                 "the process computes next"
             )
@@ -237,15 +242,10 @@ class VirtualProcessGroup:
     def _is_initialized(self) -> bool:
         return self._ready.is_set() and self._error == ErrorType.SUCCESS
 
-    def freeze(self, what: str) -> None:
-        """Keeps the interpreter's lock, so that no thread of this process runs. Then the test's end is in sight."""
-        self.nccl.journal.broken(f"{what}, and kept the interpreter's lock meanwhile: the process stood still")
-        _with_interpreter_lock.usleep(int(FROZEN_S * 1e6))
-
     def _comm_ptr(self) -> int:
         """Waits for the communicator: in C, so that no deadline reaches it, and with the interpreter's lock."""
         if not self._ready.is_set():
-            self.freeze("ProcessGroupNCCL._comm_ptr waited for NCCL to connect")
+            self.nccl.freeze("ProcessGroupNCCL._comm_ptr waited for NCCL to connect")
         self._await_communicator()
         return id(self)
 

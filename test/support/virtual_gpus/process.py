@@ -17,6 +17,7 @@ from sglang_reshard.engine.context import Phase, UpdateContext, Vote
 from sglang_reshard.engine.update import UpdateExecutor
 from sglang_reshard.gpu.driver import CudaDriver
 from sglang_reshard.gpu.runtime import CudaRuntime, use
+from sglang_reshard.routes.wire.recorded_works import RecordedWorks
 from support.virtual_gpus.description import Place, VirtualGpus
 from support.virtual_gpus.environment import Environment
 from support.virtual_gpus.journal import Journal
@@ -26,6 +27,8 @@ from support.virtual_gpus.memory import VirtualMemory
 from support.virtual_gpus.nccl import VirtualNccl
 from support.virtual_gpus.torch_cuda import VirtualTorchCuda
 from support.virtual_gpus.torch_ipc import VirtualTorchIpc
+
+RECORDER_ENTRIES = 32  # of a flight recorder that is full after few updates: what is kept for it grows no further
 
 
 class VirtualRuntime(CudaRuntime):
@@ -66,6 +69,7 @@ class VirtualProcess:
         VirtualTorchIpc(self.memory, self.library, self.cuda, self.place.allocator, self.journal).install()
         driver = CudaDriver(self.library)
         _replace_everywhere("cuda_driver", lambda: driver)
+        _replace_everywhere("RECORDED_WORKS", RecordedWorks(RECORDER_ENTRIES))
         _replace_everywhere("host_identity", lambda: self.place.host)
         use(VirtualRuntime(self.gpus))
         self._watch_the_engine()
