@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,7 @@ import torch
 import sglang_reshard.copying
 from sglang_reshard.copying import copy_list as copies
 from sglang_reshard.copying import kernel_copies
-from sglang_reshard.copying.copy_table import Launch, TileKind
+from sglang_reshard.copying.copy_table import CASTS, Launch, Pair, TileKind, launches_of
 from sglang_reshard.gpu.runtime import CudaRuntime
 
 _KERNEL = "sglang_reshard.copying.copy_kernel"
@@ -93,20 +94,21 @@ def interpreted(gpu: InterpretedGpu | None = None) -> Iterator[InterpretedGpu]:
 def run_in_numpy(launch: Launch, memory: torch.Tensor) -> None:
     """Runs a launch in `memory`, of dtype uint8, tile by tile. Fails where the kernel would be promised too much."""
     kind, first = launch.kind, memory.data_ptr()
-    dtypes = [getattr(torch, name) for name in (kind.source, kind.destination)]
+    dtypes = [torch.uint8 if kind.way == "shifted" else getattr(torch, name) for name in kind[:2]]
     assert all(n & (n - 1) == 0 for n in (kind.rows, kind.columns, kind.vector))
     for packed in launch.tiles.tolist():
         box, tile = launch.boxes[packed >> 32].tolist(), packed & 0xFFFFFFFF
         addresses, (middle, last, rows, columns), strides = box[:2], box[2:6], box[6:]
         for address, dtype in zip(addresses, dtypes, strict=True):
             assert address % (kind.vector * dtype.itemsize) == 0
-        assert not any(n % kind.vector for n in (columns, *strides[:6]))
-        assert kind.strided or strides[6:] == [1, 1]
+        divisible = [columns, *strides[:6]]
+        if kind.way == "transposed":
+            assert (strides[2], strides[7]) == (1, 1)
+            divisible = [columns, last, *strides[:2], *strides[3:7]]
+        assert not any(n % kind.vector for n in divisible)
+        assert kind.way in ("transposed", "strided") or strides[6:] == [1, 1]
         assert rows < 1 << 31
-        across = -(-columns // kind.columns)
-        row = tile // across * kind.rows + np.arange(kind.rows)
-        column = tile % across * kind.columns + np.arange(kind.columns)
-        row, column = row[row < rows], column[column < columns]
+        row, column = _tile(kind, tile, last, rows, columns)
         assert len(row)
         assert len(column)
         indices = row // last // middle, row // last % middle, row % last
@@ -120,8 +122,47 @@ def run_in_numpy(launch: Launch, memory: torch.Tensor) -> None:
         memory[at[1]] = values.view(torch.uint8)
 
 
+def _tile(kind: TileKind, tile: int, last: int, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rows and the columns of a tile. The last tile of a shifted row has the bytes that make no word."""
+    units, unit = (columns // 8, 8) if kind.way == "shifted" else (columns, 1)
+    across = -(-units // kind.columns)
+    down, right = divmod(tile, across)
+    column = right * kind.columns * unit + np.arange(kind.columns * unit)
+    if right == across - 1:
+        column = np.arange(column[0], columns)
+    if kind.way == "transposed":
+        outer, block = divmod(down, -(-last // kind.rows))
+        inner = block * kind.rows + np.arange(kind.rows)
+        return outer * last + inner[inner < last], column
+    row = down * kind.rows + np.arange(kind.rows)
+    return row[row < rows], column
+
+
+def pairs_by_way() -> dict[str, Pair]:
+    """Pairs of views, destination and source, as they are aligned and strided in updates."""
+    bfloat16, float32 = (torch.empty(2, 1 << 20, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    to, of = bfloat16[0].view(1024, 1024), bfloat16[1].view(1024, 1024)
+    odd = bfloat16[1, 1 : 1 + 512 * 1024].view(512, 1024)
+    return {
+        "aligned": (to, of),
+        "odd range": (to[:512], odd),
+        "columns of an odd range": (to[:512, :128], odd[:, 256:384]),
+        "odd bytes": (to[:512].view(torch.uint8), of.view(-1).view(torch.uint8)[1 : 1 + (1 << 20)].view(512, -1)),
+        "float32 to bfloat16": (to, float32[1].view(1024, 1024)),
+        "bfloat16 to float32": (float32[0].view(1024, 1024)[:, :64], of[:, :64]),
+        "transposed": (to, of.t()),
+        "transposed, float32 to bfloat16": (to, float32[1].view(1024, 1024).t()),
+        "transposed, of odd sizes": (to[:1001, :1003], of[:1003, :1001].t()),
+        "steps": (to[::2, ::2], of[::2, ::2]),
+    }
+
+
 def ptx_of(capability: int) -> dict[str, Any]:
-    """Compiles kernels for GPUs of this compute capability. Returns the instructions that move data in some of them."""
+    """Compiles kernels for GPUs of this compute capability.
+
+    Returns how many instructions of each thread move data, by pair and by name without hints; the names of those that
+    have no hint; and whether any kernel flushes subnormals.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -139,19 +180,17 @@ def ptx_of(capability: int) -> dict[str, Any]:
         found: str = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
         return found
 
-    kinds = {
-        "bytes16": TileKind("int64", "int64", 2, False, 1, 2048),
-        "odd_bytes": TileKind("int8", "int8", 1, False, 1, 4096),
-        "float32_to_bfloat16": TileKind("float32", "bfloat16", 4, False, 1, 4096),
-        "bfloat16_to_float32": TileKind("bfloat16", "float32", 4, False, 64, 64),
-        "transposed": TileKind("int16", "int16", 1, True, 64, 64),
-    }
-    found: dict[str, Any] = {name: ptx(kind) for name, kind in kinds.items()}
-    for source in ("float64", "float32", "float16", "bfloat16"):
-        for destination in ("float64", "float32", "float16", "bfloat16"):
-            if source != destination:
-                found[f"{source}, {destination}"] = ptx(TileKind(source, destination, 2, False, 4, 512))
-    flushes = any(".ftz" in text for text in found.values())
-    # All but the table, which is read by scalar loads of 64 bits.
-    moves = {name: set(re.findall(r"\b(?:ld|st)\.global\S*", text)) - {"ld.global.b64"} for name, text in found.items()}
-    return moves | {"flushes_subnormals": flushes}
+    def kind_of(pair: Pair) -> TileKind:
+        ((launch,), _) = launches_of([pair])
+        return launch.kind
+
+    texts, moves, unhinted = [], {}, set[str]()
+    for name, pair in pairs_by_way().items():
+        texts.append(ptx(kind_of(pair)))
+        # All but the table, which is read by scalar loads of 64 bits.
+        found = [n for n in re.findall(r"\b(?:ld|st)\.(?:global|shared)\S*", texts[-1]) if n != "ld.global.b64"]
+        moves[name] = dict(Counter(re.sub(r"\.L[12]::\w+", "", n) for n in found))
+        unhinted |= {n for n in found if "global" in n and "L1::evict_first" not in n}
+    matrices = {dtype: torch.empty(4, 1024, dtype=dtype)[:, :512] for dtype in CASTS}
+    texts += [ptx(kind_of((matrices[a], matrices[b]))) for a in CASTS for b in CASTS if a != b]
+    return {"moves": moves, "unhinted": unhinted, "flushes_subnormals": any(".ftz" in text for text in texts)}

@@ -92,6 +92,12 @@ def copied_by_torch(memory, pairs):
     return after
 
 
+def launched(pairs):
+    launches, rest = launches_of(pairs)
+    assert not rest
+    return launches
+
+
 @given(pairs_of_views())
 @settings(max_examples=5 * EXAMPLES, deadline=None)
 def test_tables_say_what_torch_copies(drawn):
@@ -133,6 +139,71 @@ def test_the_kernel_copies_what_torch_copies(drawn):
     copies = run_interpreted(pairs)
     assert not copies._groups
     assert torch.equal(memory, expected)
+
+
+# -- rows that are not aligned alike, and transposed ones
+
+
+GAPS = st.sampled_from([0, 0, 1, 2, 3, 5, 7, 8, 16])
+SIDES = st.sampled_from([16, 17, 24, 32, 61, 64, 65, 100, 128])
+
+
+@st.composite
+def shifted_pairs(draw):
+    """Memory, and a pair of matrices of bytes in it, with rows of any lengths at any addresses."""
+    rows, length = draw(st.integers(1, 9)), draw(st.sampled_from([256, 257, 263, 264, 511, 520, 1031, 4100, 9001]))
+    gaps, begins = draw(st.tuples(GAPS, GAPS)), draw(st.tuples(*[st.integers(0, 31)] * 2))
+    to_row, from_row = (length + gap for gap in gaps)
+    memory = filled(64 + rows * (to_row + from_row))
+    to, of = memory[begins[0] :], memory[32 + rows * to_row + begins[1] :]
+    dtype = draw(st.sampled_from([torch.uint8, torch.float8_e4m3fn]))
+    return memory, (
+        to.as_strided((rows, length), (to_row, 1)).view(dtype),
+        of.as_strided((rows, length), (from_row, 1)).view(dtype),
+    )
+
+
+@st.composite
+def transposed_pairs(draw):
+    """Memory, and a pair of batches of matrices, of which one is transposed, with gaps between all their rows."""
+    batch, rows, columns = draw(st.integers(1, 3)), draw(SIDES), draw(SIDES)
+    source = draw(st.sampled_from([*CASTS, torch.uint8, torch.int64]))
+    destination = draw(st.sampled_from(CASTS)) if source in CASTS else source
+    to_row, from_column = columns + draw(GAPS), rows + draw(GAPS)
+    to_matrix, from_matrix = rows * to_row + draw(GAPS), columns * from_column + draw(GAPS)
+    begins = [n * dtype.itemsize for n, dtype in zip(draw(st.tuples(GAPS, GAPS)), (destination, source), strict=True)]
+    to_bytes, from_bytes = batch * to_matrix * destination.itemsize, batch * from_matrix * source.itemsize
+    second = -(-(begins[0] + to_bytes) // 16) * 16 + 256 + begins[1]
+    memory = filled(second + from_bytes)
+    to = memory[begins[0] : begins[0] + to_bytes].view(destination)
+    of = memory[second : second + from_bytes].view(source)
+    size = batch, rows, columns
+    return memory, (
+        to.as_strided(size, (to_matrix, to_row, 1)),
+        of.as_strided(size, (from_matrix, 1, from_column)),
+    )
+
+
+@pytest.mark.parametrize(("pairs", "ways"), [(shifted_pairs(), "shifted"), (transposed_pairs(), "transposed")])
+def test_what_is_shifted_or_transposed_is_what_torch_copies(pairs, ways):
+    seen = set()
+
+    @given(pairs)
+    @settings(max_examples=4 * EXAMPLES, deadline=None)
+    def run(drawn):
+        memory, pair = drawn
+        expected = copied_by_torch(memory, [pair])
+        before = memory.clone()
+        for launch in launched([pair]):
+            seen.add(launch.kind.way)
+            run_in_numpy(launch, memory)
+        assert torch.equal(memory, expected)
+        memory.copy_(before)
+        run_interpreted([pair])
+        assert torch.equal(memory, expected)
+
+    run()
+    assert ways in seen
 
 
 # -- casts
@@ -178,12 +249,6 @@ def test_casts_round_as_torch_does_and_nan_stays_nan(source):
 # -- what is launched
 
 
-def launched(pairs):
-    launches, rest = launches_of(pairs)
-    assert not rest
-    return launches
-
-
 def test_sixty_thousand_boxes_are_one_launch():
     boxes, rows, columns = 60_000, 4, 96
     live, shards = torch.empty(boxes * rows, columns, dtype=torch.bfloat16), torch.empty(boxes * rows, 8 * columns)
@@ -199,7 +264,7 @@ def test_sixty_thousand_boxes_are_one_launch():
 def test_a_large_box_is_cut_into_tiles_of_16_kib():
     tensor = torch.empty(1 << 26, dtype=torch.bfloat16)
     (launch,) = launched([(tensor[: 1 << 25], tensor[1 << 25 :])])
-    assert launch.kind[:4] == ("int64", "int64", 2, False)
+    assert launch.kind[:4] == ("int64", "int64", 2, "rows")
     assert len(launch.tiles) == (1 << 26) // (16 << 10)
     assert sorted(launch.tiles.tolist()) == list(range(len(launch.tiles)))
     assert launch.tiles.tolist() != list(range(len(launch.tiles)))  # engine ranks do not read in the same order
@@ -208,7 +273,16 @@ def test_a_large_box_is_cut_into_tiles_of_16_kib():
 
 @pytest.mark.parametrize(
     ("begin", "columns", "unit", "vector"),
-    [(0, 64, "int64", 2), (4, 64, "int64", 1), (2, 64, "int32", 1), (1, 64, "int16", 1), (0, 6, "int32", 1)],
+    [
+        (0, 64, "int64", 2),
+        (4, 64, "int64", 1),
+        (2, 64, "int32", 1),
+        (1, 64, "int16", 1),
+        (1, 128, "uint64", 1),  # words that are shifted together
+        (2, 128, "int32", 1),
+        (0, 129, "uint64", 1),
+        (0, 6, "int32", 1),
+    ],
 )
 def test_units_are_as_wide_as_everything_allows(begin, columns, unit, vector):
     memory = torch.empty(1 << 16, dtype=torch.bfloat16)
@@ -220,13 +294,23 @@ def test_units_are_as_wide_as_everything_allows(begin, columns, unit, vector):
 
 def test_float32_masters_are_read_16_bytes_at_a_time():
     (launch,) = launched([(torch.empty(8, 4096, dtype=torch.bfloat16), torch.empty(8, 8192)[:, 4096:])])
-    assert launch.kind == ("float32", "bfloat16", 4, False, 1, 4096)
+    assert launch.kind == ("float32", "bfloat16", 4, "rows", 1, 4096)
 
 
-def test_a_transposed_box_is_read_in_square_tiles():
-    (launch,) = launched([(torch.empty(300, 500), torch.empty(500, 300).t())])
-    assert launch.kind.strided
-    assert (launch.kind.rows, launch.kind.columns) == (64, 64)
+@pytest.mark.parametrize(
+    ("rows", "columns", "kind"),
+    [
+        (304, 512, (4, "transposed", 64, 64)),
+        (300, 500, (4, "transposed", 64, 64)),
+        (301, 500, (1, "transposed", 32, 64)),
+        (20, 500, (4, "transposed", 8, 512)),
+        (500, 20, (4, "transposed", 512, 8)),
+        (8, 500, (1, "strided", 64, 64)),  # too few for a tile of their own
+    ],
+)
+def test_a_transposed_box_is_copied_in_tiles_that_are_contiguous_on_both_sides(rows, columns, kind):
+    (launch,) = launched([(torch.empty(rows, columns), torch.empty(columns, rows).t())])
+    assert launch.kind[2:] == kind
     assert launch.boxes[0, 8] == 1  # the source's contiguous dimension is the last one of rows
 
 
@@ -236,7 +320,7 @@ def test_more_than_31_bits_of_elements():
     destination, source = (torch.empty(n + 1, dtype=torch.uint8)[1:] for _ in range(2))
     source[-9000:] = filled(9000)
     (launch,) = launched([(destination, source)])
-    assert launch.kind[:3] == ("int8", "int8", 1)
+    assert launch.kind.way == "shifted"
     tiles = torch.from_numpy(np.sort(launch.tiles)[-3:])
     copy_tables.interpreted_kernel().launch(launch.kind, torch.from_numpy(launch.boxes), tiles)
     assert torch.equal(destination[-8000:], source[-8000:])
@@ -347,17 +431,30 @@ def test_every_way_to_hold_a_shard_through_the_kernel():
 # -- for real GPUs
 
 
+MOVES = {  # of a thread of a tile of 16 KiB, or where each move takes more registers of 8 KiB
+    "aligned": {"ld.global.v2.b64": 8, "st.global.v2.b64": 8},
+    "odd range": {"ld.global.b64": 16, "st.global.b64": 8, "ld.global.b8": 1, "st.global.b8": 1},
+    "columns of an odd range": {"ld.global.b64": 16, "st.global.b64": 8, "ld.global.b8": 4, "st.global.b8": 4},
+    "odd bytes": {"ld.global.b64": 16, "st.global.b64": 8, "ld.global.b8": 1, "st.global.b8": 1},
+    "float32 to bfloat16": {"ld.global.v4.b32": 8, "st.global.v2.b32": 8},
+    "bfloat16 to float32": {"ld.global.v2.b32": 8, "st.global.v4.b32": 8},
+    "transposed": {"ld.global.v4.b32": 4, "st.global.v4.b32": 4},
+    "transposed, float32 to bfloat16": {"ld.global.v4.b32": 8, "st.global.v2.b32": 8},
+    "transposed, of odd sizes": {"ld.global.b16": 16, "st.global.b16": 16},
+    "steps": {"ld.global.b16": 32, "st.global.b16": 32},
+}
+
+
 @pytest.mark.parametrize("capability", [90, sweep(80), sweep(100)])
-def test_the_kernel_compiles_and_moves_16_bytes_by_one_instruction(capability):
+def test_the_kernel_compiles_and_moves_words_however_pairs_are_aligned(capability):
     """In a process of its own: the interpreter replaces parts of Triton."""
     program = f"from support.copy_tables import ptx_of; print(ptx_of({capability}))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     found = SimpleNamespace(**eval(done.stdout))
-    assert found.bytes16 == {"ld.global.v2.b64", "st.global.v2.b64"}
-    assert found.float32_to_bfloat16 == {"ld.global.v4.b32", "st.global.v2.b32"}
-    assert found.bfloat16_to_float32 == {"ld.global.v2.b32", "st.global.v4.b32"}
-    assert found.odd_bytes == {"ld.global.b8", "st.global.b8"}
-    assert found.transposed == {"ld.global.b16", "st.global.b16"}
+    assert {n: {m: k for m, k in of.items() if ".global" in m} for n, of in found.moves.items()} == MOVES
+    in_shared_memory = {name: any(".shared" in move for move in moves) for name, moves in found.moves.items()}
+    assert {name for name, is_so in in_shared_memory.items() if is_so} == {n for n in MOVES if "transposed" in n}
+    assert found.unhinted == {"ld.global.b8", "st.global.b8"}  # the ends of rows share lines with other rows
     assert not found.flushes_subnormals

@@ -3,9 +3,10 @@
     launches, rest = launches_of(pairs)
 
 A pair of views becomes boxes: rows of columns, at any distance on either side. Equal dtypes are copied as integers of
-the widest unit, up to 16 bytes, that all addresses, strides and lengths are divisible by; a cast is made element by
-element. Boxes are cut into tiles of bounded size, so that small boxes and large ones occupy a GPU alike. Tiles of one
-kind are one launch. Needs no GPU and no Triton: `copy_kernel` runs the tables.
+the widest unit, up to 16 bytes, that all addresses, strides and lengths are divisible by. Where that is narrow, aligned
+words of the source are shifted into aligned words of the destination. A cast is made element by element. Boxes are cut
+into tiles of bounded size, so that small boxes and large ones occupy a GPU alike. Tiles of one kind are one launch.
+Needs no GPU and no Triton: `copy_kernel` runs the tables.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ Dimension = tuple[int, int, int]  # size, stride in the source, stride in the de
 
 # Numbers of a box, in this order: address of the source, of the destination; sizes of the middle and of the last of
 # three dimensions of rows; rows, columns; strides of these three in the source, in the destination; strides of a column
-# in the source, in the destination. Addresses are in bytes, all others in units.
+# in the source, in the destination. Addresses are in bytes, all others in units. A unit of shifted boxes is a byte.
 FIELDS = 14
 
 CASTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # from and to each other
 _WIDEST = 16  # bytes that a thread moves by one instruction
 _UNITS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 _ROW_DIMENSIONS = 3
+_WORD = 8  # bytes that shifted boxes are read and written by
+_SHIFTED_BYTES = 256  # of a row, from which it is worth it: the bytes at the ends of a row are copied one by one
+_NARROW = 2  # bytes of a unit, up to which it is worth it
+_TRANSPOSED_ROWS = 16  # from which it is worth to have them in tiles of their own
 _MAX_ROWS = 1 << 30  # the kernel numbers them in 32 bits
 
 
@@ -38,16 +43,27 @@ class TileKind(NamedTuple):
 
     source, destination  names of dtypes; equal unless it casts
     vector               units that a thread moves by one instruction
-    strided              False if columns are contiguous on both sides
-    rows, columns        of a tile, powers of two
+    way                  "rows": columns are contiguous on both sides
+                         "shifted": so they are, in bytes, which are not aligned alike on both sides
+                         "transposed": rows are contiguous in the source, and columns in the destination
+                         "strided": anything else
+    rows, columns        of a tile, powers of two; of shifted ones columns are words
     """
 
     source: str
     destination: str
     vector: int
-    strided: bool
+    way: str
     rows: int
     columns: int
+
+    def tiles_of(self, boxes: np.ndarray) -> np.ndarray:
+        """Returns the number of tiles of each box."""
+        last, rows, columns = boxes[:, 3], boxes[:, 4], boxes[:, 5]
+        across = -(-(columns // _WORD if self.way == "shifted" else columns) // self.columns)
+        down = rows // last * -(-last // self.rows) if self.way == "transposed" else -(-rows // self.rows)
+        counts: np.ndarray = down * across
+        return counts
 
 
 class Launch(NamedTuple):
@@ -64,8 +80,8 @@ class Tiling(NamedTuple):
     nbytes           16 KiB are eight 16-byte loads of each of 128 threads: enough under way to hide the latency of
                      another GPU's memory, with enough tiles for all multiprocessors
     elements         at most, as narrow units take as many instructions as wide ones
-    strided_columns  at most where columns are not contiguous: a tile of as many rows as columns reads each line of the
-                     cache once, whichever side is transposed
+    strided_columns  at most where columns are not contiguous: a tile of as many rows as columns reads and writes whole
+                     lines of the cache, whichever side is transposed
     run              tiles that follow one another stay together; these runs are shuffled, so that engine ranks that
                      read from the same trainer ranks do not all read from the same one at a time
     max_rows         of a box
@@ -108,44 +124,69 @@ def _boxes_of(
     dimensions, run = merged_dimensions(tuple(source.shape), source.stride(), destination.stride())
     from_bytes, to_bytes = source.element_size(), destination.element_size()
     from_address, to_address = source.data_ptr(), destination.data_ptr()
-    all_strides = [stride for _, *strides in dimensions for stride in strides]
+    dtypes, shifted = (str(source.dtype)[6:], str(destination.dtype)[6:]), False
     if source.dtype == destination.dtype:
-        width = math.gcd(_WIDEST, from_address, to_address, *(n * from_bytes for n in (run, *all_strides)))
-        unit = min(width, max(_UNITS))
-        vector = width // unit
+        strides = (stride for _, *both in dimensions for stride in both)
+        width = math.gcd(_WIDEST, from_address, to_address, *(n * from_bytes for n in (run, *strides)))
+        shifted = width <= _NARROW and run * from_bytes >= _SHIFTED_BYTES
+        unit = 1 if shifted else min(width, max(_UNITS))
         dtypes = (_UNITS[unit],) * 2
         dimensions = tuple((n, a * from_bytes // unit, b * from_bytes // unit) for n, a, b in dimensions)
         run = run * from_bytes // unit
         from_bytes = to_bytes = unit
-    else:
-        dtypes = str(source.dtype)[6:], str(destination.dtype)[6:]
-        vector = math.gcd(
-            _WIDEST // max(from_bytes, to_bytes), from_address // from_bytes, to_address // to_bytes, run, *all_strides
-        )
-    strided = run == 1 and bool(dimensions)
-    if strided:
-        (run, *column_strides), vector = dimensions[-1], 1
+    columns: Dimension = (run, 1, 1)
+    if run == 1 and dimensions:
+        *others, columns = dimensions
         # The source's most contiguous dimension is the last one of rows, so that a tile reads whole cache lines.
-        dimensions = tuple(sorted(dimensions[:-1], key=lambda dimension: -dimension[1]))
-    else:
-        column_strides = [1, 1]
-    elements = min(tiling.nbytes // max(from_bytes, to_bytes), tiling.elements)
-    columns = _tile_columns(run, min(elements, tiling.strided_columns) if strided else elements)
-    kind = TileKind(*dtypes, vector, strided, elements // columns, columns)
+        dimensions = tuple(sorted(others, key=lambda dimension: -dimension[1]))
     for from_offset, to_offset, outer in _cut(dimensions, tiling.max_rows):
-        (_, a0, b0), (n1, a1, b1), (n2, a2, b2) = ((1, 0, 0),) * (_ROW_DIMENSIONS - len(outer)) + tuple(outer)
-        yield (
-            kind,
-            (
-                from_address + from_offset * from_bytes,
-                to_address + to_offset * to_bytes,
-                *(n1, n2),
-                *(math.prod(n for n, _, _ in outer), run),
-                *(a0, a1, a2),
-                *(b0, b1, b2),
-                *column_strides,
-            ),
-        )
+        rows = ((1, 0, 0),) * (_ROW_DIMENSIONS - len(outer)) + tuple(outer)
+        at = from_address + from_offset * from_bytes, to_address + to_offset * to_bytes
+        if shifted:
+            kind = _shifted_kind(run, tiling)
+        else:
+            first = at[0] // from_bytes, at[1] // to_bytes
+            kind = _kind(dtypes, max(from_bytes, to_bytes), first, rows, columns, tiling)
+        (_, a0, b0), (n1, a1, b1), (n2, a2, b2) = rows
+        count = math.prod(n for n, _, _ in rows)
+        yield kind, (*at, n1, n2, count, columns[0], a0, a1, a2, b0, b1, b2, *columns[1:])
+
+
+def _shifted_kind(nbytes: int, tiling: Tiling) -> TileKind:
+    words = tiling.nbytes // 2 // _WORD  # half: each word takes twice the loads and the registers
+    columns = _tile_columns(nbytes // _WORD, words)
+    return TileKind("uint64", "uint64", 1, "shifted", words // columns, columns)
+
+
+def _kind(
+    dtypes: tuple[str, str],
+    nbytes: int,
+    first: tuple[int, int],
+    rows: Sequence[Dimension],
+    columns: Dimension,
+    tiling: Tiling,
+) -> TileKind:
+    """Returns the kind of a box whose units have `nbytes` bytes, and which begins at units `first` on both sides."""
+    run, *steps = columns
+    *_, (last, a, b) = rows
+    strides = [stride for _, *both in rows[:-1] for stride in both]
+    divisible: tuple[int, ...]
+    if steps == [1, 1]:
+        way, divisible = "rows", (run, a, b)
+    elif a == 1 and steps[1] == 1 and last >= _TRANSPOSED_ROWS:
+        way, divisible = "transposed", (run, last, steps[0], b)
+    else:
+        way, divisible = "strided", (1,)
+    vector = math.gcd(_WIDEST // nbytes, *first, *strides, *divisible)
+    elements = min(tiling.nbytes // nbytes, tiling.elements)
+    if way == "transposed" and vector == 1:
+        elements //= 2  # each takes twice the registers
+    across = _tile_columns(run, elements if way == "rows" else min(elements, tiling.strided_columns))
+    down = elements // across
+    if way == "transposed":
+        down = _tile_columns(last, down)
+        across = _tile_columns(run, elements // down)  # more, if there are few rows
+    return TileKind(*dtypes, vector, way, down, across)
 
 
 @lru_cache(maxsize=4096)  # boxes of a model have few shapes
@@ -197,8 +238,7 @@ def _cut(dimensions: Sequence[Dimension], max_rows: int) -> Iterator[tuple[int, 
 
 
 def _launch(kind: TileKind, boxes: np.ndarray, run: int) -> Launch:
-    rows, columns = boxes[:, 4], boxes[:, 5]
-    counts = -(-rows // kind.rows) * -(-columns // kind.columns)
+    counts = kind.tiles_of(boxes)
     numbers = np.arange(len(boxes))
     tiles = (np.repeat(numbers, counts) << 32) + np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
     runs = np.array_split(tiles, np.arange(run, len(tiles), run))

@@ -31,14 +31,15 @@ class VirtualKernel:
             raise self._journal.broken("a kernel was given a table in host memory")
         self._cuda.copied(self._memory.find(boxes.data_ptr()).number)  # type: ignore[union-attr]
         of_box = (tiles >> 32).tolist()
-        for number, box in enumerate(boxes.view(-1, FIELDS).tolist()):
+        counts = kind.tiles_of(boxes.view(-1, FIELDS).numpy()).tolist()
+        for number, (box, whole) in enumerate(zip(boxes.view(-1, FIELDS).tolist(), counts, strict=True)):
             source, destination, middle, last, rows, columns, *strides = box
-            whole = -(-rows // kind.rows) * -(-columns // kind.columns)
             if of_box.count(number) != whole:
                 raise self._journal.broken(f"a kernel was given {of_box.count(number)} of {whole} tiles of a box")
             size = (rows // (middle * last), middle, last, columns)
-            to = self._view(destination, getattr(torch, kind.destination), size, (*strides[3:6], strides[7]), True)
-            to.copy_(self._view(source, getattr(torch, kind.source), size, (*strides[:3], strides[6]), False))
+            dtypes = [torch.uint8] * 2 if kind.way == "shifted" else [getattr(torch, name) for name in kind[:2]]
+            to = self._view(destination, dtypes[1], size, (*strides[3:6], strides[7]), True)
+            to.copy_(self._view(source, dtypes[0], size, (*strides[:3], strides[6]), False))
 
     def _view(
         self, address: int, dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...], written: bool
