@@ -230,9 +230,10 @@ fuzz-deltas: setup
 	$(BIN)/python -m benchmark.fuzz_deltas --cases $(CASES)
 	$(BIN)/python -m benchmark.pages fuzz-deltas
 
-# What only a GPU can show, in ten minutes on one H200; see docs/results/gpu.md. It needs torch 2.11 with CUDA and
-# Triton and no SGLang: where this checkout has no environment, the host's own Python runs it. Without a GPU it is
-# rehearsed on virtual ones, and says so. GPU_ARGS="--only 8 replay" for a part.
+# What only a GPU can show, in at most eight minutes on one card of 24 GB or more; see docs/results/gpu.md. It needs
+# torch 2.11 with CUDA and no SGLang, and Triton to judge rates: where this checkout has no environment, the host's own
+# Python runs it. Without a GPU it is rehearsed on virtual ones, and says so. GPU_ARGS="--only 8 replay" for a part,
+# GPU_ARGS=--resume to go on.
 GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),$(PYTHON))
 .PHONY: test-gpu gpu-bundle
 test-gpu:

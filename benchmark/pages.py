@@ -485,8 +485,8 @@ def gpu(path: Path) -> str:
     head, rows = results.load(path)
     host = head["host"]
     lines = [
-        f"{_measured_by(head, path)}, driver {host['driver']}, torch {host['torch']}, NCCL {host['nccl']}, commit "
-        f"{head['commit']}: {head['verdict']}.",
+        f"{_measured_by(head, path)}, {host['gpu_memory_gib']} GiB, driver {host['driver']}, torch {host['torch']}, "
+        f"NCCL {host['nccl']}, copies by {host['copies']}, commit {head['commit']}: {head['verdict']}.",
         "",
         "| item | | expected | verdict | s | seen |",
         "|---:|---|---|---|---:|---|",

@@ -8,7 +8,7 @@ import torch
 
 from benchmark.gpu.copy_items import values
 from benchmark.gpu.item import Bench, Item
-from benchmark.gpu.place import DEVICE, seconds_of
+from benchmark.gpu.place import DEVICE, room, seconds_of
 from sglang_reshard.digest.checksum import RegionBatch, RegionSpec
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.layout.regions import ITEM_BYTES, Box, Region
@@ -58,7 +58,8 @@ def _checksum(view: torch.Tensor, dtype: torch.dtype, cast: bool, selection: Sel
 
 
 def _rate(bench: Bench) -> None:
-    count, rows, columns = bench.place.pick((64, 8192, 4096), (2, 64, 64))
+    rows, columns = bench.place.pick((8192, 4096), (256, 128))
+    count = bench.fitted("tensors", 64, room() // 2 // (rows * columns * 2))
     batch, region = RegionBatch(), Region.of(Box.whole((rows, columns)))
     spec = RegionSpec.of((rows, columns), region, torch.bfloat16, cast=False)
     for number in range(count):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
+import importlib.util
 import os
 import platform
+import re
+import shutil
 import subprocess
+import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +22,7 @@ import torch
 from benchmark.gpu.item import Row
 from benchmark.gpu.peer import Here, Peer
 from benchmark.gpu.place import DEVICE, GIB, Place
+from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.version import __version__
 
 REPOSITORY = Path(__file__).parents[2]
@@ -43,23 +50,49 @@ def _here(here: Here) -> dict[str, Any]:
         "python": platform.python_version(),
     }
     if here.place.rehearsed:
-        return {**known, "gpus": [], "driver": "none: rehearsed on virtual GPUs"}
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        gib = here.place.card_gib
+        no_driver, copies = "none: rehearsed on virtual GPUs", "virtual kernels"
+        return {**known, "gpus": [], "gpu_memory_gib": gib, "driver": no_driver, "copies": copies}
     gpu = torch.cuda.get_device_properties(DEVICE)
     return {
         **known,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "gpu_memory_gib": round(gpu.total_memory / GIB, 1),
         "multiprocessors": gpu.multi_processor_count,
-        "driver": (driver.stdout.split("\n") or [""])[0].strip(),
+        "driver": driver(),
+        "copies": copied_by(DEVICE),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "kernel": platform.release(),
     }
+
+
+def driver() -> str:
+    """Returns its version, by the kernel's module where there is no nvidia-smi."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError):
+        said = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not said.returncode and said.stdout.strip():
+            return said.stdout.split("\n")[0].strip()
+    with contextlib.suppress(OSError):
+        found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text())
+        if found:
+            return found[0]
+    return "unknown: no nvidia-smi, and no /proc/driver/nvidia/version"
+
+
+def copied_by(device: torch.device) -> str:
+    """Returns what makes copies here: Triton's kernels, or torch's foreach, and then what may be missing."""
+    copies = CopyList()
+    copies.add(torch.zeros(4, device=device), torch.ones(4, device=device))
+    copies.build()
+    if copies.launches:
+        return f"Triton {importlib.metadata.version('triton')}"
+    missing = [
+        *(["Triton"] if importlib.util.find_spec("triton") is None else []),
+        *(["C compiler"] if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))) else []),
+        *(["Python.h"] if not Path(sysconfig.get_path("include"), "Python.h").exists() else []),
+    ]
+    return "torch's foreach, as Triton cannot be used" + (f": no {' and no '.join(missing)}" if missing else "")
 
 
 def _cpu() -> str:
@@ -81,6 +114,16 @@ def save(path: Path, host: dict[str, Any], rows: Sequence[Row], command: str, ve
     lines = [head, *map(msgspec.to_builtins, rows)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(msgspec.json.encode(line).decode() for line in lines) + "\n]\n")
+
+
+def passed(path: Path, host: dict[str, Any]) -> list[Row]:
+    """Returns the rows of items that have passed, if the file is of this commit and of such a GPU."""
+    if not path.exists():
+        return []
+    head, *rows = msgspec.json.decode(path.read_bytes())
+    if (head["commit"], head["host"]["gpus"]) != (commit(), host["gpus"]):
+        raise SystemExit(f"{path} is of commit {head['commit']} on {head['host']['gpus']}; run without --resume")
+    return [row for row in msgspec.convert(rows, list[Row]) if row.verdict == "pass"]
 
 
 def commit() -> str:

@@ -45,6 +45,7 @@ class Bench:
         self.place, self._send = place, send
         self.here = Here(place)
         self.faults: list[str] = []
+        self.open: list[str] = []
 
     def peer(self, name: str, *, fresh: bool = False, **changes: Any) -> Peer:
         return Peer(dataclasses.replace(self.place, name=name, **changes), fresh=fresh)
@@ -60,6 +61,19 @@ class Bench:
         """Reports a fault unless it is right. The item goes on: what follows may say more."""
         if not right:
             self.faults.append(fault)
+
+    def leave_open(self, why: str) -> None:
+        """Says what cannot be judged here. If nothing is wrong, the item counts as skipped, for this reason."""
+        if why not in self.open:
+            self.open.append(why)
+
+    def fitted(self, name: str, wanted: int, most: int) -> int:
+        """Returns how much of `wanted` is taken, of which `most` finds room. Reports it, and when it is less."""
+        found = max(0, min(wanted, most))
+        self.saw(**{name: found})
+        if found < wanted:
+            self.saw(**{f"{name}_on_a_larger_card": wanted})
+        return found
 
 
 @dataclass(frozen=True)

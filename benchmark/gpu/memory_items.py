@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from benchmark.gpu import sharing
 from benchmark.gpu.item import Bench, Item
 from benchmark.gpu.peer import Here, Peer
-from benchmark.gpu.place import DEVICE, MIB, free_bytes
+from benchmark.gpu.place import DEVICE, MIB, free_bytes, room
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.memory.mapping import MemoryExporter
@@ -20,7 +21,7 @@ _SLACK = 16 * MIB  # kernels that are loaded late, tables of the driver
 
 
 def life(bench: Bench) -> None:
-    size, number = bench.place.pick(256 * MIB, 4 * MIB), 0
+    size, number = bench.place.scaled(256 * MIB), 0
     slack = min(_SLACK, size // 2)
     openers = [bench.peer(f"opener {i}") for i in range(4)]
     victim = bench.peer("opener that is killed")
@@ -62,14 +63,14 @@ def _identities(bench: Bench, size: int) -> None:
 
 
 def many(bench: Bench) -> None:
-    sizes = bench.place.pick(
-        [2 * MIB + 512 * (i % 7) + (i % 4) * 9 * MIB for i in range(400)], [4096 + i for i in range(40)]
-    )
+    wanted = [bench.place.scaled(2 * MIB + (i % 4) * 9 * MIB) + 512 * (i % 7) for i in range(400)]
     rounds = bench.place.pick(50, 5)
     opener = bench.peer("opener")
     bench.enter()
     opener.call(sharing.ready)
     sharing.ready(bench.here)
+    most, totals = room() // 2, itertools.accumulate(wanted)
+    sizes = wanted[: bench.fitted("storages", len(wanted), sum(total < most for total in totals))]
     exports, opens, free = [], [], []
     end = time.monotonic() + _MANY_S
     for number in range(rounds):
@@ -84,7 +85,6 @@ def many(bench: Bench) -> None:
         exports.append(time.perf_counter() - allocated)
         if not number:
             bench.saw(
-                storages=len(sizes),
                 bytes=sum(sizes),
                 handles=len(handles.storages),
                 allocate_seconds=allocated - begin,
@@ -111,7 +111,7 @@ def _first_byte_of_last(here: Here, tensor: int, size: int) -> int:
 
 
 def visibility(bench: Bench) -> None:
-    size = 4 * MIB
+    size = bench.place.scaled(64 * MIB)
     probe = bench.peer("probe")
     uuid = probe.call(sharing.device_of)["uuid"]
     plain = "GPU-" + uuid.removeprefix("GPU-")
@@ -132,7 +132,7 @@ def visibility(bench: Bench) -> None:
 
 
 def kinds(bench: Bench) -> None:
-    size = 4 * MIB
+    size = bench.place.scaled(64 * MIB)
     producers = {
         kind: bench.peer(f"producer with {kind}", allocator=kind, fresh=True)
         for kind in ("expandable_segments", "cudaMallocAsync")
@@ -172,7 +172,7 @@ def _publish_from_pool(here: Here, size: int) -> Any:
 
 def resized(bench: Bench) -> None:
     """As verl's Megatron workers offload: storages are resized to nothing and back, and stay the same objects."""
-    size = bench.place.pick(64 * MIB, MIB)
+    size = bench.place.scaled(64 * MIB)
     opener = bench.peer("opener")
     bench.enter()
     opener.call(sharing.ready)
@@ -204,7 +204,7 @@ def _reallocate(bench: Bench, size: int) -> None:
 
 def without_handles(bench: Bench) -> None:
     """Memory that has no handle of this process's is refused by name, and what has one still works."""
-    size = MIB
+    size = bench.place.scaled(64 * MIB)
     opener = bench.peer("opener")
     bench.enter()
     handles = sharing.publish(bench.here, [size], 1)

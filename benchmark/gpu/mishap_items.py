@@ -14,7 +14,7 @@ from benchmark.gpu.place import DEVICE, MIB, free_bytes
 
 
 def killed(bench: Bench) -> None:
-    size = bench.place.pick(1024 * MIB, 2 * MIB)
+    size = bench.place.scaled(1024 * MIB)
     producer, consumer = bench.peer("producer"), bench.peer("consumer")
     watcher = bench.peer("watcher")
     consumer.call(sharing.ready)
@@ -50,13 +50,13 @@ def _read_for(here: Here, size: int, seconds: float) -> int:
 
 
 def _computes(here: Here) -> bool:
-    x = torch.ones(MIB, device=DEVICE)
-    return float((x + x).sum()) == 2 * MIB
+    x = torch.ones(here.place.scaled(MIB), device=DEVICE)
+    return float((x + x).sum()) == 2 * x.numel()
 
 
 def freed(bench: Bench) -> None:
     """CUDA promises nothing to a reader of freed memory. What happens is only looked at; the reader must live."""
-    size = bench.place.pick(256 * MIB, 2 * MIB)
+    size = bench.place.scaled(256 * MIB)
     producer, consumer = bench.peer("producer"), bench.peer("consumer")
     consumer.call(sharing.ready)
     handles = producer.call(sharing.publish, [size], 1)

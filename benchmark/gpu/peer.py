@@ -89,10 +89,7 @@ class Peer:
         """Ends it as the host's out-of-memory killer does, and waits until the system has cleaned up after it."""
         self.signal(signal.SIGKILL)
         self._process.join(20)
-        if self.place.rehearsed:
-            from benchmark.gpu import rehearsal
-
-            rehearsal.clean_up_after(self.place, self.pid)
+        self.place.clean_up()
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -14,7 +14,9 @@ import torch
 T = TypeVar("T")
 MIB, GIB = 1 << 20, 1 << 30
 DEVICE = torch.device("cuda", 0)
+SCALE = 1 << 10  # a rehearsal's card has a MiB for each GiB of a real one, and so have the items' sizes
 _MEASURE_S = 5.0
+_PIECE = 64 * MIB  # of what is computed or compared at once, for temporary tensors are several times as large
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Place:
 
     name         of the process, for errors
     rehearsed    on virtual GPUs, in a folder of which their memory is; empty on real ones
+    card_gib     memory of the card that is rehearsed, in GiB
     visible      CUDA_VISIBLE_DEVICES, and on virtual GPUs the numbers that it means; None leaves it as it is
     allocator    torch's: "native", "expandable_segments" or "cudaMallocAsync"
     environment  further variables
@@ -31,6 +34,7 @@ class Place:
 
     name: str
     rehearsed: str = ""
+    card_gib: int = 0
     visible: tuple[str, tuple[int, ...]] | None = None
     allocator: str = "native"
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -56,9 +60,28 @@ class Place:
         torch.cuda.set_device(DEVICE)
         torch.cuda.synchronize(DEVICE)
 
+    def clean_up(self) -> None:
+        """Frees what killed processes had of virtual GPUs, as a driver does of real ones."""
+        if self.rehearsed:
+            from benchmark.gpu import rehearsal
+
+            rehearsal.clean_up(self)
+
     def pick(self, real: T, rehearsed: T) -> T:
-        """Returns the size that fits."""
+        """Returns a number that does not say how much memory is taken."""
         return rehearsed if self.rehearsed else real
+
+    def scaled(self, nbytes: int) -> int:
+        """Returns how many bytes stand for `nbytes` of a real card."""
+        return nbytes // SCALE if self.rehearsed else nbytes
+
+
+def room() -> int:
+    """Returns the bytes that an item may still take of the GPU.
+
+    A twentieth of the card is left for contexts, for the kernels' temporary tensors and for the allocator's gaps.
+    """
+    return max(0, free_bytes() - int(torch.cuda.mem_get_info(DEVICE)[1]) // 20)
 
 
 def free_bytes() -> int:
@@ -87,15 +110,24 @@ def seconds_of(run: Callable[[], Any], rounds: int = 5, warmups: int = 2) -> flo
 
 
 def pattern(number: int, like: torch.Tensor) -> None:
-    """Fills with bytes that depend on `number` and on their position. Kernels of torch alone, in pieces of 64 MiB."""
+    """Fills with bytes that depend on `number`, on their position and on how many they are. Kernels of torch alone."""
     flat = like.view(-1).view(torch.uint8)
-    for begin in range(0, flat.numel(), 64 * MIB):
-        piece = flat[begin : begin + 64 * MIB]
+    step = _piece(flat.numel())
+    for begin in range(0, flat.numel(), step):
+        piece = flat[begin : begin + step]
         places = torch.arange(piece.numel(), dtype=torch.int32, device=flat.device)
-        offset = number * 17 + begin // (64 * MIB) * 13
+        offset = number * 17 + begin // step * 13
         piece.copy_(((places * 31 + (places >> 11) + offset) % 251).to(torch.uint8))
 
 
 def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Compares bits, so that NaNs are equal to themselves."""
-    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+    """Compares bits, so that NaNs are equal to themselves. A view that is not contiguous is copied."""
+    flat = [t.contiguous().view(-1).view(torch.uint8) for t in (left, right)]
+    step = _piece(flat[0].numel())
+    pieces = ([t[begin : begin + step] for t in flat] for begin in range(0, flat[0].numel(), step))
+    return left.shape == right.shape and all(torch.equal(*pair) for pair in pieces)
+
+
+def _piece(nbytes: int) -> int:
+    """Returns how many of so many bytes are worked on at once: few, as temporary tensors take 20 times as much."""
+    return min(_PIECE, max(64 << 10, nbytes // 256))

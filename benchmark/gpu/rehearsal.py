@@ -1,4 +1,8 @@
-"""The battery on the virtual GPUs of the tests (`test/support/virtual_gpus`): all but what only silicon does."""
+"""The battery on the virtual GPUs of the tests (`test/support/virtual_gpus`): all but what only silicon does.
+
+A virtual card has a MiB for each GiB of a real one, and items take so much less of it, so that what does not fit a real
+card does not fit a virtual one, either.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmark.gpu.place import GIB, MIB, Place
+from benchmark.gpu.place import GIB, MIB, SCALE, Place
 
 HOST, GPUS = "host 0", 2
+CARDS_GIB = (78, 22)  # of a card of 80 GB, and of one of 24 GB, what a process sees
+_CONTEXT = 512 * MIB  # of a process on a real card
 
 
 @contextlib.contextmanager
@@ -44,15 +50,29 @@ def enter(place: Place) -> None:
     from support.virtual_gpus import description, process
 
     gpus = description.VirtualGpus(
-        place.rehearsed, (HOST,), GPUS, capacity=GIB, context=4 * MIB, freed_while_mapped="undefined"
+        place.rehearsed,
+        (HOST,),
+        GPUS,
+        capacity=place.card_gib * GIB // SCALE,
+        context=_CONTEXT // SCALE,
+        freed_while_mapped="undefined",
     )
     visible = place.visible[1] if place.visible is not None else tuple(range(GPUS))
-    process.VirtualProcess(gpus, description.Place(HOST, visible, 0, place.allocator), place.name).install()
+    found = process.VirtualProcess(gpus, description.Place(HOST, visible, 0, place.allocator), place.name)
+    found.memory.keeps_unused = True  # as torch's allocator does
+    found.install()
 
 
-def clean_up_after(place: Place, pid: int) -> None:
-    """Frees what a process that was killed has of the GPUs, as a driver does."""
-    for file in Path(place.rehearsed, HOST).iterdir():
-        owner, _, opener = file.name.partition(".open.")
-        if str(pid) == (opener or owner.split(".")[1]):
+def clean_up(place: Place) -> None:
+    """Frees what processes that are gone have of the GPUs, as a driver does."""
+    for file in Path(place.rehearsed, HOST).glob("*.*"):
+        owner, _, opener = file.name.removeprefix("pending.").partition(".open.")
+        if _is_gone(int(opener or owner.split(".")[1])):
             file.unlink()  # what others map, they still do
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True

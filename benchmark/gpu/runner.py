@@ -73,6 +73,7 @@ def _run(item: Item, place: Place) -> Row:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its peers are in its process group
         process.join(20)
+        place.clean_up()
     return Row(item.number, item.name, item.expected, verdict, why, round(time.monotonic() - begin, 2), seen)
 
 
@@ -88,5 +89,6 @@ def _answer(link: Connection, item: Item, place: Place) -> None:
         traceback.print_exc()
         link.send(("end", ("fail", "; ".join([*bench.faults, f"{type(error).__name__}: {error}"]))))
     else:
-        link.send(("end", ("fail" if bench.faults else "pass", "; ".join(bench.faults))))
+        verdict = "fail" if bench.faults else "skipped" if bench.open else "pass"
+        link.send(("end", (verdict, "; ".join(bench.faults or bench.open))))
     os._exit(0)  # what peers and libraries do at exit is no part of it

@@ -189,7 +189,7 @@ def test_what_is_shifted_or_transposed_is_what_torch_copies(pairs, ways):
     seen = set()
 
     @given(pairs)
-    @settings(max_examples=4 * EXAMPLES, deadline=None)
+    @settings(max_examples=2 * EXAMPLES, deadline=None)
     def run(drawn):
         memory, pair = drawn
         expected = copied_by_torch(memory, [pair])

@@ -1,6 +1,8 @@
 """The battery for GPUs runs without one as far as that goes, and no item can hide, hang or end the others."""
 
+import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,9 +13,10 @@ import pytest
 import torch
 
 from benchmark import pages
-from benchmark.gpu import items, recording, runner
-from benchmark.gpu.item import Item, Skip
-from benchmark.gpu.place import Place, pattern
+from benchmark.gpu import facts, items, rate_items, recording, rehearsal, replay_items, runner
+from benchmark.gpu.item import Bench, Item, Skip
+from benchmark.gpu.place import DEVICE, GIB, MIB, Place, pattern, same_bytes
+from support.copy_tables import interpreted
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,14 +40,49 @@ def rehearsed(path, *options):
 
 
 @pytest.mark.sweep
-def test_every_item_passes_on_virtual_gpus_or_says_why_it_cannot_run(tmp_path):
-    rows, verdict, done = rehearsed(tmp_path / "gpu.json")
+@pytest.mark.parametrize("card_gib", rehearsal.CARDS_GIB)
+def test_every_item_passes_on_virtual_cards_or_says_why_it_cannot_run(tmp_path, card_gib):
+    rows, verdict, done = rehearsed(tmp_path / "gpu.json", "--card", str(card_gib))
     failed = {name: row["why"] for name, row in rows.items() if row["verdict"] == "fail"}
     assert not failed, done.stderr[-4000:]
     assert {name for name, row in rows.items() if row["verdict"] == "skipped"} == {"watchdog"}
     assert rows.keys() == {item.name for item in items.ITEMS}
     assert verdict.startswith("rehearsed: no GPU; ")
     assert done.returncode == 0
+
+
+def test_items_that_once_needed_90_gib_fit_a_card_of_24_and_say_what_they_took(tmp_path):
+    rows, _, done = rehearsed(tmp_path / "gpu.json", "--card", "22", "--only", "rate", "cost", "replay of qwen3-8b")
+    assert {row["verdict"] for row in rows.values()} == {"pass"}, done.stderr[-4000:]
+    cost, rate = rows["cost of copies"]["seen"], rows["rate"]["seen"]
+    assert 0 < cost["60000_dense_copies"] < cost["60000_dense_copies_on_a_larger_card"] == 468
+    assert 0 < rate["contiguous_bytes"] < rate["contiguous_bytes_on_a_larger_card"] == 8 * MIB
+    replayed = rows["replay of qwen3-8b-tp4"]["seen"]
+    assert 0 < replayed["source_bytes"] < replayed["source_bytes_of_the_model"]
+
+
+@pytest.mark.parametrize(
+    ("name", "card_gib", "whole"),
+    [
+        ("qwen3-30b-a3b-tp8", 78, True),  # 61 GB of shards, which are packed in blocks
+        ("qwen3-30b-a3b-tp8", 22, False),
+        ("qwen3-8b-tp4", 22, False),
+        ("deepseek-v3-slice-tp8-ep8", 22, True),
+    ],
+)
+def test_a_replay_takes_the_whole_model_where_it_fits(name, card_gib, whole):
+    found = recording.load(recording.recorded()[name])
+    contexts, kept_free = 2 * 600 * MIB, card_gib * GIB // 20
+    most = card_gib * GIB - contexts - kept_free
+    part = replay_items.part_of(found, most, len(found.copies))
+    assert (part.copies == found.copies) == whole
+    assert len(part.copies) > 50
+    held = {spec.name: spec.spec.nbytes for spec in part.layout.tensors}
+    live = {name: numel * getattr(torch, dtype).itemsize for name, (numel, dtype) in part.targets.items()}
+    assert held.keys() == {copy.source for copy in part.copies}
+    assert live.keys() == {copy.target for copy in part.copies}
+    allocated = sum(held.values()) * 1.06 + sum(live.values())  # five shards of 384 KiB in a block of 2 MiB
+    assert allocated + max(held.values()) + 2 * max(live.values()) < most
 
 
 def test_a_rehearsal_writes_a_row_for_each_item_and_the_page_shows_it(tmp_path):
@@ -83,6 +121,17 @@ def right(bench):
     bench.saw(two=2)
 
 
+def left_open(bench):
+    bench.check(True, "not this")
+    bench.leave_open("no scale here")
+    bench.leave_open("no scale here")
+
+
+def wrong_and_left_open(bench):
+    bench.leave_open("no scale here")
+    bench.check(False, "this")
+
+
 def wrong(bench):
     bench.check(True, "not this")
     bench.check(False, "this")
@@ -108,6 +157,8 @@ def dying(bench):
     [
         (right, "pass", "", {"one": 1, "two": 2}),
         (wrong, "fail", "this; and that", {}),
+        (left_open, "skipped", "no scale here", {}),
+        (wrong_and_left_open, "fail", "this", {}),
         (skipping, "skipped", "it is Sunday", {}),
         (raising, "fail", "ValueError: broken", {"one": 1}),
         (dying, "fail", "the process ended with exit code 7", {"one": 1}),
@@ -116,6 +167,71 @@ def dying(bench):
 def test_the_outcome_of_an_item_is_a_row(function, verdict, why, seen):
     row = run(function)
     assert (row.verdict, row.why, row.seen) == (verdict, why, seen)
+
+
+def taking_all(bench):
+    bench.enter()
+    bench.here.kept["all"] = torch.empty(bench.place.scaled(77 * GIB), dtype=torch.uint8, device=DEVICE)
+
+
+def taking_more(bench):
+    bench.enter()
+    torch.empty(bench.place.scaled(79 * GIB), dtype=torch.uint8, device=DEVICE)
+
+
+def test_an_item_that_takes_more_than_the_card_fails_and_leaves_it_free():
+    """Two take nearly all, one after the other: what an item had when it ended is free."""
+    with rehearsal.folder() as folder:
+        place = Place("a test", folder, card_gib=78)
+        work = [Item(n, f"item {n}", "", run) for n, run in enumerate((taking_all, taking_more, taking_all))]
+        rows = list(runner.run(work, place, 1))
+    assert [row.verdict for row in rows] == ["pass", "fail", "pass"], [row.why for row in rows]
+    assert "CUDA out of memory" in rows[1].why
+
+
+def test_a_rate_is_not_judged_where_torch_makes_the_copies():
+    bench = Bench(dataclasses.replace(NOWHERE, rehearsed=""), lambda figures: None)
+    rate_items.judge(bench, 1, 1.5, 1.2, "a list")
+    assert bench.faults == ["a list: 1.50 times the seconds of one copy; the goal is 1.2"]
+    rate_items.judge(bench, 0, 50.0, 1.2, "another list")
+    assert len(bench.faults) == 1
+    assert "torch" in bench.open[0]
+
+
+def test_a_host_without_nvidia_smi_compiler_or_headers_is_described_all_the_same(tmp_path, monkeypatch):
+    pytest.importorskip("triton")  # before the interpreter is: it has to be imported without
+    with interpreted():
+        assert facts.copied_by(torch.device("cpu")).startswith("Triton ")
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setattr(facts.sysconfig, "get_path", lambda name: str(tmp_path))
+        assert facts.driver()
+        sys.modules["sglang_reshard.copying.copy_kernel"] = None  # as if Triton could not be used
+        said = facts.copied_by(torch.device("cpu"))
+    assert said == "torch's foreach, as Triton cannot be used: no C compiler and no Python.h"
+
+
+class SlowMemory:
+    """Takes 10 ms to be mapped."""
+
+    mapped = 0
+
+    def __init__(self, *_):
+        time.sleep(0.01)
+        SlowMemory.mapped += 1
+
+    def close(self):
+        SlowMemory.mapped -= 1
+
+
+def test_mapping_that_would_take_too_long_is_given_up_and_says_which_part_would_not(monkeypatch):
+    monkeypatch.setattr(replay_items, "PeerMemory", SlowMemory)
+    memory, part = replay_items._mapped([None] * 100, range(100), within_s=0.5)
+    assert not memory
+    assert 0.1 < part <= 0.5
+    assert SlowMemory.mapped == 0
+    memory, part = replay_items._mapped([None] * 4, range(1, 4), within_s=math.inf)
+    assert (list(memory), part) == ([1, 2, 3], 1.0)
 
 
 def waiting(here, file):
@@ -141,6 +257,29 @@ def test_an_item_that_hangs_ends_at_its_limit_with_all_its_processes(tmp_path):
 def test_what_needs_more_gpus_is_skipped_by_name():
     (row,) = runner.run([Item(20, "two GPUs: any", "", right, gpus=2)], NOWHERE, 1)
     assert (row.verdict, row.why) == ("skipped", "needs 2 GPUs")
+
+
+def test_a_run_goes_on_with_the_items_that_have_not_passed(tmp_path):
+    path = tmp_path / "gpu.json"
+    first, _, _ = rehearsed(path, "--only", "peer access", "watchdog")
+    assert {name: row["verdict"] for name, row in first.items()} == {
+        "two GPUs: peer access": "pass",
+        "watchdog": "skipped",
+    }
+    second, verdict, _ = rehearsed(path, "--resume", "--only", "peer access", "watchdog", "NCCL alone")
+    assert second.keys() == {"NCCL alone", "watchdog"}
+    assert "2 passed, 0 failed, 1 skipped" in verdict
+    head, *rows = json.loads(path.read_text())
+    assert [row["name"] for row in rows] == ["two GPUs: peer access", "NCCL alone", "watchdog"]
+    assert rows[0] == first["two GPUs: peer access"]
+    path.write_text(json.dumps([head | {"commit": "another"}, *rows]))
+    with pytest.raises(SystemExit, match="is of commit another"):
+        facts.passed(path, head["host"])
+
+
+def test_items_that_tell_most_come_first():
+    assert [item.name for item in items.ITEMS[: len(items.FIRST)]] == list(items.FIRST)
+    assert len({item.name for item in items.ITEMS}) == len(items.ITEMS)
 
 
 def test_items_are_chosen_by_number_or_by_words():
@@ -171,3 +310,15 @@ def test_a_pattern_depends_on_place_and_number():
         pattern(number, tensor)
     assert not torch.equal(*made)
     assert len(set(made[0].tolist())) > 200
+
+
+@pytest.mark.parametrize("numel", [0, 1, 70_000, 300_000])
+def test_bytes_are_compared_in_pieces(numel):
+    made = torch.empty(numel, dtype=torch.uint8)
+    pattern(1, made)
+    assert same_bytes(made, made.clone())
+    for place in {0, numel // 2, numel - 1} if numel else ():
+        other = made.clone()
+        other[place] += 1
+        assert not same_bytes(made, other)
+    assert not same_bytes(made, torch.empty(numel + 1, dtype=torch.uint8))

@@ -64,6 +64,11 @@ class CopyList:
         """Bytes of GPU memory that the prepared list takes."""
         return sum(kernels.table_bytes for kernels in self._kernels)
 
+    @property
+    def launches(self) -> int:
+        """Kernels that a run launches; 0 where torch makes all copies."""
+        return sum(len(kernels.launches) for kernels in self._kernels)
+
     def run(self) -> None:
         assert self._groups is not None, "build() comes first"
         if self._addresses != [tensor.data_ptr() for tensor in self._movable]:

@@ -7,6 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_reshard.copying.copy_table import FIELDS, TileKind
@@ -30,12 +31,12 @@ class VirtualKernel:
         if not (boxes.is_cuda and tiles.is_cuda):
             raise self._journal.broken("a kernel was given a table in host memory")
         self._cuda.copied(self._memory.find(boxes.data_ptr()).number)  # type: ignore[union-attr]
-        of_box = (tiles >> 32).tolist()
-        counts = kind.tiles_of(boxes.view(-1, FIELDS).numpy()).tolist()
-        for number, (box, whole) in enumerate(zip(boxes.view(-1, FIELDS).tolist(), counts, strict=True)):
+        table = boxes.view(-1, FIELDS)
+        wanted, given = kind.tiles_of(table.numpy()), np.bincount((tiles >> 32).numpy(), minlength=len(table))
+        for box, whole, tiled in zip(table.tolist(), wanted.tolist(), given.tolist(), strict=True):
             source, destination, middle, last, rows, columns, *strides = box
-            if of_box.count(number) != whole:
-                raise self._journal.broken(f"a kernel was given {of_box.count(number)} of {whole} tiles of a box")
+            if tiled != whole:
+                raise self._journal.broken(f"a kernel was given {tiled} of {whole} tiles of a box")
             size = (rows // (middle * last), middle, last, columns)
             dtypes = [torch.uint8] * 2 if kind.way == "shifted" else [getattr(torch, name) for name in kind[:2]]
             to = self._view(destination, dtypes[1], size, (*strides[3:6], strides[7]), True)

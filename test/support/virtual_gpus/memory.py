@@ -116,6 +116,8 @@ class VirtualMemory:
             found = next((m for m in self._unused.get(number, ()) if m.nbytes == nbytes), None)
             if found is None:
                 if nbytes > self.free_bytes(number):
+                    self.trim(number)  # as torch's allocator does before it gives up
+                if nbytes > self.free_bytes(number):
                     raise OutOfMemory(f"CUDA out of memory: {nbytes:,} bytes on virtual GPU {number}")
                 found = self._new_file(nbytes, number)
             else:
