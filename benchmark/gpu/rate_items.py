@@ -23,7 +23,7 @@ GOAL = 1.2  # times a copy on the same GPU
 _SHAPE = 96, 2048  # of an expert's shard in Qwen3-30B-A3B, FSDP over 8 trainer ranks
 _SMALL = 96, 256  # in a rehearsal, an eighth, of so many times fewer copies: in all a part in 1,024
 _FEWER = 128
-_COST_S = 45.0  # after which nothing is measured that is not judged
+_COST_S = 30.0  # after which nothing is measured that is not judged
 
 
 def judge(bench: Bench, launched: int, ratio: float, most: float, what: str) -> None:
