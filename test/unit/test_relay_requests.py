@@ -8,6 +8,8 @@ import pytest
 
 from sglang_reshard.control import ControlServer
 from sglang_reshard.errors import EngineRefused, Mismatch
+from sglang_reshard.landings.base import Landing
+from sglang_reshard.landings.shadow import Shadow
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, encode
 from sglang_reshard.routes.base import EngineEnd
 from sglang_reshard.routes.nixl.engine import NixlEngineEnd
@@ -15,6 +17,7 @@ from sglang_reshard.routes.relay import offers as relay_offers
 from sglang_reshard.routes.relay.engine import RelayEngineEnd
 from sglang_reshard.routes.relay.offers import Offer, Relay, RelayOffers
 from sglang_reshard.routes.relay.requests import RelayRequests
+from sglang_reshard.trace.program import Program
 
 TIMEOUT_S = 30.0
 
@@ -145,9 +148,10 @@ def test_what_no_sender_asks_is_refused(relay, says):
 
 
 def test_only_live_weights_are_passed_on():
-    side = SimpleNamespace(reads=SimpleNamespace(program="live"), live="live")
+    program = Program((), {})
+    side = SimpleNamespace(reads=SimpleNamespace(landing=Landing(program)))
     with pytest.raises(Mismatch, match="engines pass on live weights, by transport='nixl'"):
         RelayEngineEnd(side, None, EngineEnd())
-    side.reads.program = "a shadow"
+    side.reads.landing = Shadow(program)
     with pytest.raises(Mismatch, match="engines pass on live weights, by transport='nixl' and not staged"):
         RelayEngineEnd(side, None, NixlEngineEnd.__new__(NixlEngineEnd))
