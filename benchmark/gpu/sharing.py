@@ -13,7 +13,8 @@ from benchmark.gpu.peer import Here
 from benchmark.gpu.place import DEVICE, free_bytes, pattern, same_bytes
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.regions import LocalRegion
-from sglang_reshard.memory.mapping import Handles, MemoryExporter, PeerMemory
+from sglang_reshard.memory.mapping import Handles, MemoryExporter
+from sglang_reshard.memory.peer_memory import PeerMemory
 
 PRODUCER = 0  # its trainer rank
 

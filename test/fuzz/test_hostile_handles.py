@@ -12,7 +12,8 @@ from fuzz.settings import fuzzed
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Region
-from sglang_reshard.memory.mapping import Handles, PeerMemory, ShmStorage
+from sglang_reshard.memory.mapping import Handles, ShmStorage
+from sglang_reshard.memory.peer_memory import PeerMemory
 from sglang_reshard.protocol.validation import check_handles, check_layout
 from sglang_reshard.sources import SourceLayout
 

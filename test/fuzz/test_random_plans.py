@@ -12,7 +12,8 @@ from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
 from sglang_reshard.layout.manifest import pack_blob, unpack_blob
 from sglang_reshard.layout.regions import Region
-from sglang_reshard.memory.mapping import Handles, MemoryExporter, PeerMemory
+from sglang_reshard.memory.mapping import Handles, MemoryExporter
+from sglang_reshard.memory.peer_memory import PeerMemory
 from sglang_reshard.plan import ClusterTopology, RankLocation, TensorIndex, plan_reads, rank_demand
 from sglang_reshard.protocol.validation import check_handles, check_layout
 from sglang_reshard.routes.base import Reads

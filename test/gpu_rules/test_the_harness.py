@@ -111,13 +111,12 @@ def map_and_read(process, trainer):
     handle, nbytes = share(process, trainer, tensor)
     seen = None
     if trainer.rank:
-        address = runtime().open_handle(handle, process.device)
-        assert address == runtime().open_handle(handle, process.device)  # counted, and mapped once
+        address, again = runtime().open_handles([handle, handle], process.device)
+        assert address == again  # counted, and mapped once
         storage = runtime().storage(address, nbytes, process.device)
         seen = torch.empty(0, device=process.device).set_(storage, 0, (6,), (1,))
         seen = (str(seen.device), seen.tolist(), len(process.memory.mappings()))
-        runtime().close_handle(address, process.device)
-        runtime().close_handle(address, process.device)
+        runtime().close_handles([address, again], process.device)
     meet(trainer)
     return seen
 
@@ -148,7 +147,7 @@ def open_own(process, trainer):
     tensor = process.tensor(torch.ones(3))
     handle, _ = share(process, trainer, tensor)
     with pytest.raises(Unsupported, match="CUDA_ERROR_INVALID_CONTEXT"):
-        runtime().open_handle(handle, process.device)
+        runtime().open_handles([handle], process.device)
     return "refused"
 
 
@@ -208,7 +207,7 @@ def free_under_a_reader(process, trainer):
     meet(trainer)
     before = process.memory.free_bytes(0)
     handle, nbytes = share(process, trainer, tensor)
-    address = runtime().open_handle(handle, process.device) if trainer.rank else 0
+    address = runtime().open_handles([handle], process.device)[0] if trainer.rank else 0
     meet(trainer)
     del tensor
     gc.collect()
@@ -218,10 +217,10 @@ def free_under_a_reader(process, trainer):
         seen = bytes(runtime().storage(address, nbytes, process.device))[:2]
         still_used = process.memory.free_bytes(0) == before
         with pytest.raises(Unsupported, match="CUDA_ERROR_INVALID_VALUE"):
-            runtime().open_handle(handle[:20] + bytes([9]) + handle[21:], process.device)
-        runtime().close_handle(address, process.device)
+            runtime().open_handles([handle[:20] + bytes([9]) + handle[21:]], process.device)
+        runtime().close_handles([address], process.device)
         with pytest.raises(Unsupported, match="CUDA_ERROR_INVALID_VALUE"):
-            runtime().open_handle(handle, process.device)
+            runtime().open_handles([handle], process.device)
         seen = seen, still_used, process.memory.free_bytes(0) - before
     meet(trainer)
     return seen
@@ -295,12 +294,12 @@ def read_what_is_written(process, trainer):
     tensor = process.tensor(torch.ones(3)) if trainer.rank == 0 else None
     handle, _ = share(process, trainer, tensor)
     if trainer.rank:
-        address = runtime().open_handle(handle, process.device)
+        (address,) = runtime().open_handles([handle], process.device)
         meet(trainer)
         try:
             process._sources_are_synchronized()
         finally:
-            runtime().close_handle(address, process.device)
+            runtime().close_handles([address], process.device)
             meet(trainer)
     else:
         process.write(tensor, torch.zeros(3))
@@ -319,7 +318,7 @@ def answer_while_mapped(process, trainer):
     try:
         if trainer.rank:
             with process.update(unmapped=True):
-                runtime().open_handle(handle, process.device)
+                runtime().open_handles([handle], process.device)
     finally:
         meet(trainer)
 

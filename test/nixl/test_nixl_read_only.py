@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_reshard.memory.mapping import MemoryExporter, PeerMemory
+from sglang_reshard.memory.mapping import MemoryExporter
+from sglang_reshard.memory.peer_memory import PeerMemory
 from sglang_reshard.routes.nixl.agent import NixlAgent
 from sglang_reshard.routes.nixl.source import NixlSource, allocate_readable
 from sglang_reshard.routes.relay.progress import Progress

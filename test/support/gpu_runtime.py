@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu import runtime as gpu_runtime
 from sglang_reshard.gpu.runtime import Allocation, CudaRuntime
 from sglang_reshard.layout.regions import LocalRegion
-from sglang_reshard.memory.mapping import PeerMemory
+from sglang_reshard.memory.peer_memory import PeerMemory
 
 R = TypeVar("R", bound=CudaRuntime)
 GPU = torch.device("cuda", 3)  # an engine rank's own
@@ -34,6 +34,8 @@ class OneProcessRuntime(CudaRuntime):
         self.can_register = True
         self.without_handles = ""  # why memory has none
         self.pinned: set[int] = set()  # addresses
+        self.freed: int | None = 0  # allocations, as torch's allocator counts
+        self.pages: list[torch.Tensor] = []  # marks
         self._uses_gpu = uses_gpu
         self._allocations: dict[int, tuple[Allocation, ctypes.Array[ctypes.c_char]]] = {}
         self._last_id = 0
@@ -50,7 +52,12 @@ class OneProcessRuntime(CudaRuntime):
         """As if the allocation had been freed, and a new one had got its address."""
         allocation, buffer = self._allocations[memory.data_ptr()]
         self._last_id += 1
+        self.freed = None if self.freed is None else self.freed + 1
         self._allocations[allocation.base] = allocation._replace(id=self._last_id), buffer
+
+    def free(self, memory: torch.Tensor) -> None:
+        self.freed = None if self.freed is None else self.freed + 1
+        del self._allocations[memory.data_ptr()]
 
     def count(self, call: str) -> int:
         return sum(c[0] == call for c in self.calls)
@@ -99,19 +106,31 @@ class OneProcessRuntime(CudaRuntime):
         self.calls.append(("export", allocation.id))
         return allocation.base.to_bytes(8, "little") + allocation.id.to_bytes(56, "little")
 
-    def open_handle(self, handle: bytes, device: torch.device) -> int:
-        base, id = int.from_bytes(handle[:8], "little"), int.from_bytes(handle[8:], "little")
-        found = self._find(base)
-        if self.without_handles or found is None or found.id != id:
-            raise Unsupported("GPU memory cannot be mapped: cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE")
-        self.calls.append(("open", id, device))
-        self.opened[base] += 1
-        return base
+    def frees(self, device: torch.device) -> int | None:
+        return self.freed
 
-    def close_handle(self, address: int, device: torch.device) -> None:
-        self.calls.append(("close", address, device))
-        self.opened[address] -= 1
-        assert self.opened[address] >= 0
+    def filled(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        self.pages.append(self.allocate(values.nbytes))
+        return self.pages[-1].view(values.dtype).copy_(values)
+
+    def open_handles(self, handles: Sequence[bytes], device: torch.device) -> list[int]:
+        opened: list[int] = []
+        for handle in handles:
+            base, id = int.from_bytes(handle[:8], "little"), int.from_bytes(handle[8:], "little")
+            found = self._find(base)
+            if self.without_handles or found is None or found.id != id:
+                self.close_handles(opened, device)
+                raise Unsupported("GPU memory cannot be mapped: cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE")
+            self.calls.append(("open", id, device))
+            self.opened[base] += 1
+            opened.append(base)
+        return opened
+
+    def close_handles(self, addresses: Sequence[int], device: torch.device) -> None:
+        for address in addresses:
+            self.calls.append(("close", address, device))
+            self.opened[address] -= 1
+            assert self.opened[address] >= 0
 
     def storage(self, address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         return super().storage(address, nbytes, torch.device("cpu"))
@@ -123,6 +142,9 @@ class OneProcessRuntime(CudaRuntime):
 
     def unregister_host(self, address: int, device: torch.device) -> None:
         del self.registered[address]
+
+    def using(self, device: torch.device) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def synchronize(self, devices: Iterable[torch.device]) -> None:
         self.calls.append(("synchronize", *sorted(map(str, set(devices)))))

@@ -3,8 +3,12 @@
 import pytest
 import torch
 
-from sglang_reshard.errors import Unsupported
-from sglang_reshard.memory.mapping import Handles, MemoryExporter, PeerMemory, unreadable_reason
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.layout.regions import LocalRegion
+from sglang_reshard.memory.byte_ranges import ShardRead
+from sglang_reshard.memory.gpu_memory import MARK_WORDS
+from sglang_reshard.memory.mapping import Handles, MemoryExporter
+from sglang_reshard.memory.peer_memory import PeerMemory, unmap, unreadable_reason
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import change_detector, describe
 from sglang_reshard.sources.change_detector import ChangeDetector
@@ -36,9 +40,9 @@ def test_every_allocation_is_one_handle_and_asked_for_once(gpu):
     handles = exporter.export(shards)
     assert [(s.nbytes, s.device_uuid) for s in handles.storages] == [(2048, UUID), (1024, UUID)]
     assert [(v.storage, v.offset) for v in handles.shards] == [(0, 128), (1, 0), (0, 1024), (0, 2), (-1, 0), (1, 128)]
-    assert (gpu.count("allocation"), gpu.count("export")) == (2, 2)
+    assert (gpu.count("allocation"), gpu.count("export")) == (3, 3)  # with that of the mark
     assert exporter.export(shards) == handles
-    assert (gpu.count("allocation"), gpu.count("export")) == (4, 2)
+    assert (gpu.count("allocation"), gpu.count("export")) == (6, 3)
 
 
 def test_shards_are_read_through_mappings_of_the_engines_own_device(gpu):
@@ -54,11 +58,36 @@ def test_shards_are_read_through_mappings_of_the_engines_own_device(gpu):
     assert sorted(gpu.opened.values()) == [0, 0]
 
 
+def test_only_allocations_that_are_read_are_opened(gpu):
+    """torch packs small shards into allocations of 2 MiB: a trainer rank of a large model has thousands."""
+    shards = [gpu.allocate(64).fill_(number) for number in range(8)]
+    handles = MemoryExporter(0).export(shards)
+    peer = PeerMemory(0, handles, GPU, [whole(2, shards[2]), whole(5, shards[5]), whole(2, shards[2])])
+    assert gpu.count("open") == 2
+    assert torch.equal(shard_in(peer, 5, shards[5]), shards[5])
+    with pytest.raises(Mismatch, match="tensor number 3 of trainer rank 0 is not mapped"):
+        shard_in(peer, 3, shards[3])
+    assert peer.covers([whole(5, shards[5])])
+    assert not peer.covers([whole(5, shards[5]), whole(3, shards[3])])
+    peer.close()
+    assert (gpu.count("close"), gpu.count("synchronize")) == (2, 1)
+
+
+def test_memory_of_several_trainer_ranks_is_closed_after_one_wait(gpu):
+    peers = [PeerMemory(t, MemoryExporter(t).export([gpu.allocate(64) for _ in range(3)]), GPU) for t in range(4)]
+    unmap(peers)
+    assert (gpu.count("open"), gpu.count("close"), gpu.count("synchronize")) == (12, 12, 1)
+    assert gpu.calls.index(("synchronize", "cuda:3")) < [c[0] for c in gpu.calls].index("close")
+
+
+def whole(number, like):
+    return ShardRead(number, LocalRegion.whole(tuple(like.shape)), like.dtype.itemsize)
+
+
 def test_what_was_opened_is_closed_if_the_rest_cannot_be(gpu):
     shards = some_shards(gpu)
     handles = MemoryExporter(0).export(shards)
-    gpu.reallocate(gpu.allocate(8))
-    gpu._allocations.pop(shards[1].data_ptr())  # freed by the trainer
+    gpu.free(shards[1])
     with pytest.raises(Unsupported, match=r"trainer rank 7 on GPU GPU-of-the-trainer cannot be mapped for cuda:3"):
         PeerMemory(7, handles, GPU)
     assert not +gpu.opened
@@ -94,6 +123,30 @@ def test_one_handle_tells_whether_a_rank_can_be_mapped(gpu):
     assert "cannot be mapped by an engine rank on cpu" in unreadable_reason(handles, 0, CPU)
 
 
+@pytest.mark.parametrize("broken", [0, MARK_WORDS - 1])
+def test_memory_that_reads_as_other_bytes_cannot_be_mapped(gpu, broken):
+    """Behind PCIe ACS or an IOMMU reads from GPU to GPU may end, and bring what nobody wrote."""
+    handles = MemoryExporter(0).export(some_shards(gpu))
+    assert unreadable_reason(handles, 0, GPU) == ""
+    gpu.pages[0].view(torch.int64)[broken] ^= 1
+    reason = unreadable_reason(handles, 0, GPU)
+    assert reason.startswith("the memory of trainer rank 0 on GPU GPU-of-the-trainer is mapped for cuda:3 and reads as")
+    assert "NCCL_P2P_DISABLE=1" in reason
+
+
+def test_where_there_is_no_memory_for_a_mark_a_handle_is_tried(gpu, monkeypatch):
+    shards = some_shards(gpu)
+
+    def no_room(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(gpu, "filled", no_room)
+    handles = MemoryExporter(0).export(shards)
+    assert handles.marks == ()
+    assert unreadable_reason(handles, 0, GPU) == ""
+    assert gpu.count("open") == 1
+
+
 def test_one_file_tells_whether_host_memory_can_be_mapped():
     weight = torch.ones(3)
     handles = MemoryExporter(0).export([weight])
@@ -119,13 +172,13 @@ def test_memory_that_was_freed_and_allocated_again_at_its_address_gets_a_new_han
     first, second = published_twice(gpu, gpu.reallocate)
     assert first.layout == second.layout
     assert first.handles != second.handles
-    assert gpu.count("export") == 2
+    assert gpu.count("export") == 3
 
 
 def test_the_same_allocation_is_not_published_again(gpu):
     first, second = published_twice(gpu, lambda memory: memory.fill_(1))
     assert second is first
-    assert (gpu.count("export"), gpu.count("allocation")) == (1, 2)
+    assert (gpu.count("export"), gpu.count("allocation")) == (2, 2)
 
 
 def test_another_storage_at_the_same_address_in_the_same_allocation_keeps_its_handle(gpu):
@@ -142,7 +195,7 @@ def test_a_freed_allocation_is_not_current(gpu):
     exporter = MemoryExporter(0)
     exporter.export([memory])
     assert exporter.is_current()
-    gpu._allocations.clear()
+    gpu.free(memory)
     assert not exporter.is_current()
 
 
@@ -160,6 +213,35 @@ def test_an_emptied_storage_is_refused(gpu):
     emptied.untyped_storage().resize_(0)
     with pytest.raises(Unsupported, match="trainer rank 2: head has no memory any more"):
         MemoryExporter(2).export([some_shards(gpu)[0], emptied], ["norm", "head"])
+
+
+def test_allocations_are_asked_for_only_once_torchs_allocator_has_freed_any(gpu):
+    """There are thousands, and each takes four calls of the driver, in every update."""
+    memory, other = gpu.allocate(64), gpu.allocate(64)
+    exporter = MemoryExporter(0)
+    exporter.export([memory])
+    asked = gpu.count("allocation")
+    assert exporter.is_current()
+    assert gpu.count("allocation") == asked
+    gpu.free(other)
+    assert exporter.is_current()
+    assert gpu.count("allocation") == asked + 2
+    assert exporter.is_current()
+    assert gpu.count("allocation") == asked + 2
+    gpu.reallocate(memory)
+    assert not exporter.is_current()
+
+
+def test_where_frees_are_not_counted_allocations_are_asked_for(gpu):
+    gpu.freed = None
+    memory = gpu.allocate(64)
+    exporter = MemoryExporter(0)
+    exporter.export([memory])
+    asked = gpu.count("allocation")
+    assert exporter.is_current()
+    assert gpu.count("allocation") == asked + 2
+    gpu.reallocate(memory)
+    assert not exporter.is_current()
 
 
 # -- what must have ended before memory is read

@@ -9,9 +9,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.memory import mapping as memory_module
+from sglang_reshard.layout.regions import LocalRegion
+from sglang_reshard.memory import peer_memory as memory_module
+from sglang_reshard.memory.byte_ranges import ShardRead
 from sglang_reshard.memory.host_arena import HostArena
-from sglang_reshard.memory.mapping import MemoryExporter, PeerMemory
+from sglang_reshard.memory.mapping import MemoryExporter
+from sglang_reshard.memory.peer_memory import PeerMemory
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trainer.publisher import ShardPublisher
 from support.gpu_runtime import GPU, one_process_runtime, shard_in
@@ -146,6 +149,47 @@ def test_host_memory_is_registered_as_long_as_it_is_mapped(gpu):
     assert shard_in(peer, 0, torch.ones(2000)).data_ptr() == address
     peer.close()
     assert not gpu.registered
+
+
+def test_only_pages_that_are_read_are_registered(gpu):
+    """An arena has all shards of a trainer rank; an engine rank reads a part of them."""
+    size = 1 << 18
+    shards = [torch.full((size,), float(number)) for number in range(6)]  # of 1 MiB
+    exporter = MemoryExporter(0)
+    handles = exporter.export(shards)
+    rows = LocalRegion((1024,), (1024,), (1,)), LocalRegion((5000,), (1,), (1,))
+    peer = PeerMemory(0, handles, GPU, [ShardRead(1, rows[0], 4), ShardRead(4, rows[1], 4), ShardRead(1, rows[0], 4)])
+    base = shard_in(peer, 0, shards[0]).data_ptr()
+    assert {a - base: n for a, n in gpu.registered.items()} == {(1 << 20) + 4096: 4096, (4 << 20) + 16384: 4096}
+    assert peer.region(1, rows[0], torch.float32).eq(1).all()
+    assert peer.covers([ShardRead(1, LocalRegion((1030,), (5,), (1,)), 4)])
+    assert not peer.covers([ShardRead(1, LocalRegion((0,), (5,), (1,)), 4)])
+    peer.close()
+    assert not gpu.registered
+    every_other = [ShardRead(number, rows[1], 4) for number in (0, 2, 4)]
+    in_the_first = [ShardRead(0, LocalRegion((element,), (1,), (1,)), 4) for element in (0, 9000)]
+    near = PeerMemory(0, handles, GPU, every_other + in_the_first)
+    assert sorted(gpu.registered.values()) == [4096, 4096, 36864], "pages that are near are one range"
+    near.close()
+
+
+def test_all_pages_are_registered_or_none(gpu, monkeypatch):
+    """A copy may reach over several ranges, and is made by a kernel if the first can be reached."""
+    shards = [torch.ones(1 << 18) for _ in range(3)]
+    exporter = MemoryExporter(0)
+    handles = exporter.export(shards)
+    real, asked = gpu.register_host, []
+
+    def second_fails(address, nbytes, device):
+        asked.append(address)
+        return len(asked) != 2 and real(address, nbytes, device)
+
+    monkeypatch.setattr(gpu, "register_host", second_fails)
+    peer = PeerMemory(0, handles, GPU, [ShardRead(n, LocalRegion((0,), (8,), (1,)), 4) for n in (0, 2)])
+    assert len(asked) == 2
+    assert not gpu.registered
+    assert shard_in(peer, 2, shards[2]).eq(1).all()
+    peer.close()
 
 
 def test_where_the_host_cannot_register_memory_it_is_read_all_the_same(gpu, told):

@@ -11,7 +11,8 @@ import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import LocalRegion
-from sglang_reshard.memory.mapping import MemoryExporter, PeerMemory
+from sglang_reshard.memory.mapping import MemoryExporter
+from sglang_reshard.memory.peer_memory import PeerMemory
 
 
 def shard_in(memory, number, like):

@@ -18,6 +18,7 @@ from support.toy_trainers import State
 from support.world import run_world
 
 CPU = torch.device("cpu")
+READS = {0: "wx", 1: "y"}  # trainer rank -> what is read of it
 NO_HANDLES = "its GPU memory has no CUDA IPC handle"
 
 
@@ -30,6 +31,7 @@ class Trace:
         monkeypatch.setattr(trainer_memory, "check_handles", lambda *_: None)
         monkeypatch.setattr(trainer_memory, "unreadable_reason", self.try_one)
         monkeypatch.setattr(trainer_memory, "PeerMemory", self.map)
+        monkeypatch.setattr(trainer_memory, "unmap", self.unmap)
 
     def get(self, key: str, *_: object) -> str:
         digest = key.rpartition("/")[2]
@@ -40,9 +42,13 @@ class Trace:
         self.done.append(f"try {handles}")
         return self.reasons.get(handles, "")
 
-    def map(self, trainer_rank: int, handles: str, device: torch.device) -> Any:
-        self.done.append(f"map {handles}")
-        return SimpleNamespace(close=lambda: self.done.append(f"close {handles}"))
+    def map(self, trainer_rank: int, handles: str, device: torch.device, reads: Any) -> Any:
+        self.done.append(f"map {reads} of {handles}")
+        return SimpleNamespace(handles=handles, covers=lambda others: set(others) <= set(reads))
+
+    def unmap(self, memories: Any) -> None:
+        if memories:
+            self.done.append(f"close {' '.join(memory.handles for memory in memories)}")
 
     def since(self) -> list[str]:
         done, self.done = self.done, []
@@ -61,22 +67,34 @@ def asked(*handles: str) -> Any:
 def test_handles_are_fetched_once_and_tried_before_they_are_mapped(seen):
     memory, request = TrainerMemory(CPU), asked("a0", "b0")
     assert memory.unreadable([0, 1], request, seen, None) == {}
-    memory.map([0, 1], request, seen, None)
-    assert seen.since() == ["fetch a0", "try a0", "fetch b0", "try b0", "map a0", "map b0"]
+    memory.map(READS, request, seen, None)
+    assert seen.since() == ["fetch a0", "try a0", "fetch b0", "try b0", "map wx of a0", "map y of b0"]
     assert memory.unreadable([0, 1], request, seen, None) == {}
-    memory.map([0, 1], request, seen, None)
+    memory.map(READS, request, seen, None)
     assert seen.since() == []
+
+
+def test_what_is_read_of_the_same_memory_now_and_was_not_before_is_mapped(seen):
+    memory, request = TrainerMemory(CPU), asked("a0", "b0")
+    memory.map(READS, request, seen, None)
+    seen.since()
+    memory.map({0: "w", 1: "yz"}, request, seen, None)
+    assert seen.since() == ["close b0", "fetch b0", "map yz of b0"]
+    memory.map({0: "x"}, request, seen, None)
+    assert seen.since() == ["close b0"]
 
 
 def test_old_memory_is_unmapped_before_a_new_handle_is_tried(seen):
     """Its address, and even its handle, may be those of the new memory."""
     memory = TrainerMemory(CPU)
     memory.unreadable([0, 1], asked("a0", "b0"), seen, None)
-    memory.map([0, 1], asked("a0", "b0"), seen, None)
+    memory.map(READS, asked("a0", "b0"), seen, None)
     seen.since()
     memory.unreadable([0, 1], asked("a0", "b1"), seen, None)
-    memory.map([0, 1], asked("a0", "b1"), seen, None)
-    assert seen.since() == ["close b0", "fetch b1", "try b1", "map b1"]
+    memory.map(READS, asked("a0", "b1"), seen, None)
+    assert seen.since() == ["close b0", "fetch b1", "try b1", "map y of b1"]
+    memory.unreadable([0, 1], asked("a1", "b2"), seen, None)
+    assert seen.since()[0] == "close a0 b1", "together"
 
 
 def test_memory_that_had_no_handles_is_tried_again_once_it_has(seen):

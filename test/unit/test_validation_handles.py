@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import LocalRegion, Region
 from sglang_reshard.memory.gpu_memory import GpuAllocation
-from sglang_reshard.memory.mapping import Handles, MemoryExporter, PeerMemory, ShardView, ShmStorage
+from sglang_reshard.memory.mapping import Handles, MemoryExporter, ShardView, ShmStorage
+from sglang_reshard.memory.peer_memory import PeerMemory
 from sglang_reshard.protocol.validation import check_handles, check_layout
 from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor, describe
 from support.stated import BIG, GOOD, rows, stated

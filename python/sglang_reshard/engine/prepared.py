@@ -115,8 +115,8 @@ class Transfers:
         topology = ClusterTopology.of(demands, request.trainer_hosts, request.trainer_devices)
         index = target.tensor_index
         strategy = choose_strategy(request.transport, index, demands, topology, request.bucket_bytes)
-        trainer_ranks = strategy.mapped_by(self._rank, target.read_plan, index)
-        memory = self.trainer_memory.map(trainer_ranks, request, session, index.layout)
+        mapped = strategy.mapped_by(self._rank, target.read_plan, index)
+        memory = self.trainer_memory.map(mapped, request, session, index.layout)
         ranks_on_host = sum(demand.host == demands[self._rank].host for demand in demands)
         landing = self._landings.make(request, target.program, index, session, target.names.names, ranks_on_host)
         side = EngineSide(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.source_layout import SourceLayout
-from sglang_reshard.memory.mapping import Handles, PeerMemory, unreadable_reason
+from sglang_reshard.memory.byte_ranges import ShardRead
+from sglang_reshard.memory.mapping import Handles
+from sglang_reshard.memory.peer_memory import PeerMemory, unmap, unreadable_reason
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session, handles_key
 from sglang_reshard.protocol.validation import check_handles
@@ -35,37 +36,33 @@ class TrainerMemory:
 
         Tries one handle of each that has new ones. No mapping of its old ones may be in use any more.
         """
-        found = {}
-        for trainer_rank in trainer_ranks:
-            digest = request.handles[trainer_rank]
-            if self._tried.get(trainer_rank, ("",))[0] != digest:
-                if trainer_rank in self._mapped:
-                    self._close([trainer_rank])
-                handles = self._fetch(trainer_rank, request, session, layout)
-                self._tried[trainer_rank] = digest, unreadable_reason(handles, trainer_rank, self._device)
-            if reason := self._tried[trainer_rank][1]:
-                found[trainer_rank] = reason
+        tried = [(t, request.handles[t]) for t in trainer_ranks]
+        new = [(t, digest) for t, digest in tried if self._tried.get(t, ("",))[0] != digest]
+        self._close([t for t, _ in new if t in self._mapped])
+        for trainer_rank, digest in new:
+            handles = self._fetch(trainer_rank, request, session, layout)
+            self._tried[trainer_rank] = digest, unreadable_reason(handles, trainer_rank, self._device)
         self.tried_handles = request.handles
-        return found
+        return {t: reason for t, _ in tried if (reason := self._tried[t][1])}
 
     def map(
         self,
-        trainer_ranks: Collection[int],
+        reads: Mapping[int, Sequence[ShardRead]],
         request: DistributedUpdateWeightsReq,
         session: Session,
         layout: SourceLayout,
     ) -> dict[int, PeerMemory]:
-        """Maps the memory of these trainer ranks, and unmaps that of others."""
+        """Maps what is read of trainer ranks' memory, by trainer rank, and unmaps that of others."""
         # Old mappings first: new memory may have the address of freed memory, and even its handle.
-        current = {t for t in trainer_ranks if self._mapped.get(t, ("",))[0] == request.handles[t]}
+        current = {t for t in reads if self._is_mapped(t, request.handles[t], reads[t])}
         self._close([t for t in self._mapped if t not in current])
-        for trainer_rank in trainer_ranks:
+        for trainer_rank, of_rank in reads.items():
             if trainer_rank not in self._mapped:
                 handles = self._fetch(trainer_rank, request, session, layout)
-                memory = PeerMemory(trainer_rank, handles, self._device)
+                memory = PeerMemory(trainer_rank, handles, self._device, of_rank)
                 self._mapped[trainer_rank] = request.handles[trainer_rank], memory
         self._fetched = {}
-        return {trainer_rank: self._mapped[trainer_rank][1] for trainer_rank in trainer_ranks}
+        return {trainer_rank: self._mapped[trainer_rank][1] for trainer_rank in reads}
 
     def unmap(self) -> None:
         """Unmaps all. No view of it may be left."""
@@ -76,11 +73,13 @@ class TrainerMemory:
         self.unmap()
         self._fetched, self._tried, self.tried_handles = {}, {}, ()
 
+    def _is_mapped(self, trainer_rank: int, digest: str, reads: Sequence[ShardRead]) -> bool:
+        """Returns whether what is read of the memory with these handles is mapped already."""
+        known = self._mapped.get(trainer_rank)
+        return known is not None and known[0] == digest and known[1].covers(reads)
+
     def _close(self, trainer_ranks: Collection[int]) -> None:
-        if trainer_ranks:
-            runtime().synchronize([self._device])  # a failed update may have left copies under way
-        for trainer_rank in trainer_ranks:
-            self._mapped.pop(trainer_rank)[1].close()
+        unmap([self._mapped.pop(trainer_rank)[1] for trainer_rank in trainer_ranks])
 
     def _fetch(
         self, trainer_rank: int, request: DistributedUpdateWeightsReq, session: Session, layout: SourceLayout

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -104,21 +104,45 @@ class CudaRuntime:
         with _context(device), _translated("its GPU memory cannot be shared"):
             return cuda_driver().export_handle(allocation.base)
 
+    def frees(self, device: torch.device) -> int | None:
+        """Returns how often torch's allocator has returned memory to the GPU; None if it does not count that.
+
+        While the number stays the same, no memory of a storage that is still there has become another allocation.
+        """
+        try:
+            found = torch.cuda.memory.memory_stats_as_nested_dict(device).get("num_device_free")
+        except RuntimeError:  # pluggable allocators
+            return None
+        return None if found is None else int(found)
+
+    def filled(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns a copy of host memory in memory of torch's allocator. It has ended: others may read it."""
+        found = values.to(device)
+        torch.cuda.current_stream(device).synchronize()
+        return found
+
     # -- memory of other processes
 
-    def open_handle(self, handle: bytes, device: torch.device) -> int:
-        """Maps an allocation of another process for `device`, which need not see the GPU that it is on.
+    def open_handles(self, handles: Sequence[bytes], device: torch.device) -> list[int]:
+        """Maps allocations of other processes for `device`, which need not see the GPUs that they are on.
 
-        Returns its address here. Raises Unsupported if `device` cannot reach that GPU.
+        Returns their addresses here. Raises Unsupported if `device` cannot reach one of the GPUs; none is mapped then.
         """
+        opened: list[int] = []
         with _context(device), _translated("GPU memory cannot be mapped"):
-            return cuda_driver().open_handle(handle)
+            try:
+                for handle in handles:
+                    opened.append(cuda_driver().open_handle(handle))  # noqa: PERF401 (known if a later one fails)
+            except BaseException:
+                _close(opened)
+                raise
+        return opened
 
-    def close_handle(self, address: int, device: torch.device) -> None:
-        """Unmaps it, once all that was started on `device` has ended."""
-        with _context(device), contextlib.suppress(DriverError):  # the other process has died
-            torch.cuda.synchronize(device)
-            cuda_driver().close_handle(address)
+    def close_handles(self, addresses: Sequence[int], device: torch.device) -> None:
+        """Unmaps them. All that was started on `device` must have ended."""
+        if addresses:
+            with _context(device):
+                _close(addresses)
 
     def storage(self, address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         """Returns mapped memory as a storage on `device`. It does not own the memory."""
@@ -135,9 +159,8 @@ class CudaRuntime:
         return True
 
     def unregister_host(self, address: int, device: torch.device) -> None:
-        """Undoes it, once all that was started on `device` has ended."""
+        """Undoes it. All that was started on `device` must have ended."""
         with _context(device), contextlib.suppress(DriverError):
-            torch.cuda.synchronize(device)
             cuda_driver().unregister_host(address)
 
     # -- kernels
@@ -233,6 +256,12 @@ class CudaRuntime:
         """
         free, total = torch.cuda.mem_get_info(device)
         return total - free - torch.cuda.memory_reserved(device)
+
+
+def _close(addresses: Iterable[int]) -> None:
+    for address in addresses:
+        with contextlib.suppress(DriverError):  # the other process has died
+            cuda_driver().close_handle(address)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Exports a trainer rank's memory by handle, and maps it on engine ranks of the same host.
+"""Exports a trainer rank's memory by handle, for engine ranks of the same host to map (`peer_memory`).
 
     on a GPU    a CUDA IPC handle of each allocation that shards are in, see `gpu_memory`
     on a host   a file descriptor of each storage. The storage is moved once, in place, into unlinked POSIX shared
@@ -12,31 +12,21 @@ may open the trainer's own file descriptors (the same user, the same PID namespa
 
 from __future__ import annotations
 
-import errno
-import math
 import mmap
 import os
 import socket
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import cache
 
 import msgspec
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
+from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.layout.regions import LocalRegion
-from sglang_reshard.memory.gpu_memory import GpuAllocation, GpuExporter
+from sglang_reshard.memory.gpu_memory import GpuAllocation, GpuExporter, Mark
 from sglang_reshard.memory.host_arena import HostArena
-from sglang_reshard.memory.shm import check_free_shm, map_files, open_shared, raise_descriptor_limit, share
-from sglang_reshard.observability.logs import get_logger
-
-logger = get_logger(__name__)
-_MAX_ELEMENTS = 1 << 58  # of a view: torch counts its bytes in 64 bits
-_CPU = torch.device("cpu")
+from sglang_reshard.memory.shm import check_free_shm, raise_descriptor_limit, share
 
 
 class ShmStorage(msgspec.Struct, frozen=True, tag="shm"):
@@ -60,11 +50,13 @@ class Handles(msgspec.Struct, frozen=True, omit_defaults=True):
     """All shards of one trainer rank, in the layout's order.
 
     reason  why there are none; empty if there are. The shards can then be sent, but not mapped
+    marks   one on each GPU that shards are on, for readers to see that they read this memory
     """
 
     storages: tuple[ShmStorage | GpuAllocation, ...]
     shards: tuple[ShardView, ...]
     reason: str = ""
+    marks: tuple[Mark, ...] = ()
 
 
 def host_identity() -> str:
@@ -136,7 +128,7 @@ class MemoryExporter:
             kept[storage.data_ptr()] = self._moved[storage.data_ptr()] = (StorageWeakRef(storage), moved)
             place(number, moved, int(shard.storage_offset()), shard)
         self._moved = kept
-        return Handles(tuple(storages), tuple(views))
+        return Handles(tuple(storages), tuple(views), marks=self._gpu.marks)
 
     def is_current(self) -> bool:
         """Returns whether the last handles are still right for shards whose storages are the same as then."""
@@ -219,141 +211,3 @@ def _move(storage: torch.UntypedStorage, where: str) -> ShmStorage:
     if fd < 0:  # mapped by UntypedStorage.from_file, which closes the file
         raise Unsupported(f"{where} is mapped from a file and cannot be moved; pass a clone() of it")
     return ShmStorage(os.getpid(), fd, os.fstat(fd).st_ino, nbytes)
-
-
-class PeerMemory:
-    """An engine rank's side: one trainer rank's memory, mapped. All that is in host memory is one mapping.
-
-    `handles` were checked by `check_handles`: no view of them exceeds its storage. A view that exceeds the mapping is
-    refused here in any case.
-    """
-
-    def __init__(self, trainer_rank: int, handles: Handles, device: torch.device = _CPU) -> None:
-        """Maps GPU memory for `device`, the engine rank's own, whichever GPU it is on.
-
-        Raises Unsupported for memory that cannot be mapped, and Mismatch for other memory than was announced.
-        """
-        if handles.reason:
-            raise Unsupported(handles.reason)
-        self._rank = trainer_rank
-        self._views = handles.shards
-        self._mappings: list[torch.UntypedStorage] = []
-        self._locations: list[tuple[int, int]] = []  # of each storage: number of its mapping, and first byte in it
-        with ExitStack() as opened:
-            begins = iter(self._map_host([h for h in handles.storages if isinstance(h, ShmStorage)], device, opened))
-            for handle in handles.storages:
-                if isinstance(handle, ShmStorage):
-                    self._locations.append((0, next(begins)))
-                else:
-                    self._locations.append((len(self._mappings), 0))
-                    address = _open_gpu(handle, trainer_rank, device)
-                    opened.callback(runtime().close_handle, address, device)
-                    self._mappings.append(runtime().storage(address, handle.nbytes, device))
-            self._opened = opened.pop_all()
-
-    def close(self) -> None:
-        """Unmaps the memory, once work on the device has ended. No view of it may be used any more."""
-        self._opened.close()  # host memory is unregistered before it is unmapped
-        self._mappings = []
-
-    def locate(self, tensor: int, region: LocalRegion, item_bytes: int) -> tuple[int, int, tuple[int, ...]]:
-        """Returns mapping, offset and strides (elements) of a region of the shard of the layout's tensor `tensor`."""
-        view = self._views[tensor]
-        if view.storage < 0:
-            raise Mismatch(f"trainer rank {self._rank} exported an empty shard of tensor number {tensor}")
-        mapping, begin = self._locations[view.storage]
-        offset, strides = region.memory(view.strides)
-        return mapping, begin // item_bytes + view.offset + offset, strides
-
-    def view(
-        self, mapping: int, offset: int, strides: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Returns a view of a mapping, in the trainer's own memory. It must not be written to.
-
-        Raises Mismatch if it exceeds the mapping.
-        """
-        storage = self._mappings[mapping]
-        last = offset + sum((n - 1) * s for n, s in zip(size, strides, strict=True))
-        outside = min(offset, *strides, 0) < 0 or (last + 1) * dtype.itemsize > storage.nbytes()
-        # The stride of a dimension of size 1 addresses nothing, but torch must be able to represent it, too.
-        if outside or max(math.prod(size), *strides, 0) > _MAX_ELEMENTS:
-            raise Mismatch(
-                f"elements {offset} to {last} ({dtype}) of the memory of trainer rank {self._rank} are outside of it, "
-                f"which has {storage.nbytes():,} bytes"
-            )
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, strides)
-
-    def region(self, tensor: int, region: LocalRegion, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a view of a region of the shard of the layout's tensor number `tensor`."""
-        return self.view(*self.locate(tensor, region, dtype.itemsize), region.count, dtype)
-
-    def _map_host(self, storages: Sequence[ShmStorage], device: torch.device, opened: ExitStack) -> list[int]:
-        """Maps files, and makes them readable by kernels of `device`. Returns the first byte of each in the mapping."""
-        try:
-            mapped, begins = map_files([h.nbytes for h in storages], lambda i: _open_shm(storages[i], self._rank))
-        except OSError as error:
-            if error.errno != errno.ENOMEM:
-                raise Unsupported(f"the memory of trainer rank {self._rank} cannot be mapped: {error}") from error
-            raise Unsupported(
-                f"{len(storages)} storages of trainer rank {self._rank} cannot be mapped: {error}; "
-                "raise vm.max_map_count (sysctl), which limits the mappings of all trainer ranks together"
-            ) from error
-        self._mappings.append(mapped.untyped_storage())
-        if mapped.numel() and runtime().is_gpu(device):
-            if runtime().register_host(mapped.data_ptr(), mapped.numel(), device):
-                opened.callback(runtime().unregister_host, mapped.data_ptr(), device)
-            else:
-                _warn_unregistered()
-        return begins
-
-
-def unreadable_reason(handles: Handles, trainer_rank: int, device: torch.device) -> str:
-    """Returns why an engine rank on `device` cannot map a trainer rank's memory; empty if it can.
-
-    Opens one handle of each kind, and closes it again. `handles` were checked by `check_handles`.
-    """
-    smallest = {type(handle): handle for handle in sorted(handles.storages, key=lambda handle: -handle.nbytes)}
-    try:
-        for handle in smallest.values():
-            if isinstance(handle, ShmStorage):
-                os.close(_open_shm(handle, trainer_rank))
-            else:
-                runtime().close_handle(_open_gpu(handle, trainer_rank, device), device)
-    except ReshardError as error:
-        return str(error)
-    return handles.reason
-
-
-def _open_shm(handle: ShmStorage, trainer_rank: int) -> int:
-    try:
-        return open_shared(handle.pid, handle.fd, handle.inode, handle.nbytes)
-    except OSError as error:
-        raise Unsupported(
-            f"the memory of trainer rank {trainer_rank} (process {handle.pid}) cannot be opened: {error}. Trainer "
-            "and engine must run as the same user in the same PID namespace, and the trainer must be alive"
-        ) from error
-    except Mismatch as error:
-        raise Mismatch(
-            f"the memory of trainer rank {trainer_rank} (process {handle.pid}) is not what it announced: {error}. "
-            "Did the trainer restart? Start a new session"
-        ) from error
-
-
-def _open_gpu(handle: GpuAllocation, trainer_rank: int, device: torch.device) -> int:
-    where = f"the memory of trainer rank {trainer_rank} on GPU {handle.device_uuid}"
-    if not runtime().is_gpu(device):
-        raise Unsupported(f"{where} cannot be mapped by an engine rank on {device}; use transport='p2p'")
-    try:
-        return runtime().open_handle(handle.handle, device)
-    except Unsupported as error:
-        raise Unsupported(
-            f"{where} cannot be mapped for {device}: {error}. Is there peer access between them (nvidia-smi topo -p2p "
-            "r), and is the trainer alive? transport='p2p' does without"
-        ) from error
-
-
-@cache
-def _warn_unregistered() -> None:
-    logger.warning(
-        "trainers' host memory cannot be registered with CUDA, and is copied as pageable memory, which takes longer"
-    )

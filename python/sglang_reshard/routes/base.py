@@ -23,7 +23,7 @@ import torch
 
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.layout.source_layout import SourceLayout
-from sglang_reshard.memory.mapping import PeerMemory
+from sglang_reshard.memory.peer_memory import PeerMemory
 from sglang_reshard.observability.report import Traffic
 from sglang_reshard.plan import ReadPlan, TensorIndex
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq

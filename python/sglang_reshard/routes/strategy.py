@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_reshard.memory.byte_ranges import ShardRead
 from sglang_reshard.plan import ClusterTopology, RankDemand, ReadPlan, TensorIndex
 
 REQUESTED = "requested"  # the reason for a transport that was asked for by its name
@@ -37,10 +38,11 @@ class Strategy:
         column = self.round_bytes[:, engine_rank]
         return {int(t): int(column[t]) for t in np.flatnonzero(column)}
 
-    def mapped_by(self, engine_rank: int, plan: ReadPlan, index: TensorIndex) -> tuple[int, ...]:
-        """Returns the trainer ranks whose memory an engine rank maps, of those that `plan` reads."""
+    def mapped_by(self, engine_rank: int, plan: ReadPlan, index: TensorIndex) -> dict[int, list[ShardRead]]:
+        """Returns trainer rank -> what an engine rank reads of its memory, which it maps for that."""
         sending = self.senders(engine_rank)
-        return tuple(t for t in plan.traffic() if t not in sending)
+        mapped = (t for t in plan.traffic() if t not in sending)
+        return {t: shard_reads(plan, index, np.array(plan.reads_from(t))) for t in mapped}
 
 
 def demanded_bytes(demands: Sequence[RankDemand], topology: ClusterTopology) -> tuple[np.ndarray, np.ndarray]:
@@ -62,3 +64,13 @@ def first_unread(unread: np.ndarray, topology: ClusterTopology) -> str:
     pairs = [(int(t), int(e)) for t, e in np.argwhere(unread)]
     first = next((pair for pair in pairs if pair in topology.unreadable), pairs[0])
     return topology.why_unreadable(*first)
+
+
+def shard_reads(plan: ReadPlan, index: TensorIndex, numbers: np.ndarray) -> list[ShardRead]:
+    """Returns what these reads of the plan, by number, read of shards; each region once."""
+    pairs = np.stack([plan.tensor_ids[plan.copy_ids[numbers]], plan.item_ids[numbers]], axis=1)
+    item_bytes = [tensor_class.item_bytes for tensor_class in index.classes]
+    return [
+        ShardRead(tensor, plan.items[item].local_region, item_bytes[index.class_of[tensor]])
+        for tensor, item in np.unique(pairs, axis=0).tolist()
+    ]

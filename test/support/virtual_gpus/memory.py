@@ -73,6 +73,7 @@ class VirtualMemory:
         self._segment: tuple[ctypes.Array[ctypes.c_ubyte], list[int]] | None = None
         self._unused: dict[int, list[Memory]] = {}  # what torch's allocator keeps, by GPU
         self._limbo: list[Memory] = []
+        self.freed: dict[int, int] = {}  # allocations that torch's allocator has returned to a GPU
         self.keeps_unused = False  # as torch's allocator does until `empty_cache`
         self.contexts: set[int] = set()
 
@@ -174,6 +175,7 @@ class VirtualMemory:
         if mapped and self._gpus.freed_while_mapped == "violation":
             self._journal.broken(f"allocation {memory.id} was freed while process {mapped} had it mapped")
         self._journal.note("free", id=memory.id, mapped=mapped)
+        self.freed[memory.number] = self.freed.get(memory.number, 0) + 1
         ctypes.memset(memory.base, POISON, memory.nbytes)
         self._unmap(memory)
         memory.path.unlink(missing_ok=True)

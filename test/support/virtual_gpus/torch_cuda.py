@@ -42,6 +42,7 @@ class VirtualTorchCuda:
             setattr(torch.cuda, name, getattr(self, name))
         torch._C._cuda_hasPrimaryContext = lambda i: self._number(i) in self._memory.contexts  # type: ignore[attr-defined]
         torch.cuda.memory._snapshot = self._snapshot  # type: ignore[assignment]
+        torch.cuda.memory.memory_stats_as_nested_dict = self._memory_stats
         torch.cuda.nccl.version = lambda: (2, 28, 0)  # type: ignore[assignment]
         torch.cuda.device = self._device_context()  # type: ignore[misc,assignment]
         torch.cuda.Stream = self.new_stream  # type: ignore[misc,assignment]
@@ -249,6 +250,9 @@ class VirtualTorchCuda:
 
     def _snapshot(self, *_: Any) -> dict[str, Any]:
         return {"allocator_settings": {"expandable_segments": self._place.allocator == "expandable_segments"}}
+
+    def _memory_stats(self, device: Any = None) -> dict[str, Any]:
+        return {"num_device_free": self._memory.freed.get(self._number(device), 0)}
 
     # -- streams: all do at once what they are given, and are kept apart by name only
 

@@ -11,7 +11,8 @@ import torch
 
 from sglang_reshard.layout.regions import LocalRegion
 from sglang_reshard.memory.gpu_memory import GpuAllocation
-from sglang_reshard.memory.mapping import Handles, PeerMemory
+from sglang_reshard.memory.mapping import Handles
+from sglang_reshard.memory.peer_memory import PeerMemory
 from sglang_reshard.protocol.messages import decode
 
 ELEMENTS = 1024

@@ -6,11 +6,12 @@ from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.driver import HANDLE_BYTES
 from sglang_reshard.layout.regions import ITEM_BYTES
 from sglang_reshard.layout.source_layout import SourceLayout
-from sglang_reshard.memory.gpu_memory import GpuAllocation
+from sglang_reshard.memory.gpu_memory import MARK_WORDS, GpuAllocation, Mark
 from sglang_reshard.memory.mapping import Handles, ShardView, ShmStorage
 
 MAX_STORAGE_BYTES = 1 << 46  # half of the addresses that a process has on common machines
 _MAX_NUMBER = (1 << 31) - 1  # of processes and descriptors
+_MAX_MARKS = 64
 _MAX_WORDS = 4096  # characters of a reason, of a GPU's UUID
 
 
@@ -20,7 +21,7 @@ def check_handles(handles: Handles, layout: SourceLayout, trainer_rank: int) -> 
     The storages themselves are checked when they are mapped. `layout` was checked by `check_layout`.
     """
     if handles.reason:
-        if handles.storages or handles.shards or len(handles.reason) > _MAX_WORDS:
+        if handles.storages or handles.shards or handles.marks or len(handles.reason) > _MAX_WORDS:
             raise Mismatch(
                 f"invalid memory handles of trainer rank {trainer_rank}: {len(handles.storages)} storages and "
                 f"{len(handles.shards)} shards beside the reason why there are none: {handles.reason[:80]!r}"
@@ -34,6 +35,9 @@ def check_handles(handles: Handles, layout: SourceLayout, trainer_rank: int) -> 
     for number, storage in enumerate(handles.storages):
         if why := _invalid_storage_reason(storage):
             raise Mismatch(f"invalid storage number {number} of trainer rank {trainer_rank}: {why}")
+    for number, mark in enumerate(handles.marks):
+        if why := _invalid_mark_reason(mark, number):
+            raise Mismatch(f"invalid mark number {number} of trainer rank {trainer_rank}: {why}")
     total = sum(storage.nbytes for storage in handles.storages if isinstance(storage, ShmStorage))
     if total > MAX_STORAGE_BYTES:
         raise Mismatch(
@@ -88,4 +92,15 @@ def _invalid_storage_reason(storage: ShmStorage | GpuAllocation) -> str:
         return f"its handle has {len(storage.handle)} bytes, and those of CUDA have {HANDLE_BYTES}"
     if not 1 <= len(storage.device_uuid) <= _MAX_WORDS:
         return f"{storage.device_uuid[:80]!r} is no UUID of a GPU"
+    return ""
+
+
+def _invalid_mark_reason(mark: Mark, number: int) -> str:
+    if number >= _MAX_MARKS:
+        return f"a trainer rank has one on each of its GPUs, {_MAX_MARKS} at most"
+    if why := _invalid_storage_reason(mark.allocation):
+        return why
+    end = mark.offset + MARK_WORDS * 8
+    if mark.offset < 0 or mark.offset % 8 or end > mark.allocation.nbytes or not 0 <= mark.seed < 1 << 62:
+        return f"it is at byte {mark.offset:,} of {mark.allocation.nbytes:,}, with seed {mark.seed}"
     return ""

@@ -21,10 +21,11 @@ import numpy as np
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.packing import aligned
-from sglang_reshard.layout.regions import Box, split
+from sglang_reshard.layout.regions import Box, Region, split
+from sglang_reshard.memory.byte_ranges import ShardRead
 from sglang_reshard.plan.read_plan import RankDemand, ReadPlan, demanded_shards
 from sglang_reshard.plan.tensor_index import TensorIndex
-from sglang_reshard.routes.strategy import Strategy
+from sglang_reshard.routes.strategy import Strategy, shard_reads
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -111,12 +112,18 @@ class BroadcastStrategy(Strategy):
     def digest(self) -> str:
         return self.broadcasts.digest()
 
-    def mapped_by(self, engine_rank: int, plan: ReadPlan, index: TensorIndex) -> tuple[int, ...]:
+    def mapped_by(self, engine_rank: int, plan: ReadPlan, index: TensorIndex) -> dict[int, list[ShardRead]]:
         """Of shards that the engine rank reads alone, or leads."""
         broadcasts = self.broadcasts
-        alone = broadcasts.direct_reads[engine_rank][plan.shards(index)]
-        led = {group.trainer_rank for group in broadcasts.groups if group.leader == engine_rank}
-        return tuple(sorted(led | set(plan.trainer_ranks[alone].tolist())))
+        found: dict[int, list[ShardRead]] = {}
+        alone = np.flatnonzero(broadcasts.direct_reads[engine_rank][plan.shards(index)])
+        for trainer_rank in np.unique(plan.trainer_ranks[alone]).tolist():
+            found[trainer_rank] = shard_reads(plan, index, alone[plan.trainer_ranks[alone] == trainer_rank])
+        for group, segments in zip(broadcasts.groups, broadcasts.segments, strict=True):
+            if group.leader == engine_rank:
+                whole = (_whole_shard(index, shard) for shard in np.unique(segments.shard).tolist())
+                found.setdefault(group.trainer_rank, []).extend(whole)
+        return dict(sorted(found.items()))
 
 
 def plan_broadcast(
@@ -217,6 +224,12 @@ def _buckets(
         buckets.append(Bucket(group, first, last, int(upto[last - 1]) - before))
         first = last
     return Segments(shard, chunk, size, offset), buckets
+
+
+def _whole_shard(index: TensorIndex, shard: int) -> ShardRead:
+    tensor = int(index.tensor_of(shard))
+    of, box = index.tensor_class(tensor), index.shard(shard)
+    return ShardRead(tensor, of.shard_map.to_local(box, Region.of(box.box)), of.item_bytes)
 
 
 @lru_cache(maxsize=256)  # called for each of its buckets
