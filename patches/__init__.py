@@ -16,6 +16,7 @@ A request of an update passes:
     pipeline.py                 lets all stages of a pipelined engine handle it together
     tp_worker.py                forwards to the model runner
     model_runner.py             the live parameters: `sglang_reshard.engine.receiver.WeightReceiver`
+    memory_saver.py             which drops what holds pages of the weights before SGLang releases these
     repacking.py                whose modules are remembered as SGLang built them, before it repacked them
     engine_start.py             how the engine was started; spares persistent buffers on dummy weights
     expert_location.py          which expert is where, which EPLB changes
@@ -29,8 +30,8 @@ custom_group.py joins the groups in which trainers broadcast.
 Nothing that SGLang defines is replaced; pipeline.py wraps two methods of a pipelined engine's schedulers. One list is
 appended to (the tokenizer manager's communicators), and some methods get hooks before, after or around them through
 SGLang's own hook registry (entry-point group `sglang.srt.plugins`): all but those in torn_weights.py, weights_info.py,
-snapshot_loads.py and engine_start.py run after. Everything else is new methods and routes, and a middleware of the
-server that passes everything through while the weights are sound.
+snapshot_loads.py, engine_start.py and memory_saver.py run after. Everything else is new methods and routes, and a
+middleware of the server that passes everything through while the weights are sound.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def install() -> None:
         engine,
         engine_start,
         http_server,
+        memory_saver,
         metrics,
         model_runner,
         repacking,
@@ -65,6 +67,7 @@ def install() -> None:
         repacking,
         engine_start,
         model_runner,
+        memory_saver,
         tp_worker,
         scheduler,
         tokenizer_manager,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ _IN_PROGRESS = DistributedUpdateWeightsOutput(success=True, message="", under_wa
 # On the model runner:
 _RECEIVER, _REPACKED, _LIVE = "_reshard_receiver", "_reshard_repacked", "_reshard_live"
 _DRAFTS = "_reshard_drafts"  # the draft models that the receiver updates
+receivers: weakref.WeakSet[WeightReceiver] = weakref.WeakSet()  # of live weights, in this process
 
 
 def apply() -> None:
@@ -108,6 +110,7 @@ def _receiver(
         target = TracedModel(model, expert_location.placement, start, addresses_stay=graphs)
         receiver = WeightReceiver(target, rank, size, device)
         setattr(runner, _RECEIVER, receiver)
+        receivers.add(receiver)
         setattr(runner, _DRAFTS, drafts)
     return receiver
 

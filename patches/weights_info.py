@@ -192,9 +192,21 @@ async def _around_write(stock: Stock, manager: TokenizerManager, *args: Any, **k
 
 
 async def _around_release(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
+    """Raises EngineRefused while an update runs: SGLang unmaps weights, which a staged update reads, without a wait."""
     tags = (args[0] if args else kwargs["obj"]).tags
     releases_weights = not tags or "weights" in tags  # no tags mean all
     if releases_weights:
-        stock_weights.released(manager)
-        return await _around_write(stock, manager, *args, **kwargs)
+        _check_releasable(manager)
+
+        async def unless_updated(*args: Any, **kwargs: Any) -> Any:
+            _check_releasable(manager)  # an update may have begun while other engines took the weights
+            stock_weights.released(manager)
+            return await stock(*args, **kwargs)
+
+        return await _around_write(unless_updated, manager, *args, **kwargs)
     return await stock(manager, *args, **kwargs)
+
+
+def _check_releasable(manager: TokenizerManager) -> None:
+    if busy := under_way(manager):
+        raise EngineRefused(f"the weights cannot be released: {busy}")

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
-from sglang_reshard.errors import ReshardError
-from support.gpu_jobs import DTYPE, Held, Job, Served, Shards, check_weights, serve, train
+from support.gpu_jobs import DTYPE, Held, Job, Served, check_weights, serve, train, train_through_failures
 from support.left_behind import torch_segments
 from support.sweep import sweep
 from support.toy import ToyRank
@@ -77,24 +75,6 @@ def test_memory_is_freed_right_after_an_update_of_every_kind(options):
 
 
 # -- failures, with NCCL between trainer ranks and engine ranks, or among engine ranks
-
-
-def train_through_failures(trainer, process, transport, updates=3):
-    process.cuda.synchronize(process.device)
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=8, transport=transport)
-    shards = Shards(process, Job((trainer.size,)))
-    told = []
-    for version in range(1, updates + 1):
-        shards.become(version)
-        try:
-            with process.update():
-                sender.update(shards.named.items(), weight_version=str(version))
-            told.append("updated")
-        except ReshardError as error:
-            told.append(f"{type(error).__name__}: {error}")
-    sender.close()
-    process.until_unmapped()
-    return told
 
 
 def serve_with_a_failure(rank, size, requests, process, _transport, where="nowhere"):

@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sglang_reshard.api.multi_engine import MultiEngineSender
+from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
+from sglang_reshard.errors import ReshardError
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
@@ -41,6 +43,7 @@ class Job:
     drift        a version differs little from the one before
     offloaded    shards are in host memory of trainers that use a GPU
     moves        shards' memory is freed right after each update, and other memory is allocated
+    saver        a memory saver releases the pages of engine ranks' live weights between updates, and maps others
     live_moves   engine ranks free and allocate their live weights between updates
     segment      bytes of the one allocation that has all shards of a trainer rank; 0 for one allocation each
     held         look after each update what the process holds, and keep no reports; else after the last one
@@ -53,6 +56,7 @@ class Job:
     drift: bool = False
     offloaded: bool = False
     moves: bool = False
+    saver: bool = False
     live_moves: bool = False
     segment: int = 0
     held: bool = False
@@ -184,6 +188,27 @@ def train(trainer: Trainer, process: VirtualProcess, job: Job) -> Trained:
     return trained
 
 
+def train_through_failures(
+    trainer: Trainer, process: VirtualProcess, transport: str, updates: int = 3, **options: Any
+) -> list[str]:
+    """What became of each update, with these `options`."""
+    process.cuda.synchronize(process.device)
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=8, transport=transport)
+    shards = Shards(process, Job((trainer.size,)))
+    told = []
+    for version in range(1, updates + 1):
+        shards.become(version)
+        try:
+            with process.update():
+                sender.update(shards.named.items(), weight_version=str(version), **options)
+            told.append("updated")
+        except ReshardError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    sender.close()
+    process.until_unmapped()
+    return told
+
+
 @dataclass
 class Served:
     """What an engine rank has seen: parameters that differ from stock loading, by version; what it held after each."""
@@ -211,6 +236,10 @@ def serve(rank: int, _size: int, requests: Requests, process: VirtualProcess, jo
         requests.answer(output)
         if output.success:
             check_weights(model, request.weight_version or "", served, job.drift)
+        if job.saver and request.weight_version != str(job.updates):  # the session ends after the last
+            receiver.release_pages()
+            process.pause(model)
+            process.resume(model)
         if job.live_moves:  # as memory is released and resumed without a memory saver
             kept = {name: parameter.data.cpu() for name, parameter in model.named_parameters()}
             for parameter in model.parameters():

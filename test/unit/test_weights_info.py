@@ -119,6 +119,38 @@ def test_weights_that_are_released_are_nobody_s(manager, tags, left):
     assert weights_info.current(manager) == left
 
 
+@pytest.mark.parametrize("state", [weights_info.running, weights_info.unanswered])
+def test_weights_are_not_released_while_an_update_runs(manager, state):
+    """A staged one reads them in a thread, and SGLang unmaps them without a wait: that would end the scheduler."""
+    asked = []
+
+    async def release(manager, *_):
+        asked.append("schedulers")
+
+    with state(manager, "update 8 is running; repeat this one when it has ended"):
+        with pytest.raises(EngineRefused, match="cannot be released: update 8 is running; repeat this one when it has"):
+            asyncio.run(weights_info._around_release(release, manager, SimpleNamespace(tags=["weights"])))
+        assert not asked
+        asyncio.run(weights_info._around_release(release, manager, SimpleNamespace(tags=["kv_cache"])))
+    asyncio.run(weights_info._around_release(release, manager, SimpleNamespace(tags=["weights"])))
+    assert asked == ["schedulers"] * 2
+
+
+def test_weights_are_not_released_if_an_update_begins_while_others_take_them(manager):
+    async def release(*_):
+        raise AssertionError("the schedulers were asked")
+
+    async def both():
+        other = Other(begun=True, seconds=0.1, order=[])
+        weights_info.add_share(manager, other.task, other)
+        releasing = asyncio.create_task(weights_info._around_release(release, manager, SimpleNamespace(tags=[])))
+        await asyncio.sleep(0)
+        with weights_info.running(manager, "update 8 is running"), pytest.raises(EngineRefused, match="update 8"):
+            await releasing
+
+    asyncio.run(both())
+
+
 class Other:
     """Another engine that takes the weights, for `seconds`."""
 

@@ -91,6 +91,13 @@ class Transfers:
             kept.close()
         self.trainer_memory.clear()
 
+    def release_pages(self) -> None:
+        """Drops what holds pages of the live weights, which are about to be released."""
+        if self.last is not None and self.last.end.holds_pages:
+            self.drop_last()
+        for kept in self._kept_by_routes.values():
+            kept.release_pages()
+
     def failed(self, request: DistributedUpdateWeightsReq) -> None:
         """Lets routes know of an update that has failed."""
         for kept in self._kept_by_routes.values():

@@ -148,6 +148,17 @@ class WeightReceiver:
         finally:
             self._lock.release()
 
+    def release_pages(self) -> None:
+        """Must be called before the pages of the live weights are released, as a memory saver does, if only for a time.
+
+        Other pages will be at the same addresses then, which nothing else tells. An update that is staged is ended: it
+        reads live weights.
+        """
+        if (context := self._context) is not None:
+            context.channel.abort(f"engine rank {self._rank}: its weights are being released")
+        with self._lock:
+            self._executor.release_pages()
+
     def close(self) -> None:
         """Leaves the session, and frees all but the weights."""
         with self._lock:

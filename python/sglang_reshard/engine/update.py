@@ -166,6 +166,11 @@ class UpdateExecutor:
         if self._live is not None:
             self._live = replace(self._live, signature=self._target.signature())
 
+    def release_pages(self) -> None:
+        """See `WeightReceiver.release_pages`."""
+        self._live = None  # their values are lost, as far as is known here
+        self.transfers.release_pages()
+
     def unmap(self) -> None:
         """Unmaps the trainer ranks' memory, and returns what is not used without it to the GPU, as the trainer does."""
         self.transfers.unmap()

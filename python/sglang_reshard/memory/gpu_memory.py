@@ -57,6 +57,7 @@ class GpuExporter:
         devices = list(dict.fromkeys(shard.device for _, shard in listed))
         self._frees = {device: runtime().frees(device) for device in devices}
         self._pages = {d: page for d in devices if (page := self._pages.get(d) or _new_page(d)) is not None}
+        before, self.exported, self.marks = self.exported, {}, ()
         kept: dict[Allocation, tuple[torch.device, GpuAllocation]] = {}
         bases: list[int] = []  # ascending, as `known`; addresses of several GPUs do not overlap
         known: list[Allocation] = []
@@ -68,7 +69,7 @@ class GpuExporter:
             if at < 0 or address >= known[at].base + known[at].nbytes:
                 try:
                     allocation = runtime().allocation(address, device)
-                    kept[allocation] = self.exported.get(allocation) or _exported(allocation, device)
+                    kept[allocation] = before.get(allocation) or _exported(allocation, device)
                 except Unsupported as error:
                     raise Unsupported(f"{name}: {error}") from error
                 at += 1

@@ -82,6 +82,7 @@ class MemoryExporter:
         self._gpu = GpuExporter()
         self._arena: HostArena | None = None
         self._copied = False  # in this update
+        self._without_handles: tuple[torch.device, ...] = ()  # GPUs of shards that have none
         self._lock = threading.Lock()
 
     def begin_update(self) -> None:
@@ -108,10 +109,12 @@ class MemoryExporter:
         def place(number: int, handle: ShmStorage | GpuAllocation, offset: int, view: torch.Tensor) -> None:
             views[number] = ShardView(storages.setdefault(handle, len(storages)), offset, tuple(view.stride()))
 
+        self._without_handles = ()
         try:
             allocations = self._gpu.export((f"trainer rank {self._rank}: {_name(names, i)}", shards[i]) for i in on_gpu)
             copies = self._refreshed_arena([shards[i] for i in copied])
         except Unsupported as error:
+            self._without_handles = tuple({shards[i].device for i in on_gpu})
             return Handles((), (), str(error))
         for number, (allocation, offset) in zip(on_gpu, allocations, strict=True):
             place(number, allocation, offset, shards[number])
@@ -134,6 +137,15 @@ class MemoryExporter:
         """Returns whether the last handles are still right for shards whose storages are the same as then."""
         with self._lock:
             return not self._gpu.exported or self._gpu.is_current()
+
+    def pages(self) -> tuple[object, ...]:
+        """Returns what changes if other pages may be at the addresses of the shards that were exported last.
+
+        Only of memory without handles, as virtual memory is: the allocations of other memory have numbers, which are
+        in the handles. A memory saver is not seen here.
+        """
+        with self._lock:
+            return tuple(runtime().frees(device) for device in self._without_handles)
 
     def refresh(self) -> None:
         """Copies the values that shards in the arena have now. Their storages must be those of the last export."""

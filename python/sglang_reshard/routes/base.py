@@ -112,6 +112,9 @@ class Kept(Protocol):
     def close(self) -> None:
         """Drops all that depends on other ranks."""
 
+    def release_pages(self) -> None:
+        """The pages of the live weights are about to be released; others will be at their addresses."""
+
 
 class Connections(Protocol):
     """Connections to other ranks."""
@@ -126,11 +129,13 @@ class EngineEnd:
     """One engine rank's end of a route, for one plan.
 
     calls        trainer ranks take part in a move: they are told to start
+    holds_pages  it has registered live weights, and so means their pages, not their addresses
     nbytes       of the buffers held between updates, without those of the landing
     connections  to other ranks, from before they connect; None if there are none
     """
 
     calls: bool = False
+    holds_pages: bool = False
     nbytes: int = 0
     connections: Connections | None = None
 
@@ -186,7 +191,7 @@ class AroundEnd(EngineEnd):
     """One engine rank's end of a route around another, to which it leaves all that it does not do itself."""
 
     def __init__(self, inner: EngineEnd) -> None:
-        self.inner, self.calls = inner, inner.calls
+        self.inner, self.calls, self.holds_pages = inner, inner.calls, inner.holds_pages
 
     def ask(self, session: Session) -> Ask | None:
         return self.inner.ask(session)
@@ -240,9 +245,11 @@ class TrainerEnd:
     """One trainer rank's end of a route to one engine, made as that has asked. It keeps the shards' memory alive.
 
     writable_bytes  of this rank's memory that engine ranks could write to
+    holds_pages     it has registered shards, and so means their pages, not their addresses
     """
 
     writable_bytes: int = 0
+    holds_pages: bool = False
 
     def connect(self, meeting: Meeting) -> None:
         """Connects to the engine ranks."""

@@ -31,11 +31,12 @@ Shards = Callable[[], Sequence[torch.Tensor]]  # returns this rank's, in the lay
 class _Prepared:
     """An end that is kept between updates.
 
-    shards  `PublishedShards.identity`
+    shards, pages  `PublishedShards.identity` and `PublishedShards.pages`
     """
 
     command: Prepare
     shards: tuple[object, ...]
+    pages: tuple[object, ...]
     end: TrainerEnd
     connected: bool = False
 
@@ -68,6 +69,8 @@ class EngineTransfers:
         """
         prepared = self._prepared
         if prepared is None or not prepared.connected:
+            return ""
+        if prepared.end.holds_pages and prepared.pages != published.pages:
             return ""
         return prepared.command.transfer if prepared.shards == published.identity else ""
 
@@ -132,4 +135,4 @@ class EngineTransfers:
             shared=self._shared,
             engines=self._engines(),
         )
-        return _Prepared(command, published.identity, trainer_end(side, command))
+        return _Prepared(command, published.identity, published.pages, trainer_end(side, command))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,6 +40,7 @@ class PublishedShards:
     device           the rank's own GPU, as it is announced
     memory           storage and address of each shard. New shards may have the handles of earlier ones: in an arena,
                      or if there are no handles
+    pages            changes if other pages may be at the addresses of shards that have no handles
     """
 
     source: SourceLayout
@@ -50,6 +51,7 @@ class PublishedShards:
     devices: tuple[torch.device, ...]
     device: RankDevice
     memory: tuple[tuple[int, int], ...]
+    pages: tuple[object, ...]
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -140,6 +142,8 @@ class ShardPublisher:
         assert self._published is not None  # the first call publishes
         runtime().synchronize(self._published.devices)
         self._memory.refresh()
+        if (pages := self._memory.pages()) != self._published.pages:
+            self._published = replace(self._published, pages=pages)
         if self._heads.pairs:
             self.heads = self._heads.compare(_inputs(listed, self._heads.inputs))
         return self._published
@@ -207,6 +211,7 @@ class ShardPublisher:
             devices,
             rank_device(trainer_device(state.shards)),
             tuple((int(shard.untyped_storage()._cdata), shard.data_ptr()) for shard in state.shards),
+            self._memory.pages(),
         )
         if known is not None and published.handles != known.handles:
             self._session.delete(handles_key(self._rank, known.handles))

@@ -7,6 +7,7 @@ torch_cuda   torch.cuda, and torch's idea of where a tensor is
 torch_ipc    torch's own handles, and their counters
 kernel       the copies of the Triton kernel, at checked addresses
 nccl         process groups that punish what NCCL punishes
+nixl         agents that read registered pages, wherever these are
 environment  a process's environment, compared
 journal      what all processes did, and the rules that they broke
 process      gives a process its GPUs

@@ -16,6 +16,7 @@ class VirtualGpus:
     hosts            names
     gpus             of each host
     without_peers    numbers of GPUs of a host that have no peer access to each other, in pairs
+    garbled          pairs likewise that are said to have it, and read other bytes than are there
     capacity         bytes of a GPU
     context          bytes that one process takes of a GPU by using it
     fabric           names an NVLink domain that all hosts are in; empty for none
@@ -26,6 +27,7 @@ class VirtualGpus:
     hosts: tuple[str, ...] = ("host 0",)
     gpus: int = 8
     without_peers: frozenset[tuple[int, int]] = frozenset()
+    garbled: frozenset[tuple[int, int]] = frozenset()
     capacity: int = 256 * MIB
     context: int = 4 * MIB
     freed_while_mapped: str = "violation"
@@ -36,6 +38,9 @@ class VirtualGpus:
 
     def have_peer_access(self, number: int, other: int) -> bool:
         return not {(number, other), (other, number)} & self.without_peers
+
+    def is_garbled(self, number: int, other: int) -> bool:
+        return bool({(number, other), (other, number)} & self.garbled)
 
 
 @dataclass(frozen=True)

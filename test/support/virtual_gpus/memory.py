@@ -24,10 +24,11 @@ import torch
 from support.virtual_gpus.description import Place, VirtualGpus
 from support.virtual_gpus.journal import Journal
 
-POISON = 0xDB
+POISON, GARBLED = 0xDB, 0x5A
 _ADDRESSES = 1 << 36
 _BLOCK = 512  # torch's allocator rounds to it
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
+_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
@@ -73,6 +74,7 @@ class VirtualMemory:
         self._segment: tuple[ctypes.Array[ctypes.c_ubyte], list[int]] | None = None
         self._unused: dict[int, list[Memory]] = {}  # what torch's allocator keeps, by GPU
         self._limbo: list[Memory] = []
+        self._paused: dict[int, Memory] = {}  # by address
         self.freed: dict[int, int] = {}  # allocations that torch's allocator has returned to a GPU
         self.keeps_unused = False  # as torch's allocator does until `empty_cache`
         self.contexts: set[int] = set()
@@ -124,38 +126,47 @@ class VirtualMemory:
             else:
                 self._unused[number].remove(found)
             array = (ctypes.c_ubyte * nbytes).from_address(found.base)
-            weakref.finalize(array, self._dropped, found).atexit = False
+            weakref.finalize(array, self._array_dropped, found.base).atexit = False
             return array
 
     def _new_file(self, nbytes: int, number: int) -> Memory:
+        return self._map(*self._create(nbytes, number))
+
+    def _create(self, nbytes: int, number: int) -> tuple[int, Memory]:
+        """Returns a new file's descriptor, and what it is of, at no address yet."""
         self._last_id += 1
         path = self.folder / f"{number}.{os.getpid()}.{self._last_id}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.truncate(descriptor, nbytes)
-        return self._map(descriptor, Memory(0, nbytes, self._last_id, os.getpid(), number, path))
+        return descriptor, Memory(0, nbytes, self._last_id, os.getpid(), number, path)
 
     def _map(self, descriptor: int, memory: Memory) -> Memory:
-        pages = -(-memory.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        pages = _pages(memory.nbytes)
         with self._lock:
             free = self._reusable.setdefault(pages, [])
             base = free.pop() if free else self._next
             if base == self._next:
                 self._next += pages + mmap.PAGESIZE
-            _mmap(base, pages, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
-            os.close(descriptor)
-            memory = replace(memory, base=base)
-            self._by_base[base] = memory
-            bisect.insort(self._bases, base)
-            return memory
+            return self._map_at(base, descriptor, memory)
+
+    def _map_at(self, base: int, descriptor: int, memory: Memory) -> Memory:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        _mmap(base, _pages(memory.nbytes), protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
+        os.close(descriptor)
+        self._by_base[base] = memory = replace(memory, base=base)
+        bisect.insort(self._bases, base)
+        return memory
 
     def _unmap(self, memory: Memory) -> None:
-        pages = -(-memory.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        pages = _pages(memory.nbytes)
         with self._lock:
-            _mmap(memory.base, pages, _PROT_NONE, flags, -1)
+            _mmap(memory.base, pages, _PROT_NONE, _NOTHING, -1)
             del self._by_base[memory.base]
             self._bases.remove(memory.base)
             self._reusable[pages].append(memory.base)
+
+    def _array_dropped(self, base: int) -> None:
+        self._dropped(self._by_base[base])
 
     def _dropped(self, memory: Memory) -> None:
         """The last tensor on it is gone."""
@@ -174,6 +185,8 @@ class VirtualMemory:
         mapped = self.mapped_by_others(memory)
         if mapped and self._gpus.freed_while_mapped == "violation":
             self._journal.broken(f"allocation {memory.id} was freed while process {mapped} had it mapped")
+        if self.pinned(memory):
+            self._journal.broken(f"allocation {memory.id} was freed while it was registered with NIXL")
         self._journal.note("free", id=memory.id, mapped=mapped)
         self.freed[memory.number] = self.freed.get(memory.number, 0) + 1
         ctypes.memset(memory.base, POISON, memory.nbytes)
@@ -193,6 +206,49 @@ class VirtualMemory:
     def allocated(self, number: int) -> int:
         return self.reserved(number) - sum(m.nbytes for m in self._unused.get(number, ()))
 
+    # -- a memory saver: other pages at the same addresses
+
+    def pause(self, address: int) -> None:
+        """Frees the pages of an allocation, and keeps its addresses, at which nothing is until `resume`."""
+        with self._lock:
+            memory = self.find(address)
+            assert memory is not None, "allocated"
+            if self.pinned(memory):
+                self._journal.broken(f"the pages of allocation {memory.id} were released while registered with NIXL")
+            self._journal.note("pause", id=memory.id)
+            ctypes.memset(memory.base, POISON, memory.nbytes)
+            _mmap(memory.base, _pages(memory.nbytes), _PROT_NONE, _NOTHING, -1)
+            memory.path.unlink()
+            self._bases.remove(memory.base)
+            self._paused[memory.base] = self._by_base.pop(memory.base)
+
+    def resume(self, address: int) -> None:
+        """Other pages, with nothing in them."""
+        with self._lock:
+            memory = self._paused.pop(address)
+            descriptor, made = self._create(memory.nbytes, memory.number)
+            self._map_at(memory.base, descriptor, made)
+            self._journal.note("resume", id=self._by_base[address].id)
+
+    # -- registrations
+
+    def pin(self, address: int, nbytes: int, number: int) -> tuple[str, int]:
+        """Returns another name of the file of an allocation, which keeps its pages, and the byte at `address`."""
+        found = self.find(address)
+        if found is None or address + nbytes > found.base + found.nbytes or found.mapped:
+            raise self._journal.broken("NIXL was given memory that is not allocated")
+        link = self.folder / f"{found.path.name}.registered.{os.getpid()}.{number}"
+        os.link(found.path, link)
+        return str(link), address - found.base
+
+    def unpin(self, path: str) -> None:
+        if path:
+            Path(path).unlink(missing_ok=True)
+
+    def pinned(self, memory: Memory) -> bool:
+        """Returns whether this process has registered any of it."""
+        return any(self.folder.glob(f"{memory.path.name}.registered.{os.getpid()}.*"))
+
     # -- memory of other processes
 
     def open(self, pid: int, id: int, number: int, nbytes: int) -> Memory | None:
@@ -207,7 +263,11 @@ class VirtualMemory:
                 os.link(path, link)
             except FileNotFoundError:
                 return None
-            return self._map(os.open(link, os.O_RDWR), Memory(0, nbytes, id, pid, number, link, mapped=True))
+            found = Memory(0, nbytes, id, pid, number, link, mapped=True)
+            if self._gpus.is_garbled(self._place.number, number):
+                link.unlink()
+                link.write_bytes(bytes([GARBLED]) * nbytes)  # what a reader sees, whoever writes
+            return self._map(os.open(link, os.O_RDWR), found)
 
     def close(self, memory: Memory) -> None:
         self._unmap(memory)
@@ -264,6 +324,10 @@ class VirtualMemory:
                 contexts += entry.name.endswith(".context")
                 used[status.st_ino] = status.st_size
         return self._gpus.capacity - contexts * self._gpus.context - sum(used.values())
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _mmap(address: int | None, nbytes: int, protection: int, flags: int, descriptor: int) -> int:

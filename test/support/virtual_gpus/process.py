@@ -25,6 +25,7 @@ from support.virtual_gpus.kernel import VirtualKernel
 from support.virtual_gpus.libcuda import VirtualLibcuda
 from support.virtual_gpus.memory import VirtualMemory
 from support.virtual_gpus.nccl import VirtualNccl
+from support.virtual_gpus.nixl import VirtualNixl
 from support.virtual_gpus.torch_cuda import VirtualTorchCuda
 from support.virtual_gpus.torch_ipc import VirtualTorchIpc
 
@@ -65,6 +66,7 @@ class VirtualProcess:
         self.environment.install()
         self.cuda.install()
         VirtualNccl(self.gpus, self.place, self.memory, self.journal, self.cuda).install()
+        VirtualNixl(self.memory, self.journal).install()
         VirtualKernel(self.memory, self.library, self.cuda, self.journal).install()
         VirtualTorchIpc(self.memory, self.library, self.cuda, self.place.allocator, self.journal).install()
         driver = CudaDriver(self.library)
@@ -96,6 +98,16 @@ class VirtualProcess:
         """Moves a module's parameters to the process's GPU, as a model that was built there has them."""
         for parameter in module.parameters():
             parameter.data = self.tensor(parameter.data)
+
+    def pause(self, module: torch.nn.Module) -> None:
+        """As a memory saver: the pages of a module's parameters are released, and no others are at their addresses."""
+        self.cuda.synchronize(self.device)
+        for parameter in module.parameters():
+            self.memory.pause(parameter.data_ptr())
+
+    def resume(self, module: torch.nn.Module) -> None:
+        for parameter in module.parameters():
+            self.memory.resume(parameter.data_ptr())
 
     @contextmanager
     def update(self, unmapped: bool = False) -> Iterator[None]:

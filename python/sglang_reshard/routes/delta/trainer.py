@@ -70,7 +70,7 @@ class DeltaTrainerEnd(TrainerEnd):
         if ask.inner == "nixl":
             sections = [source.section for source in (self._sources or {}).values()]
             self._nixl = NixlTrainerEnd(side, inner, sections)
-            self.writable_bytes = self._nixl.writable_bytes
+            self.writable_bytes, self.holds_pages = self._nixl.writable_bytes, self._nixl.holds_pages
         self._first_peer = side.layout.trainer_ranks
 
     def connect(self, meeting: Meeting) -> None:

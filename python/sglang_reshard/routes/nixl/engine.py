@@ -23,6 +23,8 @@ class NixlEngineEnd(EngineEnd):
     streams      trainer rank -> what reads all of it
     """
 
+    holds_pages = True
+
     def __init__(self, side: EngineSide, strategy: Strategy) -> None:
         self.side = side
         self.links = Links.of(side.read_plans, strategy.round_bytes)

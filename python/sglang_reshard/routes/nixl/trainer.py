@@ -15,6 +15,8 @@ from sglang_reshard.routes.nixl.source import NixlSource
 class NixlTrainerEnd(TrainerEnd):
     """Keeps the shards registered; they are deregistered when it is closed."""
 
+    holds_pages = True
+
     def __init__(self, side: TrainerSide, command: Prepare, others: Sequence[torch.Tensor] = ()) -> None:
         """Registers `others`, too, which are no shards."""
         ask = command.asked(NixlAsk)

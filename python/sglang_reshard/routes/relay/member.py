@@ -94,6 +94,11 @@ class RelayMember(Kept):
             with contextlib.suppress(Mismatch):  # no sender of ours, and so no other engine
                 self._progress.stop(Relay.of(request.around["relay"]).update)
 
+    def release_pages(self) -> None:
+        """Deregisters the weights, and lets no other engine take them from here."""
+        self._progress.stop(0)
+        self.close()
+
     def close(self) -> None:
         """Deregisters the weights."""
         if self._source is not None:
