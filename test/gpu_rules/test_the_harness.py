@@ -174,6 +174,7 @@ def test_tensors_of_a_segment_share_an_allocation_and_an_address_comes_again_wit
 def share_as_torch_does(process, trainer, openers):
     """Whether memory is freed that so many processes have opened by torch's own handle."""
     tensor = process.tensor(torch.arange(6.0)) if trainer.rank == 0 else None
+    process.cuda.synchronize(process.device)
     said = [tensor.untyped_storage()._share_cuda_() if trainer.rank == 0 else None]
     dist.broadcast_object_list(said, 0, trainer.group)
     seen = None

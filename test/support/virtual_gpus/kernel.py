@@ -30,7 +30,15 @@ class VirtualKernel:
     def launch(self, kind: TileKind, boxes: torch.Tensor, tiles: torch.Tensor, *_: Any) -> None:
         if not (boxes.is_cuda and tiles.is_cuda):
             raise self._journal.broken("a kernel was given a table in host memory")
-        self._cuda.copied(self._memory.find(boxes.data_ptr()).number)  # type: ignore[union-attr]
+        gpu = self._memory.find(boxes.data_ptr()).number  # type: ignore[union-attr]
+        self._cuda.copied(gpu)
+        tables = (boxes.data_ptr(), boxes.numel()), (tiles.data_ptr(), tiles.numel())  # who runs it keeps them
+        self._cuda.launch(gpu, lambda: self._run(kind, *(self._table(*table) for table in tables)))
+
+    def _table(self, address: int, count: int) -> torch.Tensor:
+        return self._view(address, torch.int64, (count,), (1,), False)
+
+    def _run(self, kind: TileKind, boxes: torch.Tensor, tiles: torch.Tensor) -> None:
         table = boxes.view(-1, FIELDS)
         wanted, given = kind.tiles_of(table.numpy()), np.bincount((tiles >> 32).numpy(), minlength=len(table))
         for box, whole, tiled in zip(table.tolist(), wanted.tolist(), given.tolist(), strict=True):

@@ -105,6 +105,10 @@ class VirtualLibcuda:
             self._memory.close(found)
         return 0
 
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        mode._obj.value = self._memory.captures.exchange_mode(mode._obj.value)
+        return 0
+
     def is_registered(self, address: int) -> bool:
         """Returns whether kernels can read this host memory."""
         return any(begin <= address < begin + nbytes for begin, nbytes in self.registered.items())

@@ -14,15 +14,17 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from support.virtual_gpus.captures import Captures
 from support.virtual_gpus.description import Place, VirtualGpus
 from support.virtual_gpus.journal import Journal
+from support.virtual_gpus.streams import Key, Streams
 
 POISON, GARBLED = 0xDB, 0x5A
 _ADDRESSES = 1 << 36
@@ -71,6 +73,9 @@ class VirtualMemory:
         self._bases: list[int] = []  # ascending
         self._last_id = 0
         self._lock = threading.RLock()
+        self.streams, self.captures = Streams(self._lock), Captures(journal)
+        self.current_stream: Callable[[int], Key] = lambda number: Key(number, 0)  # of the calling thread
+        self._allocated_in: dict[int, Key] = {}  # by address: the stream in whose order the memory is used again
         self._segment: tuple[ctypes.Array[ctypes.c_ubyte], list[int]] | None = None
         self._unused: dict[int, list[Memory]] = {}  # what torch's allocator keeps, by GPU
         self._limbo: list[Memory] = []
@@ -116,7 +121,9 @@ class VirtualMemory:
             limbo, self._limbo = self._limbo, []
             for memory in limbo:
                 self._dropped(memory)
-            found = next((m for m in self._unused.get(number, ()) if m.nbytes == nbytes), None)
+            stream = self.current_stream(number)
+            unused = (m for m in self._unused.get(number, ()) if m.nbytes == nbytes)
+            found = next((m for m in unused if self._allocated_in[m.base] == stream), None)
             if found is None:
                 if nbytes > self.free_bytes(number):
                     self.trim(number)  # as torch's allocator does before it gives up
@@ -125,6 +132,7 @@ class VirtualMemory:
                 found = self._new_file(nbytes, number)
             else:
                 self._unused[number].remove(found)
+            self._allocated_in[found.base] = stream
             array = (ctypes.c_ubyte * nbytes).from_address(found.base)
             weakref.finalize(array, self._array_dropped, found.base).atexit = False
             return array
@@ -134,6 +142,7 @@ class VirtualMemory:
 
     def _create(self, nbytes: int, number: int) -> tuple[int, Memory]:
         """Returns a new file's descriptor, and what it is of, at no address yet."""
+        self.captures.is_unsafe("cudaMalloc")
         self._last_id += 1
         path = self.folder / f"{number}.{os.getpid()}.{self._last_id}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -169,13 +178,23 @@ class VirtualMemory:
         self._dropped(self._by_base[base])
 
     def _dropped(self, memory: Memory) -> None:
-        """The last tensor on it is gone."""
-        if self.is_referred_to(memory):
-            self._limbo.append(memory)
-        elif self.keeps_unused:
-            self._unused.setdefault(memory.number, []).append(memory)
-        else:
-            self._free(memory)
+        """The last tensor on it is gone. Torch's allocator uses it again in the order of the stream that it was made in.
+
+        So work of that stream may still use it, and work of others finds a pattern.
+        """
+        with self._lock:
+            stream = self._allocated_in[memory.base]
+            if self.is_referred_to(memory) or (self.streams.is_doing and not self.keeps_unused):
+                self._limbo.append(memory)
+            elif self.keeps_unused:
+                if self.streams.is_done(self.streams.point(stream)):
+                    ctypes.memset(memory.base, POISON, memory.nbytes)
+                else:
+                    self.streams.give(stream, lambda: ctypes.memset(memory.base, POISON, memory.nbytes))
+                self._unused.setdefault(memory.number, []).append(memory)
+            else:
+                self.streams.finish_stream(stream)
+                self._free(memory)
 
     def is_referred_to(self, memory: Memory) -> bool:
         """Returns whether torch would not free it; see `torch_ipc`."""
@@ -188,6 +207,7 @@ class VirtualMemory:
         if self.pinned(memory):
             self._journal.broken(f"allocation {memory.id} was freed while it was registered with NIXL")
         self._journal.note("free", id=memory.id, mapped=mapped)
+        self.captures.is_unsafe("cudaFree")
         self.freed[memory.number] = self.freed.get(memory.number, 0) + 1
         ctypes.memset(memory.base, POISON, memory.nbytes)
         self._unmap(memory)
@@ -196,6 +216,7 @@ class VirtualMemory:
     def trim(self, number: int) -> None:
         """As torch.cuda.empty_cache."""
         self._journal.note("trim", number=number)
+        self.streams.finish_gpu(number)  # as cudaFree
         for memory in self._unused.pop(number, ()):
             self._free(memory)
 
@@ -301,6 +322,10 @@ class VirtualMemory:
             at = bisect.bisect_right(self._bases, address) - 1
             found = self._by_base[self._bases[at]] if at >= 0 else None
         return found if found is not None and address < found.base + found.nbytes else None
+
+    def gpu_of(self, memory: Memory) -> int:
+        """Returns the number of the GPU that works on it here: this process's own, for which others' is mapped."""
+        return self._place.number if memory.mapped else memory.number
 
     def use(self, number: int) -> None:
         """Makes this process's context on a GPU, if it has none there."""

@@ -332,6 +332,8 @@ class VirtualProcessGroup:
         self._begin()  # a communicator that was not made before is made now
         self._await_communicator()
         work = VirtualWork(self)
+        after = self.nccl.cuda.current_stream().point  # NCCL's own stream waits for it
+        steps.insert(0, lambda: self.nccl.memory.streams.finish(after) is None)
         with self.nccl.lock:
             self.nccl.in_use[id(work)] = self._ctas
             if sum(self.nccl.in_use.values()) > CTAS:

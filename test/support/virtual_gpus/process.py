@@ -28,6 +28,7 @@ from support.virtual_gpus.nccl import VirtualNccl
 from support.virtual_gpus.nixl import VirtualNixl
 from support.virtual_gpus.torch_cuda import VirtualTorchCuda
 from support.virtual_gpus.torch_ipc import VirtualTorchIpc
+from support.virtual_gpus.torch_ops import StreamOrder
 
 RECORDER_ENTRIES = 32  # of a flight recorder that is full after few updates: what is kept for it grows no further
 
@@ -65,6 +66,7 @@ class VirtualProcess:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus.uuid(self.place.host, n) for n in self.place.visible)
         self.environment.install()
         self.cuda.install()
+        StreamOrder(self.memory).install()
         VirtualNccl(self.gpus, self.place, self.memory, self.journal, self.cuda).install()
         VirtualNixl(self.memory, self.journal).install()
         VirtualKernel(self.memory, self.library, self.cuda, self.journal).install()
@@ -90,7 +92,8 @@ class VirtualProcess:
 
     def write(self, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Writes as a kernel does, which ends later."""
-        tensor.copy_(values)
+        arriving = values.clone()
+        self.cuda.launch(self.place.number, lambda: tensor.copy_(arriving))
         self.cuda.wrote(self.place.number)
         return tensor
 
@@ -100,8 +103,10 @@ class VirtualProcess:
             parameter.data = self.tensor(parameter.data)
 
     def pause(self, module: torch.nn.Module) -> None:
-        """As a memory saver: the pages of a module's parameters are released, and no others are at their addresses."""
-        self.cuda.synchronize(self.device)
+        """As a memory saver: the pages of a module's parameters are released, and no others are at their addresses.
+
+        It waits for nothing: work that still uses them finds nothing there.
+        """
         for parameter in module.parameters():
             self.memory.pause(parameter.data_ptr())
 

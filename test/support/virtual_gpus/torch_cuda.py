@@ -18,6 +18,7 @@ import torch
 from support.virtual_gpus.description import Place, VirtualGpus
 from support.virtual_gpus.journal import Journal
 from support.virtual_gpus.memory import VirtualMemory
+from support.virtual_gpus.streams import Key, Point
 
 _DEVICE = torch._C.TensorBase.device  # type: ignore[attr-defined]
 _STORAGE_DEVICE = torch._C.StorageBase.device  # type: ignore[attr-defined]
@@ -36,10 +37,11 @@ class VirtualTorchCuda:
         for name in (
             "is_initialized", "device_count", "current_device", "set_device", "synchronize", "get_device_properties",
             "mem_get_info", "memory_allocated", "memory_reserved", "max_memory_allocated", "reset_peak_memory_stats",
-            "empty_cache", "default_stream", "current_stream", "set_stream", "stream", "get_allocator_backend",
+            "empty_cache", "Event", "default_stream", "current_stream", "set_stream", "stream", "get_allocator_backend",
             "can_device_access_peer",
         ):  # fmt: skip
             setattr(torch.cuda, name, getattr(self, name))
+        self._memory.current_stream = self.stream_of
         torch._C._cuda_hasPrimaryContext = lambda i: self._number(i) in self._memory.contexts  # type: ignore[attr-defined]
         torch.cuda.memory._snapshot = self._snapshot  # type: ignore[assignment]
         torch.cuda.memory.memory_stats_as_nested_dict = self._memory_stats
@@ -189,8 +191,12 @@ class VirtualTorchCuda:
 
     def synchronize(self, device: Any = None) -> None:
         index = self._index(device)
+        self._memory.captures.conflicts("cudaDeviceSynchronize")
         self.bind_context(index)
-        self._ended(self._place.visible[index])
+        number = self._place.visible[index]
+        self._memory.streams.finish_gpu(number)
+        self.ended(number)
+        self._journal.note("synchronize", number=number)
 
     def bind_context(self, index: int) -> None:
         """As any call of CUDA's runtime for a device, which makes its context the thread's while it is the current."""
@@ -205,6 +211,10 @@ class VirtualTorchCuda:
         """The process's own work on its weights, which others must not read before it has ended."""
         self._memory.pending(number).touch()
 
+    def launch(self, number: int, work: Callable[[], object]) -> None:
+        """Gives work to the thread's current stream of a GPU, as a kernel is launched."""
+        self._memory.streams.give(self.stream_of(number), work)
+
     def copied(self, number: int) -> None:
         """Copies of an update."""
         self._copying.add(number)
@@ -212,10 +222,11 @@ class VirtualTorchCuda:
     def is_copying(self) -> bool:
         return bool(self._copying)
 
-    def _ended(self, number: int) -> None:
-        self._copying.discard(number)
-        self._memory.pending(number).unlink(missing_ok=True)
-        self._journal.note("synchronize", number=number)
+    def ended(self, number: int) -> None:
+        """Something was waited for: perhaps all that a GPU was given has ended."""
+        if not self._memory.streams.is_busy(number):
+            self._copying.discard(number)
+            self._memory.pending(number).unlink(missing_ok=True)
 
     def get_device_properties(self, device: Any = None) -> Any:
         number = self._number(device)
@@ -254,7 +265,14 @@ class VirtualTorchCuda:
     def _memory_stats(self, device: Any = None) -> dict[str, Any]:
         return {"num_device_free": self._memory.freed.get(self._number(device), 0)}
 
-    # -- streams: all do at once what they are given, and are kept apart by name only
+    # -- streams
+
+    def key(self, stream: VirtualStream) -> Key:
+        return Key(self._place.visible[stream.device_index], stream.stream_id)
+
+    def stream_of(self, number: int) -> Key:
+        """Returns the thread's current stream of a GPU."""
+        return self.key(self.current_stream(self._place.visible.index(number)))
 
     def default_stream(self, device: Any = None) -> VirtualStream:
         return VirtualStream(self, self._index(device), 0)
@@ -278,6 +296,15 @@ class VirtualTorchCuda:
     def new_stream(self, device: Any = None, **_: Any) -> VirtualStream:
         return VirtualStream(self, self._index(device), next(_stream_ids))
 
+    def Event(self, *_: Any, **__: Any) -> VirtualEvent:  # noqa: N802 (as torch calls it)
+        return VirtualEvent(self)
+
+    def until(self, point: Point, call: str) -> None:
+        """Waits for what a stream was given, by a call of CUDA."""
+        self._memory.captures.is_unsafe(call)
+        self._memory.streams.finish(point)
+        self.ended(point.key.gpu)
+
 
 @dataclass(frozen=True)
 class VirtualStream:
@@ -291,16 +318,60 @@ class VirtualStream:
     def device(self) -> torch.device:
         return torch.device("cuda", self.device_index)
 
+    @property
+    def point(self) -> Point:
+        return self.cuda._memory.streams.point(self.cuda.key(self))
+
     def synchronize(self) -> None:
-        self.cuda._ended(self.cuda._number(self.device_index))
+        self.cuda.until(self.point, "cudaStreamSynchronize")
 
     def query(self) -> bool:
+        self.cuda._memory.captures.is_unsafe("cudaStreamQuery")
         self.cuda.bind_context(self.device_index)
-        return True
+        return self.cuda._memory.streams.is_done(self.point)
 
-    def wait_stream(self, _other: VirtualStream) -> None:
-        """Nothing has to wait."""
+    def wait_stream(self, other: VirtualStream) -> None:
+        self.cuda._memory.streams.wait(self.cuda.key(self), other.point)
+
+    def wait_event(self, event: VirtualEvent) -> None:
+        if event.point is not None:
+            self.cuda._memory.streams.wait(self.cuda.key(self), event.point)
+
+    def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
+        event = event or VirtualEvent(self.cuda)
+        event.record(self)
+        return event
 
 
+class VirtualEvent:
+    """As torch.cuda.Event."""
+
+    def __init__(self, cuda: VirtualTorchCuda) -> None:
+        self._cuda = cuda
+        self.point: Point | None = None
+        self._asked = 0
+
+    def record(self, stream: VirtualStream | None = None) -> None:
+        self.point, self._asked = (stream or self._cuda.current_stream()).point, 0
+
+    def wait(self, stream: VirtualStream | None = None) -> None:
+        (stream or self._cuda.current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        if self.point is not None:
+            self._cuda.until(self.point, "cudaEventSynchronize")
+
+    def query(self) -> bool:
+        """Somebody who asks again and again sees it end."""
+        self._cuda._memory.captures.is_unsafe("cudaEventQuery")
+        if self.point is None:
+            return True
+        self._asked += 1
+        if self._asked > _QUERIES:
+            self._cuda._memory.streams.finish(self.point)
+        return self._cuda._memory.streams.is_done(self.point)
+
+
+_QUERIES = 2
 _stream_ids = itertools.count(1)
 _CLONE = torch.Tensor.clone
