@@ -1,6 +1,7 @@
 """Runs calls in other threads as their caller would run them: with its GPU, its attributes of log lines and its span.
 
-A new thread has none of these: it starts at GPU 0.
+A new thread has none of these: it starts at GPU 0. What these threads do breaks no capture of a CUDA graph that the
+caller may begin meanwhile.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def carried(call: Callable[..., T]) -> Callable[..., T]:
 
     def run(*arguments: Any) -> T:
         with nullcontext() if gpu is None else runtime().using(gpu):
+            runtime().spare_captures()
             return context.copy().run(call, *arguments)
 
     return run
@@ -48,6 +50,7 @@ def start(name: str, call: Callable[[], T], *, daemon: bool = True) -> Future[T]
 def _run(found: Future[T], gpu: torch.device | None, call: Callable[[], T]) -> None:
     try:
         with nullcontext() if gpu is None else runtime().using(gpu):
+            runtime().spare_captures()
             found.set_result(call())
     except BaseException as error:
         found.set_exception(error)

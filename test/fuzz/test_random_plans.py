@@ -82,11 +82,10 @@ def test_every_element_lands_and_nothing_else_is_written(random):
     demands = [rank_demand(index, t, host) for t, host in zip(plans, engine_hosts, strict=True)]
     strategy = choose_strategy(asked, index, demands, ClusterTopology.of(demands, trainer_hosts), bucket)
 
-    memory = {}
+    exported = {}
     for trainer_rank, own in shards.items() if strategy.name != "p2p" else ():
-        handles = sent(MemoryExporter(trainer_rank).export(own), Handles)
-        check_handles(handles, layout, trainer_rank)
-        memory[trainer_rank] = PeerMemory(trainer_rank, handles)
+        exported[trainer_rank] = sent(MemoryExporter(trainer_rank).export(own), Handles)
+        check_handles(exported[trainer_rank], layout, trainer_rank)
     boxes: dict[tuple[int, int], deque[torch.Tensor]] = {}
     send_orders(strategy, layout, shards, plans, boxes)
 
@@ -95,6 +94,8 @@ def test_every_element_lands_and_nothing_else_is_written(random):
     for e, own in enumerate(copies):
         live.append(Guarded(own, dtypes[e]))
         program = Program(tuple(own), live[e].targets)
+        mapped = strategy.mapped_by(e, plans[e], index)
+        memory = {t: PeerMemory(t, exported[t], CPU, of_rank) for t, of_rank in mapped.items()}
         reads = Reads(e, CPU, index, plans[e], converting(Landing(program), CPU, bucket), memory)
         if isinstance(strategy, BroadcastStrategy):
             transports.append(Broadcasts(reads, strategy.broadcasts, RoomGroups(rooms, e)))

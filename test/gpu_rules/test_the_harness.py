@@ -21,26 +21,10 @@ from support.virtual_gpus.description import Place
 from support.virtual_gpus.journal import RuleBroken
 from support.virtual_gpus.memory import POISON
 from support.virtual_gpus.nccl import ENDED_BY_WATCHDOG, FROZEN_S
-from support.virtual_gpus.world import left_over, run_with_gpus, virtual_gpus
+from support.virtual_gpus.world import run_tasks as run
+from support.virtual_gpus.world import run_with_gpus, virtual_gpus
 
 HOST = "host 0"
-
-
-def nothing(*_):
-    """Instead of engine ranks."""
-
-
-def run(task, *places, **gpus):
-    """What `task(process, trainer)` returns on each of these places."""
-    with virtual_gpus(**{"gpus": 4, **gpus}) as found:
-        told, _ = run_with_gpus(found, places, [], _call, nothing, task)
-        assert not left_over(found)
-    return told
-
-
-def _call(trainer, process, task):
-    process.cuda.synchronize(process.device)
-    return task(process, trainer)
 
 
 def meet(trainer):
@@ -284,7 +268,7 @@ def ask_in_a_thread(process, trainer):
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
-    return *seen, process.memory.pending(0).exists()
+    return *seen, process.memory.streams.is_busy(0)
 
 
 def test_handles_are_made_in_a_new_thread_and_wait_for_nothing():
@@ -575,16 +559,10 @@ def abort_before_the_other(process, trainer):
     return ticks.longest_s
 
 
-def run_into(told, task, *places):
-    """As `run`, for tasks that break a rule: what they return is in `told`."""
-    with virtual_gpus(gpus=4) as gpus:
-        told += run_with_gpus(gpus, places, [], _call, nothing, task)[0]
-
-
 def test_asking_during_an_abort_stops_the_whole_process_and_is_reported():
     told = []
     with pytest.raises(RuleBroken, match=r"is_completed waited .* process stood still"):
-        run_into(told, abort_before_the_other, Place(HOST, (0,)), Place(HOST, (1,)))
+        run(abort_before_the_other, Place(HOST, (0,)), Place(HOST, (1,)), told=told)
     assert told[0] > FROZEN_S / 2
 
 

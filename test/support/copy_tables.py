@@ -34,7 +34,7 @@ class InterpretedGpu(CudaRuntime):
 
     def __init__(self, reachable: Any = lambda tensor: True) -> None:
         self._reachable = reachable
-        self.kernels = 0  # lists of copies that were built with kernels
+        self.kernels = 0  # times that kernels were compiled or launched
 
     def is_gpu(self, device: torch.device) -> bool:
         return True
@@ -43,10 +43,8 @@ class InterpretedGpu(CudaRuntime):
         return bool(self._reachable(memory))
 
     def using(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def synchronize(self, devices: Any) -> None:
         self.kernels += 1
+        return contextlib.nullcontext()
 
 
 @functools.cache

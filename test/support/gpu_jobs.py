@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,6 +19,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from sglang_reshard import tasks
 from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.control import Address
@@ -25,6 +29,7 @@ from sglang_reshard.errors import ReshardError
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
+from sglang_reshard.trainer import background
 from sglang_reshard.trainer.collectives import broadcast_message
 from support.toy import DRIFTING, ToyRank, checkpoint
 from support.virtual_gpus.process import VirtualProcess
@@ -207,6 +212,35 @@ def train_through_failures(
     sender.close()
     process.until_unmapped()
     return told
+
+
+def train_in_background(trainer: Trainer, process: VirtualProcess, job: Job) -> list[UpdateReport | None]:
+    """Updates behind the trainer's next step, in which it changes the weights, and captures a graph.
+
+    The update's thread begins with the capture, which lasts until the update has ended.
+    """
+    capturing = threading.Event()
+
+    def start_while_capturing(name: str, call: Callable[[], Any], **options: Any) -> Any:
+        return tasks.start(name, lambda: (capturing.wait(), call())[1], **options)
+
+    background.tasks = SimpleNamespace(start=start_while_capturing)  # type: ignore[assignment]
+    process.cuda.synchronize(process.device)
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, **job.options)
+    shards, reports = Shards(process, job), []
+    for version in range(1, job.updates + 1):
+        shards.become(version)
+        handle = sender.update_async(shards.named.items(), weight_version=str(version), **job.update_options)
+        shards.become(1000 + version)
+        with process.memory.captures.capture():
+            capturing.set()
+            while not handle.done():
+                time.sleep(0.005)
+        capturing.clear()
+        reports.append(handle.wait())
+    sender.close()
+    process.until_unmapped()
+    return reports
 
 
 @dataclass

@@ -35,6 +35,7 @@ class KernelCopies:
         rest += [pair for pair, is_reachable in zip(pairs, reachable, strict=True) if not is_reachable]
         if not found:
             return cls(device, ()), rest
+        # A table has arrived when `to` returns, for every stream: torch waits for a copy from pageable memory.
         on_device = tuple(
             (launch.kind, torch.from_numpy(launch.boxes).to(device), torch.from_numpy(launch.tiles).to(device))
             for launch in found
@@ -46,7 +47,6 @@ class KernelCopies:
             with runtime().using(device):
                 for launch in found:
                     compile_kernel(launch.kind, device)
-            runtime().synchronize([device])  # tables may be used in another stream
         except Exception as error:  # Triton's, a C compiler's, the file system's that it keeps its kernels in
             logger.warning("copies run one by one on %s, and slowly, as Triton cannot be used: %s", device, error)
             return cls(device, ()), list(pairs)

@@ -15,6 +15,7 @@ from typing import Any
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _DEVICE_POINTER, _BUFFER_ID, _IPC_CAPABLE, _RANGE_START, _RANGE_SIZE = 3, 7, 10, 11, 12  # CU_POINTER_ATTRIBUTE_*
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _PORTABLE, _DEVICEMAP, _READ_ONLY = 1, 2, 8  # CU_MEMHOSTREGISTER_*
 
 
@@ -91,6 +92,11 @@ class CudaDriver:
 
     def unregister_host(self, address: int) -> None:
         self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def relax_capture_mode(self) -> None:
+        """Allows the calling thread, from now on, calls that would break a capture of another thread."""
+        mode = ctypes.c_int(_RELAXED)  # it is exchanged for the thread's mode before
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def _register_host(self, address: int, nbytes: int, flags: int) -> None:
         self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(flags))

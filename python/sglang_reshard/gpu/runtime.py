@@ -187,6 +187,27 @@ class CudaRuntime:
             if self.is_gpu(device):
                 torch.cuda.synchronize(device)
 
+    def synchronize_stream(self, device: torch.device) -> None:
+        """Waits until all that the calling thread has started in its current stream of a GPU has ended."""
+        if self.is_gpu(device):
+            torch.cuda.current_stream(device).synchronize()
+
+    def event(self, device: torch.device) -> torch.cuda.Event:
+        """Returns an event after all that the calling thread has started in its current stream of a GPU."""
+        with torch.cuda.device(device):
+            event = torch.cuda.Event(blocking=True)  # waiting for it takes no core
+            event.record(torch.cuda.current_stream(device))
+        return event
+
+    def spare_captures(self) -> None:
+        """Lets the calling thread use CUDA while others capture graphs; by default that would break their captures.
+
+        What it launches becomes no part of a capture. It must not wait for whole devices, which breaks captures anyway.
+        """
+        if self.uses_gpu():
+            with contextlib.suppress(DriverError, OSError):
+                cuda_driver().relax_capture_mode()
+
     @contextlib.contextmanager
     def own_stream(self, device: torch.device) -> Iterator[None]:
         """Runs the block in a stream beside the others, after all that `device` was given; waits for it at the end.
@@ -214,6 +235,7 @@ class CudaRuntime:
         def adopt() -> None:  # not as a context, whose end would go back to GPU 0, and make a context there
             torch.cuda.set_device(device)
             torch.cuda.set_stream(stream)
+            self.spare_captures()
 
         return adopt
 

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.gpu.recorded_work import RecordedWork
 from sglang_reshard.layout.shard_map import ShardMap
 from sglang_reshard.layout.source_layout import EXPLICIT, Mesh, Placement, Sharding, SourceLayout, SourceTensor
 from sglang_reshard.sources.module import named_shards
@@ -27,11 +28,13 @@ class TrainerState:
     shards  this rank's local tensor of each tensor of the layout, in its order. It may be larger than the shards that
             the layout has of it, and several may be the same memory: see `ShardMap`
     inputs  the local tensor of each tensor that was passed, in the order passed
+    work    on the shards, after which they may be read; None if it may be anywhere on their devices
     """
 
     layout: SourceLayout
     shards: tuple[torch.Tensor, ...]
     inputs: tuple[torch.Tensor, ...]
+    work: RecordedWork | None = None
 
     def within(self, layout: SourceLayout) -> TrainerState:
         """Returns the state in a layout of more tensors, see `layout.union`; those it does not list are empty."""
@@ -42,7 +45,7 @@ class TrainerState:
             for dtype in {tensor.dtype for tensor in layout.tensors}
         }
         shards = tuple(own.get(tensor.name, empty[tensor.dtype]) for tensor in layout.tensors)
-        return TrainerState(layout, shards, self.inputs)
+        return TrainerState(layout, shards, self.inputs, self.work)
 
 
 def describe(

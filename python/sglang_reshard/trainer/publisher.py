@@ -140,7 +140,7 @@ class ShardPublisher:
                 self._changes = ChangeDetector.of(listed, state.inputs)
             return self._published
         assert self._published is not None  # the first call publishes
-        runtime().synchronize(self._published.devices)
+        _end_work(listed, self._published.devices)
         self._memory.refresh()
         if (pages := self._memory.pages()) != self._published.pages:
             self._published = replace(self._published, pages=pages)
@@ -198,7 +198,7 @@ class ShardPublisher:
     def _publish(self, state: TrainerState) -> PublishedShards:
         known, self._published = self._published, None
         devices = _devices(state.shards)
-        runtime().synchronize(devices)
+        _end_work(state, devices)
         handles = self._memory.export(state.shards, [t.name for t in state.layout.tensors])
         same_layout = known is not None and known.source == state.layout
         same_handles = known is not None and self._handles == handles
@@ -224,6 +224,14 @@ def _inputs(listed: NamedTensorList | TrainerState, numbers: Sequence[int]) -> d
     if isinstance(listed, TrainerState):
         return {number: listed.inputs[number] for number in numbers}
     return {number: own_memory(listed[number][1]) for number in numbers}
+
+
+def _end_work(listed: NamedTensorList | TrainerState, devices: tuple[torch.device, ...]) -> None:
+    """Waits for work on the shards: for that which is known of, or for all of the devices."""
+    if isinstance(listed, TrainerState) and listed.work is not None:
+        listed.work.wait()
+    else:
+        runtime().synchronize(devices)
 
 
 def _devices(shards: Sequence[torch.Tensor]) -> tuple[torch.device, ...]:

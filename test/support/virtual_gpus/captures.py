@@ -1,7 +1,8 @@
 """Captures of CUDA graphs, which other threads of the process can break.
 
-A wait for all of a device breaks every capture. Calls that CUDA names potentially unsafe (to allocate, to free, to ask or
-wait for an event or a stream) break one of the global mode, torch's, unless the calling thread has relaxed its own mode.
+A wait for all of a device breaks every capture. Calls that CUDA names potentially unsafe (to allocate, to free, to ask
+or wait for an event or a stream) break one of the global mode, which is torch's, unless the calling thread has relaxed
+its own mode.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ class VirtualKernel:
         gpu = self._memory.find(boxes.data_ptr()).number  # type: ignore[union-attr]
         self._cuda.copied(gpu)
         tables = (boxes.data_ptr(), boxes.numel()), (tiles.data_ptr(), tiles.numel())  # who runs it keeps them
-        self._cuda.launch(gpu, lambda: self._run(kind, *(self._table(*table) for table in tables)))
+        written = boxes.view(-1, FIELDS)[:, 1].tolist()
+        self._memory.write_later(gpu, written, lambda: self._run(kind, *(self._table(*table) for table in tables)))
 
     def _table(self, address: int, count: int) -> torch.Tensor:
         return self._view(address, torch.int64, (count,), (1,), False)

@@ -14,9 +14,10 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -80,6 +81,7 @@ class VirtualMemory:
         self._unused: dict[int, list[Memory]] = {}  # what torch's allocator keeps, by GPU
         self._limbo: list[Memory] = []
         self._paused: dict[int, Memory] = {}  # by address
+        self._writes = count()
         self.freed: dict[int, int] = {}  # allocations that torch's allocator has returned to a GPU
         self.keeps_unused = False  # as torch's allocator does until `empty_cache`
         self.contexts: set[int] = set()
@@ -178,7 +180,7 @@ class VirtualMemory:
         self._dropped(self._by_base[base])
 
     def _dropped(self, memory: Memory) -> None:
-        """The last tensor on it is gone. Torch's allocator uses it again in the order of the stream that it was made in.
+        """The last tensor on it is gone. Torch's allocator uses it again in the order of the stream that it is of.
 
         So work of that stream may still use it, and work of others finds a pattern.
         """
@@ -303,8 +305,9 @@ class VirtualMemory:
         return sorted(int(f.name.rpartition(".")[2]) for f in self.folder.glob(f"{memory.path.name}.open.*"))
 
     def unsynchronized(self) -> list[int]:
-        """Processes of mapped memory that were still writing to their GPU."""
-        return sorted({m.pid for m in self.mappings() if self.pending(m.number, m.pid).exists()})
+        """Processes that have started to write to memory which is mapped here, and have not waited for the end."""
+        started = {tuple(map(int, f.name.split(".")[1:4])) for f in self.folder.glob("writing.*")}
+        return sorted({m.pid for m in self.mappings() if (m.number, m.pid, m.id) in started})
 
     def all_mapped_by_others(self) -> list[int]:
         """Processes that have any of this process's memory mapped."""
@@ -313,9 +316,19 @@ class VirtualMemory:
 
     # -- all of them
 
-    def pending(self, number: int, pid: int | None = None) -> Path:
-        """A file that exists while a process has started something on a GPU and not synchronized with it."""
-        return self.folder / f"pending.{number}.{pid or os.getpid()}"
+    def write_later(self, number: int, addresses: Iterable[int], work: Callable[[], object]) -> None:
+        """Gives the thread's current stream of a GPU work that writes there. Others see that it has been started."""
+        written = {(m.number, m.pid, m.id) for m in map(self.find, addresses) if m is not None}
+        files = [self.folder / ".".join(map(str, ("writing", *of, next(self._writes)))) for of in written]
+        for file in files:
+            file.touch()
+
+        def write() -> None:
+            work()
+            for file in files:
+                file.unlink()
+
+        self.streams.give(self.current_stream(number), write)
 
     def find(self, address: int) -> Memory | None:
         with self._lock:

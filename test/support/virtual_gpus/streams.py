@@ -1,7 +1,7 @@
 """What a process has given to its GPUs, stream by stream: it is done when somebody waits for it, and not before.
 
-Of all orders in which real GPUs may do it, this is the most unkind to who has forgotten to wait. Within a stream work is
-done in order; a stream waits for another one only where it was told to.
+Of all orders in which real GPUs may do it, this is the most unkind to who has forgotten to wait. Within a stream work
+is done in order; a stream waits for another one only where it was told to.
 """
 
 from __future__ import annotations

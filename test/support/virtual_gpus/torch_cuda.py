@@ -207,14 +207,6 @@ class VirtualTorchCuda:
 
     # -- what was started on a GPU, and ends when it is synchronized
 
-    def wrote(self, number: int) -> None:
-        """The process's own work on its weights, which others must not read before it has ended."""
-        self._memory.pending(number).touch()
-
-    def launch(self, number: int, work: Callable[[], object]) -> None:
-        """Gives work to the thread's current stream of a GPU, as a kernel is launched."""
-        self._memory.streams.give(self.stream_of(number), work)
-
     def copied(self, number: int) -> None:
         """Copies of an update."""
         self._copying.add(number)
@@ -226,7 +218,6 @@ class VirtualTorchCuda:
         """Something was waited for: perhaps all that a GPU was given has ended."""
         if not self._memory.streams.is_busy(number):
             self._copying.discard(number)
-            self._memory.pending(number).unlink(missing_ok=True)
 
     def get_device_properties(self, device: Any = None) -> Any:
         number = self._number(device)
@@ -296,7 +287,7 @@ class VirtualTorchCuda:
     def new_stream(self, device: Any = None, **_: Any) -> VirtualStream:
         return VirtualStream(self, self._index(device), next(_stream_ids))
 
-    def Event(self, *_: Any, **__: Any) -> VirtualEvent:  # noqa: N802 (as torch calls it)
+    def Event(self, *_: Any, **__: Any) -> VirtualEvent:
         return VirtualEvent(self)
 
     def until(self, point: Point, call: str) -> None:

@@ -18,7 +18,6 @@ import torch
 from sglang_reshard import tasks
 from sglang_reshard.errors import DeadlineExceeded
 from sglang_reshard.extras.asynchronous.shadow_shards import ShadowShards
-from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.routes.wire.concurrent_use import warn_of_concurrent_use
 from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.trainer.options import UpdateOptions
@@ -126,7 +125,6 @@ class BackgroundUpdates(Generic[T]):
             shadow = self._shadow_on(sender, shadow_device)
             weights = shadow.take(named_tensors, partial=options.partial, rename=options.renaming)
             if options.unmap_after:
-                runtime().synchronize(runtime().used_devices())  # the copies may still be under way
                 shadow.drop_sources()
         except Exception as error:
             weights = raising(error)  # so that the other ranks hear of it

@@ -11,6 +11,7 @@ import torch
 from sglang_reshard.copying.copy_list import CopyList
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
+from sglang_reshard.gpu.recorded_work import RecordedWork
 from sglang_reshard.sources import NamedTensors, TrainerState, as_list, describe
 from sglang_reshard.sources.change_detector import ChangeDetector
 from sglang_reshard.sources.names import Renaming
@@ -30,6 +31,7 @@ class ShadowShards:
         self._state: TrainerState | None = None
         self._memory: tuple[torch.Tensor, ...] = ()
         self._copies = CopyList()
+        self._work = RecordedWork()  # the last copy
         self.nbytes = 0
 
     def take(
@@ -52,10 +54,15 @@ class ShadowShards:
         assert self._state is not None
         with torch.no_grad():
             self._copies.run()
+        self._work.record()
         return self._state
 
     def drop_sources(self) -> None:
-        """Drops the views of the shards, whose memory can be freed then. The copy stays, for the next one."""
+        """Drops the views of the shards, whose memory can be freed then. The copy stays, for the next one.
+
+        Waits for the copies.
+        """
+        self._work.wait()
         self._changes, self._copies = None, CopyList()
 
     def release(self) -> None:
@@ -102,7 +109,7 @@ class ShadowShards:
             return memory[device][begin : begin + nbytes].view(shard.dtype).view(shard.shape)
 
         shards = tuple(map(copy_of, given.shards))
-        return TrainerState(given.layout, shards, shards)
+        return TrainerState(given.layout, shards, shards, self._work)
 
 
 def _view(shard: torch.Tensor) -> tuple[object, ...]:

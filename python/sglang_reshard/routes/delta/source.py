@@ -153,7 +153,7 @@ class DeltaSource:
                     self._next[number] = message_checksum(new, messages.first_row(number))
             self.section[: self._table_bytes].copy_(table(found, self._device))
         self.nbytes = index_end + values_end - self._values_begin
-        runtime().synchronize([self._device])  # it may be read in no stream's order
+        runtime().synchronize_stream(self._device)  # it may be read in no stream's order
         return found
 
     def _kept(self, number: int) -> torch.Tensor:
