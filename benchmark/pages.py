@@ -435,6 +435,21 @@ def planning(path: Path) -> str:
     return "\n".join(lines)
 
 
+def opens(path: Path) -> str:
+    head, rows = results.load(path)
+    lines = [
+        f"Counted by `{head['command']}` ([{path.name}](../../benchmark/results/{path.name})), without a GPU.",
+        "",
+        "| loader | tensors | trainer ranks that are read | their allocations | opened |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {r['case']} | {r['tensors']:,} | {r['trainer_ranks']} | {r['allocations']:,} | {r['opened']:,} |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
 def demo(path: Path) -> str:
     """A row for each of the demo's updates; the most of all engine ranks."""
     found = json.loads(path.read_text())
@@ -527,6 +542,7 @@ TABLES: dict[str, Table] = {
     "benchmark": Table("docs/results/benchmark.md", results.BENCH, lambda path: tables.markdown(*results.load(path))),
     "demo": Table("docs/results/demo.md", results.FOLDER / "demo.json", demo),
     "planning": Table("docs/results/planning.md", results.PLANNING, planning),
+    "opens": Table("docs/results/opens.md", results.OPENS, opens),
     "digest": Table("docs/results/digest.md", results.FOLDER / "digest.json", digest),
     "mesh-to-mesh": Table("docs/results/mesh-to-mesh.md", results.FOLDER / "mesh_to_mesh.json", mesh_to_mesh),
     "async-updates": Table("docs/results/async-updates.md", results.FOLDER / "async-updates.json", async_updates),

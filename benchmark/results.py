@@ -19,6 +19,7 @@ REPOSITORY = Path(__file__).parents[1]
 FOLDER = Path(__file__).parent / "results"
 BENCH, QUICK, SCALING = FOLDER / "bench.json", FOLDER / "bench-quick.json", FOLDER / "scaling.json"
 PLANNING = FOLDER / "planning.json"
+OPENS = FOLDER / "opens.json"
 
 Head = dict[str, Any]
 Rows = list[dict[str, Any]]
