@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from benchmark.gpu import recording, sharing
@@ -26,11 +27,13 @@ from benchmark.gpu.recording import Recording
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
 from sglang_reshard.layout.regions import Region
+from sglang_reshard.memory.byte_ranges import ShardRead
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
 from sglang_reshard.memory.peer_memory import PeerMemory
-from sglang_reshard.plan import TensorIndex
+from sglang_reshard.plan import ReadPlan, TensorIndex
 from sglang_reshard.routes.base import Reads
 from sglang_reshard.routes.p2p.engine import P2pReceiver
+from sglang_reshard.routes.strategy import shard_reads
 from sglang_reshard.trace.program import Copy, Program
 
 _HOST = "host"
@@ -132,7 +135,7 @@ def replay(path: Path, bench: Bench) -> None:
         begin = time.perf_counter()
         read_plan = found.read_plan(index, _HOST)
         planned = time.perf_counter()
-        memory, part = _mapped(handles, read_plan.traffic(), within_s)
+        memory, part = _mapped(handles, _read(read_plan, index), within_s)
         if part >= 1:
             break
         most = int(most * part)  # so much can be mapped in time
@@ -154,13 +157,19 @@ def replay(path: Path, bench: Bench) -> None:
         peer_memory.close()
 
 
-def _mapped(handles: list[Handles], ranks: Iterable[int], within_s: float) -> tuple[dict[int, PeerMemory], float]:
-    """Maps the memory of trainer ranks. If that takes too long, maps none, and returns which part of it would not."""
+def _read(plan: ReadPlan, index: TensorIndex) -> dict[int, list[ShardRead]]:
+    """Returns trainer rank -> what the engine rank reads of its memory."""
+    return {t: shard_reads(plan, index, np.array(plan.reads_from(t))) for t in plan.traffic()}
+
+
+def _mapped(
+    handles: list[Handles], read: Mapping[int, list[ShardRead]], within_s: float
+) -> tuple[dict[int, PeerMemory], float]:
+    """Maps what is read of the memory of trainer ranks. If that takes too long, maps none, and returns which part of it would not."""
     memory, begin = dict[int, PeerMemory](), time.perf_counter()
-    wanted = list(ranks)
-    for rank in wanted:
-        memory[rank] = PeerMemory(rank, handles[rank], DEVICE)
-        expected = (time.perf_counter() - begin) / len(memory) * len(wanted)
+    for rank, of_rank in read.items():
+        memory[rank] = PeerMemory(rank, handles[rank], DEVICE, of_rank)
+        expected = (time.perf_counter() - begin) / len(memory) * len(read)
         if expected > within_s:
             for opened in memory.values():
                 opened.close()

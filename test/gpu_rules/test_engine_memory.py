@@ -10,6 +10,7 @@ import pytest
 
 from sglang_reshard.engine.prepared import Transfers
 from sglang_reshard.engine.receiver import WeightReceiver
+from sglang_reshard.engine.targets import TracedModel
 from support import gpu_jobs
 from support.gpu_jobs import DTYPE, Job, Served, check_weights, serve, train, train_through_failures
 from support.toy import ToyRank
@@ -76,7 +77,7 @@ def serve_released_while_staged(rank, size, requests, process, _job):
     model = ToyRank(rank, size, DTYPE)
     process.give_memory(model)
     process.cuda.synchronize(process.device)
-    receiver, served, outputs = WeightReceiver(model, rank, size, process.device), Served(), []
+    receiver, served, outputs = WeightReceiver(TracedModel(model), rank, size, process.device), Served(), []
     for request in requests:
         output = receiver.stage(request)
         while receiver._staging is not None and (output := receiver.staged()) is None:
@@ -119,7 +120,7 @@ def serve_and_count(rank, _size, requests, process, job):
     model = ToyRank(own, job.tp, DTYPE)
     process.give_memory(model)
     process.cuda.synchronize(process.device)
-    receiver, served, touched = WeightReceiver(model, own, job.tp, process.device), Served(), None
+    receiver, served, touched = WeightReceiver(TracedModel(model), own, job.tp, process.device), Served(), None
     for request in requests:
         output = receiver.update(request)
         if output.success:

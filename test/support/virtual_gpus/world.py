@@ -49,9 +49,7 @@ def run_with_gpus(
     return run_world(len(trainers), len(engines), _train, _serve, *jobs, **options)
 
 
-def run_tasks(
-    task: Callable[..., Any], *places: Place, told: list[Any] | None = None, **description: Any
-) -> list[Any]:
+def run_tasks(task: Callable[..., Any], *places: Place, told: list[Any] | None = None, **description: Any) -> list[Any]:
     """Returns what `task(process, trainer)` returns on each of these places; there are no engine ranks.
 
     told  gets that too, before a rule that was broken is raised
