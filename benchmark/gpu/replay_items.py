@@ -165,7 +165,7 @@ def _read(plan: ReadPlan, index: TensorIndex) -> dict[int, list[ShardRead]]:
 def _mapped(
     handles: list[Handles], read: Mapping[int, list[ShardRead]], within_s: float
 ) -> tuple[dict[int, PeerMemory], float]:
-    """Maps what is read of the memory of trainer ranks. If that takes too long, maps none, and returns which part of it would not."""
+    """Maps what is read of trainer ranks' memory. If that takes too long, maps none, and says which part would not."""
     memory, begin = dict[int, PeerMemory](), time.perf_counter()
     for rank, of_rank in read.items():
         memory[rank] = PeerMemory(rank, handles[rank], DEVICE, of_rank)

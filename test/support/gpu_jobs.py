@@ -26,10 +26,10 @@ from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.extras.asynchronous import background
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.trainer import background
 from sglang_reshard.trainer.collectives import broadcast_message
 from support.toy import DRIFTING, ToyRank, checkpoint
 from support.virtual_gpus.process import VirtualProcess
