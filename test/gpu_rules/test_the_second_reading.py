@@ -118,7 +118,7 @@ HAZARDS = {
     10: Hazard(
         "NCCL's non-blocking mode has hung at random (pytorch#153960)",
         "only in it can a communicator be aborted while it connects; the battery runs 10,000 broadcasts on two GPUs",
-        ("unit/test_gpu_battery.py::test_every_item_passes_on_virtual_gpus_or_says_why_it_cannot_run",),
+        ("unit/test_gpu_battery.py::test_every_item_passes_on_virtual_cards_or_says_why_it_cannot_run",),
     ),
     11: Hazard(
         "`release_memory_occupation` unmaps weights that a staged update reads, and the scheduler dies",

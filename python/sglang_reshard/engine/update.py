@@ -135,6 +135,7 @@ class UpdateExecutor:
         except Exception as failure:
             error = context.abort_because(failure)
         output, vote = self._outcome(context, error)
+        del landing  # the memory in which a staged update arrives would stay until this call returns
         if context.request.unmap_after:
             self.unmap()  # before the vote: after it the trainer may be answered, and free its memory
         votes = self._vote_written(context, output, vote)
