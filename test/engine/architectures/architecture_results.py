@@ -102,6 +102,19 @@ def saved_forwards() -> dict[str, Any]:
     return json.loads(FORWARDS.read_text())["architectures"] if FORWARDS.exists() else {}
 
 
+_COUNTED = {
+    "passed": "{} pass at tp 1, 2 and 4",
+    "in part": "{} pass on one engine rank and were not tried on the others",
+    "refused": "{} are refused",
+    "cannot": "{} stock SGLang does not build or load here",
+    "no checkpoint": "and for {} no checkpoint could be written",
+}
+
+
+def _counted(count: Mapping[str, int]) -> str:
+    return ", ".join(words.format(count[outcome]) for outcome, words in _COUNTED.items() if count[outcome])
+
+
 def table(found: Mapping[str, Any]) -> str:
     """Markdown: a row for each architecture that was tried, by kind, the reasons by number, and what was not tried."""
     runs = [r.name for r in RUNS]
@@ -113,10 +126,7 @@ def table(found: Mapping[str, Any]) -> str:
         for entry in of_kind.values():
             count[overall(entry)] += 1
         lines += [
-            f"**{title}.** Of {len(of_kind)}, {count['passed']} pass at tp 1, 2 and 4, {count['in part']} pass on one "
-            f"engine rank and were not tried on the others, {count['refused']} are refused, "
-            f"{count['cannot']} stock SGLang does not build or load here, and for {count['no checkpoint']} no "
-            "checkpoint could be written.",
+            f"**{title}.** Of {len(of_kind)}, {_counted(count)}.",
             "",
             "| architecture | " + " | ".join([*runs, "forward"]) + " |",
             "|---" * (len(runs) + 2) + "|",

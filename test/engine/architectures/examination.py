@@ -80,14 +80,14 @@ def examine(
     if weights_dtype is not None:
         weights = {n: t.to(getattr(torch, weights_dtype)) if t.dtype.itemsize > 1 else t for n, t in weights.items()}
     config = json.loads((Path(folder) / "config.json").read_text())
-    started_on = _specs(weights)
+    started_on, stages = _specs(weights), build.get("pp_size", 1)
     if unsent:
         weights = {name: tensor for name, tensor in weights.items() if unsent not in name}
     try:
-        found = _examined(model, weights, started_on, config, folder)
+        found = _examined(model, weights, started_on, config, folder, stages)
         if (found.outcome == "refused" and _LOAD_ONCE in found.why) or found.why.startswith(_MADE_ONCE):
             # The stock load that ended the examination was the engine's start from a checkpoint.
-            once = _examined(model, weights, started_on, config, folder)
+            once = _examined(model, weights, started_on, config, folder, stages)
             found = once if once.outcome == "failed" else dataclasses.replace(once, why=once.why or found.why)
     except Exception as error:
         return Finding("failed", said(error, folder))
@@ -113,7 +113,12 @@ def _no_gpu() -> None:
 
 
 def _examined(
-    model: torch.nn.Module, weights: Weights, started_on: list[TensorSpec], config: dict[str, Any], folder: str
+    model: torch.nn.Module,
+    weights: Weights,
+    started_on: list[TensorSpec],
+    config: dict[str, Any],
+    folder: str,
+    stages: int,
 ) -> Finding:
     fill_with_garbage(model)
     before, signature, paths = digests(model), live_signature(model), _paths(model)
@@ -122,7 +127,7 @@ def _examined(
         # An engine knows its own checkpoint, and what a start on it leaves alone.
         start = functools.partial(EngineStart, started_on)
         again, why = _traced(model, weights, start)
-        if again is None or not _misnamed(again, weights):
+        if again is None or stages > 1 or not _misnamed(again, weights):
             program, refusal = again, why
     wrote = differing(before, digests(model))
     complaints = [f"the trace wrote to {', '.join(wrote[:4])}"] if wrote else []
@@ -141,15 +146,17 @@ def _examined(
     if program is None:
         return Finding("refused", refusal)
     has = tuple(sorted(layout_kinds(config, weights, program)))
-    left = f"{program.left_alone[0]} and {len(program.left_alone) - 1} more" if program.left_alone else ""
-    why = f"a start on the checkpoint leaves {left} as they are, too" if left else ""
+    why = ""
+    if left := program.left_alone:
+        more = f" and {len(left) - 1} more as they are" if len(left) > 1 else " as it is"
+        why = f"a start on the checkpoint leaves {left[0]}{more}, too"
     return Finding("passed", why, has=has, copies=len(program.copies))
 
 
 def _misnamed(program: Program, weights: Weights) -> bool:
     """Whether a tensor of the checkpoint is for a module of which something is left alone, and the loader skips it.
 
-    An update would be refused for the tensor that nobody reads.
+    An update would be refused for the tensor that nobody reads. (Of a pipeline, another stage may read it.)
     """
     read = {copy.source for copy in program.copies}
     modules = {name.rpartition(".")[0] for name in program.left_alone}
