@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from oracle.stock import stock_digests
+from stock_outcomes import did_what_they_say
+from support.sglangs import chosen
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.engine]
 JOB = {"source_tp": 2, "target_tp": 2, "dtype": "float32", "bucket_bytes": 1 << 20, "transport": "broadcast"}
 IN_FLIGHT = 150  # stock_job's
+WITHOUT = {"SGLANG_PLUGINS": "somebody-elses"}
 PATHS = {"from_disk": "1", "from_tensor": "2", "from_distributed": "1"}
 
 
@@ -34,8 +37,9 @@ def plain(folder: Path, seen: dict[str, Any], tmp_path_factory: pytest.TempPathF
         1,
         "stock_job:without_the_plugin",
         tmp_path_factory.mktemp("plain"),
-        environment={"SGLANG_PLUGINS": "somebody-elses"},
+        environment=WITHOUT,
         weights=str(folder),
+        plugin=False,
         **JOB,
     )
     return plain
@@ -57,6 +61,49 @@ def test_stock_updates_and_ours_end_in_the_same_bits(folder: Path, seen: dict[st
     for path, version in PATHS.items():
         assert seen["before"][path] == expected[version]
     assert seen["ours before"] == seen["ours after"] == expected["2"]
+
+
+def test_each_step_of_stock_updates_ends_alike_with_the_package_and_without(
+    seen: dict[str, Any], plain: dict[str, Any]
+) -> None:
+    assert list(seen["steps"]) == list(plain["steps"])
+    assert len(seen["steps"]) >= 81
+    for name, outcome in seen["steps"].items():
+        assert outcome == plain["steps"][name], name
+
+
+def test_the_steps_of_stock_updates_do_what_they_say(plain: dict[str, Any]) -> None:
+    """So that engines are not alike because neither has done anything."""
+    said = did_what_they_say(plain["steps"])
+    assert said == {name: True for name in said}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("writer", "version"), [("LlamaForCausalLM", "pinned"), ("Qwen3ForCausalLM", "newest")])
+def test_each_step_ends_alike_in_other_models_and_versions(tmp_path: Path, writer: str, version: str) -> None:
+    """Of Llama SGLang reads weights by name; the newest takes tensors in sessions."""
+    outcomes = []
+    for plugin in (True, False):
+        folder = tmp_path / str(plugin)
+        folder.mkdir()
+        environment = {} if plugin else WITHOUT
+        with chosen(version):
+            (steps,) = run_trainers(
+                1,
+                "stock_job:steps_of_a_model",
+                folder,
+                environment=environment,
+                writer=writer,
+                target_tp=2,
+                dtype="float32",
+                plugin=plugin,
+            )
+        outcomes.append(steps)
+    assert list(outcomes[0]) == list(outcomes[1])
+    for name, outcome in outcomes[0].items():
+        assert outcome == outcomes[1][name], name
+    said = did_what_they_say(outcomes[0])
+    assert said == {name: True for name in said}
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])

@@ -1,0 +1,63 @@
+"""Requests that are being served while weights change."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+_ON_THEIR_WAY_S = 1.0
+
+
+class Flight:
+    """A request of rank 0's that is being served while weights change."""
+
+    def __init__(self, engine: Any, prompt: list[int], new_tokens: int) -> None:
+        self._engine = engine
+        self._first = asyncio.Event()
+        self._task = engine.loop.create_task(self._generate(prompt, new_tokens))
+        self.tokens: list[int] = []
+        self.reason: dict[str, Any] = {}
+
+    async def _generate(self, prompt: list[int], new_tokens: int) -> None:
+        chunks = await self._engine.async_generate(
+            input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": new_tokens}, stream=True
+        )
+        async for chunk in chunks:
+            self.tokens = list(chunk["output_ids"])
+            self.reason = chunk["meta_info"]["finish_reason"] or {}
+            self._first.set()
+
+    def wait(self) -> None:
+        """Waits for its first tokens."""
+        self._engine.loop.run_until_complete(self._first.wait())
+
+    def pause(self, mode: str) -> int:
+        """Wait for its first tokens, pause; how many tokens it had when the schedulers had paused."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        async def go() -> int:
+            await self._first.wait()
+            await self._engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=mode))
+            # A control request is answered after the pause. Tokens that were made before it may still be on their
+            # way: they come by the detokenizer, and the answer does not.
+            await self._engine.tokenizer_manager.get_internal_state()
+            had = -1
+            while had < len(self.tokens):
+                had = len(self.tokens)
+                await asyncio.sleep(_ON_THEIR_WAY_S)
+            return had
+
+        return self._engine.loop.run_until_complete(go())
+
+    def go_on(self) -> dict[str, Any]:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        request = ContinueGenerationReqInput()
+        self._engine.loop.run_until_complete(self._engine.tokenizer_manager.continue_generation(request))
+        return self.end()
+
+    def end(self) -> dict[str, Any]:
+        """Waits until it ends. Returns its tokens, and why it ended."""
+        self._engine.loop.run_until_complete(self._task)
+        return {"tokens": self.tokens, "reason": self.reason.get("type")}
