@@ -24,6 +24,7 @@ from sglang_reshard.cli.plan.rank_model import Refusal, model_rank
 from sglang_reshard.cli.plan.request import PlanRequest, Source, Target
 from sglang_reshard.cli.plan.sources import layout_of
 from sglang_reshard.plan import TensorIndex
+from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import write_checkpoint
 from support.scripts import answer
@@ -63,7 +64,8 @@ def in_memory(folder: str) -> tuple[Any, ...]:
         if "attention backend" not in str(error):
             raise
         model = sglang_model.build_rank(folder, tp_size=TP, tp_rank=RANK, attention_backend="torch_native")
-    program = trace(model, specs_of(Path(folder)))
+    specs = specs_of(Path(folder))
+    program = trace(model, specs, lambda: EngineStart(specs))  # what a start leaves alone may stay
     targets = {name: (t.numel(), str(t.dtype).removeprefix("torch.")) for name, t in program.targets.items()}
     return tuple(program.copies), targets, dict(program.arrivals)
 
