@@ -37,8 +37,14 @@ _DEADLINE_S = 3000
 def exact() -> dict[str, Any]:
     """Returns the entries of the architectures whose rank here was traced and held against stock loading, by name."""
     saved = json.loads(RESULTS.read_text())["architectures"]
-    outcome = {name: entry["runs"].get(f"tp {TP}", {"ranks": {}})["ranks"] for name, entry in saved.items()}
-    return {name: saved[name] for name, ranks in outcome.items() if ranks.get(str(RANK)) == "passed"}
+    runs = {name: entry["runs"].get(f"tp {TP}", {"ranks": {}}) for name, entry in saved.items()}
+    return {name: saved[name] for name, run in runs.items() if run["ranks"].get(str(RANK)) == "passed" and _fresh(run)}
+
+
+def _fresh(run: dict[str, Any]) -> bool:
+    """Returns whether it passed in an engine that had not loaded a checkpoint before."""
+    why = run.get("why", "")
+    return not why or why.startswith("a start on the checkpoint leaves")
 
 
 def request_of(folder: str) -> PlanRequest:

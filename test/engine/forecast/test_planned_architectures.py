@@ -17,6 +17,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 FEW = ("Qwen3NextForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 
 
+# `plan` refuses them, and says why: a constructor and a loader that ask for values, which nothing has without memory.
+ASK_FOR_VALUES = {"InternVLChatModel", "MllamaForConditionalGeneration"}
+
+
 def differing(names: list[str], folder: Path) -> list[tuple[str, str]]:
     script = Path(__file__).with_name("planned_architectures.py")
     lines = run_script(script, str(folder), *names, timeout_s=3000, environment={zygote.VARIABLE: "gpu"})
@@ -34,4 +38,6 @@ def test_plans_of_a_few_architectures_are_those_of_models_in_memory(tmp_path: Pa
 def test_plans_of_all_architectures_whose_row_is_exact_are_those_of_models_in_memory(tmp_path: Path) -> None:
     names = list(exact())
     assert len(names) >= 50
-    assert differing(names, tmp_path) == []
+    found = dict(differing(names, tmp_path))
+    assert found.keys() == ASK_FOR_VALUES, found
+    assert all("not the same" not in why for why in found.values())
