@@ -93,9 +93,13 @@ def test_requests_are_read_as_they_were_sent_or_not_at_all(random):
 
 @pytest.fixture(scope="module")
 def served():
-    """A server and a client. Refusals are not shown; any other error of the package or of asyncio fails the tests."""
+    """A server and a client. Refusals are not shown; any other error of the package or of asyncio fails the tests.
+
+    Who cancels a scope without being in it is told, and no error.
+    """
     loggers = [logging.getLogger(name) for name in ("sglang_reshard.control", "asyncio")]
     broken = logging.handlers.BufferingHandler(1000)
+    broken.setLevel(logging.WARNING)
     server.refusals.setLevel(logging.ERROR)
     for logger in loggers:
         logger.addHandler(broken)
