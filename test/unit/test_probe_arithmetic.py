@@ -1,12 +1,14 @@
 """A probe's arithmetic, what a user may ask for, and the trainer's numbers."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from sglang_reshard import Probe
 from sglang_reshard.errors import Mismatch
@@ -154,3 +156,51 @@ def test_a_sharded_module_computes_with_its_current_weights():
     seen, _ = run_world(2, 0, train_sharded, None)
     for of_rank in seen:
         assert max(of_rank) < 1e-6, of_rank
+
+
+LAYOUTS = [
+    ((4,), [Shard(2)]),
+    ((4,), [Shard(1)]),
+    ((4,), [Replicate()]),
+    ((4,), [Partial()]),
+    ((2, 2), [Shard(2), Shard(2)]),
+    ((2, 2), [Replicate(), Shard(2)]),
+    ((2, 2), [Shard(1), Shard(2)]),
+    ((2, 2), [Partial(), Shard(2)]),
+]
+
+
+class Given(nn.Module):
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, _):
+        return self.logits
+
+
+def shard_logits(trainer):
+    """The largest difference by layout and size of the vocabulary, of which some leave ranks without a column."""
+    tokens, found = [1, 0, 2, 1, 2], []
+    for vocabulary in (13, 3):
+        whole = 30 * torch.randn(1, len(tokens), vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+        (expected,) = module_logprobs(Given(whole), [tokens])
+        for shape, placements in LAYOUTS:
+            mesh = init_device_mesh("cpu", shape)
+            base = [Replicate() if p.is_partial() else p for p in placements]
+            logits = distribute_tensor(whole, mesh, base, src_data_rank=None)
+            for dim, placement in enumerate(placements):
+                if placement.is_partial():
+                    local = logits.to_local() / mesh.size(dim)
+                    logits = DTensor.from_local(local, mesh, placements, shape=whole.shape, stride=whole.stride())
+            with mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("logits were gathered")):
+                (sharded,) = module_logprobs(Given(logits), [tokens])
+            found.append(float((sharded - expected).abs().max()))
+    return found
+
+
+def test_shards_of_the_vocabulary_stay_where_they_are():
+    told, _ = run_world(4, 0, shard_logits, None)
+    for of_rank in told:
+        assert len(of_rank) == 2 * len(LAYOUTS)
+        assert max(of_rank) < 1e-4

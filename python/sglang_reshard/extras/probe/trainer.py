@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.probe.probe import Probe
@@ -37,7 +39,8 @@ def module_logprobs(module: nn.Module, sequences: Sequence[Sequence[int]]) -> li
     tensor parallel.
 
     module  takes token ids of shape [1, n]; returns logits of shape [1, n, vocabulary], or an object or a tuple that
-            has them as `logits` or first. DTensors are gathered. Its `training` flags are as before afterwards
+            has them as `logits` or first. A DTensor keeps its shards of the vocabulary. The module's `training` flags
+            are as before afterwards
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     with _evaluating(module):
@@ -48,9 +51,33 @@ def _of_sequence(module: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     output = module(ids)
     logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
     if isinstance(logits, DTensor):
-        logits = logits.full_tensor()
+        return _of_shards(logits, ids[0, 1:])
     chosen = logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None].to(logits.device))
     return chosen[:, 0]
+
+
+def _of_shards(logits: DTensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Returns the log-probabilities of the tokens `chosen`, [n - 1], of logits [1, n, vocabulary]. Collective.
+
+    Mesh dimensions that shard the vocabulary keep their shards: three numbers of each token are reduced over them.
+    """
+    mesh, vocabulary = logits.device_mesh, logits.ndim - 1
+    placements = [p if type(p) is Shard and p.dim == vocabulary else Replicate() for p in logits.placements]
+    local = logits.redistribute(placements=placements).to_local()[0, :-1].float()
+    columns = torch.arange(logits.shape[-1], device=local.device)
+    of_columns = [Shard(0) if isinstance(p, Shard) else p for p in placements]
+    own = distribute_tensor(columns, mesh, of_columns, src_data_rank=None).to_local()
+    lowest = local.new_full((len(local), 1), -math.inf)  # a rank may have no column
+    largest = torch.cat([local, lowest], dim=-1).amax(-1)
+    sharded = [mesh.get_group(dim) for dim, p in enumerate(placements) if isinstance(p, Shard)]
+    for group in sharded:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    sums = (local - largest[:, None]).exp().sum(-1)
+    found = local.masked_fill(own != chosen.to(local.device)[:, None], 0.0).sum(-1)
+    for group in sharded:
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(found, group=group)
+    return found - largest - sums.log()
 
 
 @contextlib.contextmanager
