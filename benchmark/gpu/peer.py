@@ -105,7 +105,7 @@ class Peer:
 
 def _serve(link: Connection, place: Place) -> None:
     here = Here(place)
-    torch.set_num_threads(place.pick(4, 1))
+    torch.set_num_threads(1)  # as in runner.py
     faulthandler.register(signal.SIGUSR1)
     entered = False
     with contextlib.suppress(EOFError, KeyboardInterrupt):

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from benchmark.gpu.item import Bench, Item, Row, Skip
 from benchmark.gpu.place import Place
 
@@ -80,6 +82,8 @@ def _run(item: Item, place: Place) -> Row:
 def _answer(link: Connection, item: Item, place: Place) -> None:
     os.setpgid(0, 0)
     faulthandler.dump_traceback_later(item.limit_s - 2, exit=False)
+    # A fork has none of its parent's OpenMP threads, and an operator that divides its work waits for them.
+    torch.set_num_threads(1)
     bench = Bench(place, lambda figures: link.send(("seen", figures)))
     try:
         item.run(bench)

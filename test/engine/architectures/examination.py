@@ -127,7 +127,7 @@ def _examined(
         # An engine knows its own checkpoint, and what a start on it leaves alone.
         start = functools.partial(EngineStart, started_on)
         again, why = _traced(model, weights, start)
-        if again is None or stages > 1 or not _misnamed(again, weights):
+        if again is None or (again.copies and (stages > 1 or not _misnamed(again, weights))):
             program, refusal = again, why
     wrote = differing(before, digests(model))
     complaints = [f"the trace wrote to {', '.join(wrote[:4])}"] if wrote else []
@@ -160,7 +160,7 @@ def _misnamed(program: Program, weights: Weights) -> bool:
     """
     read = {copy.source for copy in program.copies}
     modules = {name.rpartition(".")[0] for name in program.left_alone}
-    return not read or any(module in name for name in weights.keys() - read for module in modules)
+    return any(module in name for name in weights.keys() - read for module in modules)
 
 
 def _paths(model: torch.nn.Module) -> dict[str, int]:

@@ -10,6 +10,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
+import torch
+
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
 
 Job = TypeVar("Job")
@@ -55,6 +57,8 @@ def _start(work: Callable[[Job], Any], job: Job) -> tuple[Connection, BaseProces
     reader, writer = context.Pipe(duplex=False)
 
     def run() -> None:
+        # A fork has none of its parent's OpenMP threads, and an operator that divides its work waits for them.
+        torch.set_num_threads(1)
         try:
             writer.send((True, work(job)))
         except BaseException:
