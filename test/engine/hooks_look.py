@@ -28,6 +28,19 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+def ours(hooks: dict[str, Any]) -> dict[str, Any]:
+    """Returns the hooks of this package: SGLang's dependencies bring plugins of their own."""
+    found = {
+        target: [h for h in of_target if h[1].__module__.startswith("sglang_reshard.")]
+        for target, of_target in hooks.items()
+    }
+    return {target: of_target for target, of_target in found.items() if of_target}
+
+
+def kind_of(hook: Any) -> str:
+    return str(hook[0].value)
+
+
 def look() -> dict[str, Any]:
     from sglang.srt.plugins import load_plugins
 
@@ -48,7 +61,7 @@ def look() -> dict[str, Any]:
         "version": metadata.version("sglang"),
         "missing": hook_check.missing_hooks(),
         "told": hook_check.installed_version(),
-        "hooks": sorted(HookRegistry._hooks),
+        "hooks": {target: sorted({kind_of(h) for h in hooks}) for target, hooks in ours(HookRegistry._hooks).items()},
         "methods": [hasattr(c, "update_weights_distributed") for c in extended],
         "received": sent_and_received(),
         "unsupported": refusals(ServerArgs),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from support.server_args_page import listed
 from support.sglangs import ENDS, environment
 
 pytestmark = pytest.mark.engine
+HOOKS_PAGE = Path(__file__).parents[2] / "docs" / "hooks.md"
 
 
 @pytest.fixture(scope="module", params=ENDS)
@@ -44,6 +46,15 @@ def test_every_hook_has_found_its_target(seen: dict[str, Any]) -> None:
     assert seen["told"] == __version__
     assert len(seen["hooks"]) > 10
     assert all(seen["methods"])
+
+
+def test_the_page_lists_every_hook(seen: dict[str, Any]) -> None:
+    rows = re.findall(r"^\| `([\w.]+)` \| (before|after|around) \|", HOOKS_PAGE.read_text(), re.MULTILINE)
+    listed = {f"sglang.srt.{target}": [kind] for target, kind in rows}
+    assert len(rows) == len(listed)
+    if seen["end"] == "pinned":  # it has no sessions yet
+        del listed["sglang.srt.managers.tokenizer_manager.TokenizerManager.begin_weight_update"]
+    assert seen["hooks"] == listed
 
 
 def test_a_hook_whose_target_was_renamed_is_told_of(seen: dict[str, Any]) -> None:
