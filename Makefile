@@ -101,7 +101,7 @@ demo: $(STAMP)
 
 # PYTEST_ARGS="test/unit -k plan" for a part.
 test: setup
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --durations=40 $(PYTEST_ARGS)
 
 # The part that runs on virtual GPUs: shapes of trainer and engines by the rules of CUDA and NCCL, without a GPU. Two
 # minutes of the above.
