@@ -250,6 +250,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m release.prose
 
 lock: setup
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip compile requirements.in --override overrides.txt \

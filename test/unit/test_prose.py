@@ -1,0 +1,82 @@
+"""The prose checker finds what it should, where it is, and nothing in code, quotations of runs or plain sentences."""
+
+import pytest
+
+from release.prose import ROOT, RULES, findings, markdown, python
+
+RULE = pytest.mark.parametrize("rule", RULES, ids=[rule.name for rule in RULES])
+
+
+def in_document(text):
+    return list(findings(markdown(text), "x.md"))
+
+
+def in_module(text):
+    return list(findings(python(text), "x.py"))
+
+
+def as_sentence(rule, text):
+    return f"# {text}" if rule.titles else text
+
+
+@RULE
+def test_a_rule_finds_its_example_and_accepts_the_substitute(rule):
+    assert rule in {f.rule for f in in_document(as_sentence(rule, rule.example))}
+    assert in_document(as_sentence(rule, rule.plain)) == []
+
+
+@RULE
+def test_a_rule_finds_its_example_broken_over_two_lines_and_in_the_middle_of_a_document(rule):
+    if rule.titles:
+        pytest.skip("a heading is one line")
+    broken = rule.example.replace(" ", "\n", 1)
+    found = [f for f in in_document(f"# Title\n\nA sentence.\n\n- {broken}\n") if f.rule is rule]
+    assert [f.line in (5, 6) for f in found] == [True]
+
+
+@RULE
+def test_a_rule_finds_its_example_in_docstrings_errors_and_log_lines(rule):
+    if rule.titles or "`" in rule.example or ".md" in rule.example:
+        pytest.skip("only documents have these")
+    example = rule.example + " Three more words."
+    for source in (
+        f'def f():\n    """Does something.\n\n    {example}\n    """\n',
+        f'def f(n):\n    raise ValueError(f"{{n}} is wrong. "\n        "{example}")\n',
+        f'\n\nlog.info("%d ranks are ready. {example}", n)\n',
+    ):
+        assert rule in {f.rule for f in in_module(source)}, source
+
+
+def test_code_generated_tables_comments_and_link_targets_are_not_prose():
+    assert not in_document("```python\n# what it lacks is beside it\n```\n")
+    assert not in_document("Run `python beside.py anew` twice.\n")
+    assert not in_document("<!-- cases: begin -->\n| case | is made anew |\n<!-- cases: end -->\n")
+    assert not in_document("<!-- beside -->\nSee [the page](beside.md#anew).\n")
+    assert in_document("<!-- cases: begin -->\n<!-- cases: end -->\n\nIt is made anew.\n")
+
+
+def test_a_question_is_no_noun_clause():
+    assert not in_document("# What does it cost?\n\nWhat does it cost? Half of the memory.\n")
+    assert not in_document("# How to choose\n\nHow to choose: see below.\n")
+
+
+def test_a_possessive_is_not_of_its_own():
+    assert not in_document("It hashes the tensors of its own model.\n")
+    assert in_document("It runs in a process of its own and ends.\n")
+
+
+def test_comments_and_names_of_the_code_are_not_checked():
+    assert not in_module('# beside the wheel, anew\nbeside = "anew"\n')
+
+
+def test_a_finding_says_where_and_what_to_write():
+    (found,) = in_document("# Title\n\nOne.\nIt runs beside SGLang.\n")
+    assert str(found).startswith("x.md:4: beside: 'beside'. Write: next to")
+    (found,) = in_module('"""Module of one thing.\n\nIt runs beside SGLang.\n"""\n')
+    assert str(found).startswith("x.py:3: beside")
+
+
+def test_strings_of_this_repository_are_found():
+    """The checker reads real files: each has units, or it would be silent about them."""
+    assert len(list(markdown((ROOT / "README.md").read_text()))) > 30
+    assert len(list(python((ROOT / "python/sglang_reshard/errors.py").read_text()))) > 5
