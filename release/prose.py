@@ -43,7 +43,7 @@ class Rule:
     exact: bool = False
 
 
-CODED = r"`(?:ipc|p2p|nixl|broadcast|delta|relay)[^`]*`"
+CODED = r"`(?:ipc|p2p|nixl|broadcast)[^`]*`"
 RULES = (
     Rule(
         "a noun clause as subject",
