@@ -19,8 +19,8 @@ import msgspec
 
 from benchmark import results
 from benchmark.deepseek_v3 import copies, fsdp_layout
-from sglang_reshard.gpu.device import RankDevice
-from sglang_reshard.layout.manifest import pack_blob
+from sglang_reshard.gpu.rank_info import RankGpuInfo
+from sglang_reshard.layout.content_addressed import pack_blob
 from sglang_reshard.plan import ClusterTopology, RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
 from sglang_reshard.routes.choice import choose_strategy
 from sglang_reshard.routes.p2p.messages import send_request
@@ -89,7 +89,7 @@ def measure(case: Case) -> PlanningRow:
     """In this process; its peak memory is the row's."""
     clock = Clock()
     trainer_hosts = tuple(f"host {t // RANKS_A_HOST}" for t in range(TRAINERS))
-    trainer_gpus = tuple(RankDevice(f"GPU {t % RANKS_A_HOST} of {host}") for t, host in enumerate(trainer_hosts))
+    trainer_gpus = tuple(RankGpuInfo(f"GPU {t % RANKS_A_HOST} of {host}") for t, host in enumerate(trainer_hosts))
     layout = fsdp_layout(TRAINERS)
     layout_bytes = len(clock("pack the layout", lambda: pack_blob(layout))[1])
     catalog = clock("catalog", lambda: TensorIndex.of(layout))
@@ -97,7 +97,7 @@ def measure(case: Case) -> PlanningRow:
     for rank in range(ENGINES):
         host = f"host {rank // RANKS_A_HOST}" if case.colocated else f"engine host {rank // RANKS_A_HOST}"
         copied = copies(rank, ENGINES, case.ep)  # what the trace of the rank's loader gives; not part of the plan
-        gpu = RankDevice(f"GPU {rank % RANKS_A_HOST} of {host}")
+        gpu = RankGpuInfo(f"GPU {rank % RANKS_A_HOST} of {host}")
         seat = RankLocation(rank, ENGINES, host, trainer_hosts, gpu, trainer_gpus)
         taken = clock("intakes", lambda copied=copied, seat=seat: plan_reads(catalog, copied, seat))  # type: ignore[misc]
         needs.append(clock("needs", lambda taken=taken, host=host, gpu=gpu: rank_demand(catalog, taken, host, 1, gpu)))  # type: ignore[misc]

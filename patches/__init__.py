@@ -5,7 +5,7 @@ A request of an update passes:
     engine.py, http_server.py   Engine.update_weights_distributed, POST /update_weights_distributed, GET /weights_info
     update_observer.py          log line, metrics (metrics.py) and span
     torn_weights.py             refuses all requests from a failed write until the next successful update
-    process_watch.py            fails calls, and not the trainer, if a process of an embedded engine dies
+    embedded_engine_guard.py    keeps the trainer alive, and raises EngineDied, if a process of its engine dies
     tokenizer_manager.py        validation, pause and writer locks, weight_version
     schedulers.py               asks the schedulers, and waits for the answer of all
     weights_info.py             records which weights are live

@@ -30,7 +30,7 @@ class EmbeddedEngine:
         with without_torchrun_variables():
             from sglang.srt.entrypoints.engine import Engine
 
-            from sglang_reshard.patches.process_watch import watch_processes
+            from sglang_reshard.patches.embedded_engine_guard import watch_processes
 
             # Otherwise an engine's constructor never returns on a node other than the first.
             os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"

@@ -19,7 +19,7 @@ from sglang_reshard.errors import EngineDied, Unsupported
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.patches import hook_check, metrics, weights_info
-from sglang_reshard.patches.process_watch import EngineProcesses, death, unwatch
+from sglang_reshard.patches.embedded_engine_guard import EngineProcesses, death, unwatch
 from sglang_reshard.patches.shared_segments import is_engine_only, remove, segments_of, unregister
 from sglang_reshard.patches.supported_engine import unsupported_reason, warn_if_unsupported
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq

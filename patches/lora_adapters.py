@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_reshard.engine.receiver import WeightReceiver
-from sglang_reshard.engine.targets import ReceivedTensors
+from sglang_reshard.engine.targets import ReceivedAdapter
 from sglang_reshard.errors import EngineRefused, Mismatch
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.patches.lora_names import reference
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _RECEIVERS = "_reshard_lora_receivers"  # on the model runner: adapter's name -> _AdapterReceiver
 
 
-class _AdapterTensors(ReceivedTensors):
+class _AdapterTensors(ReceivedAdapter):
     """Receives `adapter`, which is of the update under way."""
 
     def __init__(self, manager: LoRAManager, adapter: LoraAdapter) -> None:

@@ -1,4 +1,7 @@
-"""Makes the weights that a training engine returns refer to the engine, so that its shards can be used instead."""
+"""Tags the generator that verl's `get_per_tensor_param` returns with its training engine.
+
+Shards can then be read from the engine instead of the gathered tensors.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from sglang_reshard.routes.base import Reads
 from sglang_reshard.routes.delta import target as target_module
 from sglang_reshard.routes.delta.incoming import P2pReceives
 from sglang_reshard.routes.delta.messages import table_bytes, values_begin
-from sglang_reshard.routes.delta.section import DeltaSection
+from sglang_reshard.routes.delta.offer import DeltaOffer
 from sglang_reshard.routes.delta.source import DeltaSource
 from sglang_reshard.routes.delta.target import DeltaTarget
 from sglang_reshard.routes.p2p.links import kept_dtypes, sent_link
@@ -141,7 +141,7 @@ class Sections:
         self._announced = begin + sum(one.values for one in found or ())
         self._memory = memory
         expected = self._expected(found, nbytes)
-        section = {0: DeltaSection(0, nbytes)}
+        section = {0: DeltaOffer(0, nbytes)}
         refusal = None
         try:
             self.target.receive_indexes(section)

@@ -14,7 +14,7 @@ import pytest
 from fuzz.arbitrary import changed, damaged
 from fuzz.settings import EXAMPLES, SWEEP, fuzzed_with
 from sglang_reshard.control import Address
-from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.observability.report import RankReport
 from sglang_reshard.protocol.messages import (
@@ -26,7 +26,7 @@ from sglang_reshard.protocol.messages import (
     ShareWeightsReq,
     encode,
 )
-from sglang_reshard.routes.delta.section import DeltaSection
+from sglang_reshard.routes.delta.offer import DeltaOffer
 from sglang_reshard.routes.relay.offers import Relay
 from sglang_reshard.testing import cpu_host
 from sglang_reshard.version import __version__
@@ -41,13 +41,13 @@ UPDATE = DistributedUpdateWeightsReq(
     layout="l",
     handles=("h", "h"),
     trainer_hosts=("x", "x"),
-    trainer_devices=(RankDevice("u", ("u",), "native", {"version": "2.28"}),) * 2,
+    trainer_devices=(RankGpuInfo("u", ("u",), "native", {"version": "2.28"}),) * 2,
     prepared=("t", ""),
     weight_version="7",
     timeout_s=5.0,
     ignore=("*.bias",),
     apart={"lm_head.weight": "it differs"},
-    offers=({0: encode(DeltaSection(1, 2, kind="DRAM", address=4096))}, {}),
+    offers=({0: encode(DeltaOffer(1, 2, kind="DRAM", address=4096))}, {}),
     package_version=__version__,
     traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
 )

@@ -9,7 +9,7 @@ from sglang_reshard.digest.regions import RegionKind, RegionSet, num_groups
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.source import SourceChecksums
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout.manifest import pack_blob, unpack_blob
+from sglang_reshard.layout.content_addressed import pack_blob, unpack_blob
 
 LIVE = ("float32", "bfloat16")
 

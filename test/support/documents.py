@@ -88,8 +88,9 @@ def strings_of_the_code() -> tuple[str, ...]:
     return tuple(found)
 
 
-def classes_of_the_code() -> list[str]:
-    return [node.name for node in _nodes_of_the_code() if isinstance(node, ast.ClassDef)]
+def names_of_the_code() -> list[str]:
+    """Returns the names of all classes and functions."""
+    return [node.name for node in _nodes_of_the_code() if isinstance(node, ast.ClassDef | ast.FunctionDef)]
 
 
 def _nodes_of_the_code() -> Iterator[ast.AST]:

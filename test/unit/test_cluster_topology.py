@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.plan import ClusterTopology, RankDemand, RankLocation, TensorIndex, plan_reads, rank_demand
 from sglang_reshard.plan.topology import Relation
 from sglang_reshard.routes.choice import choose_strategy
@@ -32,8 +32,8 @@ class Place:
     host: str
     number: int
 
-    def device(self, nccl: Mapping[str, str]) -> RankDevice:
-        return RankDevice(f"GPU-{self.host}-{self.number}", (), "native", dict(nccl))
+    def device(self, nccl: Mapping[str, str]) -> RankGpuInfo:
+        return RankGpuInfo(f"GPU-{self.host}-{self.number}", (), "native", dict(nccl))
 
 
 def places(ranks: int, first: int = 0, of_host: int = GPUS_OF_HOST) -> list[Place]:
@@ -63,12 +63,12 @@ class Cluster:
         tensors = tuple(SourceTensor(f"t{i}", shape, "bfloat16", 0, 0) for i, shape in enumerate(SHAPES))
         return SourceLayout(ranks, (mesh,), ((Placement(), Placement(0)),), tensors)
 
-    def trainer_devices(self) -> tuple[RankDevice, ...]:
+    def trainer_devices(self) -> tuple[RankGpuInfo, ...]:
         if not self.trainers_use_gpus:
             return ()
         return tuple(self._in_domain(place.device(self.trainer_nccl)) for place in self.trainers)
 
-    def _in_domain(self, device: RankDevice) -> RankDevice:
+    def _in_domain(self, device: RankGpuInfo) -> RankGpuInfo:
         return msgspec.structs.replace(device, fabric=self.fabric)
 
     def planned(self) -> tuple[TensorIndex, list[RankDemand], ClusterTopology]:

@@ -15,7 +15,7 @@ from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.source import SourceChecksums
 from sglang_reshard.digest.target import TargetChecksums
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout.manifest import pack_blob
+from sglang_reshard.layout.content_addressed import pack_blob
 from sglang_reshard.layout.regions import Box, Region
 from sglang_reshard.plan import TensorIndex
 from sglang_reshard.sources import Mesh, Placement, SourceLayout, SourceTensor

@@ -21,7 +21,7 @@ import torch
 from sglang_reshard import __version__
 from sglang_reshard.cli.doctor import Finding, gpus, host, installed, nixl, server
 from sglang_reshard.cli.doctor.output import as_json, failed, show
-from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.patches.launch import TORCHRUN_VARIABLES
 from support.ready import CONTEXT
 
@@ -211,7 +211,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def announced(monkeypatch: pytest.MonkeyPatch, allocator: str = "native", **settings: str) -> None:
-    device = RankDevice("GPU-0", ("GPU-0", "GPU-1"), allocator, {"version": "2.28.9"} | settings)
+    device = RankGpuInfo("GPU-0", ("GPU-0", "GPU-1"), allocator, {"version": "2.28.9"} | settings)
     monkeypatch.setattr(gpus, "rank_device", lambda _: device)
 
 

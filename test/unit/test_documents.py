@@ -11,17 +11,20 @@ import sys
 
 import pytest
 
+import sglang_reshard
 from sglang_reshard import SenderOptions, UpdateOptions, WeightSender, errors
+from sglang_reshard.engine.context import Phase
 from sglang_reshard.patches import metrics
 from sglang_reshard.patches.metrics import METRICS
+from sglang_reshard.route_table import ROUTES
 from support.documents import (
     DOCUMENTS,
     ROOT,
     anchors,
     blocks,
-    classes_of_the_code,
     commands,
     links,
+    names_of_the_code,
     strings_of_the_code,
     table,
     text,
@@ -115,9 +118,60 @@ def test_the_number_of_architectures_is_that_of_the_results(document):
     assert re.search(rf"\b{passed}\s(are|of)\b", text(document))
 
 
-def test_classes_of_the_glossary_exist():
+def glossary():
+    """The terms of the glossary, each by itself."""
+    return [term for row in table("docs/glossary.md", "# Glossary") for term in row[0].split(", ")]
+
+
+def test_classes_and_functions_of_the_glossary_exist():
     named = {name for row in table("docs/glossary.md", "# Glossary") for name in re.findall(r"`(\w+)`", row[1])}
-    assert named <= set(classes_of_the_code())
+    assert named <= set(names_of_the_code())
+
+
+@pytest.mark.parametrize("term", glossary())
+def test_a_term_of_the_glossary_is_used(term):
+    """In another document, in its plural or in a table of commands, too."""
+    pages = [d for d in DOCUMENTS if d not in ("docs/glossary.md", "CHANGELOG.md")]
+    words = re.compile(rf"\b{re.escape(term)}(s|es|d|ed)?\b".replace(r"\ ", r"\s+"), re.IGNORECASE)
+    assert any(words.search(text(page)) for page in pages)
+
+
+@pytest.mark.parametrize("document", ["RESHARDING_GUIDE.md", "docs/architecture.md", "docs/reliability.md"])
+def test_a_term_that_a_document_introduces_is_in_the_glossary(document):
+    """Such a term is set in italics, or is one of the guide's words in bold."""
+    italic = re.findall(r"(?<![*\w])\*([a-z][a-z ]+)\*(?!\*)", re.sub(r"`[^`]*`", "", text(document)))
+    bold = re.findall(r"^\| \*\*(\w+)\*\* ", text(document), re.MULTILINE)
+    bold += re.findall(r"\*\*((?:trainer|engine|global) rank)\*\*", text(document))
+    introduced = {word.lower() for word in (*italic, *bold)}
+    assert introduced - PLAIN <= set(glossary())
+
+
+PLAIN = {"all ranks are ready"}  # a moment in a table, not a term
+
+
+def test_the_phases_of_the_glossary_are_the_codes_own():
+    (row,) = (row for row in table("docs/glossary.md", "# Glossary") if row[0] == "phase")
+    assert re.findall(r"\w+", row[2].partition(";")[0]) == [phase.value for phase in Phase]
+
+
+@pytest.mark.parametrize(
+    ("document", "heading"),
+    [("docs/architecture.md", "## Routes"), ("RESHARDING_GUIDE.md", "## One update")],
+)
+def test_the_strategies_of_a_table_can_be_requested_or_are_said_to_be_autos_alone(document, heading):
+    listed = {coded(row[0])[0]: row for row in table(document, heading)}
+    assert listed.keys() >= ROUTES.keys()
+    for name in listed.keys() - ROUTES.keys():
+        assert "only `auto` chooses it" in " ".join(listed[name]), name
+
+
+@pytest.mark.parametrize("name", ["VerlEngine", "WeightSender", "MultiEngineSender", "ModuleSender"])
+def test_a_sender_takes_the_options_that_its_page_says_it_takes(name):
+    """`options.md` says that all senders take the fields of `SenderOptions`, by name and whole."""
+    parameters = inspect.signature(getattr(sglang_reshard, name).__init__).parameters
+    taken = {field.name for field in dataclasses.fields(SenderOptions)}
+    assert "options" in parameters
+    assert any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or taken <= parameters.keys()
 
 
 def messages():

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.sources import describe
-from sglang_reshard.sources.change_detector import ChangeDetector
+from sglang_reshard.sources.memory_identity import MemoryIdentity
 from unit.test_placements import as_rank
 
 WHOLE = torch.arange(16.0).view(8, 2)
@@ -112,7 +112,7 @@ def test_an_order_that_is_not_of_the_placements_is_refused(mesh):
 def test_another_order_of_the_same_memory_is_a_change(mesh):
     tensor = of_spec(mesh)
     listed = [("w", tensor)]
-    detector = ChangeDetector(listed)
+    detector = MemoryIdentity(listed)
     assert detector.unchanged(listed)
     other = of_spec(mesh, shard_order=REVERSED)._spec
     assert not detector.unchanged([("w", DTensor(tensor._local_tensor, other, requires_grad=False))])

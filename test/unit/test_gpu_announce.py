@@ -9,7 +9,7 @@ import torch
 
 from sglang_reshard.gpu import runtime as runtime_module
 from sglang_reshard.gpu.announce import rank_device, trainer_device
-from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.gpu.runtime import CudaRuntime, use
 
 GPU = torch.device("cuda", 1)
@@ -56,12 +56,12 @@ def test_a_rank_announces_its_gpu_and_what_nccl_s_members_must_agree_on(monkeypa
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")  # need not agree
     use(TwoGpus())
     expected = {"version": "2.28.9", "NCCL_CUMEM_ENABLE": "0"}
-    assert rank_device(GPU) == RankDevice("GPU-1", ("GPU-0", "GPU-1"), "native", expected)
+    assert rank_device(GPU) == RankGpuInfo("GPU-1", ("GPU-0", "GPU-1"), "native", expected)
 
 
 @pytest.mark.parametrize("device", [None, torch.device("cpu")])
 def test_a_rank_without_a_gpu_announces_none(device: torch.device | None) -> None:
-    assert rank_device(device) == RankDevice()
+    assert rank_device(device) == RankGpuInfo()
 
 
 def test_a_trainer_rank_with_offloaded_shards_has_the_gpu_that_its_process_uses() -> None:

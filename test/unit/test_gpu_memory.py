@@ -10,8 +10,8 @@ from sglang_reshard.memory.gpu_memory import MARK_WORDS
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
 from sglang_reshard.memory.peer_memory import PeerMemory, unmap, unreadable_reason
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.sources import change_detector, describe
-from sglang_reshard.sources.change_detector import ChangeDetector
+from sglang_reshard.sources import describe, memory_identity
+from sglang_reshard.sources.memory_identity import MemoryIdentity
 from sglang_reshard.trainer.publisher import ShardPublisher
 from support.gpu_runtime import GPU, shard_in
 
@@ -202,9 +202,9 @@ def test_a_freed_allocation_is_not_current(gpu):
 def test_a_storage_of_another_size_is_changed(monkeypatch):
     """One that was resized to less, and back to more, may be where it was; its tensors may not fit any more."""
     given = [("w", torch.ones(4))]
-    known = ChangeDetector.of(given, describe(given, trainer_rank=0, global_ranks=(0,)).inputs)
+    known = MemoryIdentity.of(given, describe(given, trainer_rank=0, global_ranks=(0,)).inputs)
     assert known.unchanged(given)
-    monkeypatch.setattr(change_detector, "_nbytes", lambda storage: 12)
+    monkeypatch.setattr(memory_identity, "_nbytes", lambda storage: 12)
     assert not known.unchanged(given)
 
 

@@ -99,7 +99,7 @@ def stand_in_sglang(monkeypatch):
     module = ModuleType("sglang.srt.entrypoints.engine")
     module.Engine = EngineLikeSglangs
     monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.engine", module)
-    monkeypatch.setattr("sglang_reshard.patches.process_watch.watch_processes", lambda engine: None)
+    monkeypatch.setattr("sglang_reshard.patches.embedded_engine_guard.watch_processes", lambda engine: None)
     for name, value in {"RANK": "0", "NCCL_ALGO": "ring", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():
         monkeypatch.setenv(name, value)
     for name in (

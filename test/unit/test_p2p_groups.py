@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.routes.p2p.groups import check_broadcast_members, plan_p2p_groups
 
 
 def on(*gpus):
-    return [RankDevice(uuid=gpu) for gpu in gpus]
+    return [RankGpuInfo(uuid=gpu) for gpu in gpus]
 
 
 @st.composite

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.routes import choice as strategy
 from sglang_reshard.routes.p2p.communicators import P2pCommunicators
 from sglang_reshard.routes.p2p.groups import plan_p2p_groups
@@ -26,7 +26,9 @@ from test_p2p_mishaps import serve_through_a_mishap, train_through_a_mishap
 def share_a_gpu():
     def groups(topology, per_round):
         trainers, engines = per_round.shape
-        found = plan_p2p_groups(per_round, [RankDevice()] * trainers, [RankDevice("GPU-0")] * engines, ["a"] * engines)
+        found = plan_p2p_groups(
+            per_round, [RankGpuInfo()] * trainers, [RankGpuInfo("GPU-0")] * engines, ["a"] * engines
+        )
         assert len(found) == engines
         return found
 

@@ -12,8 +12,8 @@ import torch
 
 from sglang_reshard.errors import TornWeights
 from sglang_reshard.patches import lora_names, repacking, torn_weights
+from sglang_reshard.patches.embedded_engine_guard import EngineDied, EngineProcess, EngineProcesses, _WatchedLoop
 from sglang_reshard.patches.http_server import TornWeightsMiddleware
-from sglang_reshard.patches.process_watch import EngineDied, EngineProcess, EngineProcesses, _WatchedLoop
 from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.trace.repack import repacked_modules
 

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import describe
-from sglang_reshard.sources.change_detector import ChangeDetector
+from sglang_reshard.sources.memory_identity import MemoryIdentity
 from sglang_reshard.trainer.publisher import ShardPublisher
 
 
@@ -24,7 +24,7 @@ def state():
 
 
 def detector(given):
-    return ChangeDetector.of(given, describe(given, trainer_rank=0, global_ranks=(0,)).inputs)
+    return MemoryIdentity.of(given, describe(given, trainer_rank=0, global_ranks=(0,)).inputs)
 
 
 def test_tensors_written_in_place_are_unchanged():
@@ -128,7 +128,7 @@ def test_new_tensor_objects_of_the_same_memory_are_unchanged():
 def test_tensors_whose_memory_is_not_read_have_no_detector():
     given = state()
     others = tuple(tensor.detach().clone() for _, tensor in given)
-    assert ChangeDetector.of(given, others) is None
+    assert MemoryIdentity.of(given, others) is None
 
 
 def test_nothing_is_kept_alive():
@@ -200,7 +200,7 @@ def distributed(mesh):
 
 
 def as_rank_0_of_2(given):
-    return ChangeDetector.of(given, describe(given, trainer_rank=0, global_ranks=(0, 1)).inputs)
+    return MemoryIdentity.of(given, describe(given, trainer_rank=0, global_ranks=(0, 1)).inputs)
 
 
 def local_moved(given):

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.gpu.device import RankDevice
-from sglang_reshard.layout.manifest import inflate, pack_blob, unpack_blob
+from sglang_reshard.gpu.rank_info import RankGpuInfo
+from sglang_reshard.layout.content_addressed import inflate, pack_blob, unpack_blob
 from sglang_reshard.memory.mapping import Handles, ShardView, ShmStorage
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.protocol.messages import (
@@ -33,7 +33,7 @@ from sglang_reshard.protocol.validation import (
     check_shared_weights,
 )
 from sglang_reshard.routes import trainer_end
-from sglang_reshard.routes.delta.section import DeltaSection, offered_sections
+from sglang_reshard.routes.delta.offer import DeltaOffer, offered_sections
 from sglang_reshard.routes.p2p.ask import Links, P2pAsk
 from sglang_reshard.sources import SourceLayout
 from support.plans import tensor_parallel
@@ -155,8 +155,8 @@ REQUEST = DistributedUpdateWeightsReq(
         ({"handles": ("a",)}, "2 trainer hosts, 1 memory handles"),
         ({"handles": (), "trainer_hosts": ()}, "0 trainer hosts"),
         ({"prepared": ("r",)}, "1 prepared transfers"),
-        ({"trainer_devices": (RankDevice(),)}, "1 trainer devices"),
-        ({"trainer_devices": (RankDevice("x" * 5000),) * 2}, "a name of 5,000 characters"),
+        ({"trainer_devices": (RankGpuInfo(),)}, "1 trainer devices"),
+        ({"trainer_devices": (RankGpuInfo("x" * 5000),) * 2}, "a name of 5,000 characters"),
         ({"update": -1}, "the update number -1"),
         ({"update": 1 << 64}, "the update number 18,446,744,073,709,551,616"),
         ({"update": 10**5000}, "the update number of 16,610 bits"),
@@ -171,7 +171,7 @@ REQUEST = DistributedUpdateWeightsReq(
         ({"address": replace(ADDRESS, key="")}, "the key of its address is not 64 hexadecimal digits"),
         ({"address": replace(ADDRESS, key="g" * 64)}, "the key of its address is not 64 hexadecimal digits"),
         ({"ignore": ("x",) * 70_000}, "70,000 names or patterns"),
-        ({"trainer_devices": (RankDevice(visible=("",) * 2000),) * 2}, "more than 1,024 visible GPUs"),
+        ({"trainer_devices": (RankGpuInfo(visible=("",) * 2000),) * 2}, "more than 1,024 visible GPUs"),
         ({"publication": -1}, "the publication number -1"),
         ({"publication": BIG}, "the publication number "),
         ({"bucket_bytes": 0}, "bucket_bytes=0 "),
@@ -199,7 +199,7 @@ REQUEST = DistributedUpdateWeightsReq(
 )
 def test_a_request_that_no_sender_makes_is_refused(changes, says):
     check_request(REQUEST)
-    check_request(replace(REQUEST, offers=({0: encode(DeltaSection(1, 2))}, {}), around={"delta": b""}))
+    check_request(replace(REQUEST, offers=({0: encode(DeltaOffer(1, 2))}, {}), around={"delta": b""}))
     with pytest.raises(Mismatch, match=says):
         check_request(replace(REQUEST, **changes))
 
@@ -207,17 +207,17 @@ def test_a_request_that_no_sender_makes_is_refused(changes, says):
 @pytest.mark.parametrize(
     "offered",
     [
-        DeltaSection(1, -1),
-        DeltaSection(-1, 1),
-        DeltaSection(1, 1 << 62),
-        DeltaSection(1, 1, gpu=-1),
-        DeltaSection(1, 1, address=1 << 63),
-        DeltaSection(1, 1, kind="FILE"),
+        DeltaOffer(1, -1),
+        DeltaOffer(-1, 1),
+        DeltaOffer(1, 1 << 62),
+        DeltaOffer(1, 1, gpu=-1),
+        DeltaOffer(1, 1, address=1 << 63),
+        DeltaOffer(1, 1, kind="FILE"),
     ],
 )
 def test_a_delta_that_no_trainer_rank_offers_is_refused(offered):
-    request = replace(REQUEST, offers=({}, {3: encode(DeltaSection(1, 2, kind="DRAM", address=4096))}))
-    assert offered_sections(request) == {3: {1: DeltaSection(1, 2, kind="DRAM", address=4096)}}
+    request = replace(REQUEST, offers=({}, {3: encode(DeltaOffer(1, 2, kind="DRAM", address=4096))}))
+    assert offered_sections(request) == {3: {1: DeltaOffer(1, 2, kind="DRAM", address=4096)}}
     with pytest.raises(Mismatch, match="the delta of trainer rank 1 for engine rank 3 is out of range"):
         offered_sections(replace(request, offers=({}, {3: encode(offered)})))
 

@@ -18,7 +18,7 @@ from verl.workers.engine.megatron.delta_export import McoreParamExport, build_ex
 
 from sglang_reshard.protocol.messages import decode, encode
 from sglang_reshard.sources import TrainerState, describe
-from sglang_reshard.sources.change_detector import ChangeDetector
+from sglang_reshard.sources.memory_identity import MemoryIdentity
 from sglang_reshard.verl.megatron import Megatron
 from support import megatron_bridge
 from support.megatron_models import Case, checkpoint, logits, megatron_models, parallel, reference
@@ -53,7 +53,7 @@ def examine(trainer: Trainer, case: Case, make_bridge: MakeBridge) -> dict[str, 
     ]
     if ours is not None and not torch.allclose(ours, wanted, rtol=1e-5, atol=1e-6):
         wrong.append(f"logits differ by {(ours - wanted).abs().max()}")
-    if not ChangeDetector(given).unchanged(source.tensors(engine)):
+    if not MemoryIdentity(given).unchanged(source.tensors(engine)):
         wrong.append("the same weights are news")
     wrong += after_offload(source, engine, trainer, expected)
     if len(exchanges) != 1:

@@ -24,7 +24,7 @@ from sglang_reshard.errors import Mismatch, ReshardError, TornWeights, Unsupport
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.session import Session
-from sglang_reshard.routes.relay.requests import RelayRequests
+from sglang_reshard.routes.relay.engine_relay import EngineRelay
 from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
@@ -64,7 +64,7 @@ class MultiEngineSender(InBackground):
         if relay and self._options.transport != "nixl":
             raise Unsupported(f"relay=True needs transport='nixl', not {self._options.transport!r}")
         self._address, self._rank, self._global_ranks = address, trainer_rank, global_ranks
-        self._relays = RelayRequests(address, self._options.timeout_s) if relay else None
+        self._relays = EngineRelay(address, self._options.timeout_s) if relay else None
         self._engines: dict[str, tuple[int, Send | None]] = {}  # with their numbers in the session
         self._given: dict[str, Send | None] = {}  # as `set_engines` was given them; relayed requests go through others
         self._excluded: dict[str, str] = {}

@@ -86,8 +86,8 @@ class TracedModel:
         self._derived.renew()
 
 
-class ReceivedTensors:
-    """Tensors as the trainer sends them, whole, in memory of their own: what is no model's parameters.
+class ReceivedAdapter:
+    """Stands in for the model in an update of a LoRA adapter: whole tensors in separate memory.
 
     Nothing is served from this memory: an update can still fail without consequences until `use`. The memory is kept
     for the next update.
@@ -105,7 +105,7 @@ class ReceivedTensors:
         """Raises Mismatch for tensors that cannot be used."""
 
     def use(self) -> None:
-        """Makes use of the tensors. Called on every engine rank, once all ranks have received and verified them."""
+        """Applies the tensors. Called on every engine rank, once all ranks have received and verified them."""
         raise NotImplementedError
 
     def placement(self) -> bytes:

@@ -1,6 +1,6 @@
 """Describes the GPUs of ranks, and makes the only calls of the CUDA driver and of `torch.cuda` that updates make.
 
-device         RankDevice: what a rank announces of the GPU that it uses
+rank_info      RankGpuInfo: the GPU facts that each rank announces
 announce       makes that of this process
 driver         CudaDriver: the CUDA driver's calls for memory handles, through ctypes
 runtime        CudaRuntime: what the rest of the package asks about memory, devices and streams

@@ -1,4 +1,4 @@
-"""Announces a rank's GPU and its process's settings, see `RankDevice`."""
+"""Announces a rank's GPU and its process's settings, see `RankGpuInfo`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from functools import cache
 
 import torch
 
-from sglang_reshard.gpu.device import RankDevice
 from sglang_reshard.gpu.nccl_settings import nccl_settings
+from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.gpu.runtime import CudaRuntime, runtime
 
 
-def rank_device(device: torch.device | None) -> RankDevice:
-    """Returns what a rank on `device` announces; `RankDevice()` for None and for a device that is no GPU."""
+def rank_device(device: torch.device | None) -> RankGpuInfo:
+    """Returns what a rank on `device` announces; `RankGpuInfo()` for None and for a device that is no GPU."""
     if device is None or not runtime().is_gpu(device):
-        return RankDevice()
+        return RankGpuInfo()
     return _announced(runtime(), device)
 
 
@@ -32,6 +32,6 @@ def trainer_device(shards: Iterable[torch.Tensor]) -> torch.device | None:
 
 
 @cache  # NCCL reads its settings once, too
-def _announced(gpus: CudaRuntime, device: torch.device) -> RankDevice:
+def _announced(gpus: CudaRuntime, device: torch.device) -> RankGpuInfo:
     nccl = {"version": gpus.nccl_version()} | nccl_settings(os.environ)
-    return RankDevice(gpus.uuid(device), gpus.visible(), gpus.allocator(), nccl, gpus.fabric(device))
+    return RankGpuInfo(gpus.uuid(device), gpus.visible(), gpus.allocator(), nccl, gpus.fabric(device))

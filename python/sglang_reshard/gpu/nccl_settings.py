@@ -8,7 +8,7 @@ import pwd
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from sglang_reshard.gpu.device import NCCL_SETTINGS
+from sglang_reshard.gpu.rank_info import NCCL_SETTINGS
 
 _OF_THE_HOST = Path("/etc/nccl.conf")
 

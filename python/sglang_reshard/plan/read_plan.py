@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.gpu.device import RankDevice
-from sglang_reshard.layout.manifest import inflate
+from sglang_reshard.gpu.rank_info import RankGpuInfo
+from sglang_reshard.layout.content_addressed import inflate
 from sglang_reshard.layout.regions import Box, LocalRegion, Region
 from sglang_reshard.layout.shard_map import ShardBox
 from sglang_reshard.plan.tensor_index import TensorClass, TensorIndex
@@ -27,7 +27,7 @@ from sglang_reshard.plan.tensor_index import TensorClass, TensorIndex
 if TYPE_CHECKING:  # trainer ranks load no tracer
     from sglang_reshard.trace.program import Copy
 
-_NO_GPU = RankDevice()
+_NO_GPU = RankGpuInfo()
 _ITEM_BITS, _COPY_BITS = 20, 26  # of a sort key, next to 17 for the trainer rank
 
 
@@ -44,8 +44,8 @@ class RankLocation:
     engine_ranks: int
     host: str
     trainer_hosts: tuple[str, ...]
-    device: RankDevice = _NO_GPU
-    trainer_devices: tuple[RankDevice, ...] = ()
+    device: RankGpuInfo = _NO_GPU
+    trainer_devices: tuple[RankGpuInfo, ...] = ()
     unreadable: Collection[int] = ()
 
     def distance(self, trainer_ranks: Sequence[int]) -> int:
@@ -286,7 +286,7 @@ class RankDemand(msgspec.Struct, frozen=True):
     cores: int
     traffic: dict[int, tuple[int, int]]
     digest: str
-    device: RankDevice = RankDevice()
+    device: RankGpuInfo = RankGpuInfo()
     unreadable: dict[int, str] = {}
 
 
@@ -295,7 +295,7 @@ def rank_demand(
     plan: ReadPlan,
     host: str,
     cores: int = 1,
-    device: RankDevice = _NO_GPU,
+    device: RankGpuInfo = _NO_GPU,
     unreadable: Mapping[int, str] = MappingProxyType({}),
 ) -> RankDemand:
     """Returns the demand of an engine rank on `host`, which has `cores` CPU cores; see `RankDemand` for the rest."""

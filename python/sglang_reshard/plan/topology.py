@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.gpu.device import CHANNEL_SETTINGS, DOMAIN_SETTINGS, HOST_SETTINGS, RankDevice
+from sglang_reshard.gpu.rank_info import CHANNEL_SETTINGS, DOMAIN_SETTINGS, HOST_SETTINGS, RankGpuInfo
 from sglang_reshard.plan.read_plan import RankDemand
 
 _VERSION = "NCCL's version"
@@ -42,8 +42,8 @@ class ClusterTopology:
 
     trainer_hosts: tuple[str, ...]
     engine_hosts: tuple[str, ...]
-    trainer_devices: tuple[RankDevice, ...]
-    engine_devices: tuple[RankDevice, ...]
+    trainer_devices: tuple[RankGpuInfo, ...]
+    engine_devices: tuple[RankGpuInfo, ...]
     unreadable: dict[tuple[int, int], str]
     cores: dict[str, int]
 
@@ -52,7 +52,7 @@ class ClusterTopology:
         cls,
         demands: Sequence[RankDemand],
         trainer_hosts: Sequence[str],
-        trainer_devices: Sequence[RankDevice] = (),
+        trainer_devices: Sequence[RankGpuInfo] = (),
     ) -> ClusterTopology:
         """Returns the topology of engine ranks with these demands. No `trainer_devices`: no trainer rank uses a GPU."""
         known = {demand.host: demand.cores for demand in demands}
@@ -61,7 +61,7 @@ class ClusterTopology:
         return cls(
             tuple(trainer_hosts),
             tuple(demand.host for demand in demands),
-            tuple(trainer_devices) or (RankDevice(),) * len(trainer_hosts),
+            tuple(trainer_devices) or (RankGpuInfo(),) * len(trainer_hosts),
             tuple(demand.device for demand in demands),
             {(t, e): why for e, demand in enumerate(demands) for t, why in demand.unreadable.items()},
             cores,

@@ -9,7 +9,7 @@ import msgspec
 from sglang_reshard import errors
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, ReshardError
-from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.layout.decoders import msgpack_decoder
 from sglang_reshard.observability.report import RankReport, UpdateReport
 
@@ -75,7 +75,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     handles: tuple[str, ...]
     trainer_hosts: tuple[str, ...]
-    trainer_devices: tuple[RankDevice, ...] = ()
+    trainer_devices: tuple[RankGpuInfo, ...] = ()
     prepared: tuple[str, ...] = ()
     weight_version: str | None = None
     transport: str = "auto"
@@ -270,7 +270,7 @@ class TrainerStatus(msgspec.Struct, frozen=True):
     layout: str
     handles: str
     prepared: dict[int, str] = {}
-    device: RankDevice = RankDevice()
+    device: RankGpuInfo = RankGpuInfo()
     offers: dict[int, dict[int, bytes]] = {}
     heads: dict[str, str] = {}
 

@@ -2,7 +2,7 @@
 
 In: `NamedTensors`, (name, tensor[, sharding]), or a module. Out, by `describe`: a `TrainerState`, the `SourceLayout`
 that all trainer ranks share and this rank's local shards. A *fused tensor* represents several checkpoint tensors, each
-a *slice* of it. `ChangeDetector` tells whether an update passes the same memory in the same sharding as the last one.
+a *slice* of it. `MemoryIdentity` tells whether an update passes the same memory in the same sharding as the last one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Turns a program round: which boxes of which checkpoint tensors an engine rank's live memory holds, and where.
+"""Inverts a program: the boxes of checkpoint tensors that an engine rank's live memory holds, and their places.
 
-An engine that has been updated can so be read like a trainer. What its loader has copied is in live memory, or in the
-scratch memory that operands of expressions are kept in; what a step has changed since is not there any more.
+An updated engine can thus be read like a trainer. The copied boxes are in live memory, or in the scratch memory for
+operands of expressions. Boxes that a later step has changed cannot be read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import Box
 from sglang_reshard.layout.shard_map import ExplicitSharding, ShardMap
+from sglang_reshard.trace.checkpoint_order_view import shard_view
 from sglang_reshard.trace.folded import UNFOLD
 from sglang_reshard.trace.geometry import BoxMapping
 from sglang_reshard.trace.program import Copy, Program
-from sglang_reshard.trace.shard_view import shard_view
 
 
 @dataclass(frozen=True, slots=True)

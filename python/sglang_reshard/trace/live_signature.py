@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sglang_reshard.sources.change_detector import TensorFingerprint
+from sglang_reshard.sources.memory_identity import MemoryFingerprint
 from sglang_reshard.trace.live import OWN_ATTRIBUTES, live_tensors
 
 _alive = weakref.ref.__call__
@@ -83,7 +83,7 @@ class LiveSignature:
         self._mappings = _indices(self._types, dict)
         self._contents, items = self._contents_of(values)
         self._tensor_items = _indices(map(type, items), torch.Tensor)
-        self._fingerprint = TensorFingerprint(self._all_tensors(values, items))
+        self._fingerprint = MemoryFingerprint(self._all_tensors(values, items))
 
     def _unchanged(self) -> bool:
         modules: list[Any] = list(map(_alive, self._modules))

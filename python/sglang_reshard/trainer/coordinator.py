@@ -13,7 +13,7 @@ import msgspec
 
 from sglang_reshard import tasks
 from sglang_reshard.errors import Aborted, DeadlineExceeded, Mismatch, ReshardError
-from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.layout.source_layout import SourceLayout, first_difference
 from sglang_reshard.observability import spans
 from sglang_reshard.observability.report import TrainerRankReport, UpdateReport, slowest_seconds
@@ -232,7 +232,7 @@ def _offers(statuses: Sequence[TrainerStatus], engine: int) -> tuple[dict[int, b
     return tuple(found) if len(found) == len(statuses) else ()
 
 
-def _devices(statuses: Sequence[TrainerStatus]) -> tuple[RankDevice, ...]:
+def _devices(statuses: Sequence[TrainerStatus]) -> tuple[RankGpuInfo, ...]:
     """Returns each trainer rank's GPU, without what its process sees: nothing depends on that."""
     devices = tuple(msgspec.structs.replace(status.device, visible=()) for status in statuses)
     return devices if any(device.uuid for device in devices) else ()

@@ -10,7 +10,7 @@ import torch
 
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.announce import rank_device, trainer_device
-from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.memory.mapping import Handles, MemoryExporter
 from sglang_reshard.protocol.session import Session, handles_key
@@ -22,7 +22,7 @@ from sglang_reshard.sources import (
     describe,
     tied_names,
 )
-from sglang_reshard.sources.change_detector import ChangeDetector, NamedTensorList, own_memory
+from sglang_reshard.sources.memory_identity import MemoryIdentity, NamedTensorList, own_memory
 from sglang_reshard.sources.names import Renaming
 from sglang_reshard.trainer.gathering import Gathering
 from sglang_reshard.trainer.stages import Stages
@@ -49,7 +49,7 @@ class PublishedShards:
     shard_bytes: tuple[int, ...]
     tied: tuple[str, ...]
     devices: tuple[torch.device, ...]
-    device: RankDevice
+    device: RankGpuInfo
     memory: tuple[tuple[int, int], ...]
     pages: tuple[object, ...]
 
@@ -77,7 +77,7 @@ class ShardPublisher:
         self._session, self._rank, self._global_ranks = session, trainer_rank, global_ranks
         self._memory = shared_memory or MemoryExporter(trainer_rank)
         self._owns_memory = shared_memory is None
-        self._changes: ChangeDetector | None = None
+        self._changes: MemoryIdentity | None = None
         self._read: TrainerState | None = None  # what was published last, if it was given as such
         self._published: PublishedShards | None = None
         self._handles: Handles | None = None
@@ -137,7 +137,7 @@ class ShardPublisher:
             if isinstance(listed, TrainerState):
                 self._read = listed
             else:
-                self._changes = ChangeDetector.of(listed, state.inputs)
+                self._changes = MemoryIdentity.of(listed, state.inputs)
             return self._published
         assert self._published is not None  # the first call publishes
         _end_work(listed, self._published.devices)

@@ -16,7 +16,7 @@ from sglang_reshard.cli.doctor.finding import Check, Finding, fail, ok, warning
 from sglang_reshard.cli.doctor.reader import pattern
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.gpu.announce import rank_device
-from sglang_reshard.gpu.device import NCCL_SETTINGS
+from sglang_reshard.gpu.rank_info import NCCL_SETTINGS
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.memory.mapping import MemoryExporter
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.protocol.validation.requests import check_transport
 
 
@@ -114,19 +114,19 @@ class PlanRequest(msgspec.Struct, frozen=True):
         return tuple(f"{name} {rank // self.ranks_per_host}" for rank in range(self.target.engine_ranks))
 
     @property
-    def trainer_devices(self) -> tuple[RankDevice, ...]:
+    def trainer_devices(self) -> tuple[RankGpuInfo, ...]:
         """The GPU of each trainer rank."""
         return self._devices(self.trainer_hosts)
 
     @property
-    def engine_devices(self) -> tuple[RankDevice, ...]:
+    def engine_devices(self) -> tuple[RankGpuInfo, ...]:
         """The GPU of each engine rank: colocated, those of the first trainer ranks."""
         return self._devices(self.engine_hosts)
 
-    def _devices(self, hosts: Sequence[str]) -> tuple[RankDevice, ...]:
+    def _devices(self, hosts: Sequence[str]) -> tuple[RankGpuInfo, ...]:
         if self.device != "cuda":
-            return (RankDevice(),) * len(hosts)
-        return tuple(RankDevice(f"GPU {rank % self.ranks_per_host} of {host}") for rank, host in enumerate(hosts))
+            return (RankGpuInfo(),) * len(hosts)
+        return tuple(RankGpuInfo(f"GPU {rank % self.ranks_per_host} of {host}") for rank, host in enumerate(hosts))
 
 
 def _sizes(text: str, option: str, examples: str, known: set[str]) -> dict[str, str]:

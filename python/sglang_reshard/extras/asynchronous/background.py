@@ -17,7 +17,7 @@ import torch
 
 from sglang_reshard import tasks
 from sglang_reshard.errors import DeadlineExceeded
-from sglang_reshard.extras.asynchronous.shadow_shards import ShadowShards
+from sglang_reshard.extras.asynchronous.async_copy import AsyncShardCopy
 from sglang_reshard.routes.wire.concurrent_use import warn_of_concurrent_use
 from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.trainer.options import UpdateOptions
@@ -95,7 +95,7 @@ class BackgroundUpdates(Generic[T]):
     """One sender's updates in the background."""
 
     def __init__(self) -> None:
-        self._shadow: ShadowShards | None = None
+        self._shadow: AsyncShardCopy | None = None
         self._last: UpdateHandle[T] | None = None
         self._skipped: list[str | None] = []
 
@@ -160,9 +160,9 @@ class BackgroundUpdates(Generic[T]):
         idle = self._last is None or self._last.done()
         return sender.agree(_GO if idle else _SKIP, "update_async") == _GO
 
-    def _shadow_on(self, sender: UpdateSender, device: torch.device | None) -> ShadowShards:
+    def _shadow_on(self, sender: UpdateSender, device: torch.device | None) -> AsyncShardCopy:
         if self._shadow is None or self._shadow.device != device:
             if self._shadow is not None:
                 self._shadow.release()
-            self._shadow = ShadowShards(*sender.ranks, device)
+            self._shadow = AsyncShardCopy(*sender.ranks, device)
         return self._shadow

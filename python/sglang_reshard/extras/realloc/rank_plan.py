@@ -18,7 +18,7 @@ from sglang_reshard.extras.realloc.mover import Mover
 from sglang_reshard.extras.realloc.ties import SourceTies
 from sglang_reshard.gpu.announce import trainer_device
 from sglang_reshard.gpu.runtime import runtime
-from sglang_reshard.layout.manifest import pack_blob
+from sglang_reshard.layout.content_addressed import pack_blob
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.memory.mapping import host_identity
 from sglang_reshard.plan import ReadPlan, TensorIndex

@@ -1,8 +1,8 @@
 """Validates what one process sends to another about tensors and memory, before it is used.
 
 A message is authenticated, but its content may be wrong: a broken trainer must not crash the engine that reads its
-memory, nor the other way round. `layout.manifest` decodes manifests, with a bound on their size and under a content
-hash. After these checks every index is within its table, every view within its memory, and all work is bounded:
+memory, nor the other way round. `layout.content_addressed` decodes messages, with a bound on their size and under a
+content hash. After these checks every index is within its table, every view within its memory, and all work is bounded:
 
     check_layout        engine ranks, before a trainer's layout is used
     check_handles       engine ranks, before a trainer rank's memory is mapped

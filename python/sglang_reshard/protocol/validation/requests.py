@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsReq,
@@ -162,7 +162,7 @@ def _check_address(address: Address, invalid: _Invalid) -> None:
         raise invalid(f"the key of its address is not {_KEY_LENGTH} hexadecimal digits")
 
 
-def _texts(device: RankDevice) -> tuple[str, ...]:
+def _texts(device: RankGpuInfo) -> tuple[str, ...]:
     if max(len(device.visible), len(device.nccl)) > _MAX_GPUS:
         raise _invalid_request(f"a trainer device has more than {_MAX_GPUS:,} visible GPUs, or settings of NCCL")
     return device.uuid, device.allocator, device.fabric, *device.visible, *device.nccl, *device.nccl.values()

@@ -12,7 +12,7 @@ import torch
 from sglang_reshard.errors import DeadlineExceeded, Mismatch
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.routes.base import Reads
-from sglang_reshard.routes.delta.section import Sections
+from sglang_reshard.routes.delta.offer import Sections
 from sglang_reshard.routes.nixl.agent import memory_kind
 from sglang_reshard.routes.nixl.reader import NixlReader
 from sglang_reshard.routes.nixl.streams import Stream, read_streams

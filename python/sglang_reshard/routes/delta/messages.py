@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from sglang_reshard.copying.copy_list import CopyList
+from sglang_reshard.delta.base_checksum import message_checksum, row_count
 from sglang_reshard.delta.checks import unfit_reason
-from sglang_reshard.delta.checksum import message_checksum, rows_of
 from sglang_reshard.delta.encoding import UNITS, Encoded, Kind, cut_pieces, index_room
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.routes.p2p.links import P2pLink
@@ -49,7 +49,7 @@ class LinkMessages:
         """`bucket` has room for `packed_bytes(link.rounds(device))`. `written`: as messages are unpacked, too."""
         self.nbytes = [message.nbytes for message in link.messages]
         self.unit_bytes = min([max(UNITS), *(dtype.itemsize for dtype in link.dtypes)])
-        rows = map(rows_of, self.nbytes)
+        rows = map(row_count, self.nbytes)
         self._first_rows = [0, *itertools.accumulate(rows)]
         self._messages = []
         for ((message, buffer),) in link.rounds(device):
@@ -74,7 +74,7 @@ class LinkMessages:
         return self.nbytes[number] // self.unit_bytes
 
     def first_row(self, number: int) -> int:
-        """Returns the number of the message's first row, see `delta.checksum`."""
+        """Returns the number of the message's first row, see `delta.base_checksum`."""
         return self._first_rows[number]
 
     def read(self, number: int) -> torch.Tensor:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from sglang_reshard.delta.base_checksum import message_checksum
 from sglang_reshard.delta.checks import is_sound, verdicts
-from sglang_reshard.delta.checksum import message_checksum
 from sglang_reshard.delta.encoding import Encoded, Kind, apply, encode
 from sglang_reshard.digest.coefficients import MODULUS
 from sglang_reshard.errors import Mismatch
@@ -23,7 +23,7 @@ from sglang_reshard.routes.delta.messages import (
     value_sizes,
     values_begin,
 )
-from sglang_reshard.routes.delta.section import PART
+from sglang_reshard.routes.delta.offer import PART
 from sglang_reshard.routes.nixl.source import allocate_readable
 from sglang_reshard.routes.p2p.communicators import P2pCommunicators
 from sglang_reshard.routes.p2p.links import P2pLink, packed_bytes

@@ -31,7 +31,7 @@ from sglang_reshard.routes.delta.messages import (
     table_bytes,
     value_sizes,
 )
-from sglang_reshard.routes.delta.section import Sections
+from sglang_reshard.routes.delta.offer import Sections
 from sglang_reshard.routes.ipc import DirectReads, mapped_reads
 from sglang_reshard.routes.p2p.links import P2pLink, engine_links, packed_bytes, sent_tensors
 from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds

@@ -11,7 +11,7 @@ from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.protocol.messages import Prepare, encode
 from sglang_reshard.routes.base import Meeting, TrainerEnd, TrainerSide
 from sglang_reshard.routes.delta.ask import DeltaAsk
-from sglang_reshard.routes.delta.section import DeltaSection
+from sglang_reshard.routes.delta.offer import DeltaOffer
 from sglang_reshard.routes.delta.source import DeltaSource, send_sections
 from sglang_reshard.routes.nixl.ask import trainer_name
 from sglang_reshard.routes.nixl.trainer import NixlTrainerEnd
@@ -111,7 +111,7 @@ class DeltaTrainerEnd(TrainerEnd):
             if end is not None:
                 end.close()
 
-    def _section(self, source: DeltaSource, whole: bool) -> DeltaSection:
+    def _section(self, source: DeltaSource, whole: bool) -> DeltaOffer:
         nbytes = source.message_bytes if whole else source.nbytes
         place = () if self._nixl is None else self._nixl.place(source.section)
-        return DeltaSection(source.checksum, nbytes, source.message_bytes, whole, *place)
+        return DeltaOffer(source.checksum, nbytes, source.message_bytes, whole, *place)

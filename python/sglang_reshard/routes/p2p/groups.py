@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.plan.topology import peer_name
 
 Members = tuple[int, ...]  # peer ids, ascending: a trainer rank, or the number of trainer ranks plus an engine rank
@@ -19,8 +19,8 @@ Members = tuple[int, ...]  # peer ids, ascending: a trainer rank, or the number 
 
 def plan_p2p_groups(
     round_bytes: np.ndarray,
-    trainer_devices: Sequence[RankDevice],
-    engine_devices: Sequence[RankDevice],
+    trainer_devices: Sequence[RankGpuInfo],
+    engine_devices: Sequence[RankGpuInfo],
     engine_hosts: Sequence[str],
 ) -> tuple[Members, ...]:
     """Returns the members of each communicator, in the order of their first engine ranks.
@@ -62,7 +62,7 @@ def plan_p2p_groups(
     return tuple(sorted(groups, key=lambda group: next(m for m in group if m >= len(trainer_devices))))
 
 
-def check_broadcast_members(groups: Iterable[Sequence[int]], engine_devices: Sequence[RankDevice]) -> None:
+def check_broadcast_members(groups: Iterable[Sequence[int]], engine_devices: Sequence[RankGpuInfo]) -> None:
     """Raises Unsupported, naming them, for two engine ranks on one GPU in one broadcast group."""
     gpus = [device.uuid for device in engine_devices]
     for group in groups:

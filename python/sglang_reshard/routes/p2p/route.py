@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.gpu.device import RankDevice
+from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.plan import ClusterTopology, RankDemand, TensorIndex
 from sglang_reshard.routes.p2p.engine import P2pEngineEnd as engine_end
 from sglang_reshard.routes.p2p.groups import plan_p2p_groups
@@ -50,5 +50,5 @@ def _communicators(topology: ClusterTopology, per_round: np.ndarray) -> tuple[tu
     return groups
 
 
-def _no_gpus(ranks: Sequence[str]) -> list[RankDevice]:
-    return [RankDevice()] * len(ranks)
+def _no_gpus(ranks: Sequence[str]) -> list[RankGpuInfo]:
+    return [RankGpuInfo()] * len(ranks)

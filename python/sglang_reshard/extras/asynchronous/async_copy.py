@@ -13,19 +13,19 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.gpu.recorded_work import RecordedWork
 from sglang_reshard.sources import NamedTensors, TrainerState, as_list, describe
-from sglang_reshard.sources.change_detector import ChangeDetector
+from sglang_reshard.sources.memory_identity import MemoryIdentity
 from sglang_reshard.sources.names import Renaming
 
 _ALIGN_BYTES = 256
 
 
-class ShadowShards:
+class AsyncShardCopy:
     """One trainer rank's. Keeps the shards' memory alive, of which it holds views, until `release`."""
 
     def __init__(self, trainer_rank: int, global_ranks: tuple[int, ...], device: torch.device | None = None) -> None:
         """`device`: of the copy; by default that of each shard."""
         self._rank, self._global_ranks, self.device = trainer_rank, global_ranks, device
-        self._changes: ChangeDetector | None = None
+        self._changes: MemoryIdentity | None = None
         self._partial = False
         self._rename: Renaming | None = None
         self._state: TrainerState | None = None
@@ -50,7 +50,7 @@ class ShadowShards:
             rank, ranks = self._rank, self._global_ranks
             given = describe(listed, trainer_rank=rank, global_ranks=ranks, partial=partial, rename=rename)
             self._prepare(given)
-            self._changes = ChangeDetector.of(listed, given.inputs, kept_alive=True)  # by views, for the copies
+            self._changes = MemoryIdentity.of(listed, given.inputs, kept_alive=True)  # by views, for the copies
         assert self._state is not None
         with torch.no_grad():
             self._copies.run()

@@ -1,4 +1,4 @@
-"""Keeps a trainer alive when a process of the engine that is embedded in it dies.
+"""Keeps the trainer process alive, and raises EngineDied, when a process of its embedded engine dies.
 
 SGLang treats the process of its tokenizer manager as its own: when a scheduler dies, that process is killed (SIGQUIT,
 whose handler kills the whole process tree), or, if it was busy when the signal came, its next call of the engine waits

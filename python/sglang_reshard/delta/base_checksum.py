@@ -1,4 +1,6 @@
-"""Checksums of a stream of messages, by which a base is named: trainer rank and engine rank compute them apart.
+"""Checksums that identify the weights a delta applies to.
+
+Trainer ranks and engine ranks compute them independently and compare them.
 
 A message is divided into rows of 65,536 words of 32 bits; a word counts times the coefficients of its row and of its
 place in it, modulo 2^64, see `digest.coefficients`.
@@ -15,7 +17,7 @@ from sglang_reshard.digest.coefficients import MODULUS, WORD_BYTES, column_coeff
 ROW_WORDS = 1 << 16
 
 
-def rows_of(nbytes: int) -> int:
+def row_count(nbytes: int) -> int:
     """Returns the number of rows of a message."""
     return -(-nbytes // (ROW_WORDS * WORD_BYTES))
 

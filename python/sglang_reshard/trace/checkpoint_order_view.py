@@ -1,4 +1,4 @@
-"""Finds a strided view of a local shard in which its part of a checkpoint tensor has the checkpoint tensor's layout.
+"""Finds a strided view of a local shard whose dimensions are those of the checkpoint tensor.
 
 A shard may hold its part transposed, every other row of it, or with other dimensions. A strided view of the same memory
 then has the checkpoint tensor's dimensions, and boxes of the tensor are boxes of the view. Integers only; no torch.

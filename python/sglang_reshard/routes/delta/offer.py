@@ -1,4 +1,4 @@
-"""Describes a section to the engine rank that may have it."""
+"""Describes the delta that a trainer rank offers an engine rank instead of full weights: base, size and address."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_GPUS = 1 << 10  # of one host
 PART = 2  # what is sent may be this part of the bytes of all messages: else everything is sent
 
 
-class DeltaSection(msgspec.Struct, frozen=True, array_like=True):
+class DeltaOffer(msgspec.Struct, frozen=True, array_like=True):
     """Describes the changes that one trainer rank offers one engine rank instead of all weights.
 
     base                checksum of what the engine rank must have already
@@ -36,7 +36,7 @@ class DeltaSection(msgspec.Struct, frozen=True, array_like=True):
     address: int = 0
 
     @classmethod
-    def of(cls, offer: bytes, trainer_rank: int, engine_rank: int) -> DeltaSection:
+    def of(cls, offer: bytes, trainer_rank: int, engine_rank: int) -> DeltaOffer:
         """Returns what a trainer rank offers. Raises Mismatch for what none does."""
         section = decode(offer, cls)
         if not (
@@ -54,15 +54,15 @@ class DeltaSection(msgspec.Struct, frozen=True, array_like=True):
         return section
 
 
-Sections = Mapping[int, DeltaSection]  # by trainer rank
+Sections = Mapping[int, DeltaOffer]  # by trainer rank
 
 
 def offered_sections(request: DistributedUpdateWeightsReq) -> dict[int, Sections]:
     """Returns engine rank -> what trainer ranks offer it. Raises Mismatch for what none does."""
-    found: dict[int, dict[int, DeltaSection]] = {}
+    found: dict[int, dict[int, DeltaOffer]] = {}
     for trainer_rank, of_ranks in enumerate(request.offers):
         for engine_rank, offer in of_ranks.items():
-            found.setdefault(engine_rank, {})[trainer_rank] = DeltaSection.of(offer, trainer_rank, engine_rank)
+            found.setdefault(engine_rank, {})[trainer_rank] = DeltaOffer.of(offer, trainer_rank, engine_rank)
     return dict(found)
 
 

@@ -1,4 +1,6 @@
-"""Detects whether a trainer passes the same memory again, sharded as before, so that nothing has to be read anew.
+"""Detects whether the trainer passed the same memory, sharded the same way, as in the last update.
+
+If so, layout and handles can be reused. Values are not compared.
 
 Runs over every tensor at the start of every update. It therefore compares whole columns (all names, all addresses)
 in few calls, without Python code per tensor. Tensor objects do not count, as `state_dict()` creates new ones every
@@ -44,7 +46,7 @@ _FINGERPRINT = (
 )
 
 
-class TensorFingerprint:
+class MemoryFingerprint:
     """Address, shape, strides and dtype of strided tensors at one time. Keeps none of them alive."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, of_dtensors: bool = False) -> None:
@@ -100,7 +102,7 @@ def _tensor_guards(tensors: Sequence[torch.Tensor]) -> Any:
         return None
 
 
-class ChangeDetector:
+class MemoryIdentity:
     """Names, shardings and memory of the tensors of one update. Keeps no memory alive.
 
     A storage that lives has its memory to itself, and one in shared memory cannot be moved: a tensor at a known address
@@ -121,8 +123,8 @@ class ChangeDetector:
         self._shardings = self._shardings_of(named_tensors, tensors)
         local_tensors = self._local_tensors_of(tensors)
         self._dtensors = sum(self._is_dtensor)
-        self._of_dtensors = TensorFingerprint(local_tensors[: self._dtensors], of_dtensors=True)
-        self._of_others = TensorFingerprint(local_tensors[self._dtensors :])
+        self._of_dtensors = MemoryFingerprint(local_tensors[: self._dtensors], of_dtensors=True)
+        self._of_others = MemoryFingerprint(local_tensors[self._dtensors :])
         self._freed: list[object] = []
         storages = [] if kept_alive else [tensor.untyped_storage() for tensor in local_tensors]
         distinct = {storage._cdata: storage for storage in storages}.values()
@@ -134,7 +136,7 @@ class ChangeDetector:
     @classmethod
     def of(
         cls, named_tensors: NamedTensorList, read: Sequence[torch.Tensor], *, kept_alive: bool = False
-    ) -> ChangeDetector | None:
+    ) -> MemoryIdentity | None:
         """Returns a detector; None if the memory `read` for them (`TrainerState.inputs`) is not these tensors' own.
 
         It is not if FSDP2's unsharded copies stand for sharded parameters, for example.

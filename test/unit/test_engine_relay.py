@@ -15,8 +15,8 @@ from sglang_reshard.routes.base import EngineEnd
 from sglang_reshard.routes.nixl.engine import NixlEngineEnd
 from sglang_reshard.routes.relay import offers as relay_offers
 from sglang_reshard.routes.relay.engine import RelayEngineEnd
+from sglang_reshard.routes.relay.engine_relay import EngineRelay
 from sglang_reshard.routes.relay.offers import Offer, Relay, RelayOffers
-from sglang_reshard.routes.relay.requests import RelayRequests
 from sglang_reshard.trace.program import Program
 
 TIMEOUT_S = 30.0
@@ -39,7 +39,7 @@ class Engines:
     """Sends one update to each, and keeps what each was told of the others."""
 
     def __init__(self, address):
-        self.requests, self.address = RelayRequests(address, TIMEOUT_S), address
+        self.requests, self.address = EngineRelay(address, TIMEOUT_S), address
 
     def update(self, *names, **answers):
         self.requests.begin(names)
