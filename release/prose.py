@@ -57,7 +57,7 @@ RULES = (
     ),
     Rule(
         "a clause as title",
-        r"^(?:What|Where|When|How|Whether|Who|Which|Why) (?!to\b)[^?\n]*$",
+        r"^(?:What|Where|When|How|Whether|Who|Why) (?!to\b)[^?\n]*$",
         "a noun or an imperative: Failures, Source files, Limits",
         "What it lacks",
         "Limits",
