@@ -130,10 +130,10 @@ def test_classes_and_functions_of_the_glossary_exist():
 
 @pytest.mark.parametrize("term", glossary())
 def test_a_term_of_the_glossary_is_used(term):
-    """In another document, in its plural or in a table of commands, too."""
-    pages = [d for d in DOCUMENTS if d not in ("docs/glossary.md", "CHANGELOG.md")]
+    """In another document, or in a docstring or message of the code; in its plural, too."""
+    pages = [text(d) for d in DOCUMENTS if d not in ("docs/glossary.md", "CHANGELOG.md")]
     words = re.compile(rf"\b{re.escape(term)}(s|es|d|ed)?\b".replace(r"\ ", r"\s+"), re.IGNORECASE)
-    assert any(words.search(text(page)) for page in pages)
+    assert any(words.search(page) for page in (*pages, *strings_of_the_code()))
 
 
 @pytest.mark.parametrize("document", ["RESHARDING_GUIDE.md", "docs/architecture.md", "docs/reliability.md"])
@@ -143,7 +143,7 @@ def test_a_term_that_a_document_introduces_is_in_the_glossary(document):
     bold = re.findall(r"^\| \*\*(\w+)\*\* ", text(document), re.MULTILINE)
     bold += re.findall(r"\*\*((?:trainer|engine|global) rank)\*\*", text(document))
     introduced = {word.lower() for word in (*italic, *bold)}
-    assert introduced - PLAIN <= set(glossary())
+    assert {word.removesuffix("s") for word in introduced - PLAIN} <= {term.removesuffix("s") for term in glossary()}
 
 
 PLAIN = {"all ranks are ready"}  # a moment in a table, not a term
@@ -219,6 +219,29 @@ def test_the_tables_of_options_have_all_of_them_and_their_defaults(heading, func
     for name, default in there.items():
         if default not in (None, inspect.Parameter.empty):  # what None stands for is told in words
             assert told[name] == str(default).removesuffix(".0")
+
+
+def test_the_default_of_interface_is_said_of_each_sender():
+    """It differs from sender to sender, so that the table alone would be wrong."""
+    (over,) = re.findall(r"`WeightSender\.over[^.]*?`[^.;]*; its default of `interface`\s+is ([\d.]+\d)", text(OPTIONS))
+    assert over == inspect.signature(WeightSender.over).parameters["interface"].default
+    assert inspect.signature(WeightSender).parameters["interface"].default is None
+
+
+def test_the_order_of_engine_ranks_is_the_codes_own():
+    formula = re.search(r"rank = (.*)", (ROOT / "patches" / "engine_rank.py").read_text())[1]
+    assert formula in text("docs/compatibility.md")
+    short = {
+        "data parallel rank": "dp",
+        "pipeline stages": "stages",
+        "parallel size": "",
+        "tensor": "tp",
+        "parallel rank": "rank",
+    }
+    for long, word in short.items():
+        formula = formula.replace(long, word)
+    for document in ("docs/glossary.md", "docs/architecture.md"):
+        assert f"`{' '.join(formula.split())}`" in text(document)
 
 
 def test_the_table_of_verls_settings_has_all_of_them_and_their_defaults(monkeypatch):
