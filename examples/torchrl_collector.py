@@ -4,8 +4,8 @@
     PYTHONPATH=.venv/torchrl python examples/torchrl_collector.py
 
 `ReshardWeightSyncScheme` is used as TorchRL's own schemes are: `init_on_sender`, `connect` and `send` on the trainer
-ranks, `register_scheme_receiver` and `receive` around the collector. Those send whole tensors of one process. This one
-sends what each rank holds, and nothing is gathered.
+ranks, `register_scheme_receiver` and `receive` around the collector. Those send whole tensors of one process. This one sends each rank's shards, and nothing
+is gathered.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ReceiverTransport:
 class ReshardWeightSyncScheme(WeightSyncScheme):
     """Gives workers the weights of a model whose parameters may be DTensors, FSDP2's among them.
 
-    Workers get a copy by pickle after `init_on_sender`. Whoever has it can join, so keep it private.
+    Workers get a copy by pickle after `init_on_sender`. Its holder can join the session, so keep it private.
     """
 
     metadata = ""
