@@ -4,8 +4,8 @@
     PYTHONPATH=.venv/torchrl python examples/torchrl_collector.py
 
 `ReshardWeightSyncScheme` is used as TorchRL's own schemes are: `init_on_sender`, `connect` and `send` on the trainer
-ranks, `register_scheme_receiver` and `receive` around the collector. Those send whole tensors of one process. This one sends each rank's shards, and nothing
-is gathered.
+ranks, `register_scheme_receiver` and `receive` around the collector. Those send whole tensors of one process. This one
+sends each rank's shards, and nothing is gathered.
 """
 
 from __future__ import annotations

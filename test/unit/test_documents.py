@@ -290,6 +290,7 @@ RUN_BY = {
     r"python -m benchmark\.parameter_stream": "test/unit/test_parameter_stream.py",
     r"python -m benchmark\.block_fp8": "test/unit/test_block_fp8_updates.py",
     r"make bench.*|python -m benchmark(\.\w+)?( .*)?": "test/unit/test_benchmark.py",
+    r"python -m release\.prose( .*)?": "test/unit/test_prose.py",
     r"make lock|pip (install|uninstall) .*|make (wheel|fork|test-fork)( .*)?": "test/engine/release/test_fork.py",
     r"sglang-reshard plan( .*)?": "test/engine/forecast/test_presets.py",
     r"sglang-reshard pull( .*)?|curl .*/pull_weights.*": "test/engine/live/test_pull.py",

@@ -2,6 +2,7 @@
 
 import pytest
 
+from release import prose
 from release.prose import ROOT, RULES, findings, markdown, python
 
 RULE = pytest.mark.parametrize("rule", RULES, ids=[rule.name for rule in RULES])
@@ -80,3 +81,19 @@ def test_strings_of_this_repository_are_found():
     """The checker reads real files: each has units, or it would be silent about them."""
     assert len(list(markdown((ROOT / "README.md").read_text()))) > 30
     assert len(list(python((ROOT / "python/sglang_reshard/errors.py").read_text()))) > 5
+
+
+@pytest.mark.parametrize("fault", ["README.md", "patches/engine.py"])
+def test_the_command_prints_findings_and_exits_with_one_until_they_are_mended(fault, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    for name, body in {"README.md": "Plain.\n", "patches/engine.py": '"""Does one thing."""\n'}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(body)
+    monkeypatch.setattr("sys.argv", ["prose"])
+    assert prose.main() == 0
+    (tmp_path / fault).write_text((tmp_path / fault).read_text().replace(".", ", made anew by two ranks."))
+    assert prose.main() == 1
+    assert capsys.readouterr().out.startswith(f"{fault}:1: anew")
+    monkeypatch.setattr("sys.argv", ["prose", "--count"])
+    assert prose.main() == 1
+    assert "anew" in capsys.readouterr().out
