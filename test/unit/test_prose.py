@@ -86,9 +86,10 @@ def test_strings_of_this_repository_are_found():
 @pytest.mark.parametrize("fault", ["README.md", "patches/engine.py"])
 def test_the_command_prints_findings_and_exits_with_one_until_they_are_mended(fault, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prose, "ROOT", tmp_path)
-    for name, body in {"README.md": "Plain.\n", "patches/engine.py": '"""Does one thing."""\n'}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(body)
+    for name in (*prose.MARKDOWN, *prose.PYTHON, "patches/engine.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _ = path.write_text('"""Does one thing."""\n') if path.suffix else path.mkdir(exist_ok=True)
     monkeypatch.setattr("sys.argv", ["prose"])
     assert prose.main() == 0
     (tmp_path / fault).write_text((tmp_path / fault).read_text().replace(".", ", made anew by two ranks."))
