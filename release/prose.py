@@ -129,7 +129,8 @@ RULES = (
     Rule(
         "wants, cure",
         r"\bwants?(?= (?:a|an|the|its|no|to be|of|it|them|two|one|more|all|every|other|another)\b|[.,;])|"
-        r"\bcur(?:e|es|ed)\b",
+        # The doctor's JSON has a field "cure", which programs read.
+        r"(?<!\")\bcur(?:e|es|ed)\b(?!\"|  )",
         "needs, requires; fix",
         "The version that torchrl wants.",
         "The version that torchrl requires.",

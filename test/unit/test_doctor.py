@@ -226,7 +226,7 @@ def test_gpus_without_peer_access(two_gpus: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: access)
     found = only(gpus.check_peer_access())
     assert found.status == status
-    assert ("auto sends by p2p" in found.says) is not access
+    assert ("auto sends over p2p" in found.says) is not access
 
 
 @pytest.mark.parametrize(("allocator", "status"), [("native", "ok"), ("expandable_segments", "warning")])

@@ -57,7 +57,7 @@ def check_peer_access() -> list[Finding]:
         shown = ", ".join(f"{a}-{b}" for a, b in without[:4]) + (", ..." if len(without) > 4 else "")
         return warning(
             "peer access",
-            f"not between the GPUs {shown}: engine ranks on one cannot read the other's memory, and auto sends by p2p",
+            f"not between the GPUs {shown}: engine ranks on one cannot read the other's memory, so auto sends over p2p",
             "look at nvidia-smi topo -p2p r; in a virtual machine ask for GPUs with NVLink, or turn off IOMMU and ACS",
         )
     return ok("peer access", f"between all of {count} GPUs")
@@ -80,8 +80,8 @@ def check_allocator() -> list[Finding]:
         return ok("GPU memory", "torch allocates by cudaMalloc: engine ranks on this host can map it")
     return warning(
         "GPU memory",
-        f"torch allocates {kind}, which has no handles: a trainer with it sends by p2p, and cannot update engine ranks "
-        "on its own GPUs",
+        f"torch allocates {kind}, which has no handles: a trainer with it sends over p2p, and cannot update engine "
+        "ranks on its own GPUs",
         f"unset {' and '.join(_ALLOCATOR)} for the trainer's processes",
     )
 

@@ -53,7 +53,7 @@ def _plugin(told: dict[str, Any]) -> list[Finding]:
         return fail(
             "server's plugin",
             "its schedulers do not carry sglang-reshard",
-            "install sglang-reshard beside SGLang there and restart it; see 'Failed to load plugin' in its log, and "
+            "install sglang-reshard with SGLang there and restart it; see 'Failed to load plugin' in its log, and "
             "SGLANG_PLUGINS in its environment",
         )
     if others := sorted({version for version in versions if version != __version__}):

@@ -10,7 +10,7 @@ rank_model      one engine rank: its model, its traced loader, its read plan and
 loads           bytes to and from every rank, and the buffers that they take
 cost            predicted seconds of a transfer, from a few constants
 work            all of that, in a worker process
-worker_process  runs a function in a process of its own, which reports while it works
+worker_process  runs a function in a separate process, which reports while it works
 forked_jobs     runs jobs in forked children, with a deadline
 figures         the result as data
 command         runs the work, shows its progress and its result

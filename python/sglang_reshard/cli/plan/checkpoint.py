@@ -1,8 +1,7 @@
 """Lists the tensors of a model's checkpoint: names, shapes and dtypes, without a model hub and without weights.
 
-From the headers of safetensors, where the folder has some. Else transformers' own model of the config is made on
-the meta device, and what transformers does to a state when it saves one (experts that it stacks in memory taken
-apart, names put back) is done to that.
+Reads the headers of safetensors, if the folder has some. Otherwise makes transformers' model of the config on the meta
+device, and applies the conversions with which transformers saves a state (stacked experts are split, names restored).
 """
 
 from __future__ import annotations

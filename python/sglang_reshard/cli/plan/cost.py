@@ -26,7 +26,7 @@ class Costs:
     local_bytes_s    between two ranks on one host through a process group, or two GPUs, bytes per second
     network_bytes_s  between two hosts, bytes per second
     message_s        seconds per message, on either side
-    read_s           seconds per box that is read one-sided, beside its bytes
+    read_s           seconds per box that is read one-sided, in addition to its bytes
     shares_cores     whether ranks on one host compete for its cores
     """
 
@@ -64,7 +64,7 @@ def predicted_seconds(
 def _exact_seconds(
     topology: ClusterTopology, costs: Costs, demands: Sequence[RankDemand], round_bytes: np.ndarray
 ) -> float:
-    """Predicts an update in which every engine rank gets exactly the regions it needs.
+    """Predicts an update that brings every engine rank exactly the regions it needs.
 
     round_bytes  what a trainer rank sends an engine rank per round, [trainer ranks, engine ranks]; 0 for memory reads
     """
@@ -85,7 +85,7 @@ def _exact_seconds(
 
 
 def _pull_seconds(topology: ClusterTopology, costs: Costs, demands: Sequence[RankDemand]) -> float:
-    """Predicts an update in which every engine rank reads the regions it needs one-sided: trainer ranks do nothing."""
+    """Predicts an update with one-sided reads: engine ranks read the regions they need, trainer ranks do nothing."""
     engine = np.zeros(len(topology.engine_hosts))
     for engine_rank, demand in enumerate(demands):
         for trainer_rank, (nbytes, boxes) in demand.traffic.items():

@@ -24,7 +24,7 @@ class ChildFailed(ReshardError):
 def run_in_forks(
     work: Callable[[Job], Any], jobs: Sequence[Job], *, processes: int, deadline_seconds: float
 ) -> Iterator[tuple[Job, Any]]:
-    """Yields each job with the result of `work(job)`, run in a child of its own, in the order in which they end.
+    """Yields each job with the result of `work(job)`, run in a separate child, in the order in which they end.
 
     At most `processes` children run at a time. All of them are gone when this returns or raises. Raises
     ChildFailed with the traceback of the first that failed, DeadlineExceeded when the jobs take longer.

@@ -92,7 +92,7 @@ def engine_load(
 
 
 def arrival_bytes(index: TensorIndex, strategy: Strategy, engine_rank: int, rank: RankModel, bucket_bytes: int) -> int:
-    """Returns the bytes of memory for what is quantized on arrival; by NIXL if it needs to read no gaps."""
+    """Returns the bytes of memory for weights quantized on arrival. For NIXL this assumes reads without gaps."""
     if not rank.program.arrivals:
         return 0
     landing, reads = converting(Landing(rank.program), _META, bucket_bytes), rank.read_plan
