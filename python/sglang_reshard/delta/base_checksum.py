@@ -1,6 +1,4 @@
-"""Checksums that identify the weights a delta applies to.
-
-Trainer ranks and engine ranks compute them independently and compare them.
+"""Checksums of a stream of messages, by which a base is named: trainer rank and engine rank compute them apart.
 
 A message is divided into rows of 65,536 words of 32 bits; a word counts times the coefficients of its row and of its
 place in it, modulo 2^64, see `digest.coefficients`.

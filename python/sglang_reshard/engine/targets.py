@@ -87,7 +87,7 @@ class TracedModel:
 
 
 class ReceivedAdapter:
-    """Stands in for the model in an update of a LoRA adapter: whole tensors in separate memory.
+    """Tensors as the trainer sends them, whole, in memory of their own: what is no model's parameters.
 
     Nothing is served from this memory: an update can still fail without consequences until `use`. The memory is kept
     for the next update.
@@ -105,7 +105,7 @@ class ReceivedAdapter:
         """Raises Mismatch for tensors that cannot be used."""
 
     def use(self) -> None:
-        """Applies the tensors. Called on every engine rank, once all ranks have received and verified them."""
+        """Makes use of the tensors. Called on every engine rank, once all ranks have received and verified them."""
         raise NotImplementedError
 
     def placement(self) -> bytes:

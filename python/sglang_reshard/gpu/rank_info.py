@@ -1,7 +1,4 @@
-"""The GPU facts that each rank announces: UUID, visible GPUs, allocator, NCCL version and settings.
-
-The planner uses them to decide which ranks share a GPU and which can reach each other.
-"""
+"""Describes the GPU of a rank to the planner, which must know who shares one and who can reach whom."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ NCCL_SETTINGS = tuple(dict.fromkeys((*HOST_SETTINGS, *DOMAIN_SETTINGS, *CHANNEL_
 
 
 class RankGpuInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The GPU of one rank and the settings of its process. Equal to `RankGpuInfo()` for a rank without a GPU.
+    """The GPU of one rank, and what its process has set for it. Equal to `RankGpuInfo()` for a rank without a GPU.
 
     uuid       of the GPU; indices differ between processes
     visible    UUIDs of the GPUs that the process sees, in the order of its indices

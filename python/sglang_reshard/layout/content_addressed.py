@@ -1,4 +1,4 @@
-"""Packs session messages (layouts, handles, send requests) as compressed msgpack under a content hash."""
+"""How a manifest travels: msgpack, compressed, and named by its content hash."""
 
 from __future__ import annotations
 

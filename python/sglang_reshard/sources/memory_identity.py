@@ -1,6 +1,4 @@
-"""Detects whether the trainer passed the same memory, sharded the same way, as in the last update.
-
-If so, layout and handles can be reused. Values are not compared.
+"""Detects whether a trainer passes the same memory again, sharded as before, so that nothing has to be read anew.
 
 Runs over every tensor at the start of every update. It therefore compares whole columns (all names, all addresses)
 in few calls, without Python code per tensor. Tensor objects do not count, as `state_dict()` creates new ones every

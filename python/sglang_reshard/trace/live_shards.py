@@ -1,7 +1,7 @@
-"""Inverts a program: the boxes of checkpoint tensors that an engine rank's live memory holds, and their places.
+"""Turns a program round: which boxes of which checkpoint tensors an engine rank's live memory holds, and where.
 
-An updated engine can thus be read like a trainer. The copied boxes are in live memory, or in the scratch memory for
-operands of expressions. Boxes that a later step has changed cannot be read.
+An engine that has been updated can so be read like a trainer. What its loader has copied is in live memory, or in the
+scratch memory that operands of expressions are kept in; what a step has changed since is not there any more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Describes the delta that a trainer rank offers an engine rank instead of full weights: base, size and address."""
+"""Describes a section to the engine rank that may have it."""
 
 from __future__ import annotations
 

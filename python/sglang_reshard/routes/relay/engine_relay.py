@@ -1,7 +1,4 @@
-"""Tells the engines of an update about each other, so that they can read weights from one another (`relay=True`).
-
-Runs on trainer rank 0 only.
-"""
+"""Asks the engines of an update to pass on weights to each other. Runs on trainer rank 0 only."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ Send = Callable[[DistributedUpdateWeightsReq], DistributedUpdateWeightsOutput]
 
 
 class EngineRelay:
-    """Adds the addresses of the other engines to each engine's request.
+    """Adds to each engine's request what it needs to know of the others.
 
-    Engines offer their memory to each other once for all updates, in a session of the control server. They offer it
-    again, in a new session, after an update in which an engine failed or did not get weights from another, and when
-    engines have joined or left.
+    Engines offer their memory to each other once for all updates, in a session of the control server. They do so anew,
+    in a new session, after an update in which an engine failed or did not get weights from another, and when engines
+    have come or gone.
     """
 
     def __init__(self, address: Address, timeout_s: float) -> None:
