@@ -82,7 +82,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     predicted_seconds     predicted seconds of the transfer alone
     ways                  the transports that can be requested by name
     messages              total over all engine ranks
-    communicators         NCCL's, for trainer ranks that send to engine ranks; no GPU is twice in one
+    communicators         NCCL's, in which trainer ranks send to engine ranks; no GPU is twice in one
     refused               error messages if the update would be refused; there are no figures then
     remark                the message that the trainer would receive
     seconds_by_step       seconds that making this forecast took, by step
