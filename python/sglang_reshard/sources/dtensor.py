@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.shard_order import Orders, in_order, is_order_of, left_to_right, stated_by_strides
 from sglang_reshard.layout.source_layout import Mesh, MeshSharding, Placement
 from sglang_reshard.sources.dtensor_spec import LEFT_TO_RIGHT, ShardOrder
+from sglang_reshard.torch_private import AsyncCollectiveTensor, StridedShard
 
 T = TypeVar("T")
 _CURE = "pass what this trainer rank holds with an ExplicitSharding, or redistribute it"
@@ -56,11 +55,11 @@ def _placement(where: str, placement: Any) -> Placement:
     kind = type(placement)
     if kind is Replicate:
         return Placement()
-    if kind is Shard or kind is _StridedShard:
+    if kind is Shard or kind is StridedShard:
         found = Placement(int(placement.dim), int(getattr(placement, "split_factor", 1)))
         if found.dim < 0:
             raise Unsupported(f"{where} has the placement {placement!r}; count its dimension from the first")
-        known = Shard(found.dim) if kind is Shard else _StridedShard(found.dim, split_factor=found.split_factor)
+        known = Shard(found.dim) if kind is Shard else StridedShard(found.dim, split_factor=found.split_factor)
         if placement == known:
             return found
     if isinstance(placement, Partial):
