@@ -340,7 +340,7 @@ def test_findings_as_text_and_json() -> None:
     findings = [Finding("a", "ok", "fine"), Finding("b", "warning", "not [quite]", "mend it")]
     console = Console(record=True, width=80)
     with console.capture() as captured:
-        show(console, findings)
+        show(findings, console)
     assert "not [quite]" in captured.get()
     assert "-> mend it" in captured.get()
     assert "0 failed, 1 warnings, 1 ok" in captured.get()
