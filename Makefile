@@ -250,7 +250,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/deptry python/sglang_reshard
+	$(BIN)/deptry python/sglang_reshard patches verl_integration
 
 lock: setup
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip compile requirements.in --override overrides.txt \

@@ -82,14 +82,15 @@ def _orders(
     if order.entries is not None:
         stated = {int(dim): tuple(map(int, mesh_dims)) for dim, mesh_dims in order.entries}
     strided = any(p.split_factor > 1 for p in placements)
-    if not is_order_of(stated, placements) or (strided and stated != default):
+    by_strides = stated_by_strides(tuple(mesh.shape), placements) if strided and order.strides_are_order else None
+    # torch 2.10 derives the order from the strides and states both; later ones state an order by one of the two.
+    if not is_order_of(stated, placements) or (strided and stated not in (default, by_strides)):
         raise Unsupported(
             f"{where} has the placements {placements} and the shard order {order.entries}, which do not go together; "
             f"{_CURE}"
         )
     if not strided:
         return placements, stated if stated != default else _megatron_order(mesh, stated)
-    by_strides = stated_by_strides(tuple(mesh.shape), placements) if order.strides_are_order else None
     if by_strides is None:
         return placements, default
     return tuple(Placement(p.dim) for p in placements), by_strides
