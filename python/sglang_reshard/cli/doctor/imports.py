@@ -15,7 +15,7 @@ from sglang_reshard.cli.doctor.finding import Finding, fail, ok
 
 Side = Literal["trainer", "engine", "verl"]
 SIDES: tuple[Side, ...] = get_args(Side)
-_NAMES = {"trainer": "a trainer", "engine": "an engine", "verl": "verl"}
+_NAMES = {"trainer": "imports of a trainer", "engine": "imports of an engine", "verl": "imports of verl"}
 _SECONDS = 300.0  # verl imports Ray and SGLang, on hosts where many do the same
 _MODULES = {
     "trainer": (
@@ -69,7 +69,7 @@ def installed_side() -> Side:
 
 def check_imports(side: Side) -> list[Finding]:
     """Imports what an update on this side imports. One finding; it fails with the first package that is missing."""
-    name = f"imports of {_NAMES[side]}"
+    name = _NAMES[side]
     command = [sys.executable, "-m", "sglang_reshard.cli.doctor.imports", side]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
