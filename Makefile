@@ -251,6 +251,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m release.prose
+	$(BIN)/deptry python/sglang_reshard patches verl_integration
 
 lock: setup
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip compile requirements.in --override overrides.txt \
@@ -260,10 +261,17 @@ clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis python/*.egg-info
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-# What is released. The plugin: dist/sglang_reshard-VERSION-py3-none-any.whl.
+# What is released. The plugin: dist/sglang_reshard-VERSION-py3-none-any.whl. Any Python from 3.10 on builds it, in an
+# environment that has pip and setuptools only: 24 MB.
+BUILD_VENV := build/wheel
+BUILD_STAMP := $(BUILD_VENV)/.installed
 .PHONY: wheel fork test-fork
-wheel: setup
-	$(BIN)/python -m release.plain
+$(BUILD_STAMP): pyproject.toml
+	test -x $(BUILD_VENV)/bin/python || $(PYTHON) -m venv $(BUILD_VENV)
+	$(BUILD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'setuptools>=77'
+	touch $@
+wheel: $(BUILD_STAMP)
+	$(BUILD_VENV)/bin/python -m release.plain
 
 # SGLang and the plugin in one wheel, to install in SGLang's place: dist/sglang-0.5.12+reshard.N-*.whl, of the stock
 # wheel that requirements.lock pins. FORK_ARGS="--python 3.12 --platform manylinux_2_34_aarch64" for elsewhere.

@@ -13,13 +13,21 @@ in every actor worker, every rollout worker and the driver, where it hooks into 
     driver_hooks.py       `CheckpointEngineManager.update_weights` and `add_replicas`, `Tracking.log`
     rollout_difference.py `calculate_debug_metrics`, to which it adds metrics
 
+Every other version of verl is refused here, by name (verl_version.py).
+
 verl also allows registering an engine class or a rollout class. But it chooses them before it imports this module, and
 silently uses its own if a registration comes too late; hooks on the chosen classes always apply.
 """
 
 from __future__ import annotations
 
-from sglang_reshard.verl import checkpoint_engine, driver_hooks
+import verl
+
+from sglang_reshard.verl import verl_version
+
+verl_version.check(verl.__version__)
+
+from sglang_reshard.verl import checkpoint_engine, driver_hooks  # noqa: E402  (another verl lacks what these import)
 
 __all__ = ["checkpoint_engine"]
 

@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+import sglang_reshard
 from sglang_reshard import __version__
-from sglang_reshard.cli.doctor import Finding, gpus, host, installed, nixl, server
+from sglang_reshard.cli.doctor import Finding, gpus, host, imports, installed, nixl, server
 from sglang_reshard.cli.doctor.output import as_json, failed, show
+from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.patches.launch import TORCHRUN_VARIABLES
 from support.ready import CONTEXT
@@ -176,6 +178,56 @@ def test_a_plugin_that_is_installed_twice(tmp_path: Path) -> None:
         found = only(installed.check_plugin())
     assert found.status == "warning"
     assert "sglang-reshard" in found.cure
+
+
+# -- what is imported
+
+
+@pytest.mark.parametrize(
+    ("packages", "side"), [((), "trainer"), (("sglang",), "engine"), (("verl",), "verl"), (("sglang", "verl"), "verl")]
+)
+def test_the_side_is_what_the_packages_tell(
+    packages: tuple[str, ...], side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in packages:
+            raise imports.metadata.PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(imports.metadata, "version", version)
+    assert imports.installed_side() == side
+
+
+def test_a_torch_or_verl_that_is_refused_is_a_fail_with_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(module: str) -> None:
+        raise Unsupported(f"verl 0.8.0 cannot sync ({module})")
+
+    monkeypatch.setattr(imports, "import_module", refuse)
+    monkeypatch.setattr(imports, "modules_of", lambda side: ("sglang_reshard.verl",))
+    (failure,) = imports.failures_of("verl")
+    assert (failure.missing, failure.error) == ("", "Unsupported: verl 0.8.0 cannot sync (sglang_reshard.verl)")
+    assert imports.cure(failure.missing, failure.error) == "install the version that it names"
+
+
+@pytest.mark.parametrize("side", imports.SIDES)
+def test_every_module_of_a_side_exists(side: imports.Side) -> None:
+    """So that a failure is of what is installed, and not of the list."""
+    root = Path(sglang_reshard.__file__).parents[2]
+    folders = {"patches": root / "patches", "verl": root / "verl_integration"}
+    for module in imports.modules_of(side):
+        first, *rest = module.split(".")[1:] or [""]
+        if module.startswith("sglang_reshard"):
+            path = folders.get(first, root / "python" / "sglang_reshard" / first).joinpath(*rest)
+            assert path.with_suffix(".py").is_file() or (path / "__init__.py").is_file(), module
+
+
+def test_without_rich_the_findings_are_plain_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    show([Finding("a", "ok", "fine"), Finding("b", "fail", "broken", "mend it")])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ["ok       a: fine", "fail     b: broken", "         -> mend it", "1 failed, 0 warnings, 1 ok"]
 
 
 # -- GPUs and memory
@@ -340,7 +392,7 @@ def test_findings_as_text_and_json() -> None:
     findings = [Finding("a", "ok", "fine"), Finding("b", "warning", "not [quite]", "mend it")]
     console = Console(record=True, width=80)
     with console.capture() as captured:
-        show(console, findings)
+        show(findings, console)
     assert "not [quite]" in captured.get()
     assert "-> mend it" in captured.get()
     assert "0 failed, 1 warnings, 1 ok" in captured.get()
@@ -355,11 +407,11 @@ def test_the_command_ends_with_one_where_something_fails() -> None:
 
     from sglang_reshard.cli.main import app
 
-    ran = CliRunner().invoke(app, ["doctor", "--json", "--url", "http://127.0.0.1:9"])
+    ran = CliRunner().invoke(app, ["doctor", "--side", "trainer", "--json", "--url", "http://127.0.0.1:9"])
     assert ran.exit_code == 1
     told = json.loads(ran.stdout)
     assert not told["ok"]
-    assert {"python", "plugin", "shared memory", "memory by handle, CPU", "server"} <= {
+    assert {"imports of a trainer", "python", "plugin", "shared memory", "memory by handle, CPU", "server"} <= {
         finding["name"] for finding in told["findings"]
     }
 

@@ -6,6 +6,7 @@ import base64
 import csv
 import hashlib
 import io
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -290,3 +291,11 @@ def test_the_plugins_wheel_says_what_it_is(built: Path) -> None:
     assert tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"] == __version__
     assert ours.about("licenses/LICENSE") == (REPOSITORY / "LICENSE").read_bytes()
     assert "[sglang.srt.plugins]\nreshard = sglang_reshard.patches:install\n" in ours.about("entry_points.txt").decode()
+
+
+def test_a_wheel_is_built_without_the_projects_environment() -> None:
+    asked = subprocess.run(["make", "-n", "-B", "wheel"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert asked.returncode == 0, asked.stderr
+    assert "release.plain" in asked.stdout
+    assert "requirements.lock" not in asked.stdout
+    assert ".venv/" not in asked.stdout

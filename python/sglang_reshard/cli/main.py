@@ -19,6 +19,13 @@ def main() -> None:
     """Reshard a trainer's DTensor shards into a live SGLang engine, shard to shard, with no gather."""
 
 
+class EnvironmentSide(str, Enum):
+    auto = "auto"
+    trainer = "trainer"
+    engine = "engine"
+    verl = "verl"
+
+
 class Precision(str, Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -76,20 +83,21 @@ def doctor(
     api_key_file: keys.ApiKeyFile = None,
     admin_api_key: keys.AdminApiKey = None,
     admin_api_key_file: keys.AdminApiKeyFile = None,
+    side: Annotated[
+        EnvironmentSide, typer.Option(help="What this environment is for; auto: what its packages tell.")
+    ] = EnvironmentSide.auto,
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Check this machine, and a server, against what updates need: a line each, with the cure."""
-    from rich.console import Console
-
     from sglang_reshard.cli.doctor import examine
     from sglang_reshard.cli.doctor.output import as_json, failed, show
 
     api, admin = keys.key(api_key, api_key_file), keys.key(admin_api_key, admin_api_key_file)
-    findings = examine(url, api or "", admin or "")
+    findings = examine(url, api or "", admin or "", None if side is EnvironmentSide.auto else side.value)
     if json:
         typer.echo(as_json(findings))
     else:
-        show(Console(), findings)
+        show(findings)
     raise typer.Exit(1 if failed(findings) else 0)
 
 

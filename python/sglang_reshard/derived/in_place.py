@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_reshard.derived.laziness import makers
 from sglang_reshard.derived.loaded_state import Appeared
+from sglang_reshard.torch_private import TorchDispatchMode
 from sglang_reshard.trace import aten_ops
 from sglang_reshard.trace.lazy_tensor import tensors_in
 from sglang_reshard.trace.live import storage_key

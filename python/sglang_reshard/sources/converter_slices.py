@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources.fused import FusedSlice, NamedSlices, as_slice
+from sglang_reshard.torch_private import TorchDispatchMode
 
 Converter = Callable[[int, torch.Tensor], Sequence[tuple[str, torch.Tensor]]]
 

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.shard_order import Orders, in_order, is_order_of, left_to_right, stated_by_strides
 from sglang_reshard.layout.source_layout import Mesh, MeshSharding, Placement
 from sglang_reshard.sources.dtensor_spec import LEFT_TO_RIGHT, ShardOrder
+from sglang_reshard.torch_private import AsyncCollectiveTensor, StridedShard
 
 T = TypeVar("T")
 _CURE = "pass what this trainer rank holds with an ExplicitSharding, or redistribute it"
@@ -56,11 +55,11 @@ def _placement(where: str, placement: Any) -> Placement:
     kind = type(placement)
     if kind is Replicate:
         return Placement()
-    if kind is Shard or kind is _StridedShard:
+    if kind is Shard or kind is StridedShard:
         found = Placement(int(placement.dim), int(getattr(placement, "split_factor", 1)))
         if found.dim < 0:
             raise Unsupported(f"{where} has the placement {placement!r}; count its dimension from the first")
-        known = Shard(found.dim) if kind is Shard else _StridedShard(found.dim, split_factor=found.split_factor)
+        known = Shard(found.dim) if kind is Shard else StridedShard(found.dim, split_factor=found.split_factor)
         if placement == known:
             return found
     if isinstance(placement, Partial):
@@ -83,14 +82,15 @@ def _orders(
     if order.entries is not None:
         stated = {int(dim): tuple(map(int, mesh_dims)) for dim, mesh_dims in order.entries}
     strided = any(p.split_factor > 1 for p in placements)
-    if not is_order_of(stated, placements) or (strided and stated != default):
+    by_strides = stated_by_strides(tuple(mesh.shape), placements) if strided and order.strides_are_order else None
+    # torch 2.10 derives the order from the strides and states both; later ones state an order by one of the two.
+    if not is_order_of(stated, placements) or (strided and stated not in (default, by_strides)):
         raise Unsupported(
             f"{where} has the placements {placements} and the shard order {order.entries}, which do not go together; "
             f"{_CURE}"
         )
     if not strided:
         return placements, stated if stated != default else _megatron_order(mesh, stated)
-    by_strides = stated_by_strides(tuple(mesh.shape), placements) if order.strides_are_order else None
     if by_strides is None:
         return placements, default
     return tuple(Placement(p.dim) for p in placements), by_strides

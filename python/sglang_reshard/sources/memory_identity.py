@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from sglang_reshard.sources.deepspeed import is_partitioned
+from sglang_reshard.torch_private import DTensorSpec
 
 NamedTensorList = Sequence[tuple[Any, ...]]  # (name, tensor) or (name, tensor, sharding), as `describe` takes them
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.regions import ITEM_BYTES
@@ -33,6 +32,7 @@ from sglang_reshard.sources.fsdp1 import is_flattened
 from sglang_reshard.sources.fused import FusedTensor, LocalShard, split_fused
 from sglang_reshard.sources.uneven import OwnPart, own_part
 from sglang_reshard.sources.verl_shard_spec import check_has_no_place, fused_tensor_of
+from sglang_reshard.torch_private import is_traceable_wrapper_subclass
 
 
 class TensorReader:

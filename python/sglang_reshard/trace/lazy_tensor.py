@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.torch_private import TorchDispatchMode
 from sglang_reshard.trace.lazy_storage import LazyStorage
 
 if TYPE_CHECKING:

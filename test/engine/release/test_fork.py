@@ -119,7 +119,7 @@ def test_metadata_is_valid_and_asks_for_both(installed: Path, stock_wheel: Path)
     with zipfile.ZipFile(stock_wheel) as old:
         theirs = Metadata.from_email(old.read("sglang-0.5.12.dist-info/METADATA"), validate=True).requires_dist or []
     assert needs >= {str(need) for need in theirs}
-    assert needs >= {str(Requirement(need)) for need in ("torch>=2.9", "msgspec>=0.19", "rich>=13", "kernels<0.15")}
+    assert needs >= {str(Requirement(need)) for need in ("torch>=2.10", "msgspec>=0.19", "rich>=13", "kernels<0.15")}
     assert all(need.marker and not need.specifier for need in map(Requirement, needs) if need.name == "sglang")
     assert sorted(described.license_files or []) == ["LICENSE", "sglang_reshard/LICENSE"]
     assert all((installed / ABOUT / "licenses" / name).is_file() for name in described.license_files or [])

@@ -1,16 +1,16 @@
-"""The result of one check."""
+"""The result of one check. Needs no package that could be missing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
-
-import msgspec
 
 Status = Literal["ok", "warning", "fail"]
 
 
-class Finding(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Finding:
     """One line of the doctor's output.
 
     status  "fail" if updates are impossible, "warning" if some uses are affected, else "ok"
