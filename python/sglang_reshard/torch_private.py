@@ -4,7 +4,7 @@ A DTensor tells its local tensor, its spec and its root mesh by private names on
 import fails with the name and with torch's version, and no update begins.
 
 What can be done without is read where it is used, and is missed there: FSDP1's and FSDP2's state (`sources.fsdp1`,
-`sources.fsdp`), the faster comparisons of `sources.change_detector`.
+`sources.fsdp`), the faster comparisons of `sources.memory_identity`.
 """
 # ruff: noqa: E402 (the list is checked before anything of it is imported)
 

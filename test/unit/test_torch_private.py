@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python" / "sglang_reshard"
 # What is read where it is used, as updates go on without it, or refuse with a message of their own.
 READ_WHERE_USED = {
-    "sources/change_detector.py": {
+    "sources/memory_identity.py": {
         "torch._C",
         "torch._C.DisableTorchFunctionSubclass",
         "torch._C._dynamo.guards.TensorGuards",
