@@ -171,7 +171,7 @@ def _restore_signal_handlers(sigterm_handler: Any = None) -> None:
 
 
 def _on_sigquit(*_: Any) -> None:
-    logger.error("A process of an engine reports a failure (SIGQUIT); the next call of that engine names the process")
+    logger.error("A process of an engine reported a failure (SIGQUIT); the next call of that engine names the process")
 
 
 def _in_main_thread() -> bool:

@@ -112,8 +112,8 @@ def check_installed(engine: Engine) -> None:
     """
     if not hasattr(engine, "update_weights_distributed"):
         raise Unsupported(
-            "SGLang did not load the sglang-reshard plugin: search its log for 'Failed to load plugin reshard', "
-            "and check that SGLANG_PLUGINS, if set, includes 'reshard'"
+            "SGLang did not load the sglang-reshard plugin. Search its log for 'Failed to load plugin reshard', and "
+            "check that SGLANG_PLUGINS, if set, includes 'reshard'"
         )
     if reason := unsupported_reason(engine.server_args):
         raise Unsupported(reason)

@@ -61,7 +61,7 @@ def _randomized(models: Sequence[torch.nn.Module], load_format: Any) -> list[tor
 def _specs(model: torch.nn.Module, config: Any, load_config: Any) -> list[TensorSpec]:
     """Raises OSError or ReshardError if the checkpoint's files are not on this host, or are not as usual."""
     if getattr(model, "allow_patterns_overrides", None) or getattr(model, "secondary_weights", None):
-        raise OSError(f"{type(model).__name__} has its weights in several folders")
+        raise OSError(f"{type(model).__name__} has its weights in several folders, which is not supported here")
     return folder_specs(_folder(config.model_path, config.revision, load_config.download_dir))
 
 

@@ -70,8 +70,8 @@ def require_main_guard() -> None:
 
 
 _MESSAGE = (
-    "the engine is started at the script's top level. Its processes import the script again and would start "
-    'another engine; put the script\'s code into a function and call it under `if __name__ == "__main__":`'
+    "the engine is started at the script's top level. Its processes import the script again and would start another "
+    'engine. Put the script\'s code into a function and call it under `if __name__ == "__main__":`'
 )
 
 

@@ -26,14 +26,14 @@ def refusal(manager: TokenizerManager, adapter: LoraAdapter) -> str:
     """Returns why an engine can have no such adapter; empty if it can."""
     if not manager.server_args.enable_lora:
         return (
-            f"the engine was started without LoRA, and cannot serve the adapter {adapter.name}; start it with "
+            f"the engine was started without LoRA, so it cannot serve the adapter {adapter.name}; start it with "
             "enable_lora=True, max_lora_rank and lora_target_modules"
         )
     registry, limit = manager.lora_registry, manager.server_args.max_loaded_loras
     if limit is not None and adapter.name not in (loaded := registry.get_all_adapters()) and len(loaded) >= limit:
         return (
             f"the engine has {len(loaded)} LoRA adapters, as many as max_loaded_loras={limit} allows; unload one of "
-            f"them before {adapter.name}"
+            f"them before you send {adapter.name}"
         )
     return ""
 

@@ -77,6 +77,6 @@ def _check_order(manager: TokenizerManager, asked: LoadSnapshotReq) -> None:
         raise _LaterWeights(running)
     if asked.publication < weights_info.publication(manager):
         raise _LaterWeights(
-            f"the engine holds later weights than snapshot {asked.version!r}; allow_rollback (--allow-rollback) "
-            "loads it"
+            f"the engine holds later weights than snapshot {asked.version!r}; pass allow_rollback (--allow-rollback) "
+            "to load it anyway"
         )

@@ -50,7 +50,7 @@ def mark(manager: TokenizerManager, reason: str) -> None:
     """Refuses all requests from now on with `reason`, which must not be empty."""
     if not reason:
         raise ValueError("a reason for the torn weights is required")
-    logger.error("The weights are torn, and requests are refused until an update succeeds: %s", reason)
+    logger.error("The weights are torn; requests are refused until an update succeeds: %s", reason)
     setattr(manager, _REASON, reason)
     metrics.set_torn(manager, True)
     # A continue_generation call may have checked before this update began, and lift the pause after it.
@@ -61,7 +61,7 @@ def mark(manager: TokenizerManager, reason: str) -> None:
 def heal(manager: TokenizerManager) -> None:
     """Accepts requests again. Does nothing to an engine whose weights are sound."""
     if reason(manager):
-        logger.warning("The weights are complete again, and requests are served")
+        logger.warning("The weights are complete again; requests are served")
     setattr(manager, _REASON, "")
     metrics.set_torn(manager, False)
 

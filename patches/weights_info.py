@@ -120,7 +120,9 @@ def add_share(manager: TokenizerManager, task: asyncio.Task[None], share: Share)
     """Registers what reads the live weights until `task` ends. Raises EngineRefused if there are too many already."""
     shares = _shares(manager)
     if len(shares) >= _MAX_SHARES:
-        raise EngineRefused(f"{len(shares)} other engines take the live weights already; repeat this later")
+        raise EngineRefused(
+            f"{len(shares)} other engines take the live weights already; pull later, or from another engine"
+        )
     shares[task] = share
     task.add_done_callback(lambda _: shares.pop(task))
 
@@ -133,7 +135,7 @@ async def unshared(manager: TokenizerManager) -> None:
         await asyncio.wait(shares, timeout=seconds)
         late = [share for task, share in shares.items() if not task.done() and not has_time(share)]
         for share in late:
-            logger.warning("a pull of the live weights is ended: an update of them waits for it")
+            logger.warning("a pull of the live weights is ended, because an update of them waits for it")
             await share.end()
     if shares := dict(_shares(manager)):
         await asyncio.wait(shares, timeout=_END_S)

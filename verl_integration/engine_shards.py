@@ -36,11 +36,9 @@ def unsupported_reason(engine: Any, adapter: Any = None, peft_config: Any = None
     """
     adapts = peft_config is not None or serves_adapters(engine)
     if adapts and adapter is None:
-        return "a LoRA adapter that is not merged reaches colocated replicas only; set model.lora.merge=True"
+        return "unmerged LoRA adapters can be sent to colocated replicas only; set model.lora.merge=True"
     if adapts and not fsdp.is_fsdp(engine):
-        return (
-            f"a LoRA adapter of {type(engine).__name__} that is not merged is not supported; set model.lora.merge=True"
-        )
+        return f"unmerged LoRA adapters of {type(engine).__name__} are not supported; set model.lora.merge=True"
     if getattr(engine, "_qat_enabled", False):
         return "quantization-aware training quantizes weights during the sync, which is not supported"
     if adapter is None:

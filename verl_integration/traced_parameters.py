@@ -111,7 +111,9 @@ class TracedParameters:
             return {}
         data = conversion.parameter.data
         if type(data) is not torch.Tensor or not data.is_contiguous():
-            raise Unsupported(f"it is a {type(data).__name__} with strides {data.stride()}, not a contiguous tensor")
+            raise Unsupported(
+                f"it is a {type(data).__name__} with strides {data.stride()}; only contiguous tensors are supported"
+            )
         shape = tuple(data.shape)
         traced = {}
         for name, result in trace_converter(conversion.convert, shape, data.dtype).items():

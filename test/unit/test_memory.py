@@ -142,7 +142,7 @@ def test_the_memory_of_a_process_that_ended_is_refused():
 def test_another_file_under_the_same_number_is_refused():
     handles = MemoryExporter(0).export([weight := torch.zeros(4)])
     other = msgspec.structs.replace(handles.storages[0], inode=handles.storages[0].inode + 1)
-    with pytest.raises(Mismatch, match="not what it announced"):
+    with pytest.raises(Mismatch, match="not what that rank announced"):
         PeerMemory(2, msgspec.structs.replace(handles, storages=(other,)))
     assert weight.is_shared()
 

@@ -63,8 +63,8 @@ def test_each_threshold_is_a_limit_of_its_own():
     [
         ({"sequences": []}, "at least one sequence"),
         ({"sequences": [[1, 2], [3]]}, "sequence 1 of the probe has 1 tokens"),
-        ({"sequences": [[1, -2]]}, "negative, or no integers"),
-        ({"sequences": [[1, 2.5]]}, "negative, or no integers"),
+        ({"sequences": [[1, -2]]}, "negative or not integers"),
+        ({"sequences": [[1, 2.5]]}, "negative or not integers"),
         ({"sequences": [[1] * 70_000]}, "at most 65536"),
         ({"on_mismatch": "ignore"}, "on_mismatch='ignore'"),
         ({"mean_threshold": -1}, "mean_threshold=-1"),

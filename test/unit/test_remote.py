@@ -239,7 +239,7 @@ def test_an_update_that_nobody_answered_is_an_error(server, status, body, kind):
 def test_the_way_to_a_server_names_our_address():
     assert RemoteEngine("http://127.0.0.1:1").local_address() == "127.0.0.1"
     assert RemoteEngine("http://localhost").local_address() in ("127.0.0.1", "::1")
-    with pytest.raises(EngineRefused, match="is the host's name right"):
+    with pytest.raises(EngineRefused, match="Is the host name right"):
         RemoteEngine("http://no-such-host.invalid:1").local_address()
 
 

@@ -173,7 +173,7 @@ REFUSED = {
     "overlap": (rows((0, 2, 0, 0), (1, 2, 0, 1)), Mismatch),
     r"exceeds shape \(2, 2\)": (rows((1, 3, 0, 0)), Mismatch),
     "does not have the 2 dimensions": (ShardMap((ShardBox(Box((0,), (4,)), (0,), (0,)),)), Mismatch),
-    r"reach to \(5, 2\)": (rows((0, 2, 3, 1)), Mismatch),
+    r"needs at least \(5, 2\)": (rows((0, 2, 3, 1)), Mismatch),
 }
 
 
@@ -187,7 +187,7 @@ def test_invalid_shardings_are_refused_by_name_and_trainer_rank(says):
 
 @pytest.mark.parametrize("local", [torch.zeros(3), torch.zeros(1, 2, 2), torch.zeros(2, 1)], ids=str)
 def test_a_local_tensor_of_another_shape_is_refused(local):
-    with pytest.raises(Mismatch, match=r"w has a local tensor of shape .* reach to \(2, 2\)"):
+    with pytest.raises(Mismatch, match=r"w has a local tensor of shape .* needs at least \(2, 2\)"):
         described([("w", local, ExplicitSharding((2, 2), rows((0, 2, 0, 0))))])
 
 

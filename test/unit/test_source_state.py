@@ -83,7 +83,7 @@ def test_async_collectives_are_waited_for():
 
 
 REFUSED = {
-    "have to be reduced first": (lambda: on_mesh(torch.zeros(2, 2), [Partial()]), Unsupported),
+    "must be reduced first": (lambda: on_mesh(torch.zeros(2, 2), [Partial()]), Unsupported),
     "meta device": (lambda: torch.zeros(2, device="meta"), Unsupported),
     "on the meta device": (lambda: on_mesh(torch.zeros(2, 2, device="meta"), [Shard(0)]), Unsupported),
     "pass a dense one": (lambda: torch.zeros(2, 2).to_sparse(), Unsupported),

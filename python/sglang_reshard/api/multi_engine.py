@@ -62,7 +62,7 @@ class MultiEngineSender(InBackground):
     ) -> None:
         self._options = SenderOptions.of(options, given)
         if relay and self._options.transport != "nixl":
-            raise Unsupported(f"relay=True needs transport='nixl', not {self._options.transport!r}")
+            raise Unsupported(f"relay=True needs transport='nixl', but transport is {self._options.transport!r}")
         self._address, self._rank, self._global_ranks = address, trainer_rank, global_ranks
         self._relays = EngineRelay(address, self._options.timeout_s) if relay else None
         self._engines: dict[str, tuple[int, Send | None]] = {}  # with their numbers in the session
@@ -169,9 +169,14 @@ class MultiEngineSender(InBackground):
         if on_failure not in ("raise", "exclude"):
             raise Unsupported(f"on_failure={on_failure!r} is not supported; use 'raise' or 'exclude'")
         if self._sender is None or not self._engines:
-            raise Mismatch(f"trainer rank {self._rank}: there is no engine to update; call set_engines first")
+            raise Mismatch(
+                f"trainer rank {self._rank}: no engines are set; call set_engines with at least one engine first"
+            )
         if self._relays is not None and options.staged:
-            raise Unsupported("staged=True is not supported with relay=True: engines pass on live weights")
+            raise Unsupported(
+                "staged=True is not supported with relay=True: engines read each other's live weights, and staged "
+                "weights are not live; leave one of the two out"
+            )
         return options
 
     def _probed(
@@ -216,7 +221,7 @@ class MultiEngineSender(InBackground):
 
     def _exclude(self, reasons: Mapping[str, str]) -> None:
         for name, why in reasons.items():
-            logger.warning("engine %s was not updated, and is left out from now on: %s", name, why)
+            logger.warning("engine %s was not updated and is excluded from further updates: %s", name, why)
         self._excluded |= reasons
         self._use({name: engine for name, engine in self._engines.items() if name not in reasons})
 

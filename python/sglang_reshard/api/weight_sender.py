@@ -215,7 +215,7 @@ class WeightSender(InBackground, UpdateSender):
         model and other adapters keep serving.
         """
         if name in self._adapters and not self._adapters[name]._closed:
-            raise Mismatch(f"lora_adapter was called for {name} before; use the sender that it returned")
+            raise Mismatch(f"lora_adapter was already called for {name}; use the sender that it returned")
         session = Session.join(self._session.address.named(f"lora/{name}"), self._timeout_s)
         self._adapters[name] = adapter = WeightSender.__new__(WeightSender)
         options = dataclasses.replace(self._options, lora=LoraAdapter(name, config), delta="off")
@@ -266,7 +266,10 @@ def _open_session(group: dist.ProcessGroup, interface: str, timeout_s: float) ->
         try:
             hosted.append(Session.host(interface, timeout_s))
         except OSError as error:
-            raise Unsupported(f"interface={interface!r} is not an address of trainer rank 0's host: {error}") from error
+            raise Unsupported(
+                f"interface={interface!r} is not an address of trainer rank 0's host: {error}. Pass an address of that "
+                "host which engine ranks can reach"
+            ) from error
         return msgspec.to_builtins(hosted[0].address)
 
     address = convert(on_first_rank(host, group), Address)

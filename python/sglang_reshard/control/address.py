@@ -29,7 +29,7 @@ class Address(msgspec.Struct, frozen=True):
         try:
             return bytes.fromhex(self.key)
         except ValueError:
-            raise Unauthorized(f"{self}: the key is not hexadecimal; was the address changed on its way?") from None
+            raise Unauthorized(f"{self}: the key is not hexadecimal; pass the session address unchanged") from None
 
     def __repr__(self) -> str:
         return f"Address(session={self.session!r}, host={self.host!r}, port={self.port!r})"

@@ -271,7 +271,7 @@ class ControlClient:
             self._callbacks = {}
         with contextlib.suppress(ConnectionLost):
             self._request("disconnect", (), _CLOSE_S)
-        self._lose("this client is closed")
+        self._lose("this connection to the control server is closed")
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -337,7 +337,7 @@ class ControlClient:
             except OSError as error:
                 self._lose(f"sending to it failed ({error}); check the log of trainer rank 0")
             except BaseException:  # the server would not understand what follows half a frame
-                self._lose("this process was interrupted while it was sending")
+                self._lose("this process was interrupted while sending to it")
                 raise
 
     # -- replies and events, in the client's thread
@@ -412,7 +412,7 @@ class ControlClient:
             _start(callback, str(self._error()))
 
     def _error(self) -> ConnectionLost:
-        return ConnectionLost(f"{server_name(self.address)} cannot be reached any more: {self._lost}")
+        return ConnectionLost(f"{server_name(self.address)} can no longer be reached: {self._lost}")
 
 
 def _start(callback: Callable[[str], None], reason: str) -> None:

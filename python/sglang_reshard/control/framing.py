@@ -59,7 +59,7 @@ class FrameWriter:
         _encoder.encode_into(message, frame, _HEAD.size)
         body_bytes = len(frame) - _HEAD.size
         if body_bytes > MAX_FRAME_BYTES:
-            raise FrameTooLarge(f"a message of {body_bytes} bytes exceeds the limit: at most {MAX_FRAME_BYTES} bytes")
+            raise FrameTooLarge(f"a message of {body_bytes} bytes exceeds the limit of {MAX_FRAME_BYTES} bytes")
         _HEAD.pack_into(frame, 0, body_bytes + _MIN_LENGTH, self._next)
         with memoryview(frame) as view, view[_LENGTH.size :] as authenticated:
             mac = hmac.digest(self._key, authenticated, "sha256")
@@ -108,10 +108,10 @@ class FrameReader:
         view = memoryview(frame)
         mac = hmac.digest(self._key, view[_LENGTH.size : -MAC_BYTES], "sha256")
         if not hmac.compare_digest(mac, view[-MAC_BYTES:]):
-            raise ProtocolError("a frame is not authentic")
+            raise ProtocolError("a frame is not authentic; another program may have altered the connection")
         _, number = _HEAD.unpack_from(frame)
         if number != self._next:
-            raise ProtocolError(f"frame {number} arrived in place of frame {self._next}: one was repeated or lost")
+            raise ProtocolError(f"frame {number} arrived instead of frame {self._next}: a frame was repeated or lost")
         self._next += 1
         return view[_HEAD.size : -MAC_BYTES]
 

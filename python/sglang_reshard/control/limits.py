@@ -28,9 +28,15 @@ class MemoryQuota:
         """
         size += names * _NAME_BYTES
         if size > 0 and self.stored_bytes + size > self._max_bytes:
-            raise QuotaExceeded(f"the control server would store more than {self._max_bytes} bytes")
+            raise QuotaExceeded(
+                f"the control server's store is full: its limit is {self._max_bytes} bytes for the layouts and memory "
+                "handles of all sessions. Close senders that are no longer used"
+            )
         if names > 0 and self.names + names > self._max_names:
-            raise QuotaExceeded(f"the control server would store more than {self._max_names} names")
+            raise QuotaExceeded(
+                f"the control server's store is full: its limit is {self._max_names} names for all sessions. Close "
+                "senders that are no longer used"
+            )
         self.stored_bytes += size
         self.names += names
 
@@ -39,4 +45,6 @@ def check_name(*names: str) -> None:
     """Raises QuotaExceeded for a name that is too long."""
     for name in names:
         if len(name) > MAX_NAME_CHARACTERS:
-            raise QuotaExceeded(f"a name of {len(name)} characters, {name[:80]}...; at most {MAX_NAME_CHARACTERS}")
+            raise QuotaExceeded(
+                f"the name {name[:80]}... has {len(name)} characters; the limit is {MAX_NAME_CHARACTERS}"
+            )

@@ -177,7 +177,7 @@ class CancelScopes:
         entered = {name: scope.members[client] for name, scope in self._scopes.items() if client in scope.members}
         self.leave_all(client)
         for name, who in entered.items():
-            self.cancel(name, f"{who} disconnected without leaving; was it killed? Check its log")
+            self.cancel(name, f"{who} disconnected unexpectedly; was its process killed? Check its log")
 
     def delete(self, name: str) -> None:
         """Deletes a scope and all that are in it. What still waits there is cancelled."""
@@ -209,7 +209,7 @@ class CancelScopes:
 
 def ended(name: str) -> str:
     """Returns the reason for those who still wait in a scope that is gone."""
-    return f"{name} has ended without this rank; was its process stopped?"
+    return f"{name} ended without this rank; was its process stopped?"
 
 
 @lru_cache(_NAMES_IN_USE)

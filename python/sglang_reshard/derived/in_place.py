@@ -34,7 +34,10 @@ class Remake(NamedTuple):
         made, _ = _made(self.of, self.maker, ())
         if made is not self.tensor:
             if made is None or _form(made) != _form(self.tensor):
-                raise RuntimeError(f"{self.of.path} was not made again by {self.maker}")
+                raise RuntimeError(
+                    f"{self.maker} no longer computes {self.of.path} with the same shape and dtype; start the engine "
+                    "with disable_cuda_graph=True"
+                )
             self.tensor.copy_(made)
             self.of.table.put(self.of.key, self.tensor)
 
@@ -53,8 +56,8 @@ def rehearse(derived: Appeared, weights: Collection[int]) -> Rehearsed:
     """
     tensor = derived.table.get(derived.key)
     if not isinstance(tensor, torch.Tensor) or derived.table.kind != "attributes":
-        return Rehearsed(refusal="it is no attribute that a method makes")
-    refusal = "no method makes it without the inputs of a forward pass"
+        return Rehearsed(refusal="it is not an attribute that a method of the model computes")
+    refusal = "no method computes it without the inputs of a forward pass"
     for maker in makers(derived.table.owner, derived.key):
         if not maker:
             continue
@@ -71,7 +74,7 @@ def rehearse(derived: Appeared, weights: Collection[int]) -> Rehearsed:
             return Rehearsed()
         if _form(made) == _form(tensor) and _equal(made, tensor):
             return Rehearsed(Remake(derived, tensor, maker))
-        refusal = f"{maker} makes another tensor of the same weights"
+        refusal = f"{maker} computes another tensor from the same weights"
     return Rehearsed(refusal=refusal)
 
 
@@ -145,7 +148,7 @@ class _Watch(TorchDispatchMode):
         for written in aten_ops.written_arguments(func, args, kwargs):
             for tensor in written if isinstance(written, (list, tuple)) else (written,):
                 if isinstance(tensor, torch.Tensor) and storage_key(tensor) in self._weights:
-                    raise RuntimeError(f"{func} changes a weight")
+                    raise RuntimeError(f"{func} writes to a weight")
         of_weights = any(self._depends(tensor) for tensor in tensors_in(args, kwargs))
         out = func(*args, **kwargs)
         if of_weights:

@@ -158,7 +158,7 @@ class _Search:
         if complete:
             ways = " or ".join(f"rename={dict(mapping)!r}" for _, mapping in complete)
             first = next(compress(best.names, unread))
-            raise Mismatch(f"{first} may mean several tensors of this engine; pass {ways} to the update")
+            raise Mismatch(f"{first} matches several tensors of this engine; pass {ways} to the update")
         better = max(found, key=lambda one: one[0].number_read, default=None)
         if better is None or (more := better[0].number_read - best.number_read) <= 0:
             return best, ""
@@ -178,7 +178,7 @@ class _Search:
             one, other = clashes[0]
             self.collision = self.collision or (
                 f"{self._given[one]} and {self._given[other]} are both {candidates[other][at[other]]} without the "
-                "prefixes of wrappers: leave one of them out, or pass rename= to the update"
+                "prefixes of wrappers. Leave one of them out, or pass rename= to the update"
             )
             for one, other in clashes:
                 changed = other if at[other] else one

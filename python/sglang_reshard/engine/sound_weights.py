@@ -44,7 +44,7 @@ def check_kept(kept: Collection[str], request: DistributedUpdateWeightsReq, last
     shown = ", ".join(names[:_SHOWN_NAMES])
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     raise Mismatch(
-        f"{shown}{more} would stay as they are, and nothing has brought them: the engine "
-        "was started with load_format='dummy', its weights were released, or an update of them broke off. Send them "
-        "once, without frozen= and only=, or start the engine on a checkpoint"
+        f"{shown}{more} would stay as they are, and nothing has brought them: the engine was started with "
+        "load_format='dummy', its weights were released, or an update of them failed half-way. Send all tensors once, "
+        "without frozen= and only=, or start the engine on a checkpoint"
     )

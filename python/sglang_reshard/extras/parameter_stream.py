@@ -128,7 +128,10 @@ class ParameterStream:
         missing = [name for name in self._known if name not in self._received]
         if self._version != str(version) or missing:
             shown = ", ".join(missing[:_SHOWN_NAMES]) or "no parameter at all"
-            raise Mismatch(f"version {version} has not arrived: {len(missing)} parameters are missing, {shown}")
+            raise Mismatch(
+                f"version {version} is incomplete: {len(missing)} parameters have not arrived, {shown}. Send them "
+                "before committing"
+            )
         report = self._sender.update(list(self._known.items()), weight_version=str(version), **options)
         self._version, self._received = None, set()
         return report
@@ -177,5 +180,5 @@ def packed(bucket: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
 def _dtype(given: torch.dtype | str) -> torch.dtype:
     found = given if isinstance(given, torch.dtype) else getattr(torch, given.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise Mismatch(f"{given!r} is no dtype of torch")
+        raise Mismatch(f"{given!r} is not a torch dtype")
     return found

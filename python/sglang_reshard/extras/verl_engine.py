@@ -72,7 +72,8 @@ class VerlEngine:
         options = SenderOptions.of(options, of_sender)
         if device_mesh_cpu.ndim != 1:
             raise Unsupported(
-                f"device_mesh_cpu has {device_mesh_cpu.ndim} dimensions; pass one of them, mesh['tp'] for example"
+                f"device_mesh_cpu has {device_mesh_cpu.ndim} dimensions; pass a mesh of one dimension, mesh['tp'] for "
+                "example"
             )
         self._group = device_mesh_cpu.get_group()
         self._rank = device_mesh_cpu.get_local_rank()
@@ -94,7 +95,9 @@ class VerlEngine:
             self._start(arguments, ranks_per_node)
         elif backend == "server":
             of_engine = {**server_args, "tp_size": tp_size, "nnodes": None if nnodes == 1 else nnodes}
-            _check_not_given(of_engine, "backend='server'", "a server's are set when it is started")
+            _check_not_given(
+                of_engine, "backend='server'", "they are options of the engine, and a server gets them at its start"
+            )
             self._local, reached = connect_server(
                 self._group, url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=options.timeout_s
             )
@@ -122,7 +125,9 @@ class VerlEngine:
         options, given   weight_version and the other options of `WeightSender.update`
         """
         if load_format is not None:
-            raise Unsupported(f"load_format={load_format!r} is not supported: the engine's own loader is used; omit it")
+            raise Unsupported(
+                f"load_format={load_format!r} is not supported, because the engine's own loader is used; omit it"
+            )
         return self._sender.update(named_tensors, options, **given)
 
     def lora_adapter(self, name: str, config: str) -> WeightSender:
@@ -223,11 +228,11 @@ class VerlEngine:
 
 def _check_nodes(trainer_ranks: int, nnodes: int, interface: str) -> None:
     if trainer_ranks % nnodes:
-        raise Unsupported(f"{trainer_ranks} trainer ranks cannot be spread evenly over {nnodes} nodes")
+        raise Unsupported(f"{trainer_ranks} trainer ranks cannot be divided evenly among {nnodes} nodes")
     if nnodes > 1 and interface.startswith("127."):
         raise Unsupported(
-            f"nnodes={nnodes}, but the session listens on {interface}, which other nodes cannot reach; "
-            "pass interface=, the first node's address in the private network"
+            f"nnodes={nnodes}, but the session listens on {interface}, which other nodes cannot reach; pass "
+            "interface=, the first node's address in the private network"
         )
 
 

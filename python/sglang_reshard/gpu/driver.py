@@ -88,7 +88,7 @@ class CudaDriver:
         self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(seen), ctypes.c_void_p(address), ctypes.c_uint(0))
         if seen.value != address:
             self.unregister_host(address)
-            raise DriverError("cuMemHostGetDevicePointer_v2", "devices see it at another address")
+            raise DriverError("cuMemHostGetDevicePointer_v2", "GPUs see this memory at another address than the host")
 
     def unregister_host(self, address: int) -> None:
         self._call("cuMemHostUnregister", ctypes.c_void_p(address))

@@ -94,9 +94,8 @@ class CudaRuntime:
             driver = cuda_driver()
             if not driver.has_handle(address):
                 raise Unsupported(
-                    "its GPU memory has no CUDA IPC handle, as is so for expandable segments, cudaMallocAsync and "
-                    "pools of virtual memory; unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or use "
-                    "transport='p2p'"
+                    "its GPU memory has no CUDA IPC handle: expandable segments, cudaMallocAsync and virtual memory "
+                    "pools have none. Unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or use transport='p2p'"
                 )
             return Allocation(*driver.allocation(address))
 

@@ -28,5 +28,8 @@ def trainer_side(landing: str, session: Session, trainer_rank: int, size: int, t
     Raises Mismatch for a landing that asks nothing.
     """
     if landing not in _SIDES:
-        raise Mismatch(f"an engine asks in the name of a landing {landing!r}, which has no side on trainer ranks")
+        raise Mismatch(
+            f"an engine sent a request for the landing {landing!r}, which trainer ranks do not have. Run the same "
+            "version of sglang-reshard on both sides"
+        )
     return cast("TrainerSide", import_module(_SIDES[landing]).trainer_side(session, trainer_rank, size, timeout_s))

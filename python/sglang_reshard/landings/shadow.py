@@ -64,8 +64,8 @@ def check_room(nbytes: int, ranks_on_host: int, device: torch.device) -> None:
         free, needed, where = psutil.virtual_memory().available, nbytes * ranks_on_host, "its host"
     if free < needed:
         raise Unsupported(
-            f"staged=True takes {nbytes:,} bytes beside the weights "
-            f"({needed:,} in total there), but {where} has {free:,} bytes free; update without staged=True"
+            f"staged=True needs {nbytes:,} bytes in addition to the weights ({needed:,} bytes in total there), but "
+            f"{where} has {free:,} bytes free. Update without staged=True"
         )
 
 

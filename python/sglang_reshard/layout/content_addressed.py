@@ -36,8 +36,8 @@ def unpack_blob(
     raw = inflate(data, max_bytes, what)
     if expect and hashlib.sha256(raw).hexdigest() != expect:
         raise Mismatch(
-            f"{what} is not what its content hash {expect[:12]!r} says: something else was left in its place. "
-            "Start a new session"
+            f"{what} does not match its content hash {expect[:12]!r}: something else was stored in its place. Start a "
+            "new session"
         )
     try:
         return msgpack_decoder(kind).decode(raw)
@@ -55,7 +55,9 @@ def inflate(data: bytes, max_bytes: int, what: str = "the manifest") -> bytes:
     except zlib.error as error:
         raise Mismatch(f"{what} is damaged: {error}. Start a new session") from error
     if len(raw) > max_bytes:
-        raise Mismatch(f"{what} takes more than {max_bytes:,} bytes unpacked, which nothing honest does")
+        raise Mismatch(
+            f"{what} decompresses to more than {max_bytes:,} bytes, the limit. Was it published by sglang_reshard?"
+        )
     if not stream.eof or stream.unused_data:
-        raise Mismatch(f"{what} is damaged: it was cut short, or something follows it. Start a new session")
+        raise Mismatch(f"{what} is damaged: it is truncated, or has data after its end. Start a new session")
     return raw

@@ -19,7 +19,10 @@ from sglang_reshard.layout.regions import ITEM_BYTES, Box, TensorSpec
 from sglang_reshard.layout.shard_map import ShardMap
 
 Interval = tuple[int, int]
-_CURE = "pass the same tensors in the same order on all trainer ranks, or partial=True if each passes its own"
+_CURE = (
+    "pass the same tensors in the same order on all trainer ranks, or partial=True if each trainer rank passes only "
+    "its own"
+)
 EXPLICIT = -1  # in place of a mesh: the tensor has an explicit shard map
 
 
@@ -205,5 +208,6 @@ def first_difference(layout: SourceLayout, other: SourceLayout, other_rank: int)
                 f"trainer rank {other_rank} has {theirs}"
             )
     return (
-        f"trainer rank 0 has {len(layout.tensors)} tensors, trainer rank {other_rank} has {len(other.tensors)}; {_CURE}"
+        f"trainer rank 0 has {len(layout.tensors)} tensors, but trainer rank {other_rank} has {len(other.tensors)}; "
+        f"{_CURE}"
     )

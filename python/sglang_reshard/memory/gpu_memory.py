@@ -82,7 +82,9 @@ class GpuExporter:
             allocation, begin = find(name, shard, shard.device)
             offset, rest = divmod(begin, shard.dtype.itemsize)
             if rest:
-                raise Unsupported(f"{name}: its address in GPU memory is no multiple of {shard.dtype.itemsize} bytes")
+                raise Unsupported(
+                    f"{name}: its address in GPU memory is not a multiple of {shard.dtype.itemsize} bytes; clone() it"
+                )
             found.append((allocation, offset))
         marks = []
         for device, (words, seed) in self._pages.items():
@@ -129,8 +131,8 @@ def unlike_mark(mark: Mark, address: int, device: torch.device) -> str:
             return ""
     return (
         f"is mapped for {device} and reads as other bytes than were written there: reads from GPU to GPU are broken "
-        "between the two. Switch off PCIe ACS and the IOMMU, or use transport='p2p', with NCCL_P2P_DISABLE=1 for all "
-        "ranks, as NCCL reads by the same way"
+        "between the two. Switch off PCIe ACS and the IOMMU, or use transport='p2p' with NCCL_P2P_DISABLE=1 on all "
+        "ranks, because NCCL reads in the same way"
     )
 
 

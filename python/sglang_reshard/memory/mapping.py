@@ -170,11 +170,17 @@ class MemoryExporter:
                 continue
             where = f"trainer rank {self._rank}: {_name(names, number)}"
             if shard.untyped_storage().nbytes() == 0:
-                raise Unsupported(f"{where} has no memory any more: its storage was freed before the update took place")
+                raise Unsupported(
+                    f"{where} has no memory any more: its storage was freed before the update. Bring the weights back "
+                    "before calling update"
+                )
             if gpus.on_gpu(shard):
                 on_gpu.append(number)
             elif shard.device.type != "cpu":
-                raise Unsupported(f"{where} is on a {shard.device.type} device; only CPU and CUDA memory can be shared")
+                raise Unsupported(
+                    f"{where} is on a {shard.device.type} device, but only CPU and CUDA memory can be shared; move it "
+                    "there"
+                )
             elif uses_gpu or gpus.is_pinned(shard):
                 copied.append(number)
             else:
@@ -221,5 +227,7 @@ def _move(storage: torch.UntypedStorage, where: str) -> ShmStorage:
     """Returns a handle of a CPU storage, once it is in shared memory."""
     fd, nbytes = share(storage, where)
     if fd < 0:  # mapped by UntypedStorage.from_file, which closes the file
-        raise Unsupported(f"{where} is mapped from a file and cannot be moved; pass a clone() of it")
+        raise Unsupported(
+            f"{where} is mapped from a file, so it cannot be moved into shared memory; pass a clone() of it"
+        )
     return ShmStorage(os.getpid(), fd, os.fstat(fd).st_ino, nbytes)

@@ -48,7 +48,7 @@ def open_shared(pid: int, fd: int, inode: int, nbytes: int) -> int:
     try:
         status = os.fstat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink or _file_system_type(path) != _TMPFS_MAGIC:
-            raise Mismatch(f"descriptor {fd} of process {pid} is not unlinked shared memory")
+            raise Mismatch(f"descriptor {fd} of process {pid} is not a shared memory file of sglang-reshard")
         if (status.st_ino, status.st_size) != (inode, nbytes):
             raise Mismatch(
                 f"descriptor {fd} of process {pid} has inode {status.st_ino} and {status.st_size:,} bytes, expected "
@@ -143,8 +143,8 @@ def check_free_shm(nbytes: int, who: str) -> None:
     free = status.f_bavail * status.f_frsize
     if free < nbytes:
         raise Unsupported(
-            f"{who} has to move {nbytes:,} bytes of shards into shared memory, but /dev/shm has {free:,} bytes free; "
-            "enlarge it (docker: --shm-size, or mount -o remount,size=)"
+            f"{who} has to move {nbytes:,} bytes of shards into shared memory, but /dev/shm has {free:,} bytes free. "
+            "Enlarge it (docker: --shm-size, or mount -o remount,size=)"
         )
 
 
@@ -160,7 +160,7 @@ def raise_descriptor_limit(count: int, who: str) -> None:
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise Unsupported(
             f"{who} has to keep {count:,} more file descriptors open, one per storage of its shards, but its limit is "
-            f"{hard:,}; raise it to {needed:,} (ulimit -n, or docker: --ulimit nofile=)"
+            f"{hard:,}. Raise it to {needed:,} (ulimit -n, or docker: --ulimit nofile=)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

@@ -113,7 +113,8 @@ def summary(ranks: Sequence[RankReport], transport: str, weight_version: str | N
     """Returns a successful update as one line for a log."""
     version = f"version {weight_version}, " if weight_version is not None else ""
     return (
-        f"{version}{received_bytes(ranks) / 1e9:.3f} GB to {len(ranks)} engine ranks by {transport} in {seconds:.3f} s"
+        f"{version}{received_bytes(ranks) / 1000000000.0:.3f} GB to {len(ranks)} engine ranks with transport "
+        f"{transport} in {seconds:.3f} s"
     )
 
 
@@ -237,8 +238,8 @@ def _overview(report: UpdateReport) -> Table:
         ("verified", f"{report.verified}, digest {report.digest}" if report.digest else report.verified),
         (
             "received",
-            f"{format_bytes(report.received_bytes)} by {len(report.engine_ranks)} engine ranks together"
-            + ("" if report.changed_share is None else f": {report.changed_share:.2%} of elements had changed"),
+            f"{format_bytes(report.received_bytes)} by all {len(report.engine_ranks)} engine ranks"
+            + ("" if report.changed_share is None else f": {report.changed_share:.2%} of elements changed"),
         ),
         ("rate", f"{format_bytes(report.bytes_per_second)}/s during the slowest rank's move"),
         ("bucket", format_bytes(report.bucket_bytes)),

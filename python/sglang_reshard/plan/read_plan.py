@@ -163,8 +163,8 @@ def plan_reads(index: TensorIndex, copies: Sequence[Copy], location: RankLocatio
         trainer_ranks[read] = trainer_ranks[first]
     if len(copies) >> _COPY_BITS or len(items) >> _ITEM_BITS:
         raise ValueError(
-            f"{len(copies)} copies with {len(items)} distinct items exceed the planner's limits of "
-            f"{1 << _COPY_BITS} and {1 << _ITEM_BITS}"
+            f"the plan has {len(copies)} copies and {len(items)} distinct items; at most {1 << _COPY_BITS} copies and "
+            f"{1 << _ITEM_BITS} items are supported. Please report this model"
         )
     position = np.empty(len(copies), np.int64)  # of each copy, in destination order
     targets: dict[str, int] = {}
@@ -313,7 +313,7 @@ def demanded_shards(index: TensorIndex, demands: Sequence[RankDemand]) -> np.nda
         for e, d in enumerate(demands)
     ]
     if any(len(row) != nbytes for row in rows):
-        raise Mismatch("the demands of engine ranks are not of this layout; this is a bug, please report it")
+        raise Mismatch("the demands of the engine ranks belong to another layout. This is a bug; please report it")
     return np.unpackbits(np.stack(rows), axis=1, count=index.num_shards, bitorder="little").astype(bool)
 
 

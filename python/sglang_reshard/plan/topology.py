@@ -90,8 +90,8 @@ class ClusterTopology:
         if reason:
             return f"engine rank {engine_rank} cannot map the memory of trainer rank {trainer_rank}: {reason}"
         return (
-            f"engine rank {engine_rank} on {engine_host} needs shards that no trainer rank on this host holds "
-            f"(trainer rank {trainer_rank} on {self.trainer_hosts[trainer_rank]} does)"
+            f"engine rank {engine_rank} on {engine_host} needs shards that no trainer rank on that host holds (trainer "
+            f"rank {trainer_rank} on {self.trainer_hosts[trainer_rank]} does)"
         )
 
     def check_messages(self, members: Sequence[int]) -> None:
@@ -119,8 +119,8 @@ class ClusterTopology:
                 other, expected = first.setdefault(key, (name, value))
                 if value != expected:
                     raise Unsupported(
-                        f"{other} has {key[1]} {expected or 'unset'} and {name} has {value or 'unset'}, and NCCL would "
-                        "not connect them",
+                        f"{other} has {key[1]} {expected or 'unset'}, but {name} has {value or 'unset'}, and NCCL "
+                        "would not connect them",
                         cure=_CURES.get(key[1], f"export the same {key[1]} for trainer and engine"),
                     )
 

@@ -344,7 +344,7 @@ def as_list(value: Any) -> Any:
     """Encodes tensors and arrays in an engine's output as lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise NotImplementedError(f"objects of type {type(value).__name__} cannot be sent")
+    raise NotImplementedError(f"objects of type {type(value).__name__} cannot be sent in a message")
 
 
 def decode(data: bytes, kind: type[T]) -> T:
@@ -354,5 +354,5 @@ def decode(data: bytes, kind: type[T]) -> T:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         name = getattr(kind, "__name__", "Command")  # the only union of messages
         raise Mismatch(
-            f"invalid {name} message: {error}; trainer and engine must run the same version of sglang-reshard"
+            f"invalid {name} message: {error}. Trainer and engine must run the same version of sglang-reshard"
         ) from error

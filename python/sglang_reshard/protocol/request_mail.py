@@ -40,7 +40,9 @@ def from_metadata(metadata: str) -> Address:
     try:
         return from_json(metadata, Address)
     except (msgspec.MsgspecError, TypeError) as error:
-        raise Mismatch(f"this is no metadata of a ModuleSender: {error}") from None
+        raise Mismatch(
+            f"this is not the metadata of a ModuleSender: {error}. Pass ModuleSender.metadata unchanged"
+        ) from None
 
 
 class Mailbox:
@@ -140,7 +142,7 @@ class MailRoom:
         try:
             self._client.set({keys[0]: encode(_with_key(request, self._key, ""))})
             (data,) = self._client.get(keys[1:], request.timeout_s, _scope(name), lambda _: (
-                f"receiver {name} did not take the weights within {request.timeout_s:.0f} s; does it call "
+                f"receiver {name} did not take the weights within {request.timeout_s:.0f} s. Does it call "
                 "poll_and_apply, receive or start?"
             ))  # fmt: skip
         except Aborted as error:
@@ -170,7 +172,9 @@ def _with_key(request: DistributedUpdateWeightsReq, old: str, new: str) -> Distr
 
     def changed(address: Address) -> Address:
         if address.key != old:
-            raise Mismatch(f"{request.name()} is of another control server than its receiver is connected to")
+            raise Mismatch(
+                f"{request.name()} came from another control server than the one its receiver is connected to"
+            )
         return msgspec.structs.replace(address, key=new)
 
     return msgspec.structs.replace(request, address=changed(request.address))

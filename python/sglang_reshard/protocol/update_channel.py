@@ -261,7 +261,7 @@ class EngineChannel(EngineScope):
         """
         try:
             with ControlClient(self._client.address, _DOUBT_S) as client:
-                reason = f"{self._owner} lost its connection in a vote"
+                reason = f"{self._owner} lost its connection to the control server during a vote"
                 client.cancel(self.scope, reason)
                 return client.revoke(self.scope, reason)
         except ReshardError:
@@ -334,13 +334,10 @@ def _answer(update: int, question: Question, engine_rank: int) -> str:
 
 def _no_call(update: int, timeout_s: float, missing: list[int]) -> str:
     return (
-        f"update {update}: trainer ranks {missing} did not call update within {timeout_s:.0f} s; every trainer rank "
-        "must call it, look at their logs"
+        f"update {update}: trainer ranks {missing} did not call update within {timeout_s:.0f} s. Every trainer rank "
+        "must call it; look at the logs of these ranks"
     )
 
 
 def _no_answer(missing: list[int], timeout_s: float) -> str:
-    return (
-        f"trainer ranks {missing} did not say within {timeout_s:.0f} s what the engine's weights are checked against; "
-        "look at their logs"
-    )
+    return f"trainer ranks {missing} did not send their checksums within {timeout_s:.0f} s; look at their logs"

@@ -44,7 +44,7 @@ def mesh_sharding(
     if all(r < 0 for r in ranks):
         raise Unsupported(
             f"{where} is on a mesh of global ranks {global_ranks.flatten().tolist()}, none of which participates in "
-            f"the update (global ranks {sorted(trainer_rank_of)} do); create the sender on all ranks that hold weights"
+            f"the update (global ranks {sorted(trainer_rank_of)} do). Create the sender on all ranks that hold weights"
         )
     of_root = tuple(own[dim] if dim >= 0 else Placement() for dim in dims)
     orders = {tensor_dim: tuple(map(dims.index, order)) for tensor_dim, order in orders.items()}
@@ -58,18 +58,25 @@ def _placement(where: str, placement: Any) -> Placement:
     if kind is Shard or kind is StridedShard:
         found = Placement(int(placement.dim), int(getattr(placement, "split_factor", 1)))
         if found.dim < 0:
+<<<<<<< HEAD
             raise Unsupported(f"{where} has the placement {placement!r}; count its dimension from the first")
         known = Shard(found.dim) if kind is Shard else StridedShard(found.dim, split_factor=found.split_factor)
+=======
+            raise Unsupported(
+                f"{where} has the placement {placement!r} with a negative dimension; use a dimension from 0 on"
+            )
+        known = Shard(found.dim) if kind is Shard else _StridedShard(found.dim, split_factor=found.split_factor)
+>>>>>>> d2447f7 (Errors and log lines are plain sentences; usage pages say who acts)
         if placement == known:
             return found
     if isinstance(placement, Partial):
         raise Unsupported(
-            f"{where} has the placement {placement!r}, whose shards have to be reduced first, for example with "
+            f"{where} has the placement {placement!r}, whose shards must be reduced first, for example with "
             "tensor.redistribute(placements=[Replicate()])"
         )
     raise Unsupported(
-        f"{where} has the placement {placement!r}, a {kind.__module__}.{kind.__qualname__}; supported are Shard, "
-        f"_StridedShard and Replicate. Else {_CURE}"
+        f"{where} has the placement {placement!r}, a {kind.__module__}.{kind.__qualname__}; only Shard, _StridedShard "
+        f"and Replicate are supported. For others, {_CURE}"
     )
 
 

@@ -45,7 +45,9 @@ def adapter_tensors(module: nn.Module, adapter: str = "default") -> list[tuple[A
     """
     found = list(_renamed(module, adapter))
     if not found:
-        raise Mismatch(f"the module has no LoRA adapter {adapter!r}; pass PEFT's model, and the adapter's name in it")
+        raise Mismatch(
+            f"the module has no LoRA adapter {adapter!r}; pass PEFT's model and the name of one of its adapters"
+        )
     return found
 
 
@@ -96,18 +98,22 @@ def adapter_config(config: Any, adapter: str = "default") -> str:
         raise Mismatch(f"the adapter's configuration lacks {', '.join(missing)}; pass model.peft_config['default']")
     kind = str(getattr(options.get("peft_type"), "value", options.get("peft_type", "LORA")))
     if kind != "LORA":
-        raise Unsupported(f"peft_type={kind}: SGLang serves LoRA adapters only; merge it into the weights instead")
+        raise Unsupported(
+            f"peft_type={kind}: SGLang serves only LoRA adapters; merge this adapter into the weights instead"
+        )
     for option, what in _NOT_SERVED.items():
         if options.get(option):
             raise Unsupported(
                 f"{option}={options[option]}: SGLang does not serve {what}; train without it, or merge the adapter "
-                "into the weights and update these"
+                "into the weights and update the weights"
             )
     if (bias := options.get("bias", "none")) != "none":
-        raise Unsupported(f"bias={bias!r}: SGLang does not serve an adapter's biases; train with bias='none'")
+        raise Unsupported(f"bias={bias!r}: SGLang does not serve biases of an adapter; train with bias='none'")
     modules = options["target_modules"]
     if isinstance(modules, str) and modules not in ("all", "all-linear"):
-        raise Unsupported(f"target_modules={modules!r} is a pattern, which SGLang does not serve; list the modules")
+        raise Unsupported(
+            f"target_modules={modules!r} is a pattern, and SGLang does not serve patterns; list the modules"
+        )
     return json.dumps(
         {
             "peft_type": kind,

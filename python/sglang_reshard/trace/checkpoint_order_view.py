@@ -32,7 +32,7 @@ def shard_view(
     view = _largest_view(strides, boxes[0], own.numel)
     starts = _starts(view, boxes) if view is not None else None
     if starts is None:
-        raise Unsupported("no strided view of the local shard has its elements in the checkpoint tensor's order")
+        raise Unsupported("its elements in live memory are not in the checkpoint tensor's order")
     return view, starts
 
 
@@ -43,7 +43,7 @@ def _strides(boxes: Sequence[BoxMapping]) -> list[int | None]:
         for dim, (size, stride) in enumerate(zip(box.size, box.stride, strict=True)):
             if size > 1 and strides[dim] not in (None, stride):
                 raise Unsupported(
-                    f"parts of its dimension {dim} have strides {strides[dim]} and {stride} in the local shard"
+                    f"its parts have different strides in live memory, {strides[dim]} and {stride} in dimension {dim}"
                 )
             if size > 1:
                 strides[dim] = stride

@@ -173,8 +173,8 @@ def _check_storage(
             if any(cells.has(box, cell) for box in written)
         )
         raise Unsupported(
-            f"{storage.name} has elements that are written more than once while loading, by {_some(names)}. Send "
-            "each weight once, under one name."
+            f"the loader writes elements of {storage.name} more than once, from {_some(names)}. Send each weight once, "
+            "under one name."
         )
     return left
 
@@ -307,7 +307,7 @@ def check_order(records: Sequence[Record]) -> None:
                 if later and j != i and _overlap(leaf, other, storage):
                     raise Unsupported(
                         f"The loader computes {record.storage.name} from {storage.name} before it has loaded "
-                        f"{_label(other)} there. An update copies all weights first and cannot keep this order; use "
+                        f"{_label(other)} there. An update copies all weights first, so it cannot keep this order. Use "
                         "SGLang's own update_weights_from_tensor."
                     )
 

@@ -52,8 +52,8 @@ class LazyTensor(torch.Tensor):
     def data_ptr(self) -> int:
         # torch would return 0, and a kernel would dereference it.
         raise Unsupported(
-            "The loader takes the address of a checkpoint tensor, which has no memory while it is traced. Update this "
-            "model with SGLang's own update_weights_from_tensor."
+            "The loader takes the address of a checkpoint tensor, which has no memory while the loader is traced. "
+            "Update this model with SGLang's own update_weights_from_tensor."
         )
 
     @classmethod

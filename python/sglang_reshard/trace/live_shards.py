@@ -44,8 +44,8 @@ def live_shards(program: Program, shapes: Mapping[str, tuple[int, ...]], engine_
     shards, unreadable = readable_shards(program, shapes, engine_rank)
     for name, why in unreadable.items():
         raise Unsupported(
-            f"engine rank {engine_rank}: {name} cannot be read from the live weights: {why}. Only a trainer can update "
-            "engines of this model"
+            f"engine rank {engine_rank}: {name} cannot be read from the live weights: {why}. Update engines of this "
+            "model from the trainer"
         )
     return shards
 
@@ -65,7 +65,9 @@ def readable_shards(
         kept = [copy for copy in of_tensor if copy.target not in changed]
         try:
             if not kept:
-                raise Unsupported(f"{of_tensor[0].target} is computed from it in place, and it is not kept")
+                raise Unsupported(
+                    f"the loader computes {of_tensor[0].target} from it in place, so its own values are not kept"
+                )
             tensor, boxes = _held(program, kept)
         except Unsupported as error:
             unreadable[name] = str(error)
@@ -85,7 +87,7 @@ def _held(program: Program, copies: list[Copy]) -> tuple[torch.Tensor, list[tupl
                 seen.add(key)
                 found.setdefault(copy.target, []).append(mapping)
     if len(found) > 1:
-        raise Unsupported(f"parts of it are in {' and '.join(found)}")
+        raise Unsupported(f"its parts are in {' and '.join(found)}")
     ((target, mappings),) = found.items()
     flat = program.targets[target]
     view, starts = shard_view(mappings, (flat.numel(),))

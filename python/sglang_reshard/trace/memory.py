@@ -157,7 +157,8 @@ class TraceMemory:
             self._record_write(storage_key(storage.base.tensor), to.meta, content)
         elif to.meta.dtype != storage.dtype:
             raise Unsupported(
-                f"The loader writes to a {storage.dtype} tensor through a {to.meta.dtype} view, which cannot be traced."
+                f"The loader writes to a {storage.dtype} tensor through a {to.meta.dtype} view, which cannot be "
+                "traced. Update this model with SGLang's own update_weights_from_tensor."
             )
         else:
             storage.writes.append(Write(geometry_of(to.meta), content))
@@ -166,9 +167,9 @@ class TraceMemory:
         """Returns a lazy storage for a tensor of the loader's own that a lazy tensor is written to."""
         if key not in self._allocated:
             raise Unsupported(
-                f"The loader writes weights to a tensor {tuple(tensor.shape)} that is neither a parameter, a buffer "
-                "or an attribute of a module nor allocated while loading, so where it is used cannot be traced. Make "
-                "it a buffer of the module that uses it."
+                f"The loader writes weights to a tensor {tuple(tensor.shape)} that it did not allocate and that is "
+                "neither a parameter, a buffer nor an attribute of a module, so its use cannot be traced. Make it a "
+                "buffer of the module that uses it."
             )
         numel = tensor.untyped_storage().nbytes() // tensor.element_size()
         everything = tensor.detach().as_strided((numel,), (1,), 0)
@@ -190,7 +191,7 @@ class TraceMemory:
             self.records.append(Record(storage, dtype, index_map, content))
         except UninitializedRead:
             raise Unsupported(
-                f"The loader copies to {storage.name} from a tensor with elements that it did not fill: a checkpoint "
+                f"The loader copies to {storage.name} from a tensor with elements that it did not fill. A checkpoint "
                 "tensor is missing, or the loader does not support this model."
             ) from None
 

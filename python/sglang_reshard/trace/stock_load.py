@@ -91,7 +91,7 @@ class StockLoad:
         found = _by_storage(self._trace(start.specs, []))
         # A checkpoint that lacks what a trainer has proves nothing about what else it lacks.
         if lacking := next((r.storage.name for r in self._records if r.storage.name not in found), None):
-            self.unknown = f"none of the tensors of the engine's own checkpoint reaches {lacking}, which is sent"
+            self.unknown = f"no tensor of the engine's own checkpoint reaches {lacking}, which the trainer sends"
             return None
         return found
 
@@ -103,8 +103,8 @@ class StockLoad:
             return f" The engine's own checkpoint fills it from {', '.join(names[:_SHOWN])}{more}."
         if self.unknown:
             return (
-                " If a start on the model's checkpoint does not write it either, have the complete checkpoint in the "
-                f"engine's model_path, whose headers show that ({self.unknown})."
+                " If a start on the model's checkpoint does not write it either, put the complete checkpoint in the "
+                f"engine's model_path; its headers show that ({self.unknown})."
             )
         return ""
 

@@ -267,15 +267,15 @@ def _explained(error: Exception, tensor: str, model: torch.nn.Module) -> Reshard
         )
     if isinstance(error, AttributeError) and "weight_loader" in str(error):
         return Unsupported(
-            f"The engine has replaced the parameter that {tensor} is loaded into since its start: it was quantized or "
-            f"repacked, and SGLang's loader cannot load it any more ({error}). Start the engine on weights as the "
-            "trainer has them, without quantization="
+            f"The engine has replaced the parameter that {tensor} is loaded into since its start: the parameter was "
+            f"quantized or repacked, and SGLang's loader can no longer load it ({error}). Start the engine on weights "
+            "in the trainer's format, without quantization="
         )
     advice = "Compare names, shapes and dtypes with those of the model's Hugging Face checkpoint."
     if method := _quantization_method(model):
         advice += (
             f" If they are the same, the engine has transposed or packed what it loaded ({method} does so): start it "
-            "on weights as the trainer has them, without quantization="
+            "on weights in the trainer's format, without quantization="
         )
     return Mismatch(f"The model's loader rejected the tensors at {tensor}: {what}. {advice}")
 

@@ -55,8 +55,8 @@ class SenderOptions:
         _check_one_of("delta", self.delta, get_args(Delta))
         if self.delta == "auto" and self.transport in ("ipc", "broadcast"):
             raise Unsupported(
-                f"delta='auto' is of no use with transport={self.transport!r}, by which engine ranks read mapped "
-                "memory; use 'auto', 'p2p' or 'nixl'"
+                f"delta='auto' has no effect with transport={self.transport!r}, with which engine ranks read mapped "
+                "memory; use transport='auto', 'p2p' or 'nixl'"
             )
 
     @classmethod

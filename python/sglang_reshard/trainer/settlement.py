@@ -18,8 +18,8 @@ from sglang_reshard.errors import EngineRefused, ReshardError, TornWeights
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
 from sglang_reshard.protocol.update_channel import ANSWER_S, WRITING, WRITTEN, EngineScope
 
-_REVOKED = "The update is revoked, and no engine rank had begun to write: the old weights keep serving"
-_WRITTEN = "All engine ranks had written the new weights"
+_REVOKED = "The update was revoked; no engine rank had begun to write: the old weights keep serving"
+_WRITTEN = "All engine ranks had already written the new weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Settlement:
         Raises `error`, with what it means for the weights, if none has begun; TornWeights if they do not end in time.
         """
         scope = self.scope
-        standing = scope.revoke(f"trainer rank 0 has given up update {scope.update}: {error}")
+        standing = scope.revoke(f"trainer rank 0 gave up update {scope.update}: {error}")
         if not standing.mark:
             scope.until_left(ANSWER_S)
             raise _explained(error, _REVOKED) from error
@@ -51,7 +51,7 @@ class Settlement:
             raise _explained(error, _WRITTEN) from error
         if standing.mark == WRITTEN:
             found = scope.get_outcome(ANSWER_S)
-            lost = f"the engine's answer was lost ({error}), and the control server has the outcome"
+            lost = f"the engine's answer was lost ({error}); the outcome comes from the control server"
             return msgspec.structs.replace(found, message="; ".join(filter(None, (found.message, lost))))
         raise self._torn(f"engine ranks had begun to write update {scope.update}: {standing.reason or error}")
 
@@ -60,7 +60,7 @@ class Settlement:
 
         An engine of which some processes do not answer in time reports a failure, too: they may go on.
         """
-        standing = self.scope.revoke(f"engine {self.scope.engine} has reported a failure: {output.message}")
+        standing = self.scope.revoke(f"engine {self.scope.engine} reported a failure: {output.message}")
         if standing.mark == WRITING and not output.torn:
             standing = self.scope.until_written(self.timeout_s)
         if output.torn or standing.mark == WRITING:

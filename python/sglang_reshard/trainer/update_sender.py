@@ -83,7 +83,7 @@ class UpdateSender:
                  and returns its answer, on trainer rank 0; None on the others
         """
         if any((send is not None) != (self._rank == 0) for send in engines.values()):
-            raise ValueError("send must be given on trainer rank 0, and must be None on the others")
+            raise ValueError("send must be given on trainer rank 0, and must be None on the other trainer ranks")
         self._worker.set_engines(engines)
         if self._coordinator is not None:
             self._coordinator.set_engines({engine: send for engine, send in engines.items() if send is not None})
@@ -140,8 +140,8 @@ class UpdateSender:
         size, timeout_s = len(self._global_ranks), timeout_s or self._timeout_s
         gathered = self._session.client.all_gather(
             f"agreed/{method}", self._rank, size, own, timeout_s, explain=lambda missing: (
-                f"trainer ranks {missing} did not call {method} within {timeout_s:.0f} s; every trainer rank must call "
-                "it, look at their logs"
+                f"trainer ranks {missing} did not call {method} within {timeout_s:.0f} s. Every trainer rank must call "
+                "it; look at the logs of these ranks"
             )
         )  # fmt: skip
         return gathered[0]
@@ -151,7 +151,7 @@ class UpdateSender:
 
         cancelled  False once it has ended: the next one is not cancelled
         """
-        self._cancelled = f"trainer rank {self._rank} has cancelled the update" if cancelled else ""
+        self._cancelled = f"trainer rank {self._rank} cancelled the update" if cancelled else ""
         if cancelled and (channel := self._channel) is not None:
             channel.abort(self._cancelled)
 
@@ -200,7 +200,9 @@ class UpdateSender:
         their memory, between updates. The next update makes them again. Otherwise it does nothing.
         """
         if not self._updating.acquire(blocking=False):
-            raise Mismatch(f"trainer rank {self._rank}: update {self._update} is running; call release after it")
+            raise Mismatch(
+                f"trainer rank {self._rank}: update {self._update} is running; call release after it has ended"
+            )
         try:
             self._worker.release()
             self._publisher.release()

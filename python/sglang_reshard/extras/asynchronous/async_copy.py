@@ -98,8 +98,8 @@ class AsyncShardCopy:
             memory = {device: torch.empty(n, dtype=torch.uint8, device=device) for device, n in sizes.items()}
         except RuntimeError as error:
             raise Unsupported(
-                f"trainer rank {self._rank}: there is no memory for a copy of its shards, {self.nbytes:,} bytes: "
-                f"{error}. Call update instead of update_async, or choose another shadow_device"
+                f"trainer rank {self._rank} cannot allocate {self.nbytes:,} bytes for the copy of its shards: {error}. "
+                "Call update instead of update_async, or choose another shadow_device"
             ) from error
         self._memory = tuple(memory.values())
 

@@ -67,7 +67,8 @@ class UpdateHandle(Generic[T]):
             report = self._future.result(timeout_s)
         except NotInTime:
             raise DeadlineExceeded(
-                f"update to version {self.weight_version!r} has not ended within {timeout_s:g} s; it goes on"
+                f"update to version {self.weight_version!r} has not ended within {timeout_s:g} s and is still running; "
+                "call wait again, or with a larger timeout_s"
             ) from None
         except BaseException:
             self._seen = True

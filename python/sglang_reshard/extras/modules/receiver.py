@@ -77,7 +77,7 @@ class ModuleReceiver:
         address = from_metadata(metadata)
         if self._mailbox is not None:
             if not self._mailbox.is_lost:
-                raise Mismatch("init was called before; make another ModuleReceiver, or close this one")
+                raise Mismatch("init was already called; create another ModuleReceiver, or close this one")
             self.close()
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._mailbox = Mailbox(address, name, timeout_s)
@@ -93,9 +93,12 @@ class ModuleReceiver:
         """
         mailbox = self._connected()
         if timeout is not None and math.isnan(timeout):
-            raise Mismatch("timeout is no number of seconds; pass None to wait without a limit")
+            raise Mismatch("timeout is not a number of seconds; pass None to wait without a limit")
         if not self._waiting.acquire(blocking=False):
-            raise Mismatch("another thread waits for weights already, of start() perhaps; stop it, or use its weights")
+            raise Mismatch(
+                "another thread is already waiting for weights, for example the one of start(); call stop() first, or "
+                "let that thread apply them"
+            )
         try:
             request = self._next_request(mailbox, timeout)
             return request is not None and self._apply(request, mailbox)
@@ -124,7 +127,7 @@ class ModuleReceiver:
         """Applies weights in a thread from now on, whenever no block of `reading` runs."""
         self._connected()
         if self._thread is not None and self._thread.is_alive():
-            raise Mismatch("start was called before; its thread applies weights until stop is called")
+            raise Mismatch("start was already called; its thread applies weights until stop is called")
         self._stopped.clear()
         self._thread = threading.Thread(target=self._run, name="sglang-reshard receiver", daemon=True)
         self._thread.start()
@@ -176,14 +179,14 @@ class ModuleReceiver:
                 if output.success or output.torn:
                     self._model.count_write()
         except BaseException as error:  # Ctrl-C: else the trainer would wait until its timeout
-            why = f"the receiver was interrupted by {type(error).__name__} while it applied the weights"
+            why = f"{type(error).__name__} interrupted the receiver while it applied the weights"
             with contextlib.suppress(ReshardError):
                 mailbox.answer(
                     DistributedUpdateWeightsOutput(success=False, message=why, torn=bool(self._receiver.torn))
                 )
             raise
         if not output.success:
-            logger.warning("the weights were not applied: %s", output.message)
+            logger.warning("an update of this module failed and its weights were not applied: %s", output.message)
         try:
             mailbox.answer(output)
         finally:  # torn weights are an error whether or not the trainer can be told
@@ -196,10 +199,10 @@ class ModuleReceiver:
                 with contextlib.suppress(TornWeights):  # `reading` raises it until the next weights have come
                     self.poll_and_apply(_POLL_S)
         except ConnectionLost as error:
-            logger.warning("no further weights are applied: %s", error)
+            logger.warning("the receiver's thread stopped, so no further weights are applied: %s", error)
         except Exception:
-            logger.exception("the receiver's thread has ended: no further weights are applied")
+            logger.exception("the receiver's thread failed, so no further weights are applied")
 
     def _check_torn(self) -> None:
         if torn := self._receiver.torn:
-            raise TornWeights(f"{torn}. The module's weights are torn: repeat the update before using it")
+            raise TornWeights(f"{torn}. The module's weights are torn; repeat the update before using it")

@@ -51,11 +51,11 @@ class Probe:
         for number, tokens in enumerate(self.sequences):
             if len(tokens) < 2:
                 raise ValueError(
-                    f"sequence {number} of the probe has {len(tokens)} tokens; it needs at least 2, as the first has "
-                    "no log-probability"
+                    f"sequence {number} of the probe has {len(tokens)} tokens; it needs at least 2, because the first "
+                    "token has no log-probability"
                 )
             if any(int(token) != token or token < 0 for token in tokens):
-                raise ValueError(f"sequence {number} of the probe has token ids that are negative, or no integers")
+                raise ValueError(f"sequence {number} of the probe has token ids that are negative or not integers")
         if (tokens_in_all := sum(map(len, self.sequences))) > _MOST_TOKENS:
             raise ValueError(f"the probe has {tokens_in_all} tokens; at most {_MOST_TOKENS} are supported")
         if self.on_mismatch not in ("raise", "warn"):

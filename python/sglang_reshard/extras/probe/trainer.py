@@ -27,7 +27,7 @@ def trainer_logprobs(probe: Probe) -> tuple[tuple[float, ...], ...]:
     else:
         found = given(sequences) if callable(given) else given
     if len(found) != len(sequences):
-        raise Mismatch(f"logprobs of the probe has {len(found)} entries for {len(sequences)} sequences")
+        raise Mismatch(f"logprobs of the probe returned {len(found)} entries for {len(sequences)} sequences")
     return tuple(_floats(number, tokens, found[number]) for number, tokens in enumerate(sequences))
 
 
@@ -112,7 +112,7 @@ def _floats(number: int, tokens: Sequence[int], logprobs: Any) -> tuple[float, .
     values = torch.as_tensor(logprobs).detach().to("cpu", torch.float64)
     if values.shape != (len(tokens) - 1,):
         raise Mismatch(
-            f"logprobs of the probe has shape {tuple(values.shape)} for sequence {number} of {len(tokens)} tokens; it "
-            f"needs ({len(tokens) - 1},): one for each token but the first"
+            f"logprobs of the probe returned shape {tuple(values.shape)} for sequence {number} of {len(tokens)} "
+            f"tokens; it must be ({len(tokens) - 1},): one for each token but the first"
         )
     return tuple(values.tolist())

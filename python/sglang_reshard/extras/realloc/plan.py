@@ -103,7 +103,7 @@ class ReshardPlan:
         _check_options(told)
         layout = union_of_layouts(listing.packed, [other.layout for other in told], group)
         if not layout.tensors:
-            raise Mismatch("no rank has tensors in the source")
+            raise Mismatch("no trainer rank passed any source tensors")
         own = RankPlan(layout, listing, rank, told, strict=strict)
         demands = gather(own.demand, Demand, group)
         if strict:
@@ -180,11 +180,11 @@ class ReshardPlan:
         """Returns why this rank cannot run the plan."""
         where = f"trainer rank {self._rank}"
         if self._broken:
-            return Mismatch(f"{where}: an earlier run of the plan failed; make a new one over a new process group")
+            return Mismatch(f"{where}: an earlier run of the plan failed; make a new plan over a new process group")
         if self._dropped:
             return Mismatch(f"{where}: the plan's source was dropped; make a new plan")
         if self._running:
-            return Mismatch(f"{where}: the plan is running; call wait on what start returned")
+            return Mismatch(f"{where}: the plan is running; call wait on the handle that start returned")
         return self._memory.problem(drop=drop_source)
 
 
@@ -208,6 +208,6 @@ def _check_options(told: Sequence[Described]) -> None:
     for rank, other in enumerate(told):
         if other.options != told[0].options:
             raise Mismatch(
-                f"trainer rank {rank} has the options {other.options}, trainer rank 0 has {told[0].options}; pass the "
-                "same on all ranks"
+                f"trainer rank {rank} has the options {other.options}, but trainer rank 0 has {told[0].options}; pass "
+                "the same options on all ranks"
             )

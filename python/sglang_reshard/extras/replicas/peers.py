@@ -32,7 +32,7 @@ def refusal(url: str) -> str:
         return ""
     return (
         f"this server takes no weights from {_shown(host)}: it is another host, and {PEERS} in this server's "
-        "environment does not list it. Set it to the hosts and networks of your servers, and restart this one"
+        f"environment does not list it. Add it to {PEERS} and restart this server"
     )
 
 

@@ -72,7 +72,7 @@ class LiveWeights:
             with runtime().own_stream(self._device):
                 self._update(request, request.address, shards)
         except Exception as error:  # the other engine reports it
-            logger.warning("engine rank %d: the live weights were not shared: %s", self._rank, error)
+            logger.warning("engine rank %d could not share its live weights: %s", self._rank, error)
         finally:
             if client is not None:
                 with suppress(ReshardError):
@@ -88,7 +88,9 @@ class LiveWeights:
                 mail.wait(1, _JOIN_S)
                 name = next(iter(mail.receivers()), "")
                 if not name:
-                    raise EngineRefused("the other engine has left again")
+                    raise EngineRefused(
+                        "the pulling engine disconnected before the transfer started; look at its log and pull again"
+                    )
 
                 send = functools.partial(mail.send, name)
             session = Session.join(address.named(_WEIGHTS), request.timeout_s)

@@ -98,7 +98,7 @@ def listed_or_found(folder: Folder) -> SnapshotList:
     except UnreadableFile:
         raise
     except Mismatch as error:
-        logger.warning("%s; it is written again, by the manifests of the snapshots", error)
+        logger.warning("%s; it is rebuilt from the snapshots' manifests", error)
         found = None
     return snapshots_in(folder) if found is None else found
 
@@ -201,7 +201,7 @@ def _regular(folder: int, file: str, where: str) -> tuple[BinaryIO, os.stat_resu
 
 def _check_regular(found: os.stat_result, where: str) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise Mismatch(f"{where} is {_KINDS.get(stat.S_IFMT(found.st_mode), 'a device')}, where a file is expected")
+        raise Mismatch(f"{where} is {_KINDS.get(stat.S_IFMT(found.st_mode), 'a device')}, not a file")
 
 
 def _is_name(name: str) -> bool:

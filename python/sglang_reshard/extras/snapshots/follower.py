@@ -62,7 +62,7 @@ class SnapshotFollower:
         """
         self._folder = folder_of(folder)
         if cache is None and not isinstance(self._folder, LocalFolder):
-            raise Unsupported(f"{folder} is not a folder that a server can load weights from; pass a cache")
+            raise Unsupported(f"a server cannot load weights from {folder}; pass a cache")
         self._engine, self._cache = engine, None if cache is None else Cache(cache)
         self._allow_rollback = allow_rollback
         self._refused: dict[Entry, _Refused] = {}
@@ -111,7 +111,7 @@ class SnapshotFollower:
             if not loaded.success:  # the server has got later weights meanwhile
                 self._tell("held", loaded.message)
                 return None
-            logger.info("%s has snapshot %s, %d bytes were read", self._engine.url, entry.name, self.read_bytes)
+            logger.info("%s now serves snapshot %s; %d bytes were read", self._engine.url, entry.name, self.read_bytes)
             return entry.name
         return None
 
@@ -127,8 +127,9 @@ class SnapshotFollower:
                 if entry == entries[-1]:
                     self._tell(
                         "held",
-                        f"{self._engine.url} holds version {info.version!r}, which is not older than snapshot "
-                        f"{entry.name!r}, the newest in the folder; pass allow_rollback (--allow-rollback) to load it",
+                        f"{self._engine.url} holds version {info.version}, which is not older than snapshot "
+                        f"{entry.name}, the newest in the folder. Pass allow_rollback (--allow-rollback) to load the "
+                        "snapshot",
                     )
                 return
             yield entry
@@ -170,4 +171,7 @@ def _check_in_place(folder: LocalFolder, snapshot: Snapshot) -> None:
     check_files(lambda name: folder.open(snapshot.name, name), snapshot, lambda name: folder.where(snapshot.name, name))
     for name in folder.files(snapshot.name):
         if name not in snapshot.files and is_read_by_loaders(name):
-            raise Mismatch(f"{folder.where(snapshot.name, name)} is not in the manifest, and a server would read it")
+            raise Mismatch(
+                f"{folder.where(snapshot.name, name)} is not in the manifest, but a server would read it; delete it, "
+                "or write a new snapshot"
+            )

@@ -116,13 +116,13 @@ def decode_snapshot(data: bytes, where: str, entry: Entry | None = None) -> Snap
         check_file_name(name, where)
     if entry is not None and snapshot.entry != entry:
         raise Mismatch(
-            f"{where} describes snapshot {snapshot.name!r} of publication {snapshot.publication}, and {LIST} says "
-            f"{entry.name!r} of publication {entry.publication}"
+            f"{where} describes snapshot {snapshot.name!r} with publication number {snapshot.publication}, but {LIST} "
+            f"lists {entry.name!r} with {entry.publication}"
         )
     if snapshot.base:
         check_snapshot_name(snapshot.base, where)
         if snapshot.base == snapshot.name or snapshot.base_publication >= snapshot.publication > 0:
-            raise Mismatch(f"{where}: the base of a snapshot is an earlier one, and {snapshot.base!r} is not")
+            raise Mismatch(f"{where}: the base {snapshot.base!r} is not an earlier snapshot")
     return snapshot
 
 
@@ -132,21 +132,23 @@ def decode_list(data: bytes, where: str) -> SnapshotList:
     for name in (*listed.names, *listed.unsettled):
         check_snapshot_name(name, where)
     if listed.publications and len(listed.publications) != len(listed.names):
-        raise Mismatch(f"{where} has {len(listed.publications)} publications of {len(listed.names)} snapshots")
+        raise Mismatch(
+            f"{where} lists {len(listed.publications)} publication numbers for {len(listed.names)} snapshots"
+        )
     numbered = [number for number in listed.publications if number]
     ordered = tuple(sorted(listed.publications)) == listed.publications and len(set(numbered)) == len(numbered)
     if not ordered or len({*listed.names, *listed.unsettled}) != len(listed.names) + len(listed.unsettled):
-        raise Mismatch(f"{where} is not in the order of publication, or has a name twice")
+        raise Mismatch(f"{where} is not sorted by publication number, or lists a name twice")
     return listed
 
 
 def _decode(data: bytes, kind: type[T], where: str, most_bytes: int) -> T:
     if len(data) > most_bytes:
-        raise Mismatch(f"{where} has more than {most_bytes} bytes; it is not of a snapshot of sglang-reshard")
+        raise Mismatch(f"{where} has more than {most_bytes} bytes; sglang-reshard did not write it")
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-        raise Mismatch(f"{where} is not of a snapshot of sglang-reshard: {error}") from error
+        raise Mismatch(f"{where} is not a valid file of a snapshot: {error}") from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -97,9 +97,9 @@ class Snapshots:
         several engines: `update(..., on_failure="exclude")` goes on without those that fail.
         """
         if isinstance(self._sender, MultiEngineSender):
-            raise Unsupported("update_or_write needs a WeightSender; a MultiEngineSender has on_failure='exclude'")
+            raise Unsupported("update_or_write needs a WeightSender; with a MultiEngineSender use on_failure='exclude'")
         if weight_version is None:
-            raise Unsupported("update_or_write needs a weight_version, which a snapshot is named after")
+            raise Unsupported("update_or_write needs weight_version=, which names the snapshot")
         again = repeatable(named_tensors)
         try:
             return self._sender.update(again, weight_version=weight_version, **options)
@@ -107,7 +107,7 @@ class Snapshots:
             chosen: dict[str, Any] = {name: options[name] for name in ("partial", "rename") if name in options}
             chosen |= {"keep": self._options.get("keep", _KEPT), "delta": True}
             written = self.write(again, weight_version, **chosen)
-            message = f"{error} The weights are in {written.path}"
+            message = f"{error} The weights were written to {written.path}"
             return msgspec.structs.replace(UpdateReport.failed(message, weight_version), transport="disk")
 
     def _write(

@@ -83,7 +83,7 @@ class SnapshotWriter:
         """Collective. Raises, on every rank, what one of them fails with; there is nothing of the snapshot then."""
         began = time.perf_counter()
         if options.keep is not None and options.keep < 1:
-            raise Mismatch(f"keep={options.keep} would keep no snapshot at all")
+            raise Mismatch(f"keep={options.keep} would delete every snapshot; pass at least 1")
         publication = next_publication()  # of these weights: an update that begins meanwhile brings later ones
         state = self._described(named_tensors, options.partial, options.rename)
         files = SnapshotFiles.of(state.layout, options.dtype, options.file_bytes)
@@ -155,7 +155,10 @@ class SnapshotWriter:
         if partial:
             return state.within(Stages.of(self._session, told.of_all).layout)
         if differing := [rank for rank, layout in enumerate(told.of_all) if layout != told.own]:
-            raise Mismatch(f"trainer rank {self._rank}: trainer ranks {differing} pass other tensors or shardings")
+            raise Mismatch(
+                f"trainer rank {self._rank}: trainer ranks {differing} pass different tensors or shardings; pass the "
+                "same on all trainer ranks"
+            )
         return state
 
     def _phase(self, name: str, kind: Any = None) -> Gathering[Any]:
@@ -167,8 +170,8 @@ class SnapshotWriter:
 
         def explain(missing: list[int]) -> str:
             return (
-                f"trainer ranks {missing} did not reach the end of phase '{name}' of a snapshot within "
-                f"{timeout_s:.0f} s; every trainer rank must call snapshot, look at their logs"
+                f"trainer ranks {missing} did not reach the end of phase '{name}' of a snapshot within {timeout_s:.0f} "
+                "s. Every trainer rank must call snapshot; look at the logs of these ranks"
             )
 
         def exchange(own: bytes) -> list[bytes]:

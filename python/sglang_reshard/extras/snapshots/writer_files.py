@@ -148,7 +148,7 @@ def write_boxes(state: TrainerState, files: SnapshotFiles, folder: Path, trainer
 def _written_dtype(name: str, own: str, wanted: str | None) -> str:
     kept = own if wanted is None or not getattr(torch, own).is_floating_point else wanted
     if kept not in _SAFETENSORS:
-        raise Unsupported(f"{name} is {kept}, which safetensors files do not have; pass dtype=")
+        raise Unsupported(f"{name} has the dtype {kept}, which safetensors does not define; pass dtype=")
     return kept
 
 

@@ -55,7 +55,7 @@ class SnapshotFolder:
         with self._locked():
             self._settled()
         if os.path.lexists(self.final):
-            raise Mismatch(f"{self.final} exists already; give each snapshot a name of its own")
+            raise Mismatch(f"{self.final} already exists; give each snapshot its own name")
         shutil.rmtree(self.partial, ignore_errors=True)  # of a trainer that died
         self.partial.mkdir()
 
@@ -72,7 +72,7 @@ class SnapshotFolder:
             try:
                 base = manifest(self._reader, step).base
             except Mismatch as error:
-                logger.warning("%s; snapshot %s will have no deltas", error, self._name)
+                logger.warning("%s; snapshot %s is written without deltas", error, self._name)
                 return None
             if base in seen:
                 return None
@@ -103,7 +103,9 @@ class SnapshotFolder:
             before = self._settled()
             last = before.publications[-1] if before.publications else 0
             if last >= MOST_PUBLICATION:
-                raise Mismatch(f"{self._folder / LIST} has publication {last}, and no later one can be; delete it")
+                raise Mismatch(
+                    f"{self._folder / LIST} has reached the last publication number, {last}; delete this file"
+                )
             entry = Entry(self._name, publication if publication > last else next_publication(last))
             of = base or Entry("", 0)
             snapshot = Snapshot(self._name, files, of.name, entry.publication, of.publication)
@@ -120,10 +122,14 @@ class SnapshotFolder:
                 if not self._is_listed(entry):
                     self._take_back(before)
                     raise
-                logger.warning("snapshot %s is published, and not known to be on disk", self._name, exc_info=True)
-            with self._later(f"{LATEST} stays as it is until the next snapshot"):
+                logger.warning(
+                    "snapshot %s is published, but syncing it to disk failed; it may not survive a crash of the host",
+                    self._name,
+                    exc_info=True,
+                )
+            with self._later(f"{LATEST} is not updated until the next snapshot"):
                 self._link()
-            with self._later(f"{LIST} stays as it is until the next snapshot"):
+            with self._later(f"{LIST} is not updated until the next snapshot"):
                 self._settle(after)
         return entry.publication
 
@@ -167,7 +173,7 @@ class SnapshotFolder:
         One that is no snapshot is another's, whatever a list says, and stays.
         """
         trash = self._folder / f".{name}.deleted"
-        with self._later(f"{self._folder / name} stays for the next snapshot to delete"):
+        with self._later(f"the next snapshot will delete {self._folder / name}"):
             if os.path.lexists(trash):
                 shutil.rmtree(trash)
             shutil.rmtree(self._folder / f".{name}.partial", ignore_errors=True)
@@ -183,7 +189,7 @@ class SnapshotFolder:
         return found is not None and entry in found.entries()
 
     def _take_back(self, before: SnapshotList) -> None:
-        with self._later(f"{self.final} stays for the next snapshot to delete"):
+        with self._later(f"the next snapshot will delete {self.final}"):
             if os.path.lexists(self.final) and not os.path.lexists(self.partial):
                 os.rename(self.final, self.partial)
             self._write(before)
@@ -218,8 +224,8 @@ class SnapshotFolder:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         raise DeadlineExceeded(
-                            f"another writer has held {self._folder} for {self._timeout_s:.0f} s; look for another "
-                            "trainer that writes there"
+                            f"another writer has held {self._folder} for {self._timeout_s:.0f} s; find the other "
+                            "trainer that writes there, or use another folder"
                         ) from None
                     time.sleep(_POLL_S)
                     continue

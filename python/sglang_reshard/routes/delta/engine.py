@@ -70,7 +70,11 @@ class DeltaEngineEnd(AroundEnd):
                 self._target = DeltaTarget(reads, live, wire.round_bytes, _incoming(wire, reads))
             return self._target.is_base_of(self._offered)
         except torch.OutOfMemoryError as error:  # a full update needs less
-            logger.warning("engine rank %d has no memory for deltas: %s", self._side.engine_rank, error)
+            logger.warning(
+                "engine rank %d cannot allocate memory for deltas and receives full weights: %s",
+                self._side.engine_rank,
+                error,
+            )
             self._target = None
             return False
         finally:

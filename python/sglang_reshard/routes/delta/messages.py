@@ -126,14 +126,14 @@ def read_table(
     found = []
     for number, (kind, changed) in enumerate(rows):
         if not 0 <= kind < len(Kind):
-            raise damaged(number, f"there is no kind {kind} of messages")
+            raise damaged(number, f"its kind {kind} is unknown")
         encoded = Encoded(Kind(kind), changed)
         if why := unfit_reason(encoded, messages.units(number)):
             raise damaged(number, why)
         found.append(encoded)
     announced = table_bytes(len(found)) + sum(index_sizes(found, messages)) + sum(value_sizes(found, messages))
     if announced != nbytes:
-        raise damaged(0, f"its table describes {announced:,} bytes, and {nbytes:,} were announced")
+        raise damaged(0, f"its table describes {announced:,} bytes, but {nbytes:,} were announced")
     return found
 
 

@@ -168,7 +168,7 @@ class DeltaTarget:
                 if not is_right:
                     how = self._checked[rank].encoded[number]
                     raise self._damaged(
-                        rank, number, f"what says where its {how.changed:,} changes are ({how.kind.name}) is invalid"
+                        rank, number, f"the positions of its {how.changed:,} changes ({how.kind.name}) are invalid"
                     )
 
     def _move(self, sections: Sections) -> None:

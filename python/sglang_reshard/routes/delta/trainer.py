@@ -57,7 +57,7 @@ class DeltaTrainerEnd(TrainerEnd):
             requests, read_from = get_send_requests(side, ask.links), trainer_name(side.trainer_rank)
             device = trainer_device(side.shards) or torch.device("cpu")
         else:
-            raise invalid_ask(f"no deltas are sent by {ask.inner[:40]!r}")
+            raise invalid_ask(f"transport {ask.inner[:40]!r} does not send deltas")
         # By engine rank; None unless all of them can be sent so.
         self._sources: dict[int, DeltaSource] | None = None
         self._changed: dict[int, DeltaSource] = {}  # those whose section has room for what has changed
@@ -99,7 +99,11 @@ class DeltaTrainerEnd(TrainerEnd):
             for source in (self._sources or {}).values():
                 source.commit(update)
         except Exception:
-            logger.exception("trainer rank %d cannot keep what it has sent, and sends no deltas", self._rank)
+            logger.exception(
+                "trainer rank %d cannot keep the weights it sent as the base of deltas; it sends full weights from "
+                "now on",
+                self._rank,
+            )
             self._sources = None
 
     def abort(self) -> None:

@@ -151,8 +151,8 @@ def _memory(source: str, shard: RemoteShard, tensor: int, region: LocalRegion) -
     """Returns first element and strides of a region in a rank's shard, in elements."""
     if not region.is_flat and len(shard.strides) != len(region.start):
         raise Mismatch(
-            f"{source} announced {len(shard.strides)} strides of the shard of tensor number {tensor}"
-            f", which has {len(region.start)} dimensions; this is a bug, please report it"
+            f"{source} announced {len(shard.strides)} strides for the shard of tensor number {tensor}, which has "
+            f"{len(region.start)} dimensions. This is a bug; please report it"
         )
     return region.memory(shard.strides)
 

@@ -171,7 +171,7 @@ def read_streams(reads: Reads, streams: Sequence[Stream], advanced: Callable[[],
         if time.monotonic() > since + reads.timeout_s:
             raise DeadlineExceeded(
                 f"engine rank {reads.engine_rank} could not finish reading from "
-                f"{', '.join(stream.peer for stream in left)} in time; is that rank's process stopped, or its host "
+                f"{', '.join(stream.peer for stream in left)} in time. Is that rank's process stopped, or its host "
                 "unreachable?"
             )
         polls += 1

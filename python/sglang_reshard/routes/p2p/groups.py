@@ -55,9 +55,9 @@ def plan_p2p_groups(
         if (twice := _twice(group, gpus)) is not None:
             first, second = (peer_name(peer_id, len(trainer_devices)) for peer_id in twice)
             raise Unsupported(
-                f"{first} and {second} are on one GPU ({gpus[twice[0]]}), and NCCL accepts a GPU once in a "
+                f"{first} and {second} share one GPU ({gpus[twice[0]]}), and NCCL accepts a GPU only once in a "
                 "communicator",
-                cure="give each trainer rank a GPU of its own" if twice[1] < len(trainer_devices) else "",
+                cure="give each trainer rank its own GPU" if twice[1] < len(trainer_devices) else "",
             )
     return tuple(sorted(groups, key=lambda group: next(m for m in group if m >= len(trainer_devices))))
 
@@ -69,9 +69,9 @@ def check_broadcast_members(groups: Iterable[Sequence[int]], engine_devices: Seq
         if (twice := _twice(group, gpus)) is not None:
             first, second = twice
             raise Unsupported(
-                f"engine rank {first} and engine rank {second} are on one GPU ({gpus[first]}), and NCCL accepts a GPU "
-                "once in a communicator",
-                cure="use transport='ipc', which needs none",
+                f"engine rank {first} and engine rank {second} share one GPU ({gpus[first]}), and NCCL accepts a GPU "
+                "only once in a communicator",
+                cure="use transport='ipc', which needs no communicator",
             )
 
 

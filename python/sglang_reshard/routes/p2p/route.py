@@ -27,7 +27,7 @@ def plan(_index: TensorIndex, demands: Sequence[RankDemand], topology: ClusterTo
     try:
         return send("p2p", REQUESTED, read + unread, topology, bucket_bytes)
     except Unsupported as error:
-        by_reading = "use transport='auto' or 'ipc', by which the engine rank reads the GPU's memory"
+        by_reading = "use transport='auto' or 'ipc', with which the engine rank reads the GPU's memory"
         raise Unsupported(error.problem, cure=error.cure or by_reading) from None
 
 

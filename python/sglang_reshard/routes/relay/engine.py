@@ -37,7 +37,7 @@ class RelayEngineEnd(AroundEnd):
 
     def __init__(self, side: EngineSide, _strategy: Strategy, inner: EngineEnd) -> None:
         if not isinstance(inner, NixlEngineEnd) or side.reads.landing.holds_back:
-            raise Mismatch("engines pass on live weights, by transport='nixl' and not staged, and no others")
+            raise Mismatch("relay=True needs transport='nixl' and staged=False: engines read each other's live weights")
         super().__init__(inner)
         self._side, self._nixl = side, inner
         self._relay = Relay.of(side.options["relay"])
@@ -117,7 +117,9 @@ class _Relayed:
                 read_streams(self._reads, [*self._direct.values(), *self._all_relayed()], self._announce)
                 self.traffic = self._whole
             except RelayLost as lost:
-                logger.warning("engine rank %d: %s; the rest is read from the trainer", self._reads.engine_rank, lost)
+                logger.warning(
+                    "engine rank %d: %s; it reads the remaining weights from the trainer", self._reads.engine_rank, lost
+                )
                 read_streams(self._reads, self._instead_of_relays(lost), self._announce)
         except BaseException:
             self._reader.close()

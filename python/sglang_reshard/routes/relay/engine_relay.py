@@ -74,7 +74,7 @@ class EngineRelay:
     def _withdraw(self, relay: Relay) -> None:
         """Lets the other engines know at once that this one offers nothing, in case it has not yet."""
         with contextlib.suppress(ReshardError), RelayOffers(self._address, relay, self._timeout_s) as offers:
-            offers.make(relay.own, Offer(error="its update has failed"))
+            offers.make(relay.own, Offer(error="its update failed"))
 
     @property
     def _name(self) -> str:

@@ -78,10 +78,10 @@ class RelayMember(Kept):
             failed = [(name, o) for name, o in zip(relay.engines, of_all, strict=True) if o.error]
             if failed:
                 name, offer = failed[0]
-                reason = f"engines do not pass on weights to each other, as {name} does not: {offer.error}"
+                reason = f"engines do not pass on weights to each other, because {name} cannot: {offer.error}"
                 self.lost, self.remark = ("", reason) if offer.final else (reason, "")
             elif of_all[relay.own].ranks[self._rank].memory != own.rank.memory:
-                self.lost = f"engine rank {self._rank} has other memory than it offered"
+                self.lost = f"engine rank {self._rank} has different memory than it offered to other engines"
             else:
                 check = int.from_bytes(hashlib.sha256(identity).digest()[:4], "little") % (1 << CHECK_BITS)
                 return self._relays(relay, of_all, check, offers, side)
@@ -126,7 +126,9 @@ class RelayMember(Kept):
         shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
         found, unreadable = readable_shards(program, shapes, self._rank)
         if not found:
-            raise Unsupported(f"engine rank {self._rank}: none of the live weights can be read back")
+            raise Unsupported(
+                f"engine rank {self._rank}: none of its live weights can be read back as checkpoint tensors"
+            )
         if self._word is None:
             self._progress.share(f"engine rank {self._rank}")
             self._word = NixlSource(f"engine rank {self._rank}", [self._progress.word])

@@ -40,11 +40,14 @@ class Relay(msgspec.Struct, frozen=True):
         """Returns what a request asks. Raises Mismatch for what no sender asks."""
         relay = decode(options, cls)
         if not 2 <= len(relay.engines) <= _MAX_ENGINES or not 0 <= relay.own < len(relay.engines):
-            raise _invalid(f"it is for engine {relay.own} of {len(relay.engines)}, of 2 to {_MAX_ENGINES:,}")
+            raise _invalid(
+                f"it names engine {relay.own} of {len(relay.engines)} engines; 2 to {_MAX_ENGINES:,} engines are "
+                "supported"
+            )
         if not 1 <= relay.update <= MAX_UPDATE:
-            raise _invalid(f"the update number {relay.update} of all engines is not 1 to {MAX_UPDATE:,}")
+            raise _invalid(f"the common update number {relay.update} is out of range (1 to {MAX_UPDATE:,})")
         if max(map(len, (relay.session, *relay.engines))) > MAX_NAME_LENGTH:
-            raise _invalid("a name is too long")
+            raise _invalid("the name of an engine is too long")
         return relay
 
 

@@ -143,7 +143,7 @@ class RelayGate:
         if update < self._update:
             return 0
         if (update, check) != (self._update, self._check):
-            raise RelayLost(self.engine, "has made another plan")
+            raise RelayLost(self.engine, "made a different plan")
         return word & ((1 << COUNT_BITS) - 1)
 
 

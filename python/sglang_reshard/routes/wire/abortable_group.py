@@ -145,7 +145,7 @@ class AbortableGroup:
         except RuntimeError as error:
             if time.monotonic() >= deadline - _ROUNDING_S:
                 raise DeadlineExceeded(
-                    f"{self.name} {what} within {self.timeout_s:.0f} s; is that rank stuck? Look at its log"
+                    f"{self.name} {what} within {self.timeout_s:.0f} s. Is that rank stuck? Look at its log"
                 ) from error
             raise PeerDisconnected(
                 f"{self.name} {what}: the connection broke; did that rank fail? Look at its log. ({error})"
@@ -184,7 +184,7 @@ class AbortableGroup:
             return results[0]
         if self._aborted:
             raise self._stopped()
-        raise RuntimeError("it had not returned at the deadline")
+        raise RuntimeError("the call had not returned at the deadline")
 
     def abort(self) -> None:
         """Closes all connections and ends this rank's waits. May be called from any thread."""
@@ -233,7 +233,7 @@ class AbortableGroup:
             return ""
         said = ", ".join(f"{name} is at {place}" for name, place in zip(self._names, places, strict=True) if place)
         variable = _INTERFACE_VARIABLES[self._backend]
-        return f". {said}: can they reach each other there? If not, set {variable} on the hosts to another interface"
+        return f". {said}. Can they reach each other there? If not, set {variable} on the hosts to another interface"
 
     def _rendezvous(self, store: dist.Store, joined: list[str], deadline: float, address: str) -> None:
         """Waits until all members have set their keys, so that an error can name those that have not."""

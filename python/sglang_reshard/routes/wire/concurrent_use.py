@@ -28,7 +28,7 @@ def warn_of_concurrent_use(what: str) -> None:
 @cache
 def _warn(what: str) -> None:
     logger.warning(
-        "weights are sent over NCCL while %s, perhaps with NCCL, too. If the two wait for each other, the update fails "
-        "at its deadline. If you see that, use transport='ipc' or 'nixl', or update while nothing else runs",
+        "weights are sent over NCCL while %s, which may use NCCL, too. If the two wait for each other, the update "
+        "fails at its deadline. If that happens, use transport='ipc' or 'nixl', or update while nothing else runs",
         what,
     )
