@@ -201,13 +201,13 @@ def test_replicas_without_handles_are_sent_by_other_gpus_than_the_engine_rank_s_
 @pytest.mark.parametrize(
     ("trainer_nccl", "engine_nccl", "says"),
     [
-        (UNSET, SGLANG, r"trainer rank 0 has NCCL_CUMEM_ENABLE 1 and engine rank 0 has 0.*export"),
+        (UNSET, SGLANG, r"trainer rank 0 has NCCL_CUMEM_ENABLE 1, but engine rank 0 has 0.*export"),
         (SGLANG, SGLANG, ""),
         (UNSET | {"NCCL_CUMEM_ENABLE": "1"}, UNSET, ""),  # the default
         (UNSET, UNSET | {"NCCL_P2P_DISABLE": "1"}, r"NCCL_P2P_DISABLE unset, but engine rank 0 has 1.*export"),
         (UNSET | {"NCCL_SHM_DISABLE": "0"}, UNSET, ""),
         (UNSET, UNSET | {"NCCL_NVLS_ENABLE": "0"}, ""),  # NCCL takes the least
-        (UNSET, {"version": "2.27.5"}, r"NCCL's version 2.28.9 .*engine rank 0 .*2.27.5.*the same torch"),
+        (UNSET, {"version": "2.27.5"}, r"NCCL's version 2.28.9, .*engine rank 0 .*2.27.5.*the same torch"),
     ],
 )
 def test_nccl_s_settings_have_to_agree_on_one_host(trainer_nccl, engine_nccl, says):
@@ -232,7 +232,7 @@ def test_nccl_connects_hosts_by_the_network_whatever_their_memory_settings():
 @pytest.mark.parametrize(
     ("trainer_nccl", "engine_nccl", "says"),
     [
-        (UNSET, SGLANG, r"trainer rank 0 has NCCL_CUMEM_ENABLE 1 and engine rank 0 has 0"),
+        (UNSET, SGLANG, r"trainer rank 0 has NCCL_CUMEM_ENABLE 1, but engine rank 0 has 0"),
         (UNSET, UNSET | {"NCCL_MNNVL_ENABLE": "0"}, r"NCCL_MNNVL_ENABLE 1, but engine rank 0 has 0.*export the same"),
         (UNSET, UNSET | {"NCCL_MNNVL_ENABLE": "2"}, ""),  # the default
         (UNSET, UNSET | {"NCCL_P2P_DISABLE": "1"}, ""),  # within a host

@@ -233,7 +233,7 @@ def test_a_client_that_breaks_fails_at_once_and_everyone_hears_who_it_was(client
     a._socket.shutdown(2)
     with pytest.raises(ConnectionLost):
         own.result(SOON_S)
-    with pytest.raises(Aborted, match=r"^engine rank 3 \(host h, process 123\) disconnected without leaving;"):
+    with pytest.raises(Aborted, match=r"^engine rank 3 \(host h, process 123\) disconnected unexpectedly;"):
         other.result(SOON_S)
     assert lost.wait(SOON_S)
     settles(lambda: len(heard), 1)

@@ -135,7 +135,7 @@ def test_one_that_says_nothing_is_given_up_by_all_alike(address, monkeypatch):
     [
         ({"own": 2}, "engine 2 of 2"),
         ({"engines": ("a",)}, "engine 0 of 1"),
-        ({"update": 2**23}, "update number 8388608 of all engines"),
+        ({"update": 2**23}, "update number 8388608 is out of range"),
         ({"engines": ("a", "b" * 5000)}, "the name of an engine is too long"),
         ({"own": "a"}, "invalid Relay message"),
     ],

@@ -36,10 +36,14 @@ SOURCE = (("a", torch.zeros(4, 6)), ("b", torch.zeros(3)))
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
-        (("a", torch.zeros(6, 4)), Mismatch, r"trainer rank 0: a has the shape \(6, 4\) in the target and \(4, 6\) in"),
+        (("a", torch.zeros(6, 4)), Mismatch, r"trainer rank 0: a has shape \(6, 4\) in the target and \(4, 6\) in"),
         (("a", torch.zeros(4, 6).int()), Unsupported, "trainer rank 0: a is int32 in the target and float32 in the"),
         (("a", torch.zeros(4, 6).to(torch.float8_e4m3fn)), Unsupported, "a is float8_e4m3fn in the target"),
-        (("c", torch.zeros(4)), Mismatch, "trainer rank 0: the target has 1 tensors that no rank has in the source: c"),
+        (
+            ("c", torch.zeros(4)),
+            Mismatch,
+            "trainer rank 0: the target has 1 tensors that are in no trainer rank's source: c",
+        ),
     ],
 )
 def test_a_target_that_does_not_fit_is_named(given, kind, message):
@@ -113,4 +117,4 @@ def test_memory_that_moved_or_cannot_be_freed_is_named():
     assert "trainer rank 0: the memory of a was freed or has moved" in str(used.problem(drop=False))
     numpys = UsedMemory([("n", torch.from_numpy(np.zeros(3)))], [("a", target)], RANK)
     assert numpys.problem(drop=False) is None
-    assert "the memory of n is not torch's own" in str(numpys.problem(drop=True))
+    assert "torch did not allocate the memory of n" in str(numpys.problem(drop=True))

@@ -168,8 +168,8 @@ def test_the_order_of_shards_does_not_matter():
 
 
 REFUSED = {
-    "hold 2 of its 4 elements": (rows((0, 1, 0, 0)), Unsupported),
-    "not among the 2 trainer ranks": (rows((0, 2, 0, 2)), Mismatch),
+    "hold only 2 of its 4 elements": (rows((0, 1, 0, 0)), Unsupported),
+    "outside the 2 trainer ranks": (rows((0, 2, 0, 2)), Mismatch),
     "overlap": (rows((0, 2, 0, 0), (1, 2, 0, 1)), Mismatch),
     r"exceeds shape \(2, 2\)": (rows((1, 3, 0, 0)), Mismatch),
     "does not have the 2 dimensions": (ShardMap((ShardBox(Box((0,), (4,)), (0,), (0,)),)), Mismatch),

@@ -107,7 +107,7 @@ def one(shape, ranges, **more):
         (
             (torch.zeros(4), one((2, 3), ((0, 0, 4),))),
             Unsupported,
-            "w: the trainer ranks of this update hold 4 of its 6",
+            "w: the trainer ranks of this update hold only 4 of its 6",
         ),
         (
             (torch.zeros(6), one((2, 3), ((0, 0, 6),), slices=(("s", FusedSlice((0, 0), (3, 3), (0, 1))),))),

@@ -100,7 +100,7 @@ REFUSED = {
         lambda: DTensor.from_local(torch.ones(1), DeviceMesh("cpu", [2, 3]), [Shard(0)], run_check=False),
         Unsupported,
     ),
-    "hold 1 of its 2 elements": (
+    "hold only 1 of its 2 elements": (
         lambda: DTensor.from_local(torch.ones(1), DeviceMesh("cpu", [1, 2]), [Shard(0)], run_check=False),
         Unsupported,
     ),

@@ -73,7 +73,7 @@ def test_honest_layouts_pass():
         (stated(rows((0, 2, (0,), -1), (2, 4, (1,), 0))), "exceeds shape"),
         (stated(rows((0, 4, (), 0))), "distinct and ascending"),
         (stated(rows((0, 4, (1, 0), 0))), "distinct and ascending"),
-        (stated(rows((0, 4, (0, 2), 0))), "not among the 2 trainer ranks"),
+        (stated(rows((0, 4, (0, 2), 0))), "outside the 2 trainer ranks"),
         (stated(ShardMap(ALL.shards * 50)), "100 shards, more than 99"),
     ],
 )

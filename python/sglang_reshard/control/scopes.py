@@ -209,7 +209,7 @@ class CancelScopes:
 
 def ended(name: str) -> str:
     """Returns the reason for those who still wait in a scope that is gone."""
-    return f"{name} ended without this rank; was its process stopped?"
+    return f"{name} has ended without this rank; was its process stopped?"
 
 
 @lru_cache(_NAMES_IN_USE)

@@ -57,7 +57,7 @@ def trainer_end(side: TrainerSide, command: Prepare) -> TrainerEnd:
     """Returns the trainer rank's end that an engine asks for. Raises Mismatch for a name that does not exist."""
     if command.route not in ROUTES and command.route not in AROUND:
         raise Mismatch(
-            f"invalid command of engine rank 0: there is no route {command.route[:40]!r}. Do both sides run the same "
+            f"invalid command of engine rank 0: no route is called {command.route[:40]!r}. Do both sides run the same "
             "version of sglang-reshard?"
         )
     end: TrainerEnd = route_module(command.route).trainer_end(side, command)
