@@ -51,7 +51,9 @@ def _check_arguments(_engine: type[Engine], *arguments: Any, **named: Any) -> No
     try:
         warn_if_unsupported(named["server_args"] if "server_args" in named else arguments[0])
     except Exception:  # a newer SGLang with other names must start all the same
-        logger.warning("Whether this engine can be updated will only be known at its first update", exc_info=True)
+        logger.warning(
+            "This engine's support for updates could not be checked; its first update will show it", exc_info=True
+        )
 
 
 def update_weights_distributed(self: Engine, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:

@@ -1,4 +1,5 @@
-"""sglang.srt.model_loader: how this engine's models were started, and what a start on dummy weights must not change.
+"""sglang.srt.model_loader: the load format and folders of this engine's models, and the values that a start on dummy
+weights must not change.
 
 `sglang_reshard.trace.stock_load` learns from it which tensors an update may leave as they are.
 """

@@ -192,7 +192,7 @@ async def _disconnected(request: Request) -> None:
 
 
 class TornWeightsMiddleware:
-    """Answers HTTP 503 with the reason in place of what an endpoint makes of TornWeights.
+    """Answers HTTP 503 with the reason when an endpoint raises TornWeights.
 
     {"error": {"message": reason, "type": "TornWeights", "code": 503}}
 

@@ -1,8 +1,8 @@
 """sglang.srt.lora: makes received tensors the weights of a LoRA adapter that the engine serves.
 
 SGLang keeps an adapter whole on every engine rank, in host memory, and cuts out the rank's part when it copies the
-adapter into a slot of its memory pool. So the tensors arrive whole, beside the adapter that is served, and replace it
-once all ranks have them: under the same lora_id, in a slot that is loaded anew.
+adapter into a slot of its memory pool. So the tensors arrive whole, in separate memory, and replace the served adapter
+once all ranks have them: under the same lora_id, in a slot that is loaded again.
 
     lora_adapters.receiver(model_runner, adapter, rank, size)    # a WeightReceiver
     lora_adapters.refusal(model_runner, adapter)

@@ -36,7 +36,7 @@ def apply() -> None:
 async def load(manager: TokenizerManager, request: LoadSnapshotReq) -> LoadSnapshotOutput:
     """Loads a snapshot by SGLang's own update_weights_from_disk, unless the engine holds later weights.
 
-    Raises EngineRefused for what cannot be loaded.
+    Raises EngineRefused if SGLang cannot load it.
     """
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 

@@ -51,7 +51,7 @@ def apply() -> None:
 
 
 class _Caller(NamedTuple):
-    """The caller of an update, which is told the outcome, or that there is none in time."""
+    """The caller of an update. It gets the outcome, or an error at the deadline."""
 
     outcome: _Outcome
     check: Check | None
@@ -166,7 +166,7 @@ async def _write(
 ) -> DistributedUpdateWeightsOutput:
     """Lets the schedulers write the weights, and waits for their answer. Lets nobody use torn weights.
 
-    Tells the caller at the deadline that there is no answer.
+    Reports a missing answer to the caller at the deadline.
     """
     with weights_info.unanswered(self, f"the engine's schedulers have not answered {request.name()} yet"):
         answer = asked(self, request, step)

@@ -3,7 +3,7 @@
 An update that fails while it writes leaves weights of two versions in the engine. The code that detects this calls
 
     torn_weights.mark(manager, reason)    # inside the update's lock, or after it with no await in between
-    torn_weights.heal(manager)            # likewise, after an update has succeeded
+    torn_weights.heal(manager)            # the same, after an update has succeeded
 
 with SGLang's tokenizer manager, which every request passes. A request is checked three times, because weights can
 become torn before any of them: on arrival, after it has waited for a pause or an update to end, and when it is sent to

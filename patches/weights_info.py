@@ -88,7 +88,9 @@ def running(manager: TokenizerManager, description: str) -> Iterator[None]:
 
 @contextmanager
 def unanswered(manager: TokenizerManager, description: str) -> Iterator[None]:
-    """Around the wait for the schedulers that write: as `running`, and whoever asked for the update may be gone."""
+    """Around the wait for the schedulers that write: as `running`, and the client that requested the update may be
+    gone.
+    """
     setattr(manager, _UNANSWERED, description)
     try:
         yield
@@ -184,7 +186,9 @@ Stock = Callable[..., Awaitable[Any]]
 
 
 async def _around_write(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
-    """Clears the record before, as weights change while it runs, and after, as an update may have ended meanwhile."""
+    """Clears the record before, because weights change while it runs, and after, because an update may have ended in
+    between.
+    """
     clear(manager)  # from now on they are not shared with another engine
     await unshared(manager)
     try:

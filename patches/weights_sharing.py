@@ -99,7 +99,7 @@ async def _share(
     server: ControlServer,
     begun: asyncio.Future[DistributedUpdateWeightsOutput],
 ) -> None:
-    """Ends when no engine rank reads its weights for the other engine any more."""
+    """Ends when no engine rank reads its weights for the other engine."""
     try:
         output = await ask_schedulers(manager, request, "share")
         begun.set_result(output)

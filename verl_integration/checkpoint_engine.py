@@ -131,7 +131,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         return {"topology": [of_trainers] * len(trainers)}, {"topology": own}
 
     def init_process_group(self, **kwargs: Any) -> None:
-        """`topology` is what `build_topology` returned for this worker."""
+        """`topology` is the return value of `build_topology` for this worker."""
         self._topology = topology = msgspec.convert(kwargs["topology"], Topology)
         if topology.is_trainer != self._is_trainer:
             self._change_side(topology)

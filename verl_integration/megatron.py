@@ -89,7 +89,7 @@ def _nothing(shard: torch.Tensor) -> Mapping[str, torch.Tensor]:
 
 
 def _finish(bridge: Any) -> Callable[[Any, Any], Mapping[str, torch.Tensor]]:
-    """Returns the function by which the architecture's bridge modifies the converted tensors of a task."""
+    """Returns the architecture bridge's function that modifies the converted tensors of a task."""
     hook = getattr(getattr(bridge, "_model_bridge", None), "maybe_modify_converted_hf_weight", None)
     if hook is None:
         return lambda task, tensors: tensors

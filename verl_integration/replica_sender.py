@@ -125,7 +125,9 @@ class ReplicaSender:
         global_steps: int | None,
         started: float,
     ) -> dict[str, float]:
-        """`temporary`: the shards' memory is freed afterwards. Raises Mismatch for what `check_finite` refuses."""
+        """`temporary`: the shards' memory is freed afterwards. Raises Mismatch for weights that `check_finite`
+        refuses.
+        """
         if self._settings.check_finite and (found := first_not_finite(named_tensors, world())):
             raise Mismatch(f"{found}. Nothing was sent. Look at the optimizer step, or set check_finite=False")
         # verl may sync a step again, after validation for example; an engine accepts a version once.

@@ -50,7 +50,7 @@ class LeftOut:
             return tuple(self._reasons)
 
     def sync_ended(self, replicas: Iterable[str], failed: Mapping[str, str], url_of: Callable[[str], str]) -> None:
-        """Leaves out those that failed, and starts a thread in which all that are left out pull from another one.
+        """Excludes replicas that failed, and starts a thread that lets excluded replicas pull from another one.
 
         replicas  all there are, those that are left out included
         failed    replica -> why it has not got this sync's weights

@@ -1,7 +1,7 @@
 """Combines what each trainer rank knows only of its own shards into the sharding of all checkpoint tensors.
 
-Every rank determines which boxes of which checkpoint tensors it holds. After one all-gather of that, metadata only, all
-ranks have the same tensors, in the same order, with the same shard maps.
+Every rank determines its boxes of each checkpoint tensor. After one all-gather of that, metadata only, all ranks have
+the same tensors, in the same order, with the same shard maps.
 """
 
 from __future__ import annotations

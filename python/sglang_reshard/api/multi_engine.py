@@ -4,8 +4,8 @@
     sender.set_engines({"replica 0": send_0, "replica 1": send_1})                # trainer rank 0; None on others
     reports = sender.update(model.named_parameters(), weight_version="42")
 
-The control server is that of trainer rank 0's `Session.host`. Engines may join and leave between updates. What a
-trainer rank has to say, and what it is told, does not grow with the number of engines.
+The control server is that of trainer rank 0's `Session.host`. Engines may join and leave between updates. The messages
+of a trainer rank do not grow with the number of engines.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MultiEngineSender(InBackground):
                   is read about once, however many engines there are. With transport="nixl" only
     options, given   see `SenderOptions`
 
-    Raises Unsupported for relay=True with another transport, and what `SenderOptions` raises.
+    Raises Unsupported for relay=True with another transport, and the errors of `SenderOptions`.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class MultiEngineSender(InBackground):
         probe       of all engines that were updated. One that differs is not left out
 
         Raises what the update of an engine raises, with the names of all engines that failed; TornWeights if any of
-        them is torn. The other engines have the new weights then. With on_failure="exclude", only if all have failed.
+        them is torn. The other engines have the new weights. With on_failure="exclude", only if all have failed.
         """
         chosen = self._checked(on_failure, UpdateOptions.of(options, given))
         weights, update = self._probed(probe, named_tensors, chosen, on_failure)
@@ -154,13 +154,13 @@ class MultiEngineSender(InBackground):
         )
 
     def wait_for_background(self) -> None:
-        """Returns once no update runs in the background. What one has failed with is raised by its handle."""
+        """Returns once no update runs in the background. The handle raises the error of a failed update."""
         if self._has_background:
             self.background.wait()
 
     @property
     def participant(self) -> UpdateSender:
-        """What takes part in the session with all engines. Raises Mismatch before `set_engines`."""
+        """The `UpdateSender` that takes part in the session with all engines. Raises Mismatch before `set_engines`."""
         if self._sender is None:
             raise Mismatch(f"trainer rank {self._rank}: there is no session yet; call set_engines first")
         return self._sender

@@ -41,7 +41,7 @@ class RemoteEngine(ServerClient):
     ) -> LoadSnapshotOutput:
         """Lets the server load a snapshot that its host sees, unless it holds later weights, see `LoadSnapshotReq`.
 
-        Raises EngineRefused for what cannot be loaded.
+        Raises EngineRefused if the server cannot load it.
         """
         request = LoadSnapshotReq(path=path, version=version, publication=publication, allow_rollback=allow_rollback)
         return self._decoded(self._ask("POST", "/load_snapshot", request), LoadSnapshotOutput)

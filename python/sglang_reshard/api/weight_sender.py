@@ -62,7 +62,7 @@ class WeightSender(InBackground, UpdateSender):
 
         Raises, on every rank: EngineRefused for a server that does not answer, Unauthorized for a wrong key,
         Unsupported for a server without this package, Mismatch for a server with another version of the package, and
-        what `SenderOptions` raises.
+        the errors of `SenderOptions`.
         """
         group = group or dist.group.WORLD
         if group is None:
@@ -131,7 +131,7 @@ class WeightSender(InBackground, UpdateSender):
                         live, see `probe.Probe`; the report's `probe` says how far they differ
 
         Raises, on every trainer rank: Unsupported or Mismatch for weights that cannot be sent, DeadlineExceeded for a
-        rank that does not participate, EngineRefused for what the engine refuses. The old weights keep serving then,
+        rank that does not participate, EngineRefused if the engine refuses them. The old weights keep serving then,
         except after TornWeights: only a successful update restores the engine. Raises Aborted or ConnectionLost if a
         rank has died before the engine answered; if its weights are torn, it refuses to generate. Raises ProbeMismatch
         after an update that has succeeded, if a probe's threshold is exceeded.
@@ -183,7 +183,7 @@ class WeightSender(InBackground, UpdateSender):
 
     @property
     def participant(self) -> UpdateSender:
-        """What takes part in the session, as that of a `MultiEngineSender`."""
+        """The `UpdateSender` that takes part in the session, as in a `MultiEngineSender`."""
         return self
 
     def _probed(self, probe: Probe | None, weights: Any, options: UpdateOptions) -> tuple[Any, Update]:
@@ -209,8 +209,8 @@ class WeightSender(InBackground, UpdateSender):
         name    under which requests ask for it, as `lora_path`; the engine need not have it yet
         config  see `sources.adapter_config`
 
-        Every engine rank receives the whole adapter, as SGLang keeps it, beside the one that is served, which it
-        replaces once all ranks have all of it. Requests see the old adapter or the new one, as in other updates. If an
+        Every engine rank receives the whole adapter, as SGLang keeps it, in separate memory. It replaces the served
+        adapter once all ranks have all of it. Requests see the old adapter or the new one, as in other updates. If an
         engine fails while it replaces the adapter, requests for it are refused until an update of it succeeds; the
         model and other adapters keep serving.
         """

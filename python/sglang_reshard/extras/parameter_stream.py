@@ -1,14 +1,14 @@
 """Takes parameters that a trainer broadcasts one by one, and gives an engine whole versions of them.
 
-    stream = ParameterStream(engine.update_weights_distributed)         # beside the engine, in one process of its host
+    stream = ParameterStream(engine.update_weights_distributed)         # in one process of the engine's host
     stream.init_broadcast_group("10.0.0.1", 29500, rank_offset=1, world_size=2, group_name="weights", backend="nccl")
     for name, dtype, shape in ...:                                      # as the trainer broadcasts them from its rank 0
         stream.update_broadcast(1, name, dtype, shape)
     stream.commit(1)
 
-The engine has one member in the group, whatever its size, which keeps every parameter whole. Its memory is then that of
-a trainer of one rank: engine ranks read their parts of it by this package's plan, and have all of a version or none.
-Stock SGLang's `update_weights_from_distributed`, in which every engine rank is a member, stays as it is.
+The engine has one member in the group, for any TP size. It keeps every parameter whole. Its memory is then that of a
+trainer of one rank: engine ranks read their parts of it by this package's plan, and have all of a version or none.
+Stock SGLang's `update_weights_from_distributed`, with every engine rank as a member, is not changed.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ class ParameterStream:
         self._received |= set(names)
 
     def commit(self, version: object, **options: Any) -> UpdateReport:
-        """Updates the engine to a version of which all parameters have arrived; its weight_version is `version`.
+        """Updates the engine to a version whose parameters have all arrived; its weight_version is `version`.
 
         options  of `WeightSender.update`
 
-        Raises Mismatch, naming them, if parameters of the version before have not arrived, and what the update raises.
-        The engine keeps the weights that it had then, unless they are torn.
+        Raises Mismatch, naming them, if parameters of the version before have not arrived, and the errors of the
+        update. The engine keeps the weights that it had then, unless they are torn.
         """
         missing = [name for name in self._known if name not in self._received]
         if self._version != str(version) or missing:

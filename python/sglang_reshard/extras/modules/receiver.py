@@ -72,7 +72,7 @@ class ModuleReceiver:
 
         May be called again once the sender has ended, or the connection to it: the module keeps its weights until the
         next update. Raises DeadlineExceeded if the sender does not answer, Unauthorized for a wrong key, and Mismatch
-        for what is no metadata, or while this receiver is connected.
+        for invalid metadata, or while this receiver is connected.
         """
         address = from_metadata(metadata)
         if self._mailbox is not None:

@@ -33,7 +33,7 @@ from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 class ModuleSender:
     """One trainer rank's end. Receivers may come and go between updates.
 
-    metadata  what `ModuleReceiver.init` takes, the same on every trainer rank. Whoever has it can join
+    metadata  what `ModuleReceiver.init` takes, the same on every trainer rank. Any process that has it can join
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ModuleSender:
         """Gives all receivers these weights, and returns a report of each once all have taken them. Collective.
 
         Takes and raises what `WeightSender.update` does. A receiver that has left, or whose process has ended, is no
-        longer waited for; one that joins meanwhile takes part in the next update.
+        longer waited for; a receiver that joins during an update takes part in the next one.
         """
         return self._sender.update(named_tensors, options, **given) if self._meet_receivers() else {}
 
@@ -85,14 +85,14 @@ class ModuleSender:
         """Copies this rank's shards, and gives them to all receivers while the trainer goes on. Collective.
 
         Takes and raises what `WeightSender.update_async` does, and Mismatch if there is no receiver. Waits for the
-        update before: those who take part in this one are the receivers that there are then.
+        update before: the receivers that are connected now take part in this one.
         """
         self._sender.wait_for_background()
         self._meet_receivers()
         return self._sender.update_async(named_tensors, options, **given)
 
     def _meet_receivers(self) -> list[str]:
-        """Returns the names of the receivers that there are; the next update is theirs."""
+        """Returns the names of the connected receivers; the next update is theirs."""
         names: list[str] = on_first_rank(lambda: self._mail.receivers() if self._mail else [], self._group)
         self._sender.set_engines({name: self._send_to(name) for name in names})
         return names

@@ -43,7 +43,7 @@ class Loads:
 
 
 class StateDictModel(nn.Module):
-    """A module whose state dict is what the trainer sends: parameters and persistent buffers.
+    """A module whose state dict the trainer sends: parameters and persistent buffers.
 
     keeps_unsent  whether parameters and buffers that are not sent keep their values; else they are an error
     """
@@ -93,7 +93,7 @@ class StateDictModel(nn.Module):
         return repr((self.loads.ignored, self.loads.may_stay)).encode()
 
     def count_write(self) -> None:
-        """Increases the version counters of what has been written, as `copy_` would. One call for all of it."""
+        """Increases the version counters of the written tensors, as `copy_` would. One call for all of it."""
         if self.loads.written:  # since the loader ran
             self._versions, self.loads.written = VersionCounters(self.loads.written), []
         self._versions.increase()
@@ -110,7 +110,7 @@ class StateDictModel(nn.Module):
         return self.loads.is_ignored(other)
 
     def _check_rest(self, state: Mapping[str, Any], own: set[int], written: set[int]) -> None:
-        """`own` and `written` are ids of tensors: tied ones have several names, of which one is sent."""
+        """`own` and `written` are ids of tensors: tied ones have several names, and one of them is sent."""
         unsent = [name for name, value in state.items() if id(value) in own and id(value) not in written]
         extra = [name for name, value in state.items() if id(value) not in own and not _is_empty(value)]
         if self.keeps_unsent:

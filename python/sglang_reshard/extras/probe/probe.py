@@ -30,7 +30,7 @@ class Probe:
     largest_threshold  largest |engine - trainer| of one token, in nats; None for no limit
     on_mismatch        "raise" ProbeMismatch, or "warn": log it; either way it is in the report
     engine             on trainer rank 0: the object to ask, or by engine name a mapping of such objects, with a method
-                       `generate` that takes what `sglang.Engine.generate` takes, or a function that does. By default
+                       `generate` that takes the arguments of `sglang.Engine.generate`, or such a function. By default
                        the engine, client or server whose method `send` is; of `WeightSender(url)`, the server
     timeout_s          seconds to wait for the engine's answers; by default `timeout_s` of the sender
 

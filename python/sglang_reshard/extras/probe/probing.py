@@ -66,10 +66,10 @@ class Probing:
         return weights
 
     def finish(self, reports: Mapping[str, UpdateReport]) -> dict[str, UpdateReport]:
-        """Asks the engines that were updated, and returns their reports with what was found. Collective.
+        """Asks the updated engines, and returns their reports with the results. Collective.
 
         Raises ProbeMismatch on every rank, unless on_mismatch="warn", and DeadlineExceeded naming ranks that do not
-        probe this update. The weights are live by then.
+        probe this update. The weights are already live.
         """
         rank, _ = self._sender.ranks
         updated = {name: report for name, report in reports.items() if report.success}

@@ -19,7 +19,7 @@ from sglang_reshard.extras.probe.probe import Probe
 def trainer_logprobs(probe: Probe) -> tuple[tuple[float, ...], ...]:
     """Returns the trainer's log-probabilities by sequence, of all tokens but the first. Collective, as the module is.
 
-    Raises Mismatch if there are not as many as the sequences have tokens, and what the module or function raises.
+    Raises Mismatch if there are not as many as the sequences have tokens, and the errors of the module or function.
     """
     sequences, given = probe.token_ids(), probe.logprobs
     if isinstance(given, nn.Module):
@@ -84,8 +84,8 @@ def _of_shards(logits: DTensor, chosen: torch.Tensor) -> torch.Tensor:
 def _evaluating(module: nn.Module) -> Iterator[None]:
     """Turns dropout off. Shards FSDP2's modules again, before as well.
 
-    A forward without a backward leaves FSDP2's root unsharded, and the next one reuses that copy, whatever an optimizer
-    has written since.
+    A forward without a backward leaves FSDP2's root unsharded, and the next one reuses that copy, although an optimizer
+    may have written since.
     """
     modes = [(part, part.training) for part in module.modules()]
     _shard_again(module)

@@ -40,8 +40,8 @@ def reshard(
 ) -> None:
     """Copies the source's values into the target's tensors, in place, once. Collective over `group`.
 
-    Takes what `ReshardPlan.make` and `ReshardPlan.run` take, and raises what they raise. To move again and again, make
-    a plan.
+    Takes the arguments of `ReshardPlan.make` and `ReshardPlan.run`, and raises their errors. To move again and again,
+    make a plan.
     """
     ReshardPlan.make(source, target, group, bucket_bytes=bucket_bytes, strict=strict).run(drop_source=drop_source)
 
@@ -135,23 +135,23 @@ class ReshardPlan:
         refused. On GPUs it returns when all is enqueued on the current stream, as torch's collectives do, and
         `torch.cuda.set_device` must have chosen each rank's GPU.
 
-        Raises Mismatch if memory of either side was freed or has moved since the plan was made; nothing is written
-        then. Raises DeadlineExceeded if a rank fails or does not come within the group's timeout: the target is then
+        Raises Mismatch if memory of either side was freed or has moved since the plan was made; in this case nothing is
+        written. Raises DeadlineExceeded if a rank fails or does not come within the group's timeout: the target is then
         written in part, and the plan cannot be run again.
         """
         raise_together(self._problem(drop_source), self._group)
         self._run(drop_source)
 
     def start(self, *, drop_source: bool = False) -> RunningReshard:
-        """Runs the plan in a thread, beside the caller's computations: a reload that overlaps them. Collective.
+        """Runs the plan in a thread, while the caller computes: a reload that overlaps them. Collective.
 
             moving = plan.start()   # from host memory into the layout for generation, for example
             score(batch)
             moving.wait()           # the target has the weights
 
-        On GPUs it begins with all that the plan's GPU was given before, and has a stream of its own. Until `wait` the
-        source must not change, the target must not be used, and no other collective may use `group`: give the plan a
-        group of its own. Takes and raises what `run` does; what happens in the thread is raised by `wait`.
+        On GPUs it waits for all earlier work on the plan's GPU, and uses a separate stream. Until `wait` the source
+        must not change, the target must not be used, and no other collective may use `group`: give the plan a separate
+        group. Takes and raises what `run` does; what happens in the thread is raised by `wait`.
         """
         raise_together(self._problem(drop_source), self._group)
         self._running = True

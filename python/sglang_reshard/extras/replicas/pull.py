@@ -1,6 +1,6 @@
 """Takes the live weights of another engine's server: asks it to share them, and serves the request that follows.
 
-Whoever asks for a pull learns nothing of what is at the URL but whether it shares: an answer of it is logged here, and
+A client that requests a pull learns only whether the server at the URL shares: an answer of it is logged here, and
 never passed on. All of it ends when it is cancelled.
 """
 
@@ -115,7 +115,7 @@ async def _shared(request: PullWeightsReq) -> SharedWeights:
 
 
 async def _answer(request: PullWeightsReq, content: bytes) -> tuple[int, bytes]:
-    """Returns status and body, of which no more than `_MAX_ANSWER_BYTES` are read."""
+    """Returns status and body; at most `_MAX_ANSWER_BYTES` of the body are read."""
     _, control = headers(request.api_key, request.admin_api_key)
     control = {"Content-Type": "application/json", **control}
     body = b""

@@ -1,9 +1,9 @@
 """Shares one engine rank's live weights with other engines: the rank takes part in their updates as a trainer rank.
 
-An update runs as from any trainer, in a thread beside the engine's own work, which goes on. The live weights must not
-be written meanwhile: the tokenizer manager waits for `wait_until_shared` before it lets them be. The two engines meet
-on a control server that the sharing engine's tokenizer manager hosts; the request waits there until the other engine
-takes it.
+An update runs as from any trainer, in a thread, while the engine continues to serve. The live weights must not be
+written during this time: the tokenizer manager waits for `wait_until_shared` before it lets them be. The two engines
+meet on a control server that the sharing engine's tokenizer manager hosts; the request waits there until the other
+engine takes it.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ def has_begun(server: ControlServer, engine_ranks: int) -> bool:
 
 
 def wait_until_shared(request: ShareWeightsReq, engine_ranks: int) -> None:
-    """Waits until no engine rank reads its live weights for `request` any more, or all deadlines have passed.
+    """Waits until no engine rank reads its live weights for `request`, or all deadlines have passed.
 
-    Called in the process that hosts the control server, in a thread of its own.
+    Called in the process that hosts the control server, in a separate thread.
     """
     assert request.address is not None
     with suppress(WaitTimedOut, ReshardError), ControlClient(request.address.named(_SHARING), _JOIN_S) as client:

@@ -104,7 +104,7 @@ class Cache:
         return chain[::-1] if newest.files.keys() <= present.files.keys() and needed < whole else None
 
     def _advanced(self, folder: Folder, chain: Sequence[Snapshot]) -> bool:
-        """Brings the copy along a chain of snapshots; returns whether it is the last one then."""
+        """Brings the copy along a chain of snapshots; returns whether the copy then equals the newest snapshot."""
         newest = chain[-1]
         try:
             for step in chain:
@@ -130,7 +130,7 @@ class Cache:
         self.read_bytes += nbytes
 
     def _write(self, path: Path, source: BinaryIO, nbytes: int) -> None:
-        """Copies so many bytes, and no more whatever a store says."""
+        """Copies exactly this number of bytes, even if a store reports another size."""
         path.unlink(missing_ok=True)
         with open(self._new(path), "wb") as copy:
             while nbytes and (part := source.read(min(nbytes, _PART))):
@@ -172,7 +172,7 @@ class Cache:
 
 
 def _claim(path: Path) -> None:
-    """Makes a folder a cache, in which other files are deleted. Raises Mismatch if it has files of others."""
+    """Makes a folder a cache; other files in it are deleted. Raises Mismatch if it has files of others."""
     path.mkdir(parents=True, exist_ok=True)
     if not (path / CACHE_MARK).exists():
         if any(path.iterdir()):

@@ -1,4 +1,4 @@
-"""Writes and applies the difference of two files of equal size, as a file of its own.
+"""Writes and applies the difference of two files of equal size, as a separate file.
 
 header    JSON: unit_bytes, nbytes of either file, and of a chunk
 table     int32 [chunks, 2]: how each chunk is encoded, see `delta.encoding`
@@ -96,10 +96,10 @@ def write_delta(base: Path, new: Path, out: Path, unit_bytes: int, most: int) ->
 
 
 def apply_delta(delta: BinaryIO, path: Path) -> None:
-    """Overwrites a file, the base, by what has changed.
+    """Applies a delta to a file, the base, in place.
 
-    The delta is copied to a file without a name beside the base, and all of it is checked before the base is written:
-    whoever changes the original meanwhile changes nothing here.
+    The delta is copied to an unnamed file next to the base, and all of it is checked before the base is written: a
+    later change of the original has no effect here.
 
     Raises Mismatch, and leaves the base as it is, for a delta that is damaged, or not of such a file.
     """

@@ -5,8 +5,8 @@
         follower.poll()
         time.sleep(5)
 
-With a cache it keeps a copy of the checkpoint on this host, and reads what has changed only, as long as there are
-deltas from the snapshot that it has. Every file is compared with its hash before the server hears of it.
+With a cache it keeps a copy of the checkpoint on this host, and reads only changed elements as long as there are deltas
+from its snapshot. Every file is compared with its hash before the server hears of it.
 
 The folder may have been written by anybody. A snapshot that is no good is told once and passed over, for the newest
 good one. A server never goes back to an earlier publication than it holds, unless that is allowed.
@@ -77,9 +77,9 @@ class SnapshotFollower:
     def poll(self) -> str | None:
         """Gives the server the newest good snapshot, unless it has it or holds later weights.
 
-        Returns the snapshot's name, which becomes the server's weight_version, or None if there was nothing to do.
-        What is wrong with a snapshot is logged once and kept in `refused`; it is tried again now and then. Raises what
-        the server raises if it does not answer, is torn in loading, or does not accept the keys.
+        Returns the snapshot's name, which becomes the server's weight_version, or None if there was nothing to do. The
+        fault of a snapshot is logged once and kept in `refused`; the snapshot is read again at growing intervals.
+        Raises what the server raises if it does not answer, is torn in loading, or does not accept the keys.
         """
         self.read_bytes = 0
         try:
@@ -164,9 +164,9 @@ class SnapshotFollower:
 
 
 def _check_in_place(folder: LocalFolder, snapshot: Snapshot) -> None:
-    """Raises Mismatch unless a server that loads the snapshot's own folder reads what its manifest lists, and no more.
+    """Raises Mismatch unless a server that loads the snapshot's own folder reads exactly the files in its manifest.
 
-    Who writes to the folder after that is not noticed: the server opens the files itself.
+    Later writes to the folder are not noticed: the server opens the files itself.
     """
     check_files(lambda name: folder.open(snapshot.name, name), snapshot, lambda name: folder.where(snapshot.name, name))
     for name in folder.files(snapshot.name):

@@ -1,7 +1,7 @@
-"""Describes a snapshot and the list of them, as JSON files beside the weights.
+"""Describes a snapshot and the list of all snapshots, as JSON files next to the weights.
 
-The list alone says which snapshots are published, and in which order. Every snapshot has a publication, a number that
-is greater than those of all before it, see `protocol.publication`; times of files mean nothing.
+Only the list defines the published snapshots and their order. Every snapshot has a publication, a number that is
+greater than those of all before it, see `protocol.publication`; times of files mean nothing.
 
 Both files may come from anybody: `decode_snapshot` and `decode_list` take bytes of a bounded size, and check every
 field.
@@ -37,7 +37,7 @@ class SnapshotFile(msgspec.Struct, frozen=True):
     """One file of a snapshot.
 
     sha256       of its content
-    delta_bytes  of the file beside it that has what has changed since `Snapshot.base`; None if there is none
+    delta_bytes  size of the file next to it with the changes since `Snapshot.base`; None if there is none
     """
 
     nbytes: _Bytes
@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """A snapshot: its files by name, and the snapshot before, of which there may be deltas."""
+    """A snapshot: its files by name, and the snapshot that its deltas apply to, if any."""
 
     name: str
     files: Annotated[dict[str, SnapshotFile], msgspec.Meta(max_length=1 << 16)]
@@ -109,7 +109,7 @@ def encode(message: Snapshot | SnapshotList) -> bytes:
 
 
 def decode_snapshot(data: bytes, where: str, entry: Entry | None = None) -> Snapshot:
-    """Raises Mismatch, naming where it was read, for what is no manifest, or not that of `entry`."""
+    """Raises Mismatch, naming the file, for an invalid manifest, or one that is not of `entry`."""
     snapshot = _decode(data, Snapshot, where, MANIFEST_BYTES)
     check_snapshot_name(snapshot.name, where)
     for name in snapshot.files:
@@ -127,7 +127,7 @@ def decode_snapshot(data: bytes, where: str, entry: Entry | None = None) -> Snap
 
 
 def decode_list(data: bytes, where: str) -> SnapshotList:
-    """Raises Mismatch, naming where it was read, for what is no list of snapshots."""
+    """Raises Mismatch, naming the file, for an invalid list of snapshots."""
     listed = _decode(data, SnapshotList, where, LIST_BYTES)
     for name in (*listed.names, *listed.unsettled):
         check_snapshot_name(name, where)
@@ -152,7 +152,7 @@ def _decode(data: bytes, kind: type[T], where: str, most_bytes: int) -> T:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a file that is either the old one or the new one, and is on disk then."""
+    """Replaces a file atomically, and syncs it to disk."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)

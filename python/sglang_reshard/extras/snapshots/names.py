@@ -15,7 +15,7 @@ _PATTERNS = frozenset("*?[]")  # an object store's client expands them
 
 
 def check_snapshot_name(name: str, where: str = "") -> None:
-    """Raises Mismatch for what cannot be the name of a snapshot. where: the file that has it, if one does"""
+    """Raises Mismatch unless this can be the name of a snapshot. where: the file that has it, if one does"""
     bad = (
         not _is_component(name, _NAME_BYTES - _ROOM)
         or name.startswith(".")
@@ -30,7 +30,7 @@ def check_snapshot_name(name: str, where: str = "") -> None:
 
 
 def check_file_name(name: str, where: str) -> None:
-    """Raises Mismatch for what cannot be the name of a file of the snapshot that `where` describes."""
+    """Raises Mismatch unless this can be the name of a file of the snapshot that `where` describes."""
     if not _is_component(name, _NAME_BYTES - len(DELTA)) or name in (MANIFEST, CACHE_MARK):
         raise Mismatch(f"{where} lists {name[:_NAME_BYTES]!r}, which cannot be the name of a file in a snapshot")
 

@@ -34,7 +34,7 @@ class Snapshots:
     folder   where snapshots are; it is made if it does not exist
     options  of all snapshots. `write` and `write_async` take them, too, for one:
 
-    delta       also write what has changed since the snapshot before, for those who have it: `SnapshotFollower`
+    delta       also write the changes since the previous snapshot, for followers that have it: `SnapshotFollower`
     upload      URL below which the snapshot is copied by fsspec, as an object store's
     dtype       of tensors with a floating-point dtype, "bfloat16" for example; by default each one's own
     partial, rename   see `WeightSender.update`
@@ -50,12 +50,12 @@ class Snapshots:
     def write(self, named_tensors: NamedTensors | torch.nn.Module, name: str, **options: Any) -> SnapshotReport:
         """Writes the weights to `folder`/`name`, a Hugging Face checkpoint that any engine starts from. Collective.
 
-        Every trainer rank writes what it holds; nothing is gathered. The folder gets its name, and `folder`/latest
+        Every trainer rank writes its own boxes; nothing is gathered. The folder gets its name, and `folder`/latest
         leads to it, once everything is on disk.
 
         Raises, on every rank: what `update` raises for weights that cannot be sent, Mismatch for a name that exists,
-        ReshardError for a disk without room or rights, DeadlineExceeded if another trainer keeps the folder locked.
-        Earlier snapshots stay then.
+        ReshardError for a disk without room or rights, DeadlineExceeded if another trainer keeps the folder locked. In
+        this case earlier snapshots stay.
         """
         return self._write(named_tensors, self._chosen(name, options))
 

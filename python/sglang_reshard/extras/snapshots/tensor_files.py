@@ -1,7 +1,7 @@
-"""Checks that the files of a snapshot are what its manifest says, and that a loader can read its tensors.
+"""Checks that the files of a snapshot match its manifest, and that a loader can read its tensors.
 
-Nothing is allocated by what a file says of itself: sizes are compared first, and headers are bounded. Tables of tensors
-have to fill their file without overlaps, as the safetensors format wants them.
+No allocation depends on sizes that a file claims: sizes are compared first, and headers are bounded. Tables of tensors
+must fill their file without overlaps, as the safetensors format requires.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _tensors(opened: BinaryIO, nbytes: int, where: str) -> Mapping[str, _Tensor]
 
 
 def _check_index(data: bytes, of_tensor: Mapping[str, str], where: str) -> None:
-    """Raises Mismatch unless the index says of every tensor in which file it is."""
+    """Raises Mismatch unless the index assigns every tensor to its file."""
     if len(data) > _INDEX_BYTES:
         raise Mismatch(f"{where} has more than {_INDEX_BYTES} bytes")
     try:

@@ -1,4 +1,4 @@
-"""The files of a snapshot: safetensors of whole tensors, of which each trainer rank writes the boxes that it holds."""
+"""The files of a snapshot: safetensors of whole tensors; each trainer rank writes its own boxes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ class SnapshotFiles:
         (folder / INDEX).write_text(json.dumps(index))
 
     def described(self, file: _File, folder: Path, base: Path | None) -> SnapshotFile:
-        """Reads a file of `folder` back, and writes beside it what has changed since `base`'s, if that is less."""
+        """Reads a file of `folder` back, and writes the changes since `base`'s next to it, if that takes fewer
+        bytes.
+        """
         path, delta_bytes = folder / file.name, None
         if base is not None:
             units = min([4, *(_item_bytes(self.dtypes[name]) for name in file.offsets)])

@@ -1,4 +1,4 @@
-"""Trainer rank 0's part of a snapshot: what becomes visible in the folder, and what goes.
+"""Trainer rank 0's part of a snapshot: publishes and deletes snapshots.
 
 The list, `snapshots.json`, is replaced at once, and alone says what is published. A folder gets its name while the list
 has it as unsettled, and loses it while the list has it as unsettled again. So whenever a writer dies, each snapshot in
@@ -60,7 +60,7 @@ class SnapshotFolder:
         self.partial.mkdir()
 
     def base(self) -> Entry | None:
-        """Returns the newest snapshot, of which this one may have deltas; None if there is none that can be a base.
+        """Returns the newest snapshot, which the deltas of this one apply to; None if there is none that can be a base.
 
         A snapshot may be written again after its folder was deleted. Those in the list that came after the former one
         have it for a base, by name. With one of these for the base of the new one, names would lead in a circle.
@@ -156,7 +156,7 @@ class SnapshotFolder:
         return SnapshotList.of(present, found.unsettled)
 
     def _settled(self) -> SnapshotList:
-        """Returns the list, after what others have left unsettled is deleted as far as it can be."""
+        """Returns the list, after deleting unsettled folders of others where possible."""
         found = self._found()
         return self._settle(found) if found.unsettled else found
 
@@ -170,7 +170,7 @@ class SnapshotFolder:
     def _delete(self, name: str) -> bool:
         """Deletes a snapshot's folder, and returns whether it is gone.
 
-        One that is no snapshot is another's, whatever a list says, and stays.
+        A folder that is not a snapshot belongs to someone else and stays, even if a list names it.
         """
         trash = self._folder / f".{name}.deleted"
         with self._later(f"the next snapshot will delete {self._folder / name}"):
@@ -206,7 +206,7 @@ class SnapshotFolder:
 
     @contextlib.contextmanager
     def _later(self, consequence: str) -> Iterator[None]:
-        """In its block the file system may fail: that is told, and what comes after the block goes on."""
+        """In its block the file system may fail: the error is logged, and the code after the block continues."""
         try:
             yield
         except (OSError, Mismatch) as error:
