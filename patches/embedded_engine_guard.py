@@ -6,7 +6,7 @@ forever. After `watch_processes(engine)`
 
     every call of the engine, including one in progress, raises EngineDied, which names the process that ended
     the embedding process has its own signal handlers again: SIGTERM as before. SIGQUIT, which SGLang's processes
-        send to report a failure, is logged and ignored until `patches.engine.end`
+    send to report a failure, is logged and ignored until `patches.engine.end`
 """
 
 from __future__ import annotations

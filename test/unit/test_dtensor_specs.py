@@ -172,5 +172,5 @@ def test_a_part_that_other_ranks_cannot_know_needs_partial(mesh):
 
 @pytest.mark.parametrize("start", [(6, 0), (-1, 0), (0, 1), (0,)])
 def test_a_part_outside_of_the_tensor_is_refused(mesh, start):
-    with pytest.raises(Mismatch, match=r"rank 1: w has a local tensor of shape \(4, 2\) , but states the chunk"):
+    with pytest.raises(Mismatch, match=r"rank 1: w has a local tensor of shape \(4, 2\), but states the chunk"):
         read(uneven(mesh, start, WHOLE[:4].clone()), partial=True)

@@ -57,7 +57,7 @@ class AllGathers:
         return len(self._gathers)
 
     def arrive(self, call: Call, name: str, index: int, size: int, data: bytes, timeout_s: float, mark: str) -> None:
-        """Raises QuotaExceeded, and changes nothing then."""
+        """Raises QuotaExceeded without changing anything."""
         if not 0 <= index < size <= MAX_NAMES:
             raise QuotaExceeded(f"all-gather {name}: index {index} is out of range for {size} members")
         gather = self._gathers.get(name, _AllGather(name, call.scope, size, mark))

@@ -43,7 +43,7 @@ Explain = Callable[[list[int]], str]  # of `WaitTimedOut.missing`: returns the m
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How far a scope has come, by `ControlClient.revoke`.
+    """The state of a scope, by `ControlClient.revoke`.
 
     mark     what the members of an all-gather have marked it with; empty if it has no mark, and will get none
     reason   why it is cancelled; empty while it is not
@@ -101,8 +101,8 @@ class ControlClient:
     ) -> list[bytes]:
         """Returns the keys' values, once all are set.
 
-        Raises WaitTimedOut, DeadlineExceeded if there is an `explain`, or Aborted if `scope` is cancelled or nobody is
-        in it any more.
+        Raises WaitTimedOut, DeadlineExceeded if there is an `explain`, or Aborted if `scope` is cancelled or no rank is
+        in it.
         """
         return self._call("get", tuple(keys), timeout_s, scope, wait_s=timeout_s, explain=explain)
 
@@ -208,7 +208,7 @@ class ControlClient:
         return Standing(mark.decode(), why.decode(), int(members))
 
     def post_end_scope(self, scope: str) -> None:
-        """Ends a scope whose name ends with a number, and all of lower numbers: nobody enters them any more.
+        """Ends a scope whose name ends with a number, and all of lower numbers: no rank can enter them afterwards.
 
         Those in it are cancelled unless they have a mark. Waits in the scope itself go on. Does not wait for it.
         """
@@ -416,5 +416,5 @@ class ControlClient:
 
 
 def _start(callback: Callable[[str], None], reason: str) -> None:
-    """In a thread of its own, because it may wait and may use the client."""
+    """In a separate thread, because it may wait and may use the client."""
     threading.Thread(target=callback, args=(reason,), name="sglang-reshard callback", daemon=True).start()

@@ -4,8 +4,8 @@
     server to client   server nonce, proof
     client to server   proof, frames
 
-A proof is an HMAC-SHA256 over both nonces with the session's key. Each direction of each connection has a key of its
-own, derived in the same way, so that a frame of another connection or of the other direction is refused. A frame is
+A proof is an HMAC-SHA256 over both nonces with the session's key. Each direction of each connection has a separate key,
+derived in the same way, so that a frame of another connection or of the other direction is refused. A frame is
 
     4 bytes       number of bytes that follow
     8 bytes       sequence number in its direction, from 0
@@ -54,7 +54,7 @@ class FrameWriter:
         self._next = 0
 
     def frame(self, message: object) -> bytearray:
-        """Returns the next frame. Raises FrameTooLarge, and does not advance the sequence number then."""
+        """Returns the next frame. Raises FrameTooLarge without advancing the sequence number."""
         frame = bytearray(_HEAD.size)
         _encoder.encode_into(message, frame, _HEAD.size)
         body_bytes = len(frame) - _HEAD.size
@@ -119,7 +119,7 @@ class FrameReader:
 def directions(
     key: bytes, own: bytes, other: bytes, client_nonce: bytes, server_nonce: bytes
 ) -> tuple[FrameWriter, FrameReader]:
-    """Returns the writer of side `own` (b"client" or b"server") and the reader of what `other` sends to it."""
+    """Returns the writer of side `own` (b"client" or b"server") and the reader of frames that `other` sends to it."""
 
     def direction_key(side: bytes) -> bytes:
         return hmac.digest(key, b"sglang-reshard frames of " + side + client_nonce + server_nonce, "sha256")

@@ -15,7 +15,9 @@ class QuotaExceeded(Exception):
 
 
 class MemoryQuota:
-    """Counts the bytes and names that all sessions of a control server hold together, and what is on its way."""
+    """Counts the bytes and names that all sessions of a control server hold together, including unfinished frames and
+    unsent replies.
+    """
 
     def __init__(self, stored_bytes: int = DEFAULT_STORED_BYTES, names: int = MAX_NAMES) -> None:
         self._max_bytes, self._max_names = stored_bytes, names
@@ -24,7 +26,7 @@ class MemoryQuota:
     def take(self, size: int, names: int = 0) -> None:
         """Accounts for `size` more bytes and `names` more names; negative numbers give back.
 
-        Raises QuotaExceeded, and takes nothing then.
+        Raises QuotaExceeded without taking anything.
         """
         size += names * _NAME_BYTES
         if size > 0 and self.stored_bytes + size > self._max_bytes:

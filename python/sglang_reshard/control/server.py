@@ -152,7 +152,7 @@ class ControlServer:
         """Listens on a free port of `interface`, an address of this host. Raises what `sockets.listen` does.
 
         Args:
-            stored_bytes: limit of what all sessions may hold together.
+            stored_bytes: limit of the bytes that all sessions may hold together.
         """
         server = cls(listen(interface), secrets.token_bytes(32), stored_bytes)
         server._thread.start()

@@ -1,6 +1,6 @@
 """The state of one session on the control server: keys, all-gathers, scopes, and the requests that wait for them.
 
-It does no input or output of its own: requests come in through `protocol.execute`, replies go out through the `Client`.
+It does no input or output itself: requests come in through `protocol.execute`, replies go out through the `Client`.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class DerivedState:
 
     @property
     def remark(self) -> str:
-        """Names the tensors that the engine has set since its start, of which nobody knows what they depend on."""
+        """Names the tensors that the engine has set since its start and whose inputs are unknown."""
         if not self._unknown:
             return ""
         more = f" and {len(self._unknown) - _SHOWN} more" if len(self._unknown) > _SHOWN else ""

@@ -1,8 +1,8 @@
 """Makes derived tensors again where they are, for engines whose CUDA graphs hold the addresses.
 
-The method that makes one runs by itself: with the attribute put back to what it was before the first forward pass, and
-with arguments that end the method as soon as it looks at them. That such a run makes the tensor, and of nothing but the
-live weights, is shown before the first update: it has to leave the same bits.
+The method that makes one runs by itself: with the attribute reset to its value before the first forward pass, and with
+arguments that end the method as soon as it uses them. That such a run makes the tensor, and of nothing but the live
+weights, is shown before the first update: it has to leave the same bits.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _InputUsed(BaseException):
 
 
 class _Input:
-    """Stands for an argument of a forward pass. Whoever looks at it ends the method."""
+    """Stands for an argument of a forward pass. Any use of it ends the method."""
 
     def __getattribute__(self, name: str) -> Any:
         raise _InputUsed(name)

@@ -36,13 +36,13 @@ class PartialChecksums(NamedTuple):
 
 
 class SourceChecksums:
-    """One trainer rank's part of the checksums of all engine ranks. Holds views of its shards, no memory of its own.
+    """One trainer rank's part of the checksums of all engine ranks. Holds views of its shards, but no other memory.
 
     shards   in the layout's order, see `TrainerState`
     regions  that engine ranks keep, one set per engine rank
 
     An element is counted by one of the trainer ranks that hold it; which one depends on the tensor, so that ranks that
-    hold replicas share the work. What several engine ranks keep alike is read once.
+    hold replicas share the work. Regions that several engine ranks keep are read once.
 
     Raises Mismatch if an engine rank keeps regions that the layout does not have.
     """
@@ -73,7 +73,7 @@ class SourceChecksums:
                 self._batch.add(spec, region.view(shards[tensor]), row)
 
     def compute(self, selection: Selection) -> PartialChecksums:
-        """Returns the part for what the shards hold now."""
+        """Returns the part for the current values of the shards."""
         found = np.zeros((len(self._of_engine_rank), num_groups(self._tensors)), np.uint64)
         own = self._batch.checksums(self._num_rows, selection)
         for of_rank, (rows, groups, factors) in zip(found, self._of_engine_rank, strict=True):

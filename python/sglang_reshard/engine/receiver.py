@@ -1,7 +1,7 @@
 """Receives updates on one engine rank: keeps the session, runs one update at a time, cleans up after failures.
 
-The phases of an update are in `update`. Here: which update is under way, in which session, and whether it runs at once
-or staged in parts.
+The phases of an update are in `update`. Here: the running update, its session, and whether it runs at once or staged in
+parts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _UpdateFailed(Exception):
 
 
 class WeightReceiver:
-    """One engine rank's end of the session. Keeps it, and what `UpdateExecutor` keeps, between updates.
+    """One engine rank's end of the session. Keeps it, and the state of `UpdateExecutor`, between updates.
 
     No method raises for an update that fails: the output says why, and whether the weights are torn.
     """

@@ -1,7 +1,7 @@
 """Refuses to leave parameters as they are where nothing has brought them.
 
 An engine that starts on random values (`load_format="dummy"`), or whose weights were released, has none; nor has one
-of which an update broke off. An update that keeps parameters (`trace.kept`) must not call such an engine complete.
+whose update failed half-way. An update that keeps parameters (`trace.kept`) must not call such an engine complete.
 """
 
 from __future__ import annotations

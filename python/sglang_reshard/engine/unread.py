@@ -16,8 +16,8 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 def check_unread(unread: Sequence[str], ignore: Sequence[str], apart: Mapping[str, str] = _NOTHING) -> None:
     """Raises Mismatch unless each name that no engine rank reads matches one of the patterns in `ignore`.
 
-    A loader skips what it does not know and what it does not need (a tied head, a layer for speculative decoding)
-    alike, without reporting which. So the trainer declares what it means to be skipped.
+    A loader skips unknown tensors and unneeded ones (a tied head, a layer for speculative decoding) alike, without
+    reporting either. So the trainer declares what it means to be skipped.
 
     apart  why a tensor is not the embedding that an engine would read in its place, see `trainer.tied_heads`
     """

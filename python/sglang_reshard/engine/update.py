@@ -7,8 +7,8 @@
     check    what has to be checked of an offer has arrived, and is sound, on all engine ranks
     staged   a staged update has arrived where the landing holds it back, and is verified
     move     bytes arrive where the landing has them written: in the live parameters, or apart from them
-    verify   checksums of what has arrived are compared with the trainer's, if requested
-    commit   what was held back is made live; the loader's local steps run; what forward passes have derived
+    verify   checksums of the arrived weights are compared with the trainer's, if requested
+    commit   staged weights are made live; the loader's local steps run; what forward passes have derived
              from the old weights is dropped, or computed again
 
 All engine ranks vote between the phases, and so proceed or fail together. The first byte is written to live memory
@@ -224,9 +224,9 @@ class UpdateExecutor:
             return Vote(error=self._described(context, error), names_open=in_trace and not searched, names=names)
 
     def _find_names(self, context: UpdateContext) -> list[Vote]:
-        """Finds other names for what the loader does not read as given, and prepares the target for them. Collective.
+        """Finds other names for tensors that the loader does not read, and prepares the target for them. Collective.
 
-        Returns the votes of all engine ranks, none of which has anything to use again.
+        Returns the votes of all engine ranks, if none of them has a transfer to reuse.
         """
         try:
             with context.enter(Phase.TRACE):
@@ -326,7 +326,7 @@ class UpdateExecutor:
                 context.all_gather_votes(Phase.CONNECT, Vote(error), mark)
 
     def _vote_on_taken(self, context: UpdateContext) -> None:
-        """Fails on all ranks, and leaves the live weights as they are, if one of them gets what is damaged."""
+        """Fails on all ranks, without changing live weights, if one of them receives damaged data."""
         error = ""
         try:
             self._check_taken(context)

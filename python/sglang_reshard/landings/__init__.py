@@ -1,10 +1,10 @@
-"""What is between a route and live memory: where weights arrive, and what is done before they are live.
+"""The layer between a route and live memory: where weights arrive, and their processing before they are live.
 
 base        the interface; the base class is live memory itself
-choice      which landings an update needs
-shadow      memory beside the live weights, in which a staged update arrives
-converting  quantizes or repacks what has arrived whole
-checked     compares what has arrived with what the trainer holds, before it counts
+choice      the landings that an update needs
+shadow      memory in addition to the live weights, where a staged update arrives
+converting  quantizes or repacks complete weights
+checked     compares the arrived weights with the trainer's, before they count
 """
 
 from __future__ import annotations

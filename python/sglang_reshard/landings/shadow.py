@@ -1,4 +1,4 @@
-"""Shadow weights: memory beside an engine rank's live weights, in which a staged update arrives."""
+"""Shadow weights: memory in addition to an engine rank's live weights, where a staged update arrives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_reshard.trace.program import Program
 
 
 class Shadow(Landing):
-    """Memory that is written instead of what `live` writes, and is copied to that at the commit.
+    """Memory that is written instead of the targets of `live`, and is copied to them at the commit.
 
     Storages are copied whole in both directions, so that what no copy of the program writes stays as it is.
     """

@@ -1,4 +1,4 @@
-"""How a manifest travels: msgpack, compressed, and named by its content hash."""
+"""The form of a manifest in transit: msgpack, compressed, and named by its content hash."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def unpack_blob(
     what       its name in error messages, "the source layout"
     max_bytes  that it may take, unpacked
 
-    Raises Mismatch for what is cut short, too large, of another content, or of another kind.
+    Raises Mismatch if it is truncated, too large, or of another content or kind.
     """
     raw = inflate(data, max_bytes, what)
     if expect and hashlib.sha256(raw).hexdigest() != expect:
@@ -48,7 +48,7 @@ def unpack_blob(
 
 
 def inflate(data: bytes, max_bytes: int, what: str = "the manifest") -> bytes:
-    """Decompress at most `max_bytes`. Raises Mismatch for more, and for what is cut short or no zlib stream."""
+    """Decompress at most `max_bytes`. Raises Mismatch for more, and for a truncated or invalid zlib stream."""
     stream = zlib.decompressobj()
     try:
         raw = stream.decompress(data, max_bytes + 1)

@@ -1,8 +1,8 @@
 """Computes which elements each trainer rank holds from meshes and DTensor placements, without torch.
 
-A mesh dimension either replicates a tensor or shards one of its dimensions, from left to right (`shard_order` has
-other orders). What a rank holds of a tensor dimension is a sequence of index intervals, in the order of its local
-tensor; sharding chunks that sequence as `torch.chunk` does, so that uneven and empty shards are torch's.
+A mesh dimension either replicates a tensor or shards one of its dimensions, from left to right (`shard_order` has other
+orders). A rank's part of a tensor dimension is a sequence of index intervals, in the order of its local tensor;
+sharding chunks that sequence as `torch.chunk` does, so that uneven and empty shards are torch's.
 """
 
 from __future__ import annotations
@@ -189,7 +189,9 @@ class SourceLayout(msgspec.Struct, frozen=True):
 
 
 def first_difference(layout: SourceLayout, other: SourceLayout, other_rank: int) -> str:
-    """Returns an error message with the first tensor in which trainer rank 0's layout and `other_rank`'s differ."""
+    """Returns an error message with the first tensor that differs between the layouts of trainer rank 0 and
+    `other_rank`.
+    """
     for a, b in zip(layout.tensors, other.tensors, strict=False):
         for field in ("name", "shape", "dtype"):
             if getattr(a, field) != getattr(b, field):

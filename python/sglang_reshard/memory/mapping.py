@@ -90,7 +90,8 @@ class MemoryExporter:
         self._copied = False
 
     def export(self, shards: Sequence[torch.Tensor], names: Sequence[str] = ()) -> Handles:
-        """Returns handles of `shards`, and copies those that are in the arena. What is exported already stays as it is.
+        """Returns handles of `shards`, and copies those that are in the arena. Memory that is already exported is not
+        changed.
 
         names  of the shards' tensors, for error messages
 
@@ -134,7 +135,7 @@ class MemoryExporter:
         return Handles(tuple(storages), tuple(views), marks=self._gpu.marks)
 
     def is_current(self) -> bool:
-        """Returns whether the last handles are still right for shards whose storages are the same as then."""
+        """Returns whether the last handles are still valid, for shards with the same storages."""
         with self._lock:
             return not self._gpu.exported or self._gpu.is_current()
 

@@ -41,7 +41,7 @@ class PeerMemory:
         device: torch.device = _CPU,
         reads: Iterable[ShardRead] | None = None,
     ) -> None:
-        """Maps GPU memory for `device`, the engine rank's own, whichever GPU it is on.
+        """Maps GPU memory for `device`, the engine rank's own; the memory may be on any GPU.
 
         reads  what will be read: storages that none of it is in are not mapped. None for all of every shard
 
@@ -67,7 +67,7 @@ class PeerMemory:
         return covered(byte_ranges(self._views, reads), self._ranges)
 
     def close(self) -> None:
-        """Unmaps the memory, once work on the device has ended. No view of it may be used any more."""
+        """Unmaps the memory, once work on the device has ended. Its views must not be used afterwards."""
         unmap([self])
 
     def locate(self, tensor: int, region: LocalRegion, item_bytes: int) -> tuple[int, int, tuple[int, ...]]:
@@ -110,7 +110,7 @@ class PeerMemory:
         return self.view(*self.locate(tensor, region, dtype.itemsize), region.count, dtype)
 
     def _map_host(self, storages: dict[int, ShmStorage], opened: ExitStack) -> None:
-        """Maps files, and makes what is read of them readable by kernels of the device."""
+        """Maps files, and makes the ranges that are read accessible to kernels of the device."""
         files = list(storages.values())
         try:
             mapped, begins = map_files([h.nbytes for h in files], lambda i: _open_shm(files[i], self._rank))

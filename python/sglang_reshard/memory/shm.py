@@ -37,8 +37,8 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 def open_shared(pid: int, fd: int, inode: int, nbytes: int) -> int:
     """Returns a read-only descriptor of the unlinked shared-memory file that process `pid` has open as `fd`.
 
-    The descriptor's number refers to whatever its process has open there by now. So the file is checked before it is
-    opened for reading, and the file that was checked is the one that is opened. The caller closes it.
+    The process may have reused the descriptor's number for another file. So the file is checked before it is opened for
+    reading, and the file that was checked is the one that is opened. The caller closes it.
 
     Raises OSError if it cannot be opened, and Mismatch if it is not a regular file in memory, without a name, of this
     inode and exactly so many bytes.
@@ -104,8 +104,8 @@ def share(storage: torch.UntypedStorage, who: str) -> tuple[int, int]:
 def read_only_view(storage: torch.UntypedStorage) -> torch.Tensor | None:
     """Maps a storage once more, without the right to write: bytes, 1-D. None for one that is in no shared-memory file.
 
-    Through this mapping nobody changes the storage: neither this process, nor what the kernel, or a peer over a
-    network, writes to its addresses.
+    Through this mapping nobody changes the storage: neither this process, nor the kernel or a peer over a network that
+    writes to its addresses.
     """
     if storage.device.type != "cpu" or not storage.nbytes() or not storage.is_shared():
         return None

@@ -20,7 +20,7 @@ _TRAINER_PHASES = ("publish", "total", "probe")  # measured by trainer rank 0
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """What one engine rank received in an update, by whichever route.
+    """The bytes that one engine rank received in an update, over any route.
 
     received_bytes  that reached this rank
     read_bytes      trainer rank -> bytes of its memory that this rank read or was sent

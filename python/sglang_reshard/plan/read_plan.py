@@ -1,4 +1,5 @@
-"""Plans what one engine rank reads: which region of which trainer rank's local tensor goes where, to the element.
+"""Plans what one engine rank reads: the regions of trainer ranks' local tensors and their destinations, exact to the
+element.
 
 An engine rank plans for itself, from its own copies alone. The work is done once per distinct copy (same tensor class,
 same region, same destination strides) and expanded to its instances by numpy, so that one rank of a model of a hundred
@@ -140,7 +141,7 @@ class ReadPlan:
         return ReadPlan(self.copies, self.tensor_ids, self.items, copy_ids, item_ids, ranks, duplicates)
 
     def digest(self) -> str:
-        """Returns a content hash of what is read from which trainer rank; destinations are not part of it."""
+        """Returns a content hash of the reads from each trainer rank; destinations are not part of it."""
         found = hashlib.sha256(repr([item.local_region for item in self.items]).encode())
         for column in (self.tensor_ids[self.copy_ids], self.item_ids, self.trainer_ranks):
             found.update(np.ascontiguousarray(column).data)
@@ -181,7 +182,7 @@ class _Reads(NamedTuple):
 
     within    position of each read's item within its copy
     holders   number of each read's set of trainer ranks in `holder_sets`
-    repeated  tensors of which some region is copied more than once
+    repeated  tensors with a region that is copied more than once
     """
 
     items: list[ReadItem]

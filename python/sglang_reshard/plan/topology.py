@@ -24,7 +24,7 @@ def peer_name(peer_id: int, trainer_ranks: int) -> str:
 
 
 class Relation(Enum):
-    """How a trainer rank's memory is seen from an engine rank."""
+    """A trainer rank's memory, as seen from an engine rank."""
 
     SAME_GPU = "on the same GPU"
     SAME_HOST = "on the same host, readable"
@@ -95,7 +95,7 @@ class ClusterTopology:
         )
 
     def check_messages(self, members: Sequence[int]) -> None:
-        """Raises Unsupported, with the cure, if NCCL would not connect the ranks with these peer ids.
+        """Raises Unsupported, with a remedy, if NCCL would not connect the ranks with these peer ids.
 
         No GPU is twice among them, see `routes.p2p.groups`.
         """

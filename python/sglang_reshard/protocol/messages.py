@@ -41,7 +41,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     """Requests one update of the engine. It carries no tensor and no handle, only where to find them.
 
     address          of the session: engine ranks keep plans and open handles as long as it stays the same. It
-                     contains the session's key, so whoever reads a request can join the session
+                     contains the session's key, so a process that reads a request can join the session
     engine           number of the engine within the session
     update           number of the update within the session
     layout           content hash of the source layout in the session
@@ -167,8 +167,9 @@ class LoadSnapshotOutput(msgspec.Struct, frozen=True):
 class PullWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     """Asks an engine to take the live weights of the one at `url`, whose keys are `api_key` and `admin_api_key`.
 
-    verify  "full" computes the digest of what has arrived, and compares it with that of the other engine's last
+    verify  "full" computes the digest of the arrived weights, and compares it with that of the other engine's last
             update, if that is known
+
     Other fields are as in `DistributedUpdateWeightsReq`.
     """
 
@@ -190,7 +191,7 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     tensors       number of tensors in the source layout
     source_bytes  bytes of these
     read_bytes    trainer rank -> bytes that engine ranks read from its memory, or are sent
-    taken         engine ranks took what trainer ranks offered instead of all weights
+    taken         engine ranks took the trainer ranks' offers instead of all weights
     detour        see `Traffic`
     kept          names of the engine's parameters that were left as they are
     phase         in which the update failed, see `engine.context.Phase`; empty if it did not, or before the first
@@ -242,7 +243,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, Generic[T], frozen=True):
-    """What a rank has to say to others, or the exception by which it has nothing to say."""
+    """A rank's message to others, or the exception that replaces it."""
 
     value: T | None = None
     failure: Failure | None = None
@@ -299,7 +300,7 @@ class Connect(msgspec.Struct, frozen=True, tag="connect"):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """Command of engine rank 0: send what was prepared as `transfer`; with `taken`, what was offered instead."""
+    """Command of engine rank 0: start the prepared `transfer`; with `taken`, what was offered instead."""
 
     transfer: str
     taken: bool = False

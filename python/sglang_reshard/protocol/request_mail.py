@@ -31,12 +31,14 @@ _WAIT_S = 60.0  # at a time: a wait without a limit is many of these
 
 
 def to_metadata(address: Address) -> str:
-    """Returns what a receiver needs to connect, as a line of text. Whoever has it can join, so keep it private."""
+    """Returns what a receiver needs to connect, as a line of text. Any process that has it can join, so keep it
+    private.
+    """
     return msgspec.json.encode(address).decode()
 
 
 def from_metadata(metadata: str) -> Address:
-    """Raises Mismatch for anything else than what `to_metadata` returns."""
+    """Raises Mismatch for any text that `to_metadata` did not return."""
     try:
         return from_json(metadata, Address)
     except (msgspec.MsgspecError, TypeError) as error:
@@ -61,11 +63,11 @@ class Mailbox:
 
     @property
     def is_lost(self) -> bool:
-        """True once the sender has ended, or the connection to it: no request will come any more."""
+        """True once the sender has ended, or the connection to it: no further request will come."""
         return self._client.is_lost
 
     def request(self, timeout_s: float | None) -> DistributedUpdateWeightsReq | None:
-        """Returns the next request; None if there is none within `timeout_s`, or if this is closed meanwhile.
+        """Returns the next request; None if there is none within `timeout_s`, or if this is closed before.
 
         Raises Aborted if the sender says that there will be none, and ConnectionLost if it has ended.
 

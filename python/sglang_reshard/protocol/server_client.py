@@ -1,4 +1,4 @@
-"""Calls this package's endpoints of an SGLang server over HTTP: updates, and what describes them."""
+"""Calls this package's endpoints of an SGLang server over HTTP: updates, and requests about them."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def _options(timeout_s: float) -> dict[str, Any]:
 
 
 def _limits() -> httpx.Limits:
-    """A server may close an idle connection in the moment in which it is used again, so none is kept."""
+    """A server may close an idle connection at the moment of its next use, so none is kept."""
     import httpx
 
     return httpx.Limits(max_keepalive_connections=0)

@@ -35,7 +35,7 @@ def mesh_sharding(
     """Returns the sharding over the root mesh. Raises Unsupported, starting with `where`.
 
     trainer_rank_of  global rank -> trainer rank, for the ranks that participate in the update
-    order            in which the mesh dimensions split the tensor
+    order            of the mesh dimensions that split the tensor
     """
     own = tuple(_placement(where, p) for p in placements)
     own, orders = _orders(where, mesh, own, order)
@@ -83,7 +83,7 @@ def _placement(where: str, placement: Any) -> Placement:
 def _orders(
     where: str, mesh: Any, placements: tuple[Placement, ...], order: ShardOrder
 ) -> tuple[tuple[Placement, ...], Orders]:
-    """Returns placements whose split factors are no order any more, and the order."""
+    """Returns placements without the order in their split factors, and the order."""
     default = left_to_right(placements)
     stated = default
     if order.entries is not None:
@@ -112,13 +112,13 @@ def _megatron_order(mesh: Any, orders: Orders) -> Orders:
 
 
 def on_root_mesh(mesh: Any, per_dim: tuple[T, ...], elsewhere: T) -> tuple[torch.Tensor, tuple[T, ...]]:
-    """Returns the global ranks of the root mesh, and what belongs to each of its dimensions.
+    """Returns the global ranks of the root mesh, and the parts of each of its dimensions.
 
     per_dim    what belongs to each dimension of `mesh`: a placement, for example
     elsewhere  what belongs to the root's other dimensions, over which a tensor is replicated
 
-    Tensor parallelism under data parallelism has its DTensors on mesh["tp"], of which every data-parallel group has
-    another one. On the root mesh all ranks describe the tensor alike.
+    Tensor parallelism under data parallelism has its DTensors on mesh["tp"], which differs between data-parallel
+    groups. On the root mesh all ranks describe the tensor alike.
     """
     root = mesh._get_root_mesh()
     if root is mesh or root == mesh:

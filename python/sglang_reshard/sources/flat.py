@@ -1,4 +1,4 @@
-"""Reads flat buffers: checkpoint tensors flattened one after the other, of which each rank holds a range.
+"""Reads flat buffers: checkpoint tensors flattened one after the other; each rank holds a range.
 
 FSDP1's flat parameters, ZeRO-3's partitions and the buffers of distributed optimizers are such buffers. A range of a
 tensor's elements in row-major order is a few boxes of it: the rest of a row, whole rows, the beginning of a row, and so

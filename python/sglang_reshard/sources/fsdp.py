@@ -64,7 +64,7 @@ class ShardedParameters:
             return cls(())
 
     def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the sharded parameter of which `tensor` is FSDP2's unsharded copy, or `tensor` itself.
+        """Returns the sharded parameter if `tensor` is FSDP2's unsharded copy of it, or `tensor` itself.
 
         Raises Unsupported for a partial view of such a copy.
         """

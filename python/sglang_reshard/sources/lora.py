@@ -38,7 +38,7 @@ _NOT_SERVED = {
 def adapter_tensors(module: nn.Module, adapter: str = "default") -> list[tuple[Any, ...]]:
     """Returns an adapter's tensors under their names in PEFT's checkpoints, as `WeightSender.update` takes them.
 
-    module   a PEFT model, or what wraps it
+    module   a PEFT model, or a wrapper of it
     adapter  PEFT's name of the adapter
 
     Raises Mismatch for a module without this adapter, and Unsupported as `named_shards` does.
@@ -86,7 +86,7 @@ def _checkpoint_name(name: str, adapter: str | None) -> str:
 def adapter_config(config: Any, adapter: str = "default") -> str:
     """Returns what SGLang has to know of an adapter, in JSON.
 
-    config   a PEFT model, its `peft_config[adapter]`, or what that is as a mapping
+    config   a PEFT model, its `peft_config[adapter]`, or that as a mapping
 
     Raises Unsupported, naming the option, for an adapter that SGLang would not compute as PEFT does.
     """

@@ -36,9 +36,9 @@ from sglang_reshard.torch_private import is_traceable_wrapper_subclass
 
 
 class TensorReader:
-    """Reads the tensors of one training state on one trainer rank. What tensors have in common is read once.
+    """Reads the tensors of one training state on one trainer rank. Common parts of tensors are read once.
 
-    partial  each trainer rank may state what it holds itself, and no more
+    partial  each trainer rank may state only its own part
     """
 
     def __init__(self, trainer_rank: int, global_ranks: tuple[int, ...], partial: bool = False) -> None:
@@ -121,7 +121,7 @@ class TensorReader:
     def _of_own_part(
         self, where: str, shape: tuple[int, ...], placed: MeshSharding, part: OwnPart | None
     ) -> MeshSharding | ShardMap:
-        """Returns the sharding of a tensor of which the local tensor may state its own part: `placed` if they agree."""
+        """Returns the sharding of a tensor whose local tensor may state its own part: `placed` if they agree."""
         if part is None:
             return placed
         boxes = [] if part.box is None else [part.box]

@@ -47,7 +47,7 @@ def check_has_no_place(where: str, spec: Any) -> None:
 
 
 def blocks(shape: Sequence[int], boxes: Sequence[Box | None]) -> ExplicitSharding:
-    """Returns the sharding of a tensor of global `shape` (elements) of which each trainer rank has one box, or None.
+    """Returns the sharding of a tensor of global `shape` (elements) if each trainer rank has one box or None.
 
     A rank's local tensor is exactly its box, flat or in its shape; ranks with the same box hold replicas.
     """

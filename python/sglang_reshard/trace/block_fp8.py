@@ -164,7 +164,7 @@ class BlockWeights:
 class _Quantizer:
     """Quantizes matrices in place.
 
-    quantized  float8_e4m3fn [n, rows, columns], in the first half of the memory of what is quantized
+    quantized  float8_e4m3fn [n, rows, columns], in the first half of the memory of the unquantized weight
     scales     float32 [n, blocks of rows, blocks of columns]
     """
 
@@ -275,7 +275,7 @@ def _outputs(copies: Iterable[tuple[Copy, bool]], box: Box, block: tuple[int, in
 
 
 def _cut_stack(box: Box) -> list[Box]:
-    """Cuts a stack of matrices, of which no two share a block, into smaller ones."""
+    """Cuts a stack of matrices that share no block into smaller ones."""
     rows_and_columns = math.prod(box.shape[-2:])
     stack = Box(box.start[:-2], box.stop[:-2])
     parts = split(stack, max(1, _STACK_ELEMENTS // rows_and_columns)) if stack.shape else [stack]

@@ -16,7 +16,7 @@ from sglang_reshard.trace.geometry import BoxMapping, Geometry
 def shard_view(
     boxes: Sequence[BoxMapping], local_shape: tuple[int, ...]
 ) -> tuple[Geometry | None, tuple[tuple[int, ...], ...]]:
-    """Returns a view of a contiguous shard in which `boxes` are boxes, and the index at which each starts in it.
+    """Returns a view of a contiguous shard that shows `boxes` as boxes, and the index of each start in it.
 
     boxes  of a checkpoint tensor; `write` and `stride` say where in the shard their elements are
 
@@ -37,7 +37,7 @@ def shard_view(
 
 
 def _strides(boxes: Sequence[BoxMapping]) -> list[int | None]:
-    """Returns the stride of each dimension; None for one in which every box has size 1."""
+    """Returns the stride of each dimension; None for a dimension where every box has size 1."""
     strides: list[int | None] = [None] * len(boxes[0].size)
     for box in boxes:
         for dim, (size, stride) in enumerate(zip(box.size, box.stride, strict=True)):

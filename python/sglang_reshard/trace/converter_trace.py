@@ -122,7 +122,7 @@ class _FunctionRecorder(Recorder):
 
 
 def _index_of(func: Any, args: tuple[Any, ...]) -> tuple[int, Any]:
-    """Returns the one dimension in which an operator picks elements, and the index; (0, None) for other operators."""
+    """Returns the one dimension that an operator picks elements in, and the index; (0, None) for other operators."""
     if func is aten.index_select.default:
         return args[1], args[2]
     if func is aten.index.Tensor:

@@ -287,9 +287,9 @@ class _Cells:
 
 
 def check_order(records: Sequence[Record]) -> None:
-    """Raises Unsupported if a step reads what a later copy writes, or what a step in between changes.
+    """Raises Unsupported if a step reads values that a later copy writes, or that a step in between changes.
 
-    All copies of an update come before its first step, whatever the loader's order.
+    All copies of an update come before its first step, independent of the loader's order.
     """
     by_storage: dict[LiveStorage, list[int]] = defaultdict(list)
     for i, record in enumerate(records):

@@ -1,4 +1,4 @@
-"""Keeps what a model's constructor has given its tensors, where an engine starts on random ("dummy") weights.
+"""Keeps the values of a model's constructor for its tensors, if an engine starts on random ("dummy") weights.
 
 SGLang's dummy start randomises every floating-point tensor of the model's state dict. Most are weights, which an update
 writes. Three kinds are not:

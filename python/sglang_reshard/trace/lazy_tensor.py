@@ -2,7 +2,7 @@
 
 A loader gets a `LazyTensor` in place of each checkpoint tensor; its `__torch_dispatch__` passes every operator called
 on one, in any thread, to the recorder. `LiveWriteMode` adds the operators that involve live tensors only: fills of
-parameters, and reads of what the loader has just written.
+parameters, and reads of values that the loader has just written.
 """
 
 from __future__ import annotations

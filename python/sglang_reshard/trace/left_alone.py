@@ -25,7 +25,7 @@ _RESTART = "Start the engine on the checkpoint (load_format='auto'), by one of S
 
 @dataclass(frozen=True, slots=True)
 class LeftAlone:
-    """A parameter of which an update writes nothing, or no more than `written`, in elements of its storage."""
+    """A parameter that an update does not write, or only in the range `written`, in elements of its storage."""
 
     name: str
     parameter: torch.Tensor
@@ -114,7 +114,9 @@ def restoring_steps(model: torch.nn.Module, left: Sequence[LeftAlone], stock: St
 
 
 def _initial(model: torch.nn.Module, one: LeftAlone, root: str, values: InitialValues) -> torch.Tensor | None:
-    """Returns the value to be restored; None for what is undefined in an engine started on the checkpoint, too."""
+    """Returns the value to be restored; None for a value that is undefined in an engine started on the checkpoint,
+    too.
+    """
     # SGLang wraps layers that LoRA adapters are for once the model is loaded.
     initial = values.parameters.get(one.name.removeprefix(root).replace(".base_layer.", "."))
     if initial is None:

@@ -1,7 +1,7 @@
-"""Turns a program round: which boxes of which checkpoint tensors an engine rank's live memory holds, and where.
+"""Inverts a program: the boxes of each checkpoint tensor in an engine rank's live memory, and their places.
 
-An engine that has been updated can so be read like a trainer. What its loader has copied is in live memory, or in the
-scratch memory that operands of expressions are kept in; what a step has changed since is not there any more.
+An engine that has been updated can so be read like a trainer. The tensors that its loader has copied are in live
+memory, or in the scratch memory for operands of expressions; values that a step has changed since are lost.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def readable_shards(
 
 
 def _held(program: Program, copies: list[Copy]) -> tuple[torch.Tensor, list[tuple[Box, tuple[int, ...]]]]:
-    """Returns a view in which all that `copies` have copied are boxes, and these, each with its start in the view."""
+    """Returns a view that shows the elements written by `copies` as boxes, and these boxes, each with its start in the
+    view.
+    """
     found: dict[str, list[BoxMapping]] = {}
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for copy in copies:

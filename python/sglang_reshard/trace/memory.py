@@ -1,6 +1,6 @@
-"""Models the memory that a loader reads and writes while it is traced: live storages and tensors of its own.
+"""Models the memory that a loader reads and writes while it is traced: live storages and temporary tensors.
 
-The recorder interprets operators; this is what they operate on. Every write to a live storage becomes a `Record`.
+The recorder interprets operators; they operate on this memory. Every write to a live storage becomes a `Record`.
 Nothing here writes to the engine's memory.
 """
 
@@ -76,7 +76,7 @@ class TraceMemory:
         return self.lazy(meta, storage_like(meta, CheckpointTensor(spec)))
 
     def view_of(self, tensor: LazyTensor) -> VersionedView:
-        """Returns the view that a lazy tensor is, of what has been written until now."""
+        """Returns a lazy tensor's view of the values that have been written until now."""
         storage = tensor.lazy_storage
         version = len(self.records) if isinstance(storage.base, LiveStorage) else len(storage.writes)
         return VersionedView(storage, version, geometry_of(tensor.meta), tensor.meta.dtype)

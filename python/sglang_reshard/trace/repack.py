@@ -1,4 +1,4 @@
-"""Repacked modules: their own post-processing runs again, on what arrives in an update.
+"""Repacked modules: their own post-processing runs again, on the weights of an update.
 
 A trace puts modules back as they were built (`built_modules`) while the loader runs. In an update the boxes arrive in
 memory of the loader's layout, one module at a time. The post-processing runs on a copy of the module that has them, and
@@ -76,10 +76,10 @@ class RepackedModule:
         """Runs the post-processing on random values, and adds the storages of its results to `targets`.
 
         unwritten  names of parameters that no tensor of the checkpoint reaches
-        known      results of modules that were rehearsed before, of which one like this spares the run
+        known      results of modules that were rehearsed before; a result of a similar module makes a run unnecessary
 
-        Raises Unsupported, naming the tensor, unless a result fits every live tensor of the module, and is the same
-        whatever is in `unwritten`.
+        Raises Unsupported, naming the tensor, unless a result fits every live tensor of the module, and does not depend
+        on the values of `unwritten`.
         """
         alike = self.built.kind(self.module), tuple(unwritten)
         if alike not in known:
@@ -347,7 +347,7 @@ def _view(flat: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 
 
 def _tables(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields prefix and dictionary of what a module and its helpers keep."""
+    """Yields prefix and dictionary of the values that a module and its helpers keep."""
     attributes = vars(module)
     for register in _REGISTERS:
         yield "", attributes[register]

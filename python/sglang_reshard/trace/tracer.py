@@ -159,7 +159,7 @@ class _Loader(NamedTuple):
     weightless: bool
 
     def run(self, specs: Sequence[TensorSpec], last: list[str] | None = None) -> tuple[_Traced, set[str]]:
-        """Runs it. Returns the names, too, of what a block-fp8 model was given in fp8 although `specs` have more.
+        """Runs it. Also returns the names of tensors that a block-fp8 model got in fp8 although `specs` have more.
 
         last  gets the name of the last tensor that the loader received
         """
@@ -201,7 +201,7 @@ def _stock_load(
     records: Sequence[Record],
     start: Callable[[], EngineStart] | None,
 ) -> StockLoad:
-    """Returns what tells of a start on the engine's checkpoint. Must be asked while modules are as they were built."""
+    """Returns the trace of a start on the engine's checkpoint. Must be asked while modules are as they were built."""
 
     def records_of(others: Sequence[TensorSpec], last: list[str]) -> Sequence[Record]:
         _check_names(others)

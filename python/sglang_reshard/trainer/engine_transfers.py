@@ -86,7 +86,7 @@ class EngineTransfers:
         return self._prepared.end.offer(update)
 
     def commit(self, update: int) -> None:
-        """The engine has the weights of `update`. What fails here fails no update."""
+        """The engine has the weights of `update`. A failure here does not fail an update."""
         if self._prepared is not None:
             self._prepared.end.commit(update)
 

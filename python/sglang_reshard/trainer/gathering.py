@@ -35,7 +35,7 @@ class Gathering(Generic[T]):
     """
 
     def __init__(self, trainer_rank: int, kind: Any, exchange: Exchange) -> None:
-        """`kind`: the type of what ranks say."""
+        """`kind`: the type of the ranks' messages."""
         self._rank, self._kind, self._exchange = trainer_rank, Outcome[kind], exchange
         self.own: T | None = None
         self.of_all: list[T] = []

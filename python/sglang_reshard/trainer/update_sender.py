@@ -1,7 +1,7 @@
 """Takes part in one session's updates on one trainer rank: publishes its shards, and sends where it is asked to.
 
-Who opens the session, and how requests reach the engines, is others' concern: `api.weight_sender` and
-`api.multi_engine` for a trainer, `extras.replicas.share` for an engine that passes its own weights on.
+Other modules open the session and bring requests to the engines: `api.weight_sender` and `api.multi_engine` for a
+trainer, `extras.replicas.share` for an engine that passes its own weights on.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class UpdateSender:
         session.watch_peers(f"trainer rank {rank}", self._on_lost_peer)
 
     def set_engines(self, engines: Mapping[int, Send | None]) -> None:
-        """Sets the engines of further updates, and ends the session for those that are not among them any more.
+        """Sets the engines of further updates, and ends the session for those that are no longer among them.
 
         Every trainer rank must call it, with the same numbers.
 
@@ -116,7 +116,7 @@ class UpdateSender:
 
     @property
     def session(self) -> Session:
-        """In which the trainer ranks meet."""
+        """The session that the trainer ranks meet in."""
         return self._session
 
     @property
@@ -190,7 +190,7 @@ class UpdateSender:
             spans.set_error(span, failed[0])
 
     def _span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager[Any]:
-        """Opens a span on trainer rank 0 only; the others would duplicate it, each in a trace of its own."""
+        """Opens a span on trainer rank 0 only; the others would duplicate it, each in a separate trace."""
         return spans.span(name, **attributes) if self._rank == 0 else contextlib.nullcontext()
 
     def release(self) -> None:
@@ -275,7 +275,7 @@ class UpdateSender:
 def repeatable(named_tensors: T) -> T:
     """Returns tensors that can be iterated over twice: to publish them, and to send them.
 
-    If they cannot be listed, iterating over what is returned raises why.
+    If they cannot be listed, iterating over the result raises the error.
     """
     given: Any = named_tensors
     if isinstance(given, (Collection, torch.nn.Module, TrainerState)) or is_mapping(given):

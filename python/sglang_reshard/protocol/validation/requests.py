@@ -89,7 +89,7 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
 
 
 def check_prepare(command: Prepare) -> None:
-    """Raises Mismatch for a command that no engine sends. What it asks is checked by the route."""
+    """Raises Mismatch for a command that no engine sends. The route checks its content."""
     _check_lengths((command.transfer, command.route), _invalid_command)
     if not MIN_TIMEOUT_S <= command.timeout_s <= MAX_TIMEOUT_S:
         raise _invalid_command(
@@ -98,7 +98,7 @@ def check_prepare(command: Prepare) -> None:
 
 
 def check_pull_request(request: PullWeightsReq) -> None:
-    """Raises Mismatch for a request whose values no server can use. What is at the URL is not looked at."""
+    """Raises Mismatch for a request whose values no server can use. The URL is not requested."""
     invalid = _invalid_pull
     _check_options(request, invalid, MAX_PULL_TIMEOUT_S)
     _check_lengths((request.url, request.api_key, request.admin_api_key), invalid)
@@ -116,7 +116,7 @@ def check_share_request(request: ShareWeightsReq) -> None:
 
 
 def check_load_request(request: LoadSnapshotReq) -> None:
-    """Raises Mismatch for a request that no follower makes. What is at the path is not looked at."""
+    """Raises Mismatch for a request that no follower makes. The path is not opened."""
     _check_lengths((request.path, request.version), _invalid_load)
     _check_publication(request.publication, _invalid_load)
     if "\0" in request.path:

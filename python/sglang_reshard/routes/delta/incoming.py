@@ -1,4 +1,4 @@
-"""How the parts of sections arrive on an engine rank: sent by trainer ranks, or read out of their memory by NIXL."""
+"""The arrival of sections on an engine rank: sent by trainer ranks, or read from their memory with NIXL."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 class Incoming(Protocol):
-    """How sections arrive.
+    """The arrival of sections.
 
     extra_bytes  of buckets that the last update needed in addition, for messages that came as they are
     """

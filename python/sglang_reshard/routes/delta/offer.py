@@ -20,7 +20,7 @@ PART = 2  # what is sent may be this part of the bytes of all messages: else eve
 class DeltaOffer(msgspec.Struct, frozen=True, array_like=True):
     """Describes the changes that one trainer rank offers one engine rank instead of all weights.
 
-    base                checksum of what the engine rank must have already
+    base                checksum of the weights that the engine rank must have
     nbytes              that are sent: of the section, or of all messages if they are sent as they are
     messages            bytes of all messages
     whole               they are sent as they are: too much has changed

@@ -1,4 +1,4 @@
-"""A trainer rank's end of delta, around p2p or nixl: keeps what it has sent, and offers what has changed since."""
+"""A trainer rank's end of delta, around p2p or nixl: keeps the weights it has sent, and offers changes since then."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DeltaSources:
 
 
 class DeltaTrainerEnd(TrainerEnd):
-    """Sends all weights by another route, or what has changed by the connections of that."""
+    """Sends all weights by another route, or deltas over the connections of that route."""
 
     def __init__(self, side: TrainerSide, command: Prepare) -> None:
         ask = command.asked(DeltaAsk)

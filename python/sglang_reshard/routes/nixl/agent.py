@@ -47,7 +47,7 @@ def memory_kind(device: torch.device) -> tuple[str, int]:
 
 
 class NixlAgent:
-    """One agent of this process. All its methods raise ReshardError for what NIXL refuses."""
+    """One agent of this process. All its methods raise ReshardError if NIXL refuses a call."""
 
     def __init__(self, owner: str) -> None:
         """`owner` names the rank in errors. Raises Unsupported without NIXL or its UCX backend."""
@@ -124,7 +124,7 @@ class NixlAgent:
             read.release()
 
     def close(self, reads: Iterable[Any] = ()) -> None:
-        """Ends the agent. No read of it writes to memory any more, even one that had not ended."""
+        """Ends the agent. None of its reads writes to memory afterwards, even one that had not ended."""
         for read in reads:
             with contextlib.suppress(Exception):  # one that is under way ends with the agent
                 read.release()

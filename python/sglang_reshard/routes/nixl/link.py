@@ -31,7 +31,7 @@ _MAX_RATIO = 8.0  # how many times a region's bytes are read at most
 class Part:
     """A slice of a message, of `count` elements.
 
-    runs, shard, address  what is read, of which shard, from where
+    runs, shard, address  the runs to read, their shard, and its address
     offset                where it lies in the message's buffer, in bytes
     """
 

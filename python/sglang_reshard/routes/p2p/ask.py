@@ -1,4 +1,4 @@
-"""Defines what an engine asks of the trainer ranks that send to it, and what each of its ranks requests of each."""
+"""Defines an engine's request to the trainer ranks that send to it, and each engine rank's request to each of them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class P2pAsk(msgspec.Struct, frozen=True):
     groups: tuple[tuple[int, ...], ...]
 
     def check(self, trainer_ranks: int) -> None:
-        """Raises Mismatch unless every link is in exactly one communicator, and no member would wait in vain."""
+        """Raises Mismatch unless every link is in exactly one communicator, and every member sends or receives."""
         self.links.check(trainer_ranks)
         if self.backend not in ("gloo", "nccl"):
             raise invalid_ask(f"the backend {self.backend[:40]!r} is neither gloo nor nccl")
@@ -132,7 +132,7 @@ def put_send_requests(
 
 
 def get_send_requests(side: TrainerSide, links: Links) -> dict[int, SendRequest]:
-    """Returns what each engine rank requests of a trainer rank. Raises Mismatch for what it does not hold."""
+    """Returns what each engine rank requests of a trainer rank. Raises Mismatch for elements that it does not hold."""
     known: Mapping[int, tuple[str, SendRequest]] = side.kept.get("p2p", {})
     found: dict[int, tuple[str, SendRequest]] = {}
     for engine_rank in links.of_trainer_rank(side.trainer_rank):
@@ -155,5 +155,5 @@ def _key(engine: int, engine_rank: int, digest: str, trainer_rank: int) -> str:
 
 
 def invalid_ask(why: str) -> Mismatch:
-    """Returns the error for what no engine asks."""
+    """Returns the error for an invalid request."""
     return Mismatch(f"invalid command of engine rank 0: {why}. Do both sides run the same version of sglang-reshard?")

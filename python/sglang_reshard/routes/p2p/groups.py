@@ -1,7 +1,7 @@
 """Plans which ranks are members of one communicator: NCCL accepts each GPU once.
 
 Ranks that share a GPU occur where trainer and engine are colocated: an engine over two of four trainer hosts is sent
-shards by trainer ranks of all four, some of which run on its GPUs.
+shards by trainer ranks of all four, and some of these run on its GPUs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def plan_p2p_groups(
     it. There is one for all if no GPU occurs twice in it, else one for each host of engine ranks, or for each engine
     rank of a host where that does not suffice. Ranks without a GPU never clash.
 
-    Raises Unsupported, naming two ranks on one GPU that would have to be members of one communicator. Without a cure,
+    Raises Unsupported, naming two ranks on one GPU that would have to be members of one communicator. Without a remedy,
     an engine rank is one of them: its caller knows whether the engine rank can read the GPU's memory instead.
     """
     gpus = [device.uuid for device in (*trainer_devices, *engine_devices)]

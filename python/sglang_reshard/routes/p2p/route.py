@@ -22,7 +22,7 @@ __all__ = ["engine_end", "plan", "send", "trainer_end"]
 
 
 def plan(_index: TensorIndex, demands: Sequence[RankDemand], topology: ClusterTopology, bucket_bytes: int) -> Strategy:
-    """Returns the strategy by which trainer ranks send all. Raises Unsupported if NCCL would refuse it."""
+    """Returns the strategy that sends all weights from trainer ranks. Raises Unsupported if NCCL would refuse it."""
     read, unread = demanded_bytes(demands, topology)
     try:
         return send("p2p", REQUESTED, read + unread, topology, bucket_bytes)
@@ -32,7 +32,7 @@ def plan(_index: TensorIndex, demands: Sequence[RankDemand], topology: ClusterTo
 
 
 def send(name: str, reason: str, sent: np.ndarray, topology: ClusterTopology, bucket_bytes: int) -> Strategy:
-    """Returns the strategy by which trainer ranks send these bytes, [trainer ranks, engine ranks].
+    """Returns the strategy that sends these bytes, [trainer ranks, engine ranks].
 
     Raises Unsupported if NCCL would refuse the communicators for it.
     """

@@ -1,6 +1,6 @@
 """An engine rank's end of relay, around nixl: reads from other engines what these have read from the trainer.
 
-If an engine does not pass on what it owns, the rest is read from the trainer, in the same update.
+If an engine does not pass on its tensors, the rest is read from the trainer, in the same update.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class _Relayed:
         self._counts = self._own_counts()
 
     def move(self, update: int) -> None:
-        """Raises PeerDisconnected and DeadlineExceeded for trainer ranks; the reader is closed then."""
+        """Raises PeerDisconnected and DeadlineExceeded for trainer ranks; in this case the reader is closed."""
         self._relays.progress.begin(update, self._relays.check)
         for stream in self._direct.values():
             stream.begin()
@@ -150,7 +150,9 @@ class _Relayed:
         return found
 
     def _instead_of_relays(self, lost: RelayLost) -> list[Stream]:
-        """Returns streams from the trainer ranks for all that has not arrived, and what came from a lost engine."""
+        """Returns streams from the trainer ranks for all tensors that have not arrived, and those that came from a lost
+        engine.
+        """
         relays, sizes = self._relays, self._nixl.round_bytes
         missing = np.zeros(len(relays.direct), bool)
         for route in relays.routes:

@@ -37,7 +37,7 @@ _NO_SHARD = RemoteShard("", 0, 0, ())
 class _Part(msgspec.Struct, frozen=True):
     """One engine rank's part of its engine's offer.
 
-    layout      content hash of the layout of what it holds
+    layout      content hash of the layout of its weights
     unreadable  names of tensors that cannot be read back from its live memory
     """
 
@@ -182,8 +182,8 @@ class RelayMember(Kept):
 def divide(layout: SourceLayout, layouts: Sequence[SourceLayout]) -> np.ndarray:
     """Returns the number of the engine that owns each of the trainer's tensors, NO_OWNER for none.
 
-    layouts  of the engines' live weights. What any of them does not hold, or in another dtype, is not passed on: it
-             would be rounded on its way
+    layouts  of the engines' live weights. A tensor that one of them lacks, or holds in another dtype, is not passed on:
+             it would be rounded in transit
     """
     held = [{t.name: (t.shape, t.dtype) for t in of_engine.tensors} for of_engine in layouts]
     alike = [len({of_engine.get(tensor.name) for of_engine in held}) == 1 for tensor in layout.tensors]
@@ -193,7 +193,7 @@ def divide(layout: SourceLayout, layouts: Sequence[SourceLayout]) -> np.ndarray:
 
 
 def _layout(shards: Sequence[LiveShard], engine_ranks: int) -> SourceLayout:
-    """Returns the layout of what one engine rank holds."""
+    """Returns the layout of one engine rank's weights."""
     explicit: dict[ShardMap, int] = {}
     tensors = []
     for shard in shards:

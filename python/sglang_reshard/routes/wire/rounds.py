@@ -32,7 +32,7 @@ def run_rounds(
 ) -> None:
     """Starts rounds 0 to `count` - 1, and returns when all have ended.
 
-    start      fills a round's bucket and starts its transit, or makes room for what arrives
+    start      fills a round's bucket and starts its transit, or frees a bucket for arrivals
     ended      empties its bucket; rounds end in ascending order
     meanwhile  is called once, while the first rounds are in transit
     """
