@@ -211,7 +211,7 @@ def test_a_storage_of_another_size_is_changed(monkeypatch):
 def test_an_emptied_storage_is_refused(gpu):
     emptied = torch.ones(4)
     emptied.untyped_storage().resize_(0)
-    with pytest.raises(Unsupported, match="trainer rank 2: head has no memory any more"):
+    with pytest.raises(Unsupported, match="trainer rank 2: head no longer has memory"):
         MemoryExporter(2).export([some_shards(gpu)[0], emptied], ["norm", "head"])
 
 

@@ -125,7 +125,7 @@ def test_what_has_no_memory_to_hand_over_is_refused_by_name(tmp_path):
         MemoryExporter(3).export([torch.ones(1), mapped[2:4]], ["norm", "head"])
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
-    with pytest.raises(Unsupported, match="trainer rank 3: tensor number 0 has no memory any more"):
+    with pytest.raises(Unsupported, match="trainer rank 3: tensor number 0 no longer has memory"):
         MemoryExporter(3).export([freed])
 
 

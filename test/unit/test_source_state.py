@@ -96,7 +96,7 @@ REFUSED = {
     "NoneType": (lambda: None, Unsupported),
     "is a bytes, not a": (lambda: b"extra state", Unsupported),
     r"\(3, 2\).*\(2, 2\)": (lambda: on_mesh(torch.zeros(3, 2), [Shard(0)], torch.Size((4, 2))), Mismatch),
-    "none of which participates": (
+    "none of these participates": (
         lambda: DTensor.from_local(torch.ones(1), DeviceMesh("cpu", [2, 3]), [Shard(0)], run_check=False),
         Unsupported,
     ),

@@ -1,4 +1,4 @@
-"""Checksums of weights that are equal for any sharding: do engine ranks hold what the trainer ranks sent?
+"""Checksums of weights that are equal for any sharding: do engine ranks hold the weights that trainer ranks sent?
 
 In:  the engine ranks' traced copies, and the trainer ranks' local tensors. Out: per engine rank at most MAX_GROUPS
 numbers, computed from its own memory (`target.TargetChecksums`) and, in parts that add up, from the trainer's

@@ -36,7 +36,7 @@ class Landings:
     ) -> Landing:
         """Returns where the weights of updates like `request` arrive for `program`.
 
-        index          of what is sent
+        index          of the sent tensors
         names          of the tensors in the digest; empty for the layout's own
         ranks_on_host  number of engine ranks that share this one's host memory, with this one
 

@@ -72,7 +72,7 @@ class MemoryExporter:
     It does not keep the shards' memory alive: a trainer that offloads its weights gets it back. A CPU storage that is
     moved in place no longer shares its memory with a numpy array that it was made from.
 
-    Senders to several engines share one, in a thread each, so that there is one arena: then the first of them copies.
+    Senders to several engines share one, each in its own thread, and use one arena; the first of them copies.
     """
 
     def __init__(self, trainer_rank: int) -> None:
@@ -172,7 +172,7 @@ class MemoryExporter:
             where = f"trainer rank {self._rank}: {_name(names, number)}"
             if shard.untyped_storage().nbytes() == 0:
                 raise Unsupported(
-                    f"{where} has no memory any more: its storage was freed before the update. Bring the weights back "
+                    f"{where} no longer has memory: its storage was freed before the update. Bring the weights back "
                     "before calling update"
                 )
             if gpus.on_gpu(shard):

@@ -25,8 +25,8 @@ class Traffic(msgspec.Struct, frozen=True):
     received_bytes  that reached this rank
     read_bytes      trainer rank -> bytes of its memory that this rank read or was sent
     relayed_bytes   of those received, bytes read from the memory of other engines
-    compared        elements that the trainer has compared with what it had sent before; 0 if everything was sent
-    changed         of these, elements that had changed
+    compared        elements that the trainer has compared with its base; 0 if all weights were sent
+    changed         of these, elements that changed
     detour          why weights came from the trainer that were to come another way; empty if none did
     remark          on the route, for the trainer's report
     """
@@ -59,15 +59,15 @@ class RankReport(msgspec.Struct, frozen=True):
     """One engine rank's part.
 
     received_bytes    bytes that it received by broadcast or p2p, or read from trainer memory
-    least_bytes       bytes that it lacked, in the trainer's dtypes: only deltas, and what is sent for them, can be less
+    least_bytes       bytes that it lacked, in the trainer's dtypes; only deltas can be less
     peak_extra_bytes  the most memory that the update took beyond the engine's own: on CPU the rise of resident memory
                       without mapped pages, on GPU the allocator's peak; at least the buffers, whether they are new,
                       kept from the last update or in freed memory
     seconds           phase -> seconds
-    staged_bytes      bytes of the extra memory that hold new weights beside the old ones
+    staged_bytes      bytes of the extra memory for new weights while old ones serve
     relayed_bytes     of those received, bytes read from the memory of other engines
-    compared          elements that the trainer has compared with what it had sent before; 0 if everything was sent
-    changed           of these, elements that had changed
+    compared          elements that the trainer has compared with its base; 0 if all weights were sent
+    changed           of these, elements that changed
     foreign_bytes     growth of the GPU's memory outside of torch's allocator (contexts, NCCL), from before the update
                       until its end: an upper bound, as other processes on the GPU count too; 0 on CPU
     """

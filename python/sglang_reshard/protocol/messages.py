@@ -53,9 +53,9 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     bucket_bytes     size of a bucket; a rank holds at most two
     timeout_s        seconds that any one wait of this update may last
     ignore           fnmatch patterns of names that no engine rank needs to read
-    apart            name -> why it is not its embedding bit for bit, of tensors that no engine rank may read then
+    apart            name -> why it is not its embedding bit for bit, of tensors that no engine rank may read
     frozen, only     fnmatch patterns of the engine's parameters that may stay as they are, see `trace.kept.MayStay`
-    stock_changes    how often all weights were loaded or released otherwise than by updates, since the engine's start
+    stock_changes    number of loads and releases of all weights other than by updates, since the engine's start
     stock_loaded     the last of these loaded weights. Both are added by the engine's tokenizer manager
     verify           compare checksums of the weights with the trainer's: "off", "sample" or "full"
     staged           receive into shadow weights, and commit them once all have arrived and been verified
@@ -194,7 +194,7 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     taken         engine ranks took the trainer ranks' offers instead of all weights
     detour        see `Traffic`
     kept          names of the engine's parameters that were left as they are
-    phase         in which the update failed, see `engine.context.Phase`; empty if it did not, or before the first
+    phase         of the failed update, see `engine.context.Phase`; empty if it succeeded, or failed before
     """
 
     success: bool
@@ -291,7 +291,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     timeout_s: float
 
     def asked(self, kind: type[T]) -> T:
-        """Returns what the end is told. Raises Mismatch for what is not of this kind."""
+        """Returns the message for the end. Raises Mismatch for another kind."""
         return decode(self.message, kind)
 
 
@@ -317,7 +317,7 @@ class Question(msgspec.Struct, frozen=True, tag="question"):
     message: bytes
 
     def asked(self, kind: type[T]) -> T:
-        """Returns what is asked. Raises Mismatch for what is not of this kind."""
+        """Returns the question. Raises Mismatch for another kind."""
         return decode(self.message, kind)
 
 

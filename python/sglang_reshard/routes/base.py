@@ -218,7 +218,7 @@ class Ask:
 class TrainerSide:
     """One trainer rank's side of the transfers to one engine.
 
-    layout     of what it has published
+    layout     that it has published
     identity   equal for the same shards in the same memory
     shards     in the layout's order
     transfer   names the transfer between both sides

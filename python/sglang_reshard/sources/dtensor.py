@@ -43,8 +43,8 @@ def mesh_sharding(
     ranks = tuple(trainer_rank_of.get(r, -1) for r in global_ranks.flatten().tolist())
     if all(r < 0 for r in ranks):
         raise Unsupported(
-            f"{where} is on a mesh of global ranks {global_ranks.flatten().tolist()}, none of which participates in "
-            f"the update (global ranks {sorted(trainer_rank_of)} do). Create the sender on all ranks that hold weights"
+            f"{where} is on a mesh of global ranks {global_ranks.flatten().tolist()}, and none of these participates "
+            f"in the update (global ranks {sorted(trainer_rank_of)} do). Create the sender on all ranks with weights"
         )
     of_root = tuple(own[dim] if dim >= 0 else Placement() for dim in dims)
     orders = {tensor_dim: tuple(map(dims.index, order)) for tensor_dim, order in orders.items()}

@@ -175,7 +175,7 @@ def _check_carried(where: str, local: torch.Tensor) -> None:
         raise Unsupported(f"{where} is a negated view, whose memory has the opposite sign; pass its resolve_neg()")
     if local.numel() and not local.untyped_storage().nbytes():
         raise Unsupported(
-            f"{where} has no memory any more: its storage was freed. Pass the parameter that is registered now"
+            f"{where} no longer has memory: its storage was freed. Pass the parameter that is registered now"
         )
 
 

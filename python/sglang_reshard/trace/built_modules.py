@@ -26,7 +26,7 @@ class BuiltModule:
     """A module as it was built, before anything was loaded into it.
 
     attributes  without the registers of parameters, buffers and children
-    parameters  on the meta device, with the attributes by which loaders know them
+    parameters  on the meta device, with the attributes that loaders need
     buffers     as they are
     helpers     class and attributes of the objects in `HELPERS`, by name
     process     the post-processing

@@ -62,7 +62,7 @@ def check_buffers(
         if may_stay(name):
             kept.append(name)
             continue
-        unsure = f" (Whether the model's checkpoint has it is not known: {stock.unknown}.)" if stock.unknown else ""
+        unsure = f" (It is not known whether the model's checkpoint has it: {stock.unknown}.)" if stock.unknown else ""
         raise Unsupported(
             f"{name} is a buffer that the loader fills from {source}, which was not sent: named_parameters() has no "
             f"buffers. Pass model.state_dict().items(), or the module itself, which have them.{unsure}"

@@ -61,7 +61,7 @@ class SenderOptions:
 
     @classmethod
     def of(cls, options: SenderOptions | None, given: Mapping[str, Any]) -> SenderOptions:
-        """Returns `options`, or the defaults, with what is given by name. Raises TypeError for another name."""
+        """Returns `options`, or the defaults, with the values in `given`. Raises TypeError for another name."""
         return dataclasses.replace(options or cls(), **given)
 
     @classmethod
@@ -129,7 +129,7 @@ class UpdateOptions:
 
     @classmethod
     def of(cls, options: UpdateOptions | None, given: Mapping[str, Any]) -> UpdateOptions:
-        """Returns `options`, or the defaults, with what is given by name. Raises TypeError for another name."""
+        """Returns `options`, or the defaults, with the values in `given`. Raises TypeError for another name."""
         return dataclasses.replace(options or cls(), **given)
 
 

@@ -1,4 +1,4 @@
-"""A trainer rank's side of deltas to one engine rank: keeps the weights it has sent, and encodes changes since then."""
+"""A trainer rank's side of deltas to one engine rank: keeps the weights it has sent, and encodes later changes."""
 
 from __future__ import annotations
 

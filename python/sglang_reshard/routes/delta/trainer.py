@@ -1,4 +1,4 @@
-"""A trainer rank's end of delta, around p2p or nixl: keeps the weights it has sent, and offers changes since then."""
+"""A trainer rank's end of delta, around p2p or nixl: keeps the weights it has sent, and offers later changes."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class _Registrations:
             handles = self.agent.register([(*memory_kind(storage.device)[:1], view.data_ptr(), storage.nbytes(), 0)])
         except ReshardError as error:  # some network cards register only what can be written, too
             logger.warning(
-                "%s; %d bytes of shards are registered with NIXL in a mode in which peers could also write to them",
+                "%s; %d bytes of shards are registered with NIXL without write protection: peers could write to them",
                 error,
                 storage.nbytes(),
             )
@@ -144,7 +144,7 @@ def allocate_readable(nbytes: int, device: torch.device, who: str) -> torch.Tens
             return torch.empty(0, dtype=torch.uint8).set_(allocate_shared(nbytes, who))
         except Unsupported as error:
             logger.warning(
-                "%s; this memory is registered with NIXL in a mode in which peers could also write to it", error
+                "%s; this memory is registered with NIXL without write protection: peers could write to it", error
             )
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 

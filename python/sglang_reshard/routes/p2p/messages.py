@@ -54,7 +54,7 @@ class SendRequest(msgspec.Struct, frozen=True):
 
     regions                 of local tensors
     tensor_ids, region_ids  a number per item, int32 little-endian: the layout's tensor, and the region
-    dtypes, dtype_ids       in which items are sent, and a number per item, uint8; by default the tensors' own
+    dtypes, dtype_ids       of the sent items, and a number per item, uint8; by default the tensors' own
     delta                   this engine rank can apply deltas of them
     """
 
@@ -84,7 +84,7 @@ class SendRequest(msgspec.Struct, frozen=True):
 def send_request(plan: ReadPlan, trainer_rank: int, dtypes: Iterable[str] = (), *, delta: bool = False) -> SendRequest:
     """Returns an engine rank's request to a trainer rank. Its items are the plan's `sent_reads`.
 
-    dtypes  in which they are sent; by default the tensors' own
+    dtypes  of the sent items; by default the tensors' own
     """
     reads = sent_reads(plan, trainer_rank)
     names: dict[str, int] = {}
