@@ -78,7 +78,7 @@ class MultiEngineSender(InBackground):
 
     @property
     def excluded(self) -> dict[str, str]:
-        """Why each engine is left out that has failed in an update with on_failure="exclude"."""
+        """Engine name -> the error of its failed update with on_failure="exclude"."""
         return dict(self._excluded)
 
     def set_engines(self, engines: Mapping[str, Send | None]) -> None:
@@ -119,12 +119,12 @@ class MultiEngineSender(InBackground):
         """Updates all engines to these weights, and returns a report of each; see `WeightSender.update`. Collective.
 
         on_failure  "raise": see below. "exclude": an engine that fails has a report with success=False and the reason
-                    as its message, and is left out of further updates, see `excluded`. It refuses requests if its
-                    weights are torn, and otherwise serves those that it had; it can pull them from another engine
-        probe       of all engines that were updated. One that differs is not left out
+                    as its message, and is excluded from further updates, see `excluded`. It refuses requests if its
+                    weights are torn, and otherwise serves its old weights; it can pull from another engine
+        probe       of all updated engines. An engine that differs is not excluded
 
-        Raises what the update of an engine raises, with the names of all engines that failed; TornWeights if any of
-        them is torn. The other engines have the new weights. With on_failure="exclude", only if all have failed.
+        Raises the error of an engine's update, with the names of all engines that failed; TornWeights if any of them is
+        torn. The other engines have the new weights. With on_failure="exclude", only if all have failed.
         """
         chosen = self._checked(on_failure, UpdateOptions.of(options, given))
         weights, update = self._probed(probe, named_tensors, chosen, on_failure)
@@ -141,7 +141,7 @@ class MultiEngineSender(InBackground):
         probe: Probe | None = None,
         **given: Any,
     ) -> UpdateHandle[dict[str, UpdateReport]]:
-        """Updates all engines from a copy of the shards, while the trainer goes on; see `WeightSender.update_async`.
+        """Updates all engines from a copy of the shards, while the trainer continues; see `WeightSender.update_async`.
 
         Engines must not be set while it runs: `wait_for_background` first.
         """

@@ -1,7 +1,7 @@
 """Calls an SGLang server over HTTP, with the methods of `sglang.Engine`.
 
     engine = RemoteEngine("http://gpu7:30000", admin_api_key="...")    # in one process
-    engine.check()                                                     # reachable, authorized, and of our version
+    engine.check()                                                     # reachable, authorized, and of the same version
     engine.generate(input_ids=[[1, 2, 3]], sampling_params={"max_new_tokens": 8})
 
 `WeightSender(url)` and `VerlEngine(backend="server", url=url)` use one on trainer rank 0.

@@ -5,12 +5,12 @@
     out = engine.generate(input_ids=[[1, 2, 3]], sampling_params={"max_new_tokens": 8})
     engine.shutdown()
 
-The engine runs on the first trainer rank of every node; the other ranks only participate. A server is used in its
-place by other constructor arguments:
+The engine runs on the first trainer rank of every node; the other ranks only participate. To use a running server
+instead, pass other constructor arguments:
 
     engine = VerlEngine(device_mesh_cpu=mesh["tp"], backend="server", url="http://gpu7:30000", admin_api_key=...)
 
-All methods are collective, and return their result on every rank.
+All methods are collective and return their result on every rank.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class VerlEngine:
     interface        address of the first rank's host at which engine ranks connect to it; by default loopback on one
                      node, on several the one at which other nodes find MASTER_ADDR, and for a server that of the
                      interface towards it
-    options, given   see `SenderOptions`; what is given by another name is passed to `sglang.Engine`
+    options, given   see `SenderOptions`; other named arguments are passed to `sglang.Engine`
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class VerlEngine:
         return self._sender.update(named_tensors, options, **given)
 
     def lora_adapter(self, name: str, config: str) -> WeightSender:
-        """Returns what updates a LoRA adapter of the engine, see `WeightSender.lora_adapter`."""
+        """Returns a WeightSender for one LoRA adapter of the engine, see `WeightSender.lora_adapter`."""
         return self._sender.lora_adapter(name, config)
 
     def generate(
@@ -176,7 +176,7 @@ class VerlEngine:
         self._on_first_rank(lambda: self._first.resume_memory_occupation(tags))
 
     def pause_generation(self, mode: PauseMode = "abort") -> None:
-        """Pauses requests of other clients, so that an update need not wait for them; see `RemoteEngine`."""
+        """Pauses requests of other clients, so that an update does not wait for them; see `RemoteEngine`."""
         self._on_first_rank(lambda: self._first.pause_generation(mode))
         self._paused = True
 
@@ -196,7 +196,7 @@ class VerlEngine:
     def shutdown(self) -> None:
         """Ends the session, and the processes of an engine that was started here.
 
-        A server keeps running with the weights that it has.
+        A server keeps running with its weights.
         """
         self._sender.close()
         if self._local is not None:

@@ -104,7 +104,7 @@ def slowest_seconds(ranks: Iterable[RankReport]) -> dict[str, float]:
 
 
 def bytes_per_second(ranks: Iterable[RankReport], slowest: Mapping[str, float]) -> float:
-    """Returns what all engine ranks received over the slowest rank's `move`; 0 if that was not measured."""
+    """Returns the bytes of all engine ranks divided by the slowest rank's `move`; 0 if that was not measured."""
     move = slowest.get("move", 0.0)
     return received_bytes(ranks) / move if move > 0 else 0.0
 
@@ -127,16 +127,16 @@ class TrainerRankReport(msgspec.Struct, frozen=True):
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
-    """One update of one engine. `print(report)` shows it as a table, however many ranks there are.
+    """One update of one engine. `print(report)` shows it as a table, for any number of ranks.
 
-    The same on every trainer rank, but that `trainer_ranks` is empty on others than trainer rank 0.
+    The same on every trainer rank, except `trainer_ranks`, which only trainer rank 0 has.
 
     verified  how the received weights were compared with the trainer's: "off", "sample" or "full"
-    delta     only what had changed was sent
+    delta     only changed elements were sent
     digest    of all weights, the same for any layout and size of either side (`digest.whole_model`); empty
               unless verified == "full"
     message   a note to the trainer, such as names that the engine does not use
-    kept      names of the engine's parameters that nothing was sent for and that keep their values: `frozen`
+    kept      names of the engine's parameters that were not sent and keep their values: `frozen`
     seconds   phase -> seconds: `publish`, `total` and `probe` (not part of `total`) on trainer rank 0, the
               others on the slowest engine rank
     probe     what a probe found, see `probe.Probe`; None without one
@@ -172,7 +172,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
 
     @property
     def changed_share(self) -> float | None:
-        """The share of elements that had changed; None if everything was sent."""
+        """The share of changed elements; None if all weights were sent."""
         compared = sum(rank.compared for rank in self.engine_ranks)
         return sum(rank.changed for rank in self.engine_ranks) / compared if self.delta and compared else None
 

@@ -36,7 +36,7 @@ class SenderOptions:
     delta_device  where trainer ranks keep them; by default where messages are packed
     lora          the adapter to update, see `WeightSender.lora_adapter`; by default the model's own weights
 
-    Raises Mismatch for a transport that does not exist; Unsupported for sizes and times that are not positive, and for
+    Raises Mismatch for an unknown transport; Unsupported for sizes and times that are not positive, and for
     delta="auto" with a transport that sends nothing.
     """
 
@@ -96,9 +96,9 @@ class UpdateOptions:
                         name. Pass the same function object in every update. `ignore` refers to the new names
     frozen              fnmatch patterns ("visual.*") of the engine's parameters that may keep their live values, if
                         nothing that is sent reaches them. Those that do are the report's `kept`
-    only                fnmatch patterns of the engine's parameters that must be written; all others are as `frozen`
+    only                fnmatch patterns of the engine's parameters that must be written; others are treated as `frozen`
 
-    Raises Mismatch for a `rename` that is none, and Unsupported for a `verify` that does not exist.
+    Raises Mismatch for an invalid `rename`, and Unsupported for an unknown `verify`.
     """
 
     weight_version: str | None = None

@@ -1,7 +1,7 @@
-"""Runs updates behind the trainer's next step, from a copy of the weights.
+"""Runs updates during the trainer's next step, from a copy of the weights.
 
-A thread of this process executes them, one at a time; only the copy, and waiting for the update before, hold the
-trainer. The handle raises a failure, or else the next call does.
+A thread of this process executes them, one at a time. The trainer waits only for the copy and for the previous update.
+The handle raises a failure, or else the next call does.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
         receiver.poll_and_apply()            # takes new weights if there are any
         rollout(policy)
 
-The receiver decides when: weights wait until it asks for them. It maps the trainer's shards and copies out of them, or
-is sent what it lacks, as an engine rank does.
+The receiver decides when weights are applied: they wait until it asks for them. Like an engine rank, it maps the
+trainer's shards and copies from them, or receives the elements it lacks.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _POLL_S = 1.0  # how long the background thread waits at a time: `stop` waits as
 class ModuleReceiver:
     """One process's end. `model` is any module; names of weights are those of its state dict.
 
-    Names that are one tensor in the module must be one in the trainer, or be ignored in the update. To autograd an
-    update is a write to each tensor, as by `copy_`.
+    Names that share one tensor in the module must share one in the trainer, or be ignored in the update. For autograd
+    an update is a write to each tensor, like `copy_`.
 
     version  the `weight_version` of the weights that the module has; None before the first, and after an update that
              was given none
     """
 
     def __init__(self, model: nn.Module, device: torch.device | None = None, *, strict: bool = True) -> None:
-        """Takes weights into the parameters and persistent buffers of `model`, in place.
+        """Receives weights into the parameters and persistent buffers of `model`, in place.
 
         device  the one that the model is on; by default that of its first parameter
         strict  whether the names that are sent must be those of the module's state dict, as for `load_state_dict`: an
@@ -85,8 +85,8 @@ class ModuleReceiver:
     def poll_and_apply(self, timeout: float | None = 0.0) -> bool:
         """Applies new weights if they are there within `timeout` seconds; None waits for them without a limit.
 
-        Returns whether any were applied: False at a timeout, for an update that fails before anything is written (the
-        trainer is told; the module keeps the weights it has), and when another thread calls `close`.
+        Returns True if weights were applied. Returns False at a timeout, for an update that fails before anything is
+        written (the trainer gets the error; the module keeps its weights), and when another thread calls `close`.
 
         Raises TornWeights if weights were written only in part: the module must not be used before the next ones.
         Raises ConnectionLost once the sender has ended, and Mismatch while another thread waits for weights.
@@ -108,10 +108,10 @@ class ModuleReceiver:
     def receive(self, timeout: float | None = None) -> str | None:
         """Waits until weights have been applied. Returns their version, "" for an update that was given none.
 
-        Returns None if none have been within `timeout` seconds, or when another thread calls `close`. Without a timeout
-        it waits until then, or until the sender ends. Updates that fail are waited past: their trainer is told.
+        Returns None after `timeout` seconds without weights, or when another thread calls `close`. Without a timeout it
+        waits until then, or until the sender ends. After a failed update it keeps waiting; the trainer gets the error.
 
-        Raises what `poll_and_apply` does.
+        Raises the errors of `poll_and_apply`.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         mailbox = self._connected()
@@ -141,13 +141,13 @@ class ModuleReceiver:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[str | None]:
-        """Keeps the weights as they are inside the block, and returns their version. Raises TornWeights."""
+        """Keeps the weights unchanged inside the block, and returns their version. Raises TornWeights."""
         with self._applying:
             self._check_torn()
             yield self.version
 
     def close(self) -> None:
-        """Leaves, and ends a wait of another thread; the trainer's next update is without this receiver."""
+        """Leaves the session, and ends a wait of another thread; the trainer's next update excludes this receiver."""
         self.stop()
         mailbox, self._mailbox = self._mailbox, None
         if mailbox is not None:

@@ -6,10 +6,10 @@
         time.sleep(5)
 
 With a cache it keeps a copy of the checkpoint on this host, and reads only changed elements as long as there are deltas
-from its snapshot. Every file is compared with its hash before the server hears of it.
+from its snapshot. Every file is compared with its hash before the server loads it.
 
-The folder may have been written by anybody. A snapshot that is no good is told once and passed over, for the newest
-good one. A server never goes back to an earlier publication than it holds, unless that is allowed.
+The folder is not trusted. A bad snapshot is logged once and skipped in favor of the newest good one. A server never
+goes back to an earlier publication than it holds, unless that is allowed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SnapshotFollower:
 
     @property
     def refused(self) -> Mapping[str, Exception]:
-        """Snapshots that are no good, by name, and why; `snapshots.json`, if the list itself is."""
+        """Bad snapshots: name -> fault; `snapshots.json` if the list itself is bad."""
         return {entry.name: refused.error for entry, refused in self._refused.items()}
 
     def poll(self) -> str | None:
@@ -79,7 +79,7 @@ class SnapshotFollower:
 
         Returns the snapshot's name, which becomes the server's weight_version, or None if there was nothing to do. The
         fault of a snapshot is logged once and kept in `refused`; the snapshot is read again at growing intervals.
-        Raises what the server raises if it does not answer, is torn in loading, or does not accept the keys.
+        Raises the server's errors if it does not answer, is torn while loading, or does not accept the keys.
         """
         self.read_bytes = 0
         try:

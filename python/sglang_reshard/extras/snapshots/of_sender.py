@@ -30,7 +30,7 @@ _KEPT = 3  # snapshots that stay in the folder, of those that `update_or_write` 
 class Snapshots:
     """One trainer rank's snapshots in one folder. All trainer ranks have to see the same file system.
 
-    sender   with whose session the trainer ranks meet; engines take no part
+    sender   provides the session of the trainer ranks; engines take no part
     folder   where snapshots are; it is made if it does not exist
     options  of all snapshots. `write` and `write_async` take them, too, for one:
 
@@ -38,7 +38,7 @@ class Snapshots:
     upload      URL below which the snapshot is copied by fsspec, as an object store's
     dtype       of tensors with a floating-point dtype, "bfloat16" for example; by default each one's own
     partial, rename   see `WeightSender.update`
-    keep        how many snapshots stay in `folder`, the newest; by default all
+    keep        number of newest snapshots that stay in `folder`; by default all
     copy_from   the model's folder, whose config and tokenizer files the snapshot gets
     file_bytes  of a file of weights, at most, unless one tensor has more
     """
@@ -67,10 +67,10 @@ class Snapshots:
         shadow_device: torch.device | None = None,
         **options: Any,
     ) -> UpdateHandle[SnapshotReport]:
-        """Copies this rank's shards, and writes them from the copy while the trainer goes on. Collective.
+        """Copies this rank's shards, and writes them from the copy while the trainer continues. Collective.
 
-        For the rest see `write` and `WeightSender.update_async`; of a sender's updates and snapshots in the background
-        one runs at a time.
+        See also `write` and `WeightSender.update_async`. Only one update or snapshot of a sender runs in the background
+        at a time.
         """
         chosen = self._chosen(name, options)
         copied = UpdateOptions(name, partial=chosen.partial, rename=chosen.rename)
@@ -93,8 +93,8 @@ class Snapshots:
         later update has succeeded. Such snapshots have deltas, and three stay in the folder unless `keep` says
         otherwise.
 
-        Raises what `WeightSender.update` and `write` raise, but not EngineUnreachable, and Unsupported for a sender to
-        several engines: `update(..., on_failure="exclude")` goes on without those that fail.
+        Raises the errors of `WeightSender.update` and `write`, except EngineUnreachable, and Unsupported for a sender
+        to several engines: use `update(..., on_failure="exclude")` there.
         """
         if isinstance(self._sender, MultiEngineSender):
             raise Unsupported("update_or_write needs a WeightSender; with a MultiEngineSender use on_failure='exclude'")
