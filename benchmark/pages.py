@@ -83,7 +83,7 @@ def quantization(path: Path) -> str:
 
 
 def _shortened(why: str) -> str:
-    """What an error says is wrong, without its advice."""
+    """Returns the first part of an error, without its advice."""
     wrong = re.split(r"[.;] (?:Compare|Send|Start) | \(sglang/", why)[0]
     return wrong.replace("|", "\\|")
 
@@ -186,7 +186,7 @@ def deltas(path: Path) -> str:
         lines.append("| " + " | ".join([*cells, _yes(r["bit_exact"])]) + " |")
     lines += [
         "",
-        "| link | transport | `delta` | a training step, s | the same beside an update, s | slower by | steps |",
+        "| link | transport | `delta` | a training step, s | the same during an update, s | slower by | steps |",
         "|---|---|---|---:|---:|---:|---:|",
     ]
     for r in rows:
@@ -223,7 +223,7 @@ def hosts(path: Path) -> str:
     head, rows = results.load(path)
     lines = [
         f"{_measured_by(head, path)}: {rows[0]['model_bytes'] / 1e6:,.0f} MB in bfloat16. {' '.join(head['notes'])} "
-        f"Seconds are the median of {rows[0]['updates']} updates; `share` is of what one TCP connection carries there.",
+        f"Seconds are the median of {rows[0]['updates']} updates; `share` is relative to one TCP connection on that link.",
         "",
         "| trainer hosts | receivers | transport | update, s | times one receiver | sent by a trainer host, MB "
         "| share | bit-exact |",

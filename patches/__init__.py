@@ -25,7 +25,7 @@ A request of an update passes:
 
 sglang_versions.py handles the differences between SGLang's versions, supported_engine.py recognises engines that cannot
 be updated, hook_check.py checks that every process has these patches, engine_rank.py numbers an engine's processes,
-custom_group.py joins the groups in which trainers broadcast.
+custom_group.py joins the groups that trainers broadcast over.
 
 Nothing that SGLang defines is replaced; pipeline.py wraps two methods of a pipelined engine's schedulers. One list is
 appended to (the tokenizer manager's communicators), and some methods get hooks before, after or around them through

@@ -1,4 +1,4 @@
-"""sglang.srt.utils: joins the process groups in which trainers broadcast, as SGLang makes them."""
+"""sglang.srt.utils: joins the process groups that trainers broadcast over, as SGLang makes them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The draft models of speculative decoding, which are updated with their target.
 
-A draft may be a layer of the target's checkpoint (MTP, NEXTN), or a model with a checkpoint of its own (EAGLE,
+A draft may be a layer of the target's checkpoint (MTP, NEXTN), or a model with a separate checkpoint (EAGLE,
 STANDALONE). SGLang replaces the embedding and the head of most by the target's tensors, so those follow it anyway.
 """
 
@@ -40,8 +40,8 @@ def unknown_reason(scheduler: Scheduler) -> str:
 class TargetAndDrafts(torch.nn.Module):
     """Loads a target and its drafts from the same tensors.
 
-    Drafts get what the target gets, as in SGLang's own updates, unless some names begin with "draft.": these are for
-    the drafts alone, without the prefix, and they get no others.
+    Drafts get the same tensors as the target, as in SGLang's own updates, unless some names begin with "draft.": these
+    are for the drafts alone, without the prefix, and they get no others.
     """
 
     reshard_main = "target"  # see `trace.kept`

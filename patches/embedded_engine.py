@@ -85,7 +85,7 @@ class EmbeddedEngine:
         """Raises EngineRefused while requests run."""
         flushed = self.engine.flush_cache()
         if not flushed.success:
-            raise EngineRefused(f"the cache was not flushed: {flushed.message or 'requests are running'}")
+            raise EngineRefused(f"SGLang did not flush the cache: {flushed.message or 'requests are running'}")
 
     def close(self) -> None:
         """Ends the engine's processes, and no others."""

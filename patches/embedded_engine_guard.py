@@ -5,8 +5,8 @@ whose handler kills the whole process tree), or, if it was busy when the signal 
 forever. After `watch_processes(engine)`
 
     every call of the engine, including one in progress, raises EngineDied, which names the process that ended
-    the embedding process has its own signal handlers again: SIGTERM as before, and SIGQUIT, by which SGLang's processes
-    report a failure, is logged and ignored until `patches.engine.end`
+    the embedding process has its own signal handlers again: SIGTERM as before. SIGQUIT, which SGLang's processes
+    send to report a failure, is logged and ignored until `patches.engine.end`
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _restore_signal_handlers(sigterm_handler: Any = None) -> None:
 
 
 def _on_sigquit(*_: Any) -> None:
-    logger.error("A process of an engine reports a failure (SIGQUIT); the next call of that engine names the process")
+    logger.error("A process of an engine reported a failure (SIGQUIT); the next call of that engine names the process")
 
 
 def _in_main_thread() -> bool:

@@ -51,7 +51,9 @@ def _check_arguments(_engine: type[Engine], *arguments: Any, **named: Any) -> No
     try:
         warn_if_unsupported(named["server_args"] if "server_args" in named else arguments[0])
     except Exception:  # a newer SGLang with other names must start all the same
-        logger.warning("Whether this engine can be updated will only be known at its first update", exc_info=True)
+        logger.warning(
+            "This engine's support for updates could not be checked; its first update will show it", exc_info=True
+        )
 
 
 def update_weights_distributed(self: Engine, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
@@ -112,8 +114,8 @@ def check_installed(engine: Engine) -> None:
     """
     if not hasattr(engine, "update_weights_distributed"):
         raise Unsupported(
-            "SGLang did not load the sglang-reshard plugin: search its log for 'Failed to load plugin reshard', "
-            "and check that SGLANG_PLUGINS, if set, includes 'reshard'"
+            "SGLang did not load the sglang-reshard plugin. Search its log for 'Failed to load plugin reshard', and "
+            "check that SGLANG_PLUGINS, if set, includes 'reshard'"
         )
     if reason := unsupported_reason(engine.server_args):
         raise Unsupported(reason)

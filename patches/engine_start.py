@@ -1,4 +1,5 @@
-"""sglang.srt.model_loader: how this engine's models were started, and what a start on dummy weights must not change.
+"""sglang.srt.model_loader: the load format and folders of this engine's models, and the values that a start on dummy
+weights must not change.
 
 `sglang_reshard.trace.stock_load` learns from it which tensors an update may leave as they are.
 """
@@ -61,7 +62,7 @@ def _randomized(models: Sequence[torch.nn.Module], load_format: Any) -> list[tor
 def _specs(model: torch.nn.Module, config: Any, load_config: Any) -> list[TensorSpec]:
     """Raises OSError or ReshardError if the checkpoint's files are not on this host, or are not as usual."""
     if getattr(model, "allow_patterns_overrides", None) or getattr(model, "secondary_weights", None):
-        raise OSError(f"{type(model).__name__} has its weights in several folders")
+        raise OSError(f"{type(model).__name__} has its weights in several folders, which is not supported here")
     return folder_specs(_folder(config.model_path, config.revision, load_config.download_dir))
 
 

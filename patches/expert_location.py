@@ -1,4 +1,4 @@
-"""sglang.srt.eplb.expert_location: which logical expert is in which slot, which EPLB changes while the engine serves.
+"""sglang.srt.eplb.expert_location: the slot of each logical expert, which EPLB changes while the engine serves.
 
 The loader asks for it, so a trace is of one placement. Rebalancing moves experts between forward passes, in place.
 """

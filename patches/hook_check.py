@@ -70,7 +70,8 @@ async def check(manager: TokenizerManager, timeout_s: float) -> None:
     done, _ = await asyncio.wait([answer], timeout=timeout_s)
     if not done:
         raise DeadlineExceeded(
-            f"the engine's schedulers did not report their version within {timeout_s:.0f} s; look at their log"
+            f"the engine's schedulers did not report their version of sglang-reshard within {timeout_s:.0f} s; look at "
+            "the engine's log"
         )
     if reason := mismatch(answer.result()):
         raise Unsupported(reason)

@@ -78,7 +78,7 @@ def _extend(_result: Any, manager: TokenizerManager, *_: Any, **__: Any) -> None
     if server.app.middleware_stack is None:
         server.app.add_middleware(TornWeightsMiddleware, manager=manager)
     else:
-        logger.warning("The server is already running: it will answer 500 instead of 503 while its weights are torn")
+        logger.warning("The server is already running, so it answers 500 instead of 503 while its weights are torn")
 
 
 def _add_routes(app: Any, manager: TokenizerManager) -> None:
@@ -167,7 +167,7 @@ async def _message(request: Request, kind: type[T]) -> T:
         async for part in request.stream():
             body += part
             if len(body) > _MAX_BODY_BYTES:
-                raise Mismatch(f"malformed request: it has more than {_MAX_BODY_BYTES:,} bytes")
+                raise Mismatch(f"malformed request: its body exceeds {_MAX_BODY_BYTES:,} bytes")
         return from_json(bytes(body), kind)
     except msgspec.MsgspecError as error:
         raise Mismatch(f"malformed request: {str(error)[:_SHOWN_CHARACTERS]}") from error
@@ -192,7 +192,7 @@ async def _disconnected(request: Request) -> None:
 
 
 class TornWeightsMiddleware:
-    """Answers HTTP 503 with the reason in place of what an endpoint makes of TornWeights.
+    """Answers HTTP 503 with the reason when an endpoint raises TornWeights.
 
     {"error": {"message": reason, "type": "TornWeights", "code": 503}}
 

@@ -1,7 +1,7 @@
 """sglang.srt.managers.io_struct: envelopes that carry this package's messages between SGLang's processes.
 
 SGLang's processes exchange subclasses of its `BaseReq`. The messages inside are encoded msgspec structs, so that they
-are typed and validated at both ends, whatever SGLang does to an envelope.
+are typed and validated at both ends, independently of SGLang's handling of an envelope.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def without_torchrun_variables() -> Iterator[None]:
 def require_main_guard() -> None:
     """Raises ReshardError if the script does not start the engine under `if __name__ == "__main__":`.
 
-    The engine spawns its processes, each of which imports the script again: without the guard every one would start
-    trainers and engines of its own, which looks like a hang.
+    The engine spawns its processes, and each imports the script again: without the guard each would start its own
+    trainers and engines, which looks like a hang.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ReshardError(_MESSAGE)  # this is such a child, importing the script
@@ -70,8 +70,8 @@ def require_main_guard() -> None:
 
 
 _MESSAGE = (
-    "the engine is started at the script's top level. Its processes import the script again and would start "
-    'another engine; put the script\'s code into a function and call it under `if __name__ == "__main__":`'
+    "the engine is started at the script's top level. Its processes import the script again and would start another "
+    'engine. Put the script\'s code into a function and call it under `if __name__ == "__main__":`'
 )
 
 

@@ -1,8 +1,8 @@
 """sglang.srt.lora: makes received tensors the weights of a LoRA adapter that the engine serves.
 
 SGLang keeps an adapter whole on every engine rank, in host memory, and cuts out the rank's part when it copies the
-adapter into a slot of its memory pool. So the tensors arrive whole, beside the adapter that is served, and replace it
-once all ranks have them: under the same lora_id, in a slot that is loaded anew.
+adapter into a slot of its memory pool. So the tensors arrive whole, in separate memory, and replace the served adapter
+once all ranks have them: under the same lora_id, in a slot that is loaded again.
 
     lora_adapters.receiver(model_runner, adapter, rank, size)    # a WeightReceiver
     lora_adapters.refusal(model_runner, adapter)
@@ -95,8 +95,9 @@ def refusal(runner: ModelRunner, adapter: LoraAdapter) -> str:
             manager.validate_new_adapter(config, reference(adapter))
         elif not manager.memory_pool.can_support(config):
             return (
-                f"the LoRA adapter {adapter.name} has rank {config.r} and modules {config.target_modules}, which the "
-                "engine's memory pool does not hold; start it with another max_lora_rank and lora_target_modules"
+                f"the LoRA adapter {adapter.name} has rank {config.r} and modules {config.target_modules}, which do "
+                "not fit the engine's memory pool; start the engine with a larger max_lora_rank, or with these "
+                "lora_target_modules"
             )
     except (ValueError, KeyError) as error:
         return str(error)
@@ -131,6 +132,6 @@ def _check_tensor(spec: TensorSpec, rank: int) -> None:
         raise Mismatch(f"{spec.name} is no tensor of a LoRA adapter; pass sources.adapter_tensors(model)")
     if len(spec.shape) < 2 or spec.shape[of_rank] != rank:
         raise Mismatch(
-            f"{spec.name} has shape {spec.shape}, which is not of an adapter of rank {rank}; pass the configuration "
-            "of the adapter that is sent"
+            f"{spec.name} has shape {spec.shape}, which is not of an adapter of rank {rank}. Pass the configuration of "
+            "the adapter that is sent"
         )

@@ -1,4 +1,4 @@
-"""sglang.srt.lora.lora_registry: gives adapters that are updated their names, by which requests ask for them.
+"""sglang.srt.lora.lora_registry: gives updated adapters their names, which requests use.
 
 The tokenizer manager's registry maps an adapter's name to its lora_id, which is all that its other processes know. A
 name keeps its id over updates.
@@ -26,14 +26,14 @@ def refusal(manager: TokenizerManager, adapter: LoraAdapter) -> str:
     """Returns why an engine can have no such adapter; empty if it can."""
     if not manager.server_args.enable_lora:
         return (
-            f"the engine was started without LoRA, and cannot serve the adapter {adapter.name}; start it with "
+            f"the engine was started without LoRA, so it cannot serve the adapter {adapter.name}; start it with "
             "enable_lora=True, max_lora_rank and lora_target_modules"
         )
     registry, limit = manager.lora_registry, manager.server_args.max_loaded_loras
     if limit is not None and adapter.name not in (loaded := registry.get_all_adapters()) and len(loaded) >= limit:
         return (
             f"the engine has {len(loaded)} LoRA adapters, as many as max_loaded_loras={limit} allows; unload one of "
-            f"them before {adapter.name}"
+            f"them before you send {adapter.name}"
         )
     return ""
 
@@ -52,7 +52,7 @@ async def updated(manager: TokenizerManager, adapter: LoraAdapter) -> None:
 
 
 def unload(manager: TokenizerManager, adapter: LoraAdapter, reason: str) -> None:
-    """Refuses requests for an adapter of which engine ranks may have different weights, until it is updated."""
+    """Refuses requests for an adapter whose weights may differ between engine ranks, until it is updated."""
     logger.error("The LoRA adapter %s is unloaded until an update of it succeeds: %s", adapter.name, reason)
     # Not by its coroutine, as the caller may have been cancelled.
     manager.lora_registry._registry.pop(adapter.name, None)

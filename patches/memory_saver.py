@@ -36,4 +36,4 @@ def _release_pages(receiver: WeightReceiver) -> None:
     try:
         receiver.release_pages()
     except Exception:  # it would end the scheduler
-        logger.exception("what is registered of the weights was not dropped before they are released")
+        logger.exception("registrations of the weights' memory could not be dropped before the memory is released")

@@ -44,7 +44,7 @@ class Metric:
     labels: tuple[str, ...] = ()
 
 
-UPDATES = Metric("sglang_reshard_updates_total", "counter", "Number of updates requested, whatever their outcome.")
+UPDATES = Metric("sglang_reshard_updates_total", "counter", "Number of updates requested, with any outcome.")
 FAILURES = Metric(
     "sglang_reshard_failures_total", "counter", "Number of failed updates, by the phase that failed.", ("phase",)
 )
@@ -213,8 +213,8 @@ def _set_single_series(gauge: Any, help: str, labels: dict[str, str]) -> None:
     """Sets the gauge to 1 with these labels, and removes its other series.
 
     prometheus_client removes no series where several processes share a folder, as SGLang's do, and a series for each
-    version of a long run would accumulate. But the collector reads every file of the folder: this series has a file of
-    its own, which is replaced as a whole.
+    version of a long run would accumulate. But the collector reads every file of the folder: this series has a separate
+    file, which is replaced as a whole.
 
     help  the gauge's, which it does not expose
     """

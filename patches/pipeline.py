@@ -31,7 +31,7 @@ _BUSY = DistributedUpdateWeightsOutput(
 
 
 class PipelineStage:
-    """Replaces two methods of `scheduler`: what handles an iteration's requests, and what follows it.
+    """Replaces two methods of `scheduler`: the function that handles an iteration's requests, and its successor.
 
     handle  executes an update's request on this engine rank
     """

@@ -43,7 +43,7 @@ def refusal(model: torch.nn.Module) -> str:
             continue
         if why := _reordering(module):
             return (
-                f"{name} was {why} after loading, by a loader of SGLang's that does not say how it was before: start "
+                f"{name} was {why} after loading, by a loader of SGLang's that does not say how it was before; start "
                 "the engine with another load_format"
             )
     return ""

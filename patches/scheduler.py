@@ -90,9 +90,9 @@ def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq, writes:
         idle = scheduler.is_fully_idle()
     if writes and request.flush_cache and not idle:
         return (
-            f"the cache cannot be flushed: {_running_requests(scheduler)} requests are running; pause with "
-            "mode='abort' or mode='retract', pass abort_all_requests=True, or pass flush_cache=False to keep "
-            "what was computed from the old weights"
+            f"the cache cannot be flushed: {_running_requests(scheduler)} requests are running. Pause with "
+            "mode='abort' or mode='retract', pass abort_all_requests=True, or pass flush_cache=False to keep the "
+            "cache of the old weights"
         )
     return ""
 
@@ -109,7 +109,7 @@ def _offloaded(scheduler: Scheduler) -> str:
 def _session_open(scheduler: Scheduler) -> str:
     if not sglang_versions.weight_update_session_open(scheduler):
         return ""
-    return "a weight-update session of SGLang is open; call end_weight_update first, the update needs no session"
+    return "a weight-update session of SGLang is open; call end_weight_update first. This update needs no session"
 
 
 def _drop_finished_requests(scheduler: Scheduler) -> None:
@@ -133,7 +133,10 @@ def _flush_cache(scheduler: Scheduler) -> None:
     """Flushes the cache although requests wait, which SGLang does not: waiting requests hold no cache."""
     with _without_waiting_requests(scheduler):
         if not scheduler.flush_cache():
-            raise RuntimeError("the cache was not flushed after the update, so tokens may come from the old weights")
+            raise RuntimeError(
+                "the cache was not flushed after the update, so generation may use results computed from the old "
+                "weights; flush the cache"
+            )
     sglang_versions.clear_embedding_cache()
 
 

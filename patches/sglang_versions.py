@@ -42,9 +42,9 @@ def check(version: str | None = None) -> None:
     except InvalidVersion:
         release = Version("0")
     if release == Version("0") or release == Version("0.0.0"):
-        logger.warning("The release of SGLang %s is unknown; sglang-reshard is tested with %s", reported, _RANGE)
+        logger.warning("SGLang %s is an unknown release; sglang-reshard is tested with %s", reported, _RANGE)
     elif release < OLDEST:
-        raise Unsupported(f"SGLang {reported} is older than {OLDEST}; install one of {_RANGE}")
+        raise Unsupported(f"SGLang {reported} is older than {OLDEST}; install a version of {_RANGE}")
     elif release > NEWEST:
         logger.warning("SGLang %s is newer than the versions sglang-reshard is tested with, %s", reported, _RANGE)
 

@@ -1,8 +1,8 @@
 """Removes named shared memory that processes leave behind when they are killed, which is how SGLang ends its own.
 
 Python's SharedMemory and its locks are files in /dev/shm, removed by their creator or by its resource tracker. SGLang
-kills both: every engine start would leave a segment of 25 MB and some semaphores. From 0.5.13 SGLang adds a file of its
-own, of 16 KB, in which the schedulers publish their load.
+kills both: every engine start would leave a segment of 25 MB and some semaphores. From 0.5.13 SGLang adds another file
+of 16 KB, where the schedulers publish their load.
 """
 
 from __future__ import annotations

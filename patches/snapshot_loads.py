@@ -36,7 +36,7 @@ def apply() -> None:
 async def load(manager: TokenizerManager, request: LoadSnapshotReq) -> LoadSnapshotOutput:
     """Loads a snapshot by SGLang's own update_weights_from_disk, unless the engine holds later weights.
 
-    Raises EngineRefused for what cannot be loaded.
+    Raises EngineRefused if SGLang cannot load it.
     """
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
@@ -77,6 +77,6 @@ def _check_order(manager: TokenizerManager, asked: LoadSnapshotReq) -> None:
         raise _LaterWeights(running)
     if asked.publication < weights_info.publication(manager):
         raise _LaterWeights(
-            f"the engine holds later weights than snapshot {asked.version!r}; allow_rollback (--allow-rollback) "
-            "loads it"
+            f"the engine holds later weights than snapshot {asked.version!r}; pass allow_rollback (--allow-rollback) "
+            "to load it anyway"
         )

@@ -34,7 +34,7 @@ def released(manager: TokenizerManager) -> None:
 
 
 def told(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsReq:
-    """Returns the request with what engine ranks have to know."""
+    """Returns the request with the fields that engine ranks need."""
     changes, last = _changes(manager)
     return msgspec.structs.replace(request, stock_changes=changes, stock_loaded=last)
 

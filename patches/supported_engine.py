@@ -13,13 +13,15 @@ logger = get_logger(__name__)
 _FALSE = ("", "0", "false", "no", "off")  # values of SGLang's environment variables
 
 
-_ELSEWHERE = "weights are kept elsewhere and fetched when they are used, where an update does not reach; turn it off"
-_OUTLASTS = "what was computed with the old weights is kept where a flush of the cache does not reach; turn it off"
+_ELSEWHERE = (
+    "weights are kept elsewhere and fetched when they are used, where an update does not reach them; turn it off"
+)
+_OUTLASTS = "the cache of the old weights is kept where a flush does not reach it; turn it off"
 # Options of which one value is like leaving them out, and what any other value means. Not all versions have all.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "use_ray": (False, "SGLang loads no plugins in schedulers that are Ray actors; start the engine without it"),
     "elastic_ep_backend": (None, "ranks join and leave while serving; start the engine without it"),
-    "enable_elastic_expert_backup": (False, "the backup would be of old experts; turn it off"),
+    "enable_elastic_expert_backup": (False, "its backup would keep the old experts; turn it off"),
     "weight_cache_mode": ("off", "the weights in memory are shared with other engines; turn it off"),
     "tokenizer_worker_num": (1, "SGLang loads no plugins in the extra workers; use 1"),
     "cpu_offload_gb": (0, _ELSEWHERE),
@@ -48,8 +50,8 @@ def unsupported_reason(server_args: Any) -> str:
     """
     if server_args.pp_size > 1 and server_args.disaggregation_mode != "null":
         return (
-            f"pp_size={server_args.pp_size} with disaggregation_mode={server_args.disaggregation_mode}: SGLang runs "
-            "these stages by other loops, which is not supported; use tensor parallelism for prefill and decode servers"
+            f"pp_size={server_args.pp_size} with disaggregation_mode={server_args.disaggregation_mode}: updates are "
+            "not supported in SGLang's loops for these stages; use tensor parallelism for prefill and decode servers"
         )
     for option, (off, reason) in _REFUSED.items():
         value = getattr(server_args, option, off)

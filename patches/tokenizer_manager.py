@@ -51,7 +51,7 @@ def apply() -> None:
 
 
 class _Caller(NamedTuple):
-    """The caller of an update, which is told the outcome, or that there is none in time."""
+    """The caller of an update. It gets the outcome, or an error at the deadline."""
 
     outcome: _Outcome
     check: Check | None
@@ -67,7 +67,7 @@ async def update_weights_distributed(
     try:
         check_request(request)
     except Mismatch as error:  # before it is logged, counted or sent on
-        logger.warning("an update was refused: %s", error)
+        logger.warning("the engine refused an update: %s", error)
         return DistributedUpdateWeightsOutput(success=False, message=str(error), phase=metrics.REQUEST)
     return await _update_unless_busy(self, request)
 
@@ -166,7 +166,7 @@ async def _write(
 ) -> DistributedUpdateWeightsOutput:
     """Lets the schedulers write the weights, and waits for their answer. Lets nobody use torn weights.
 
-    Tells the caller at the deadline that there is no answer.
+    Reports a missing answer to the caller at the deadline.
     """
     with weights_info.unanswered(self, f"the engine's schedulers have not answered {request.name()} yet"):
         answer = asked(self, request, step)
@@ -183,7 +183,7 @@ async def _write(
             if caller.check is not None:
                 output = caller.check(output)
         except Mismatch as error:
-            _torn(self, request, f"the answer of the engine's schedulers to {request.name()} is lost: {error}")
+            _torn(self, request, f"the answer of the engine's schedulers to {request.name()} was lost: {error}")
             raise
         if output.success:
             if request.lora is None:
@@ -219,8 +219,8 @@ def _refusal(manager: TokenizerManager, request: DistributedUpdateWeightsReq) ->
         return reason
     if request.staged and manager.server_args.pp_size > 1:
         return (
-            f"staged=True with pp_size={manager.server_args.pp_size}: an engine's pipeline stages are updated while no "
-            "request runs; pass staged=False"
+            f"staged=True with pp_size={manager.server_args.pp_size} is not supported: pipeline stages are updated "
+            "while no request runs. Pass staged=False"
         )
     if request.lora is not None and (reason := lora_names.refusal(manager, request.lora)):
         return reason

@@ -3,7 +3,7 @@
 An update that fails while it writes leaves weights of two versions in the engine. The code that detects this calls
 
     torn_weights.mark(manager, reason)    # inside the update's lock, or after it with no await in between
-    torn_weights.heal(manager)            # likewise, after an update has succeeded
+    torn_weights.heal(manager)            # the same, after an update has succeeded
 
 with SGLang's tokenizer manager, which every request passes. A request is checked three times, because weights can
 become torn before any of them: on arrival, after it has waited for a pause or an update to end, and when it is sent to
@@ -50,7 +50,7 @@ def mark(manager: TokenizerManager, reason: str) -> None:
     """Refuses all requests from now on with `reason`, which must not be empty."""
     if not reason:
         raise ValueError("a reason for the torn weights is required")
-    logger.error("The weights are torn, and requests are refused until an update succeeds: %s", reason)
+    logger.error("The weights are torn; requests are refused until an update succeeds: %s", reason)
     setattr(manager, _REASON, reason)
     metrics.set_torn(manager, True)
     # A continue_generation call may have checked before this update began, and lift the pause after it.
@@ -61,7 +61,7 @@ def mark(manager: TokenizerManager, reason: str) -> None:
 def heal(manager: TokenizerManager) -> None:
     """Accepts requests again. Does nothing to an engine whose weights are sound."""
     if reason(manager):
-        logger.warning("The weights are complete again, and requests are served")
+        logger.warning("The weights are complete again; requests are served")
     setattr(manager, _REASON, "")
     metrics.set_torn(manager, False)
 

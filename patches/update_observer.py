@@ -1,4 +1,4 @@
-"""Emits a log line, metrics and a span for every update in the tokenizer manager, whatever its outcome."""
+"""Emits a log line, metrics and a span for every update in the tokenizer manager, with any outcome."""
 
 from __future__ import annotations
 

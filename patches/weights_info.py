@@ -88,7 +88,9 @@ def running(manager: TokenizerManager, description: str) -> Iterator[None]:
 
 @contextmanager
 def unanswered(manager: TokenizerManager, description: str) -> Iterator[None]:
-    """Around the wait for the schedulers that write: as `running`, and whoever asked for the update may be gone."""
+    """Around the wait for the schedulers that write: as `running`, and the client that requested the update may be
+    gone.
+    """
     setattr(manager, _UNANSWERED, description)
     try:
         yield
@@ -120,7 +122,9 @@ def add_share(manager: TokenizerManager, task: asyncio.Task[None], share: Share)
     """Registers what reads the live weights until `task` ends. Raises EngineRefused if there are too many already."""
     shares = _shares(manager)
     if len(shares) >= _MAX_SHARES:
-        raise EngineRefused(f"{len(shares)} other engines take the live weights already; repeat this later")
+        raise EngineRefused(
+            f"{len(shares)} other engines take the live weights already; pull later, or from another engine"
+        )
     shares[task] = share
     task.add_done_callback(lambda _: shares.pop(task))
 
@@ -133,7 +137,7 @@ async def unshared(manager: TokenizerManager) -> None:
         await asyncio.wait(shares, timeout=seconds)
         late = [share for task, share in shares.items() if not task.done() and not has_time(share)]
         for share in late:
-            logger.warning("a pull of the live weights is ended: an update of them waits for it")
+            logger.warning("a pull of the live weights is ended, because an update of them waits for it")
             await share.end()
     if shares := dict(_shares(manager)):
         await asyncio.wait(shares, timeout=_END_S)
@@ -182,7 +186,9 @@ Stock = Callable[..., Awaitable[Any]]
 
 
 async def _around_write(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
-    """Clears the record before, as weights change while it runs, and after, as an update may have ended meanwhile."""
+    """Clears the record before, because weights change while it runs, and after, because an update may have ended in
+    between.
+    """
     clear(manager)  # from now on they are not shared with another engine
     await unshared(manager)
     try:

@@ -54,8 +54,8 @@ async def share(manager: TokenizerManager, request: ShareWeightsReq, interface: 
     live = weights_info.current(manager)
     if not live.engine_ranks:
         raise EngineRefused(
-            "the live weights were not brought by an update of sglang-reshard, so that nothing tells which checkpoint "
-            "tensors they hold; update this engine first, or start the other one from the same checkpoint"
+            "the live weights were not brought by an update of sglang-reshard, so it is unknown which checkpoint "
+            "tensors they hold. Update this engine first, or start the other one from the same checkpoint"
         )
     try:
         interface = _interface(manager, interface)
@@ -99,7 +99,7 @@ async def _share(
     server: ControlServer,
     begun: asyncio.Future[DistributedUpdateWeightsOutput],
 ) -> None:
-    """Ends when no engine rank reads its weights for the other engine any more."""
+    """Ends when no engine rank reads its weights for the other engine."""
     try:
         output = await ask_schedulers(manager, request, "share")
         begun.set_result(output)
@@ -134,7 +134,7 @@ async def _pull(manager: TokenizerManager, request: PullWeightsReq) -> Distribut
                 return output
             message = (
                 f"the weights of {request.url} are no longer those of its last update: their digest is "
-                f"{output.digest} and was {shared.digest}. Update that engine, or pull from another one"
+                f"{output.digest}, but was {shared.digest}. Update that engine, or pull from another one"
             )
             return msgspec.structs.replace(output, success=False, torn=True, message=message)
 
@@ -143,7 +143,9 @@ async def _pull(manager: TokenizerManager, request: PullWeightsReq) -> Distribut
             asked = msgspec.structs.replace(asked, weight_version=None)
         return await observed(functools.partial(run_update, check=unchanged))(manager, asked)
 
-    with weights_info.running(manager, f"weights of {request.url} are being pulled; repeat this when that has ended"):
+    with weights_info.running(
+        manager, f"weights of {request.url} are being pulled; repeat this when the pull has ended"
+    ):
         try:
             return await pull_from(request, update)
         except ReshardError as error:

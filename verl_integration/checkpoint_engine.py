@@ -115,7 +115,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         if rank0 is None or rank0.address is None:
             raise Unsupported(
                 "no actor worker is trainer rank 0: pass is_master=(torch.distributed.get_rank() == 0) to the "
-                "checkpoint engine of every actor worker, as verl's own do; or were actor workers and rollout workers "
+                "checkpoint engine of every actor worker, as verl's own do. Or were actor workers and rollout workers "
                 "swapped?"
             )
         replica, replica_of = "", []
@@ -131,7 +131,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         return {"topology": [of_trainers] * len(trainers)}, {"topology": own}
 
     def init_process_group(self, **kwargs: Any) -> None:
-        """`topology` is what `build_topology` returned for this worker."""
+        """`topology` is the return value of `build_topology` for this worker."""
         self._topology = topology = msgspec.convert(kwargs["topology"], Topology)
         if topology.is_trainer != self._is_trainer:
             self._change_side(topology)
@@ -146,7 +146,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         """Makes a worker that was not given `is_master` a trainer rank. Raises Unsupported for any other change."""
         if self._is_trainer:
             raise Unsupported(
-                "this checkpoint engine was given is_master, which is for actor workers, and serves a rollout worker; "
+                "this checkpoint engine serves a rollout worker, but was given is_master, which is for actor workers; "
                 "leave is_master out there"
             )
         self._become_trainer()
@@ -164,12 +164,12 @@ class ReshardCheckpointEngine(CheckpointEngine):
         """Returns the sync that `method` takes part in. Raises Unsupported too early, and on the other side."""
         if self._topology is None or self._channel is None:
             raise Unsupported(
-                f"{method} was called before init_process_group; a sync is prepare, build_topology, "
+                f"{method} was called before init_process_group. A sync calls prepare, build_topology and "
                 "init_process_group, and then send_weights on actor workers and receive_weights on rollout workers"
             )
         if self._is_trainer != is_trainer:
             side, other = ("actor", "a rollout") if is_trainer else ("rollout", "an actor")
-            raise Unsupported(f"{method} is for {side} workers, and this is the checkpoint engine of {other} worker")
+            raise Unsupported(f"{method} is for {side} workers, but this is the checkpoint engine of {other} worker")
         return self._topology, self._channel
 
     def finalize(self) -> None:

@@ -55,7 +55,7 @@ def _check_replicas(manager: Any) -> None:
             f"{len(hybrid)} of the {len(manager.replicas)} replicas are hybrid (they share their workers with the "
             f"trainer), but their CheckpointEngineManager has backend={BACKEND!r}, which is for standalone replicas. "
             "Give it a copy of the configuration with backend='naive', as verl's own trainers do; "
-            f"rollout.checkpoint_engine.backend={BACKEND} stays, and makes the sync reshard"
+            f"rollout.checkpoint_engine.backend={BACKEND} stays as it is and selects this package for the sync"
         )
 
 

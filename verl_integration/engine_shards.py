@@ -1,12 +1,13 @@
 """Returns a verl training engine's shards on this rank as arguments of `describe`, in place; gathers nothing.
 
 FSDP2     the DTensors of its state dict: nothing is copied, the inference engine casts
-FSDP1     the pieces of its flat parameters, likewise
+FSDP1     the pieces of its flat parameters, too
 Megatron  the local parameters, described by verl's probes of Megatron-Bridge, see `megatron`
 others    verl's shard contract, `get_per_tensor_param_shard`, see `shard_contract`; verl casts every shard there, so
           this rank holds a second copy of its shards during a sync
 
-A LoRA adapter that is served as such is `lora_adapter`'s; the weights that it adapts are not merged with it then.
+A LoRA adapter that is served as such is `lora_adapter`'s; in this case it is not merged with the weights that it
+adapts.
 
 Parameters that verl has offloaded are read where they are, in host memory; only the others, and those into which LoRA
 adapters are merged, are moved to the GPU for a sync.
@@ -36,11 +37,9 @@ def unsupported_reason(engine: Any, adapter: Any = None, peft_config: Any = None
     """
     adapts = peft_config is not None or serves_adapters(engine)
     if adapts and adapter is None:
-        return "a LoRA adapter that is not merged reaches colocated replicas only; set model.lora.merge=True"
+        return "unmerged LoRA adapters can be sent to colocated replicas only; set model.lora.merge=True"
     if adapts and not fsdp.is_fsdp(engine):
-        return (
-            f"a LoRA adapter of {type(engine).__name__} that is not merged is not supported; set model.lora.merge=True"
-        )
+        return f"unmerged LoRA adapters of {type(engine).__name__} are not supported; set model.lora.merge=True"
     if getattr(engine, "_qat_enabled", False):
         return "quantization-aware training quantizes weights during the sync, which is not supported"
     if adapter is None:
@@ -60,7 +59,7 @@ class EngineShards:
 
     @contextlib.contextmanager
     def tensors(self, engine: Any) -> Iterator[tuple[NamedShards, bool]]:
-        """Yields the shards, and True if their memory is freed afterwards: merged or cast ones, or what verl offloads.
+        """Yields the shards, and True if their memory is freed afterwards: merged, cast or offloaded ones.
 
         For an engine with no `unsupported_reason`.
         """

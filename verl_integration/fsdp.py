@@ -33,7 +33,7 @@ def is_peft(engine: Any) -> bool:
 
 
 def peft_config(engine: Any) -> dict[str, Any]:
-    """Returns what verl's `get_per_tensor_param` returns beside the tensors of an adapter."""
+    """Returns the second result of verl's `get_per_tensor_param`, the configuration of an adapter."""
     found: dict[str, Any] = _peft_model(engine).peft_config["default"].to_dict()
     return found
 

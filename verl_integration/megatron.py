@@ -45,8 +45,8 @@ class Megatron:
             found = copies.values(parameter)
             if found is None:
                 raise Unsupported(
-                    f"{_name(engine, parameter)} has no memory on this trainer rank, and verl's host copy of it is not "
-                    "found: something else than verl's param_offload has freed it. Load the parameters before the sync"
+                    f"{_name(engine, parameter)} has no memory on this trainer rank, and verl has no host copy of it: "
+                    "something other than verl's param_offload has freed it. Load the parameters before the sync"
                 )
             return found
 
@@ -66,9 +66,9 @@ def _name(engine: Any, parameter: torch.Tensor) -> str:
 
 def _check(engine: Any) -> None:
     if engine.vanilla_bridge:
-        raise Unsupported("the old mbridge has no converters to trace; set megatron.vanilla_mbridge=False")
+        raise Unsupported("the old mbridge has no converters that can be traced; set megatron.vanilla_mbridge=False")
     if engine.peft_cls is not None:
-        raise Unsupported("LoRA adapters on Megatron's parameters are not supported")
+        raise Unsupported("LoRA adapters on Megatron's parameters are not supported; merge them before the sync")
 
 
 def _conversions(engine: Any) -> Iterator[Conversion]:
@@ -89,7 +89,7 @@ def _nothing(shard: torch.Tensor) -> Mapping[str, torch.Tensor]:
 
 
 def _finish(bridge: Any) -> Callable[[Any, Any], Mapping[str, torch.Tensor]]:
-    """Returns the function by which the architecture's bridge modifies the converted tensors of a task."""
+    """Returns the architecture bridge's function that modifies the converted tensors of a task."""
     hook = getattr(getattr(bridge, "_model_bridge", None), "maybe_modify_converted_hf_weight", None)
     if hook is None:
         return lambda task, tensors: tensors
@@ -104,11 +104,15 @@ def _converter(
         from verl.workers.engine.megatron.delta_export import make_probe
 
         if getattr(task.mapping, "is_grouped_export", False):
-            raise Unsupported("it is one of several experts that the checkpoint has fused in one tensor")
+            raise Unsupported(
+                "the bridge fuses it with other experts into one checkpoint tensor, which is not supported"
+            )
         converted = make_probe(task.mapping, task.megatron_module).megatron_to_hf(shard, task.megatron_module)
         tensors = finish(task, converted)
         if converted and not tensors:  # kept for later, until all experts are there
-            raise Unsupported("its architecture's bridge puts it together with other parameters in one tensor")
+            raise Unsupported(
+                "the bridge fuses it with other parameters into one checkpoint tensor, which is not supported"
+            )
         if task.global_param_name.endswith(_PADDED_VOCABULARY):
             return {name: tensor[:vocabulary] for name, tensor in tensors.items()}
         return tensors

@@ -22,7 +22,7 @@ def sync_metrics(reports: Mapping[str, UpdateReport], seconds: float) -> dict[st
     reshard/seconds/PHASE       on the slowest rank
     reshard/transport/NAME      number of engines updated by this transport
     reshard/delta               number of engines that were sent what had changed only
-    reshard/changed_share       of elements, on the engine of which the most had
+    reshard/changed_share       of elements, on the engine with the most changes
     """
     ranks = [rank for report in reports.values() for rank in report.engine_ranks]
     received = max((rank.received_bytes for rank in ranks), default=0)

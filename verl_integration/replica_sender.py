@@ -28,7 +28,7 @@ from sglang_reshard.verl.metrics import sync_metrics, transport_reasons
 from sglang_reshard.verl.settings import Settings
 
 logger = logging.getLogger(__name__)
-_NO_REPLICAS = "this trainer rank knows no replicas yet: init_process_group comes before the first sync"
+_NO_REPLICAS = "this trainer rank knows no replicas yet; call init_process_group before the first sync"
 # Of the last sync in this process; verl drops what a colocated sync returns, so `driver_hooks` asks for it.
 _last_metrics: dict[str, float] = {}
 
@@ -125,9 +125,11 @@ class ReplicaSender:
         global_steps: int | None,
         started: float,
     ) -> dict[str, float]:
-        """`temporary`: the shards' memory is freed afterwards. Raises Mismatch for what `check_finite` refuses."""
+        """`temporary`: the shards' memory is freed afterwards. Raises Mismatch for weights that `check_finite`
+        refuses.
+        """
         if self._settings.check_finite and (found := first_not_finite(named_tensors, world())):
-            raise Mismatch(f"{found}. Nothing was sent; look at the optimizer step, or set check_finite=False")
+            raise Mismatch(f"{found}. Nothing was sent. Look at the optimizer step, or set check_finite=False")
         # verl may sync a step again, after validation for example; an engine accepts a version once.
         version = None if global_steps is None or global_steps == self._version else str(global_steps)
         options = replace(self._settings.update, weight_version=version, unmap_after=temporary)

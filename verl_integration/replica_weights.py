@@ -25,9 +25,9 @@ def pull_weights(known: Sequence[str], new: Sequence[str]) -> None:
 
     def pull(url: str) -> None:
         if why := _pull(source, live, url):
-            logger.warning("the new replica at %s serves what it was started with until the next sync: %s", url, why)
+            logger.warning("the new replica at %s serves its initial weights until the next sync: %s", url, why)
         else:
-            logger.info("the new replica at %s has the weights of %s, version %s", url, source, live.version)
+            logger.info("the new replica at %s got the weights of %s, version %s", url, source, live.version)
 
     with ThreadPoolExecutor(len(new), "sglang-reshard pull") as threads:
         list(threads.map(pull, new))
@@ -50,7 +50,7 @@ class LeftOut:
             return tuple(self._reasons)
 
     def sync_ended(self, replicas: Iterable[str], failed: Mapping[str, str], url_of: Callable[[str], str]) -> None:
-        """Leaves out those that failed, and starts a thread in which all that are left out pull from another one.
+        """Excludes replicas that failed, and starts a thread that lets excluded replicas pull from another one.
 
         replicas  all there are, those that are left out included
         failed    replica -> why it has not got this sync's weights
@@ -70,7 +70,7 @@ class LeftOut:
         try:
             source, live = _first_updated([url_of(name) for name in good])
         except ReshardError as error:
-            logger.warning("replicas %s stay left out: %s", list(left_out), error)
+            logger.warning("replicas %s are still excluded: %s", list(left_out), error)
             return
         if live is None:
             return
@@ -80,9 +80,9 @@ class LeftOut:
             except ReshardError as error:
                 why = str(error)
             if why:
-                logger.warning("replica %s stays left out: %s", name, why)
+                logger.warning("replica %s is still excluded: %s", name, why)
                 continue
-            logger.warning("replica %s has the weights of version %s again", name, live.version)
+            logger.warning("replica %s is included again: it has the weights of version %s", name, live.version)
             with self._lock:
                 self._reasons.pop(name, None)
 
@@ -92,7 +92,7 @@ def _first_updated(urls: Sequence[str]) -> tuple[str, WeightsInfo | None]:
         try:
             live = ServerClient(url).weights_info()
         except ReshardError as error:
-            logger.warning("%s has no weights for other replicas: %s", url, error)
+            logger.warning("%s cannot give its weights to other replicas: %s", url, error)
             continue
         if live.engine_ranks and not live.torn:
             return url, live

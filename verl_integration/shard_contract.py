@@ -37,7 +37,7 @@ class ShardContract:
             exported, _ = engine.get_per_tensor_param_shard()
         except NotImplementedError as error:
             raise Unsupported(
-                f"{type(engine).__name__} exports no shards (get_per_tensor_param_shard): {error}"
+                f"{type(engine).__name__}.get_per_tensor_param_shard is not implemented: {error}"
             ) from error
         shards = list(exported)
         self._gather_blocks(shards)
@@ -48,7 +48,7 @@ class ShardContract:
         if own == self._own or not own.blocks:
             return
         if self._own is not None:
-            raise Mismatch("this trainer rank's blocks of tensors have changed since the first sync; restart the run")
+            raise Mismatch("this trainer rank holds other blocks of tensors than in the first sync; restart the run")
         shapes = {name: tuple(map(int, spec.full_shape)) for name, _, spec in shards}
         for of_ranks in zip(*(ranks.blocks for ranks in self._all_gather(own, _Blocks)), strict=True):
             name, _ = of_ranks[0]
@@ -68,8 +68,8 @@ def _block(name: str, spec: Any) -> Box:
     place = spec.place
     if isinstance(place, int):
         raise Unsupported(
-            f"{name}: its ShardSpec has a flat offset ({place}), which does not determine its shape; "
-            "export it with mesh and placements, or with a BlockPlacement"
+            f"{name}: its ShardSpec has only a flat offset ({place}), which does not determine the shape; export it "
+            "with mesh and placements, or with a BlockPlacement"
         )
     start = tuple(map(int, place.global_offset))
     return Box(start, tuple(a + int(n) for a, n in zip(start, place.local_shape, strict=True)))

@@ -1,7 +1,7 @@
 """Combines what each trainer rank knows only of its own shards into the sharding of all checkpoint tensors.
 
-Every rank determines which boxes of which checkpoint tensors it holds. After one all-gather of that, metadata only, all
-ranks have the same tensors, in the same order, with the same shard maps.
+Every rank determines its boxes of each checkpoint tensor. After one all-gather of that, metadata only, all ranks have
+the same tensors, in the same order, with the same shard maps.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ def merge_shards(ranks: Sequence[RankShards]) -> dict[str, ShardedTensor]:
             raise Unsupported(f"trainer rank {rank}: {shards.error}")
         rows, first = len(shards.rows), len(ranks[0].rows)
         if rows != first:
-            raise Mismatch(f"trainer rank {rank} lists {rows} parameters, and trainer rank 0 {first}")
+            raise Mismatch(
+                f"trainer rank {rank} lists {rows} parameters, but trainer rank 0 lists {first}; every trainer rank "
+                "must list the same"
+            )
     holders: dict[str, list[_Holder]] = {}
     for name, holder in _ordered(ranks):
         holders.setdefault(name, []).append(holder)
@@ -109,15 +112,15 @@ def _replicas(name: str, holders: Sequence[_Holder], ranks: Sequence[RankShards]
     for row, rank, number in holders:
         if row not in ranks[rank].tied:
             raise Unsupported(
-                f"{name} is held by several parameters, on trainer rank {rank} among others, that are not tied; only "
-                "tensors whose parts are shards of one parameter are supported"
+                f"several parameters that are not tied hold {name}, on trainer rank {rank} among others. Only tensors "
+                "whose parts are shards of one parameter are supported"
             )
         boxes.setdefault(row, set()).update(box for box, _ in ranks[rank].boxes[number].boxes)
     first, *others = boxes.values()
     if any(other != first for other in others):
         raise Unsupported(
-            f"{name} is held by several parameters, on trainer ranks {sorted({rank for _, rank, _ in holders})}, that "
-            "are sharded in different ways; tied parameters must be sharded alike"
+            f"several tied parameters hold {name}, on trainer ranks {sorted({rank for _, rank, _ in holders})}, but "
+            "are sharded differently; tied parameters must be sharded alike"
         )
     of_rank: dict[int, _Holder] = {}
     for holder in holders:
@@ -131,14 +134,15 @@ def _sharded_tensor(name: str, by_rank: Sequence[tuple[int, LocalBoxes]]) -> Sha
     for rank, local in by_rank[1:]:
         if (local.shape, local.dtype) != (first.shape, first.dtype):
             raise Mismatch(
-                f"{name} is {first.dtype} {first.shape} on trainer rank {first_rank} and {local.dtype} {local.shape} "
+                f"{name} is {first.dtype} {first.shape} on trainer rank {first_rank}, but {local.dtype} {local.shape} "
                 f"on trainer rank {rank}"
             )
     shard_map = ShardMap.of((box, start, rank) for rank, local in by_rank for box, start in local.boxes)
     covered, expected = shard_map.covered_elements(), Box.whole(first.shape).numel
     if covered != expected:
         raise Unsupported(
-            f"{name} has {expected} elements, of which trainer ranks {[rank for rank, _ in by_rank]} hold {covered}; "
-            "the rest is padding, or is held by ranks outside of the process group"
+            f"trainer ranks {[rank for rank, _ in by_rank]} hold only {covered} of the {expected} elements of {name}. "
+            "The rest is padding, or is held by ranks outside the process group; create the process group over all "
+            "ranks that hold weights"
         )
     return ShardedTensor(first.dtype, ExplicitSharding(first.shape, shard_map))

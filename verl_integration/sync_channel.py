@@ -61,7 +61,7 @@ class SyncChannel:
             return self._client.get([key], timeout_s)[0]
         except WaitTimedOut:
             raise DeadlineExceeded(
-                f"replica {replica}: {what} did not arrive within {timeout_s:.0f} s; look at the logs of its workers "
+                f"replica {replica}: {what} did not arrive within {timeout_s:.0f} s. Look at the logs of its workers "
                 "and of trainer rank 0"
             ) from None
 

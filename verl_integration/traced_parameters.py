@@ -1,8 +1,8 @@
-"""Determines which elements of which checkpoint tensors a trainer's live parameters hold, by tracing its converters.
+"""Determines the elements of each checkpoint tensor that a trainer's live parameters hold, by tracing its converters.
 
-A trainer that stores its parameters in a layout of its own has a function for each that converts it to checkpoint
-tensors: it slices, concatenates and reorders. Traced once on a tensor without data, it shows where each element of the
-local shard goes. After that nothing is converted, and nothing is gathered.
+A trainer that stores its parameters in its own layout has a function for each that converts it to checkpoint tensors:
+it slices, concatenates and reorders. Traced once on a tensor without data, it shows where each element of the local
+shard goes. After that nothing is converted, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TracedParameters:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """This rank's parameters of which the checkpoint has elements."""
+        """This rank's parameters with elements of the checkpoint."""
         return list({id(local.parameter): local.parameter for local in self._local.values()}.values())
 
     def tensors(
@@ -78,7 +78,7 @@ class TracedParameters:
     ) -> list[tuple[str, torch.Tensor, ExplicitSharding]]:
         """Returns (name in the checkpoint, the parameter's own memory, sharding) of every tensor, for `describe`.
 
-        values  returns the memory that has a parameter's elements now; only this is asked anew
+        values  returns the memory that has a parameter's elements now; only this is requested again
         """
         return [
             (name, self._tensor(name, values) if name in self._local else self._empty[tensor.dtype], tensor.sharding)
@@ -106,12 +106,14 @@ class TracedParameters:
         return RankShards(tuple(rows), tuple(numbers), tuple(tied))
 
     def _trace(self, conversion: Conversion) -> dict[str, LocalBoxes]:
-        """Returns what this rank's shard of one parameter holds of which checkpoint tensors."""
+        """Returns the parts of each checkpoint tensor in this rank's shard of one parameter."""
         if conversion.parameter is None:
             return {}
         data = conversion.parameter.data
         if type(data) is not torch.Tensor or not data.is_contiguous():
-            raise Unsupported(f"it is a {type(data).__name__} with strides {data.stride()}, not a contiguous tensor")
+            raise Unsupported(
+                f"it is a {type(data).__name__} with strides {data.stride()}; only contiguous tensors are supported"
+            )
         shape = tuple(data.shape)
         traced = {}
         for name, result in trace_converter(conversion.convert, shape, data.dtype).items():

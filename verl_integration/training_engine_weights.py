@@ -32,7 +32,8 @@ def engine_of(weights: Any) -> Any:
     if not isinstance(weights, TrainingEngineWeights):
         raise Unsupported(
             f"verl passed weights as a {type(weights).__name__}, which gathers them. The training engine's class was "
-            "probably registered after this worker imported sglang_reshard.verl; import it earlier (model.external_lib)"
+            "probably registered after this worker imported sglang_reshard.verl. Import it earlier "
+            "(model.external_lib)"
         )
     return weights.engine
 
@@ -76,6 +77,7 @@ def _gathered(stock: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any)
     weights, peft_config = stock(engine, *args, **kwargs)
     if peft_config is not None and not serves_adapters(engine):
         raise Unsupported(
-            f"{type(engine).__name__} has LoRA adapters that are not known as such; set model.lora.merge=True"
+            f"{type(engine).__name__} has LoRA adapters that sglang_reshard does not recognize; set "
+            "model.lora.merge=True"
         )
     yield from weights

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ReshardError(RuntimeError):
-    """Base class of all exceptions that this package raises on purpose. The message is the problem, then the cure.
+    """Base class of all exceptions that this package raises on purpose. The message is the problem, then the remedy.
 
     problem  what is wrong
     cure     what to do next; empty where the problem says so itself
@@ -31,7 +31,7 @@ class Mismatch(ReshardError):
 
 
 class DeadlineExceeded(ReshardError):
-    """A wait timed out. The message names the phase, the ranks and what they were waited for."""
+    """A wait timed out. The message names the phase, the ranks and the missing step."""
 
 
 class TornWeights(ReshardError):

@@ -1,4 +1,4 @@
-"""The names of all routes, and the modules that they are in. A route of one's own is one more line.
+"""The names of all routes, and the modules that they are in. To add a route, add a line.
 
 A module has `plan`, `engine_end` and `trainer_end`, see `routes`. It is imported when the route is chosen.
 """

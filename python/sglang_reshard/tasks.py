@@ -1,7 +1,7 @@
 """Runs calls in other threads as their caller would run them: with its GPU, its attributes of log lines and its span.
 
-A new thread has none of these: it starts at GPU 0. What these threads do breaks no capture of a CUDA graph that the
-caller may begin meanwhile.
+A new thread has none of these: it starts at GPU 0. These threads do not break a CUDA graph capture that the caller
+begins at the same time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def carried(call: Callable[..., T]) -> Callable[..., T]:
 
 
 def start(name: str, call: Callable[[], T], *, daemon: bool = True) -> Future[T]:
-    """Runs `call` in a thread of its own. Returns what it will return, or raise.
+    """Runs `call` in a separate thread. Returns what it will return, or raise.
 
     name    of the thread, after `PREFIX`
     daemon  the end of the process ends it; otherwise the process ends after it

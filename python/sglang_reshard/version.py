@@ -12,6 +12,6 @@ def check_same_version(trainer_version: str) -> None:
     """Raises Mismatch unless the trainer has the version of this process, an engine rank's."""
     if trainer_version != __version__:
         raise Mismatch(
-            f"the trainer has sglang-reshard {trainer_version}, the engine {__version__}; install the same version on "
-            "both"
+            f"the trainer has sglang-reshard {trainer_version}, but the engine has {__version__}; install the same "
+            "version on both"
         )

@@ -9,7 +9,7 @@ import pytest
 from support.cramped import can_mount, run_cramped
 
 # Too little for one trainer rank's shards, eight pages; and enough for one of the two, who look at the same time.
-SIZES = {"16k": "bytes free; enlarge it", "40k": ""}
+SIZES = {"16k": "bytes free. Enlarge it", "40k": ""}
 
 
 @pytest.fixture(scope="module")

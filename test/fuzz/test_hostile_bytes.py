@@ -99,7 +99,7 @@ def test_a_blob_of_other_content_is_refused(random):
     digest, _ = pack_blob(value)
     other_digest, blob = pack_blob(other)
     if digest != other_digest:
-        with pytest.raises(Mismatch, match="is not what its content hash"):
+        with pytest.raises(Mismatch, match="does not match its content hash"):
             unpack_blob(blob, kind, digest)
 
 

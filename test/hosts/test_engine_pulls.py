@@ -93,6 +93,6 @@ def test_a_server_whose_source_vanishes_says_so_and_serves_nothing_mixed(tmp_pat
         said, _ = pulling.communicate(timeout=120)
         assert time.monotonic() - vanished < 20
         assert pulling.returncode == 1
-        assert "cannot be reached any more" in said
+        assert "can no longer be reached" in said
         answer, version, _, torn = ask(c, url_of(c))
         assert (answer == "TornWeights" and torn) or (answer, version) == tuple(before[:2])

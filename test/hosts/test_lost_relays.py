@@ -52,8 +52,8 @@ def test_others_have_the_weights_at_the_end_of_the_update(how: str, tmp_path: Pa
             process.wait(_ENDS_S)
         logs = {path.name: path.read_text() for path in tmp_path.glob("*.log")}
         assert train.returncode == 0, logs["train-0.log"]
-        assert ("was not updated, and is left out from now on" in logs["train-0.log"]) == (how != "parted")
+        assert ("was not updated and is excluded from further updates" in logs["train-0.log"]) == (how != "parted")
         for rank in (1, 2) if how != "parted" else (0, 1, 2):
             if rank < 2 or how != "parted":
-                assert "the rest is read from the trainer" in logs[f"receive-{rank}.log"]
+                assert "it reads the remaining weights from the trainer" in logs[f"receive-{rank}.log"]
             assert (tmp_path / f"exact-{rank}").read_text() == "True"

@@ -103,4 +103,4 @@ def moves(model, _rank):
 def test_an_engine_has_new_memory():
     faulty, _ = run("raise", moves)
     assert "replica 1 was not updated" in faulty["replica 0"].message
-    assert "has other memory than it offered" in faulty["replica 1"].message
+    assert "has different memory than it offered" in faulty["replica 1"].message

@@ -309,7 +309,9 @@ def reloaded(trainer):
         versions.append((moving.is_completed(), served.to_local().unique().tolist(), float(seen)))
     with moved_slowly(reload._mover) as begin:
         moving = reload.start()
-        with pytest.raises(ReshardError, match="trainer rank 0: the plan is running; call wait on what start returned"):
+        with pytest.raises(
+            ReshardError, match="trainer rank 0: the plan is running; call wait on the handle that start returned"
+        ):
             reload.run()
         begin.set()
         moving.wait()
@@ -477,7 +479,7 @@ def left_alone(trainer):
 def test_a_rank_that_is_lost_is_named():
     (told, _), _ = run_world(2, 0, left_alone, None)
     assert told.startswith("trainer rank 0 could not receive from trainer rank 1")
-    assert "The target is written in part" in told
+    assert "The target is only partly written" in told
 
 
 @pytest.mark.sweep

@@ -48,7 +48,7 @@ def test_an_error_says_what_and_whose_it_is(session):
     with pytest.raises(Mismatch, match=rf"^{WHAT} cannot be read: .* same version of sglang-reshard"):
         session.get(digest, int, WHAT, 1)
     session.put(NAMES[:1], digest, hashed=False)
-    with pytest.raises(Mismatch, match=rf"^{WHAT} is not what its content hash .* says: .* Start a new session"):
+    with pytest.raises(Mismatch, match=rf"^{WHAT} does not match its content hash .*: .* Start a new session"):
         session.get(digest, tuple[str, ...], WHAT, 1)
 
 

@@ -112,7 +112,7 @@ def test_colocated_engines_of_any_size_read_memory(tp):
     for first in range(0, GPUS_OF_HOST, tp):
         cluster = Cluster(places(8), places(tp, first))
         assert cluster.chosen().name == "ipc"
-        with pytest.raises(Unsupported, match=rf"trainer rank {first} and engine rank 0 are on one GPU .*'ipc'"):
+        with pytest.raises(Unsupported, match=rf"trainer rank {first} and engine rank 0 share one GPU .*'ipc'"):
             cluster.chosen("p2p")
 
 
@@ -179,7 +179,7 @@ def test_memory_without_handles_on_the_same_gpu_is_refused_with_the_cure(transpo
     if transport == "auto":
         assert str(refused.value) == (
             f"engine rank 0 cannot map the memory of trainer rank 0: {EXPANDABLE}. Nor can weights be sent: trainer "
-            "rank 0 and engine rank 0 are on one GPU (GPU-host 0-0), and NCCL accepts a GPU once in a communicator"
+            "rank 0 and engine rank 0 share one GPU (GPU-host 0-0), and NCCL accepts a GPU only once in a communicator"
         )
 
 
@@ -201,13 +201,13 @@ def test_replicas_without_handles_are_sent_by_other_gpus_than_the_engine_rank_s_
 @pytest.mark.parametrize(
     ("trainer_nccl", "engine_nccl", "says"),
     [
-        (UNSET, SGLANG, r"trainer rank 0 has NCCL_CUMEM_ENABLE 1 and engine rank 0 has 0.*export"),
+        (UNSET, SGLANG, r"trainer rank 0 has NCCL_CUMEM_ENABLE 1, but engine rank 0 has 0.*export"),
         (SGLANG, SGLANG, ""),
         (UNSET | {"NCCL_CUMEM_ENABLE": "1"}, UNSET, ""),  # the default
-        (UNSET, UNSET | {"NCCL_P2P_DISABLE": "1"}, r"NCCL_P2P_DISABLE unset and engine rank 0 has 1.*export"),
+        (UNSET, UNSET | {"NCCL_P2P_DISABLE": "1"}, r"NCCL_P2P_DISABLE unset, but engine rank 0 has 1.*export"),
         (UNSET | {"NCCL_SHM_DISABLE": "0"}, UNSET, ""),
         (UNSET, UNSET | {"NCCL_NVLS_ENABLE": "0"}, ""),  # NCCL takes the least
-        (UNSET, {"version": "2.27.5"}, r"NCCL's version 2.28.9 .*engine rank 0 .*2.27.5.*the same torch"),
+        (UNSET, {"version": "2.27.5"}, r"NCCL's version 2.28.9, .*engine rank 0 .*2.27.5.*the same torch"),
     ],
 )
 def test_nccl_s_settings_have_to_agree_on_one_host(trainer_nccl, engine_nccl, says):
@@ -232,8 +232,8 @@ def test_nccl_connects_hosts_by_the_network_whatever_their_memory_settings():
 @pytest.mark.parametrize(
     ("trainer_nccl", "engine_nccl", "says"),
     [
-        (UNSET, SGLANG, r"trainer rank 0 has NCCL_CUMEM_ENABLE 1 and engine rank 0 has 0"),
-        (UNSET, UNSET | {"NCCL_MNNVL_ENABLE": "0"}, r"NCCL_MNNVL_ENABLE 1 and engine rank 0 has 0.*export the same"),
+        (UNSET, SGLANG, r"trainer rank 0 has NCCL_CUMEM_ENABLE 1, but engine rank 0 has 0"),
+        (UNSET, UNSET | {"NCCL_MNNVL_ENABLE": "0"}, r"NCCL_MNNVL_ENABLE 1, but engine rank 0 has 0.*export the same"),
         (UNSET, UNSET | {"NCCL_MNNVL_ENABLE": "2"}, ""),  # the default
         (UNSET, UNSET | {"NCCL_P2P_DISABLE": "1"}, ""),  # within a host
     ],
@@ -252,7 +252,7 @@ def test_an_nvlink_domain_of_several_hosts_is_one_host_to_nccl(trainer_nccl, eng
 @pytest.mark.parametrize("setting", ["NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS"])
 def test_limits_of_channels_have_to_agree_wherever_the_ranks_are(setting):
     apart = Cluster(places(8), places(8, 8), trainer_nccl=UNSET, engine_nccl=UNSET | {setting: "8"})
-    with pytest.raises(Unsupported, match=f"{setting} unset and engine rank 0 has 8"):
+    with pytest.raises(Unsupported, match=f"{setting} unset, but engine rank 0 has 8"):
         apart.chosen("p2p")
 
 
@@ -262,7 +262,7 @@ def test_settings_of_engine_ranks_that_broadcast_have_to_agree():
             return super().device(nccl | ({"NCCL_SHM_DISABLE": "1"} if self.number == 3 else {}))
 
     engines = [Differing(place.host, place.number) for place in places(4)]
-    with pytest.raises(Unsupported, match="engine rank 0 has NCCL_SHM_DISABLE unset and engine rank 3 has 1"):
+    with pytest.raises(Unsupported, match="engine rank 0 has NCCL_SHM_DISABLE unset, but engine rank 3 has 1"):
         Cluster(places(1), engines).chosen("broadcast")
 
 

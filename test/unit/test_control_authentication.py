@@ -141,7 +141,7 @@ def authentic(address):
 
 def test_garbage_is_refused(host, told):
     assert knock(host.address, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n") == b""
-    says(told, "it uses another protocol, or another version of it")
+    says(told, "it speaks another protocol, or another version of this one")
     assert "127.0.0.1:" in told.text
 
 
@@ -207,7 +207,7 @@ def test_many_who_say_nothing_do_not_keep_others_out_for_long(host, monkeypatch)
     [
         (lambda frame: b"\xff\xff\xff\xff" + frame[4:], "a frame of 4294967295 bytes is out of range"),
         (lambda frame: b"\0\0\0\0" + frame[4:], "a frame of 0 bytes is out of range"),
-        (lambda frame: frame[:-1], "it disconnected within a frame"),
+        (lambda frame: frame[:-1], "it disconnected in the middle of a frame"),
         (lambda frame: frame[:-1] + bytes([frame[-1] ^ 1]), "not authentic"),
         (lambda frame: bytes(frame) * 2, "repeated or lost"),
     ],
@@ -338,7 +338,7 @@ def test_refusals_do_not_fill_the_log_and_tell_no_secret(told, monkeypatch):
         knock(host.address, b"garbage!")
     time.sleep(0.5)
     knock(host.address, b"garbage!")
-    says(told, "other refusals were not logged")
+    says(told, "more refusals were not logged")
     host.close()
     assert len(told.records) <= 5
     assert host.address.key not in told.text + repr(host.address) + str(vars(host))

@@ -81,7 +81,7 @@ def test_lengths_are_refused_before_anything_is_kept_for_them():
 def test_too_large_a_message_is_not_sent_and_does_not_count(monkeypatch):
     monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 100)
     writer = FrameWriter(KEY)
-    with pytest.raises(FrameTooLarge, match="at most 100"):
+    with pytest.raises(FrameTooLarge, match="limit of 100"):
         writer.frame(set_request(1, {"k": bytes(101)}))
     (body,) = FrameReader(KEY).feed(writer.frame(Result(1, None)))
     assert read_message(body) == Result(1, None)

@@ -7,7 +7,7 @@ from sglang_reshard.control import allgather, protocol, store
 from sglang_reshard.control.limits import MAX_NAME_CHARACTERS, MAX_WAITS, MemoryQuota
 from sglang_reshard.control.store import SessionStore
 
-DISCONNECTED = "disconnected without leaving; was it killed? Check its log"
+DISCONNECTED = "disconnected unexpectedly; was its process killed? Check its log"
 
 
 class Client(str):
@@ -195,7 +195,7 @@ def test_a_late_gather_is_forgotten_with_its_scope(table):
 def test_a_place_in_a_gather_is_taken_once(table):
     gather(table, "a", 0, data=b"first")
     ((member, refused),) = gather(table, "b", 0, data=b"second")
-    assert (member, "has arrived already" in refused.message) == ("b", True)
+    assert (member, "has already sent its data" in refused.message) == ("b", True)
     assert ("a", protocol.Result(1, [b"first", b"other"])) in gather(table, "b", 1, data=b"other")
 
 
@@ -328,7 +328,7 @@ def test_the_budget_is_kept_and_given_back(table):
         gather(table, "b", 0, data=bytes(100_000)),
     ]
     for ((member, refused),) in refusals:
-        assert (member, "more than 1000000 bytes" in refused.message) == ("b", True)
+        assert (member, "its limit is 1000000 bytes" in refused.message) == ("b", True)
     assert ask(table, "b", "num_keys") == [("b", protocol.Result(1, 2))]  # x, and an empty list's count
     ask(table, "a", "set", {"x": b""})
     assert ask(table, "b", "set", {"y": bytes(100_000)}) == done("b")
@@ -353,7 +353,7 @@ def test_names_are_bounded_in_number_and_length(table):
         ("compare_set", (long, b"", b"")),
     ):
         ((_, refused),) = ask(table, "a", kind, *fields)
-        assert f"at most {MAX_NAME_CHARACTERS}" in refused.message
+        assert f"the limit is {MAX_NAME_CHARACTERS}" in refused.message
 
 
 def test_waits_are_bounded(table):
@@ -372,7 +372,7 @@ def test_answers_are_bounded(table, monkeypatch):
     ask(table, "a", "set", {"x": bytes(600), "y": bytes(600)})
     assert isinstance(get(table, "a", "x")[0][1], protocol.Result)
     ((_, refused),) = get(table, "a", "x", "y")
-    assert "ask for fewer keys" in refused.message
+    assert "request fewer keys" in refused.message
     gather(table, "a", 0, data=bytes(600))
     ((_, refused),) = gather(table, "b", 1, data=bytes(600))
     assert "1000 bytes" in refused.message

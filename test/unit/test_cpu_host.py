@@ -35,7 +35,7 @@ def test_a_host_with_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     before = dict(os.environ)
-    with pytest.raises(cpu_host.GpuHost, match="hosts without a GPU, and this one has a GPU"):
+    with pytest.raises(cpu_host.GpuHost, match="hosts without a GPU, but this host has a GPU"):
         cpu_host.activate(2)
     assert os.environ == before
 

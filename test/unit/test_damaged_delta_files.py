@@ -77,4 +77,4 @@ def test_chunks_of_a_few_bytes_take_no_memory(tmp_path: Path) -> None:
     """Of a large file a table of them would have as many rows as the file has bytes, almost."""
     status, said, _ = applied(tmp_path, delta_of([4, 4], list(range(CHANGED)), chunk_bytes=8))
     assert status == 0
-    assert "its chunks have 8 bytes" in said
+    assert "its chunk size of 8 bytes" in said

@@ -268,7 +268,7 @@ def test_a_region_that_the_layout_does_not_have_is_refused_by_name(kind):
     layout = layout_of("fsdp")
     good = RegionSet.of([(0, RegionKind("bfloat16", (0, 0), (21, 64), (1, 1)))])
     local = shards(layout, checkpoint(1, hidden=HIDDEN), 0)
-    with pytest.raises(Mismatch, match=r"engine rank 1 requests a checksum of .* of embed\.weight, which is float32"):
+    with pytest.raises(Mismatch, match=r"engine rank 1 requests a checksum of embed\.weight as .*, but it is float32"):
         SourceChecksums(layout, local, 0, [good, RegionSet.of([(0, kind)])])
 
 

@@ -65,7 +65,7 @@ def test_only_allocations_that_are_read_are_opened(gpu):
     peer = PeerMemory(0, handles, GPU, [whole(2, shards[2]), whole(5, shards[5]), whole(2, shards[2])])
     assert gpu.count("open") == 2
     assert torch.equal(shard_in(peer, 5, shards[5]), shards[5])
-    with pytest.raises(Mismatch, match="tensor number 3 of trainer rank 0 is not mapped"):
+    with pytest.raises(Mismatch, match="tensor number 3 of trainer rank 0 is read, but not mapped"):
         shard_in(peer, 3, shards[3])
     assert peer.covers([whole(5, shards[5])])
     assert not peer.covers([whole(5, shards[5]), whole(3, shards[3])])
@@ -211,7 +211,7 @@ def test_a_storage_of_another_size_is_changed(monkeypatch):
 def test_an_emptied_storage_is_refused(gpu):
     emptied = torch.ones(4)
     emptied.untyped_storage().resize_(0)
-    with pytest.raises(Unsupported, match="trainer rank 2: head has no memory any more"):
+    with pytest.raises(Unsupported, match="trainer rank 2: head no longer has memory"):
         MemoryExporter(2).export([some_shards(gpu)[0], emptied], ["norm", "head"])
 
 

@@ -224,5 +224,5 @@ def test_nothing_is_copied_before_the_way_to_the_host_has_ended(gpu, monkeypatch
 def test_a_freed_storage_is_refused_by_name(gpu):
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
-    with pytest.raises(Unsupported, match="trainer rank 3: w has no memory any more"):
+    with pytest.raises(Unsupported, match="trainer rank 3: w no longer has memory"):
         MemoryExporter(3).export([freed], ["w"])

@@ -67,7 +67,7 @@ def serve(rank, size, requests, _staged):
 def test_what_is_left_alone_is_as_constructed_and_named_once(staged):
     messages, ranks = run_world(TRAINERS, ENGINES, train, serve, staged)
     for of_rank in messages:
-        assert of_rank[0] == "left as in an engine started on its checkpoint, of which no tensor reaches: bias"
+        assert of_rank[0] == "no tensor of the engine's checkpoint reaches these, so they keep their values: bias"
         assert of_rank[1:] == ["", ""]
     for rank, (refused, *updated) in enumerate(ranks):
         bias, scalar, weight = refused

@@ -85,8 +85,8 @@ def test_an_engine_rank_has_one_of_its_own_where_its_host_does_not_suffice():
 @pytest.mark.parametrize(
     ("trainers", "says"),
     [
-        (("g0", "h0"), r"trainer rank 0 and engine rank 0 are on one GPU \(g0\), .* once in a communicator$"),
-        (("h0", "h0"), r"trainer rank 0 and trainer rank 1 are on one GPU \(h0\), .* a GPU of its own"),
+        (("g0", "h0"), r"trainer rank 0 and engine rank 0 share one GPU \(g0\), .* only once in a communicator$"),
+        (("h0", "h0"), r"trainer rank 0 and trainer rank 1 share one GPU \(h0\), .* its own GPU"),
     ],
 )
 def test_ranks_that_must_be_members_of_one_are_named(trainers, says):
@@ -96,5 +96,5 @@ def test_ranks_that_must_be_members_of_one_are_named(trainers, says):
 
 def test_broadcasts_among_engine_ranks_of_one_gpu_are_refused():
     check_broadcast_members([(0, 1), (0, 2)], on("g0", "g1", "g1"))
-    with pytest.raises(Unsupported, match=r"engine rank 1 and engine rank 2 are on one GPU \(g1\)"):
+    with pytest.raises(Unsupported, match=r"engine rank 1 and engine rank 2 share one GPU \(g1\)"):
         check_broadcast_members([(0, 1), (1, 2)], on("g0", "g1", "g1"))

@@ -43,17 +43,17 @@ def stream(trainer: Any) -> dict[str, Any]:
                 send(version, bucket)
             report = end.commit(version, verify="full")
             seen["received"].append(("plan" in report.seconds, report.weight_version))
-        with pytest.raises(Mismatch, match="version 3 has not arrived: 8 parameters are missing, embed"):
+        with pytest.raises(Mismatch, match="version 3 is incomplete: 8 parameters have not arrived, embed"):
             end.commit(3)
         for version in (4, 5):  # the fifth gives up the fourth, and is not complete either
             name, tensor = next(iter(checkpoint(version).items()))
             arriving.append(tensor)
             end.update_broadcast(version, name, "torch.float32", tensor.shape)
-        with pytest.raises(Mismatch, match=r"version 4 has not arrived"):
+        with pytest.raises(Mismatch, match=r"version 4 is incomplete"):
             end.commit(4)
-        with pytest.raises(Mismatch, match=r"version 5 has not arrived: 7 parameters are missing, q\.weight, "):
+        with pytest.raises(Mismatch, match=r"version 5 is incomplete: 7 parameters have not arrived, q\.weight, "):
             end.commit(5)
-        with pytest.raises(Mismatch, match="'float33' is no dtype of torch"):
+        with pytest.raises(Mismatch, match="'float33' is not a torch dtype"):
             end.update_broadcast(5, name, "float33", tensor.shape)
     seen["bytes"] = end.nbytes
     end._group = None

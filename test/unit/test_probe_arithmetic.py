@@ -63,8 +63,8 @@ def test_each_threshold_is_a_limit_of_its_own():
     [
         ({"sequences": []}, "at least one sequence"),
         ({"sequences": [[1, 2], [3]]}, "sequence 1 of the probe has 1 tokens"),
-        ({"sequences": [[1, -2]]}, "negative, or no integers"),
-        ({"sequences": [[1, 2.5]]}, "negative, or no integers"),
+        ({"sequences": [[1, -2]]}, "negative or not integers"),
+        ({"sequences": [[1, 2.5]]}, "negative or not integers"),
         ({"sequences": [[1] * 70_000]}, "at most 65536"),
         ({"on_mismatch": "ignore"}, "on_mismatch='ignore'"),
         ({"mean_threshold": -1}, "mean_threshold=-1"),
@@ -123,7 +123,7 @@ def test_numbers_are_taken_in_any_form(given):
     ("given", "says"),
     [
         ([[-1.0, -2.0]], "1 entries for 2 sequences"),
-        ([[-1.0, -2.0], [-0.5, -0.5]], "sequence 1 of 2 tokens; it needs"),
+        ([[-1.0, -2.0], [-0.5, -0.5]], "sequence 1 of 2 tokens; it must be"),
         ([torch.zeros(2), torch.zeros(1, 1)], r"shape \(1, 1\) for sequence 1"),
         ([torch.zeros(3), torch.zeros(1)], r"shape \(3,\) for sequence 0"),
         ([torch.zeros(2), torch.tensor(1.0)], r"shape \(\) for sequence 1"),

@@ -54,14 +54,14 @@ def test_no_number_over_http_is_none():
         (EngineWithInfo(info=msgspec.structs.replace(INFO, torn="half")), "torn: half"),
         (EngineWithInfo(info=msgspec.structs.replace(INFO, update=4)), "no longer those of this update"),
         (EngineWithInfo(info=msgspec.structs.replace(INFO, session="", update=0)), "no longer those of this update"),
-        (EngineWithInfo(info=[INFO, msgspec.structs.replace(INFO, version="8")]), "while the engine was asked"),
+        (EngineWithInfo(info=[INFO, msgspec.structs.replace(INFO, version="8")]), "while the probe was running"),
         (Engine(weight_version="8"), "answered with version '8', not '7'"),
         (Engine(cached_tokens=2), "2 tokens of sequence 0 from its prefix cache"),
         (Engine(((-1.0,), (-0.5,))), "2 of 3 tokens of sequence 0"),
         (Engine(finish_reason={"type": "abort", "message": "too long"}), "aborted sequence 0: too long"),
         (Engine(input_token_logprobs=None), "0 of 3 tokens"),
         (lambda **_: [], "0 answers for 2 sequences"),
-        (lambda **_: 1 / 0, "could not be asked: ZeroDivisionError"),
+        (lambda **_: 1 / 0, "request to the engine failed: ZeroDivisionError"),
     ],
 )
 def test_why_an_engine_could_not_be_probed_is_told(engine, says):

@@ -163,9 +163,9 @@ def test_outcomes_reach_the_engine_s_metrics(ranks):
 @pytest.mark.parametrize(
     ("name", "kind", "says"),
     [
-        ("no forward", "ReshardError", "trainer rank 1: logprobs of the probe failed: ValueError: no forward"),
+        ("no forward", "ReshardError", "trainer rank 1: the probe's logprobs function failed: ValueError: no forward"),
         ("wrong size", "Mismatch", "1 entries for 2 sequences"),
-        ("nobody to ask", "Unsupported", "Pass Probe(engine=...) on trainer rank 0"),
+        ("nobody to ask", "Unsupported", "On trainer rank 0, pass Probe(engine=...)"),
     ],
 )
 def test_what_fails_before_the_update_writes_nothing(world, ranks, name, kind, says):

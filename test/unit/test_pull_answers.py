@@ -56,16 +56,16 @@ def error(kind):
 @pytest.mark.parametrize(
     ("status", "body", "kind", "says"),
     [
-        (200, SECRET, EngineRefused, "it is no server of sglang-reshard, or has failed"),
-        (200, f'{{"address": "{SECRET}"}}', EngineRefused, "it is no server of sglang-reshard, or has failed"),
-        (500, SECRET, EngineRefused, "it is no server of sglang-reshard, or has failed"),
+        (200, SECRET, EngineRefused, "it is not a server with sglang-reshard, or it failed"),
+        (200, f'{{"address": "{SECRET}"}}', EngineRefused, "it is not a server with sglang-reshard, or it failed"),
+        (500, SECRET, EngineRefused, "it is not a server with sglang-reshard, or it failed"),
         (400, error("EngineRefused"), EngineRefused, "an update of it is running, or no update"),
         (400, error("Mismatch"), EngineRefused, "it has another version"),
         (503, error("TornWeights"), EngineRefused, "its weights are torn"),
-        (400, error(SECRET), EngineRefused, "it is no server of sglang-reshard, or has failed"),
+        (400, error(SECRET), EngineRefused, "it is not a server with sglang-reshard, or it failed"),
         (401, SECRET, Unauthorized, "did not accept the key"),
         (404, SECRET, Unsupported, "has no /share_weights"),
-        (302, SECRET, EngineRefused, "it is no server of sglang-reshard"),
+        (302, SECRET, EngineRefused, "it is not a server with sglang-reshard"),
     ],
 )
 def test_nothing_of_an_answer_is_passed_on(told, status, body, kind, says):
@@ -80,7 +80,7 @@ def test_nothing_of_an_answer_is_passed_on(told, status, body, kind, says):
 def test_an_answer_with_a_text_of_any_length_is_none(field):
     shared = SharedWeights(Address("s", "127.0.0.1", 9, "0" * 64), "7", "", "float32")
     body = msgspec.json.encode(msgspec.structs.replace(shared, **{field: "x" * 5000})).decode()
-    assert "it is no server" in str(run(pulled(answering(200, body))))
+    assert "it is not a server" in str(run(pulled(answering(200, body))))
 
 
 async def never(_writer):

@@ -33,7 +33,7 @@ def test_receivers_are_told_before_the_memory_saver_releases_weights(monkeypatch
     memory_saver._before_pause(object(), tag=tag)
     memory_saver._before_pause(object(), tag)
     assert [receiver.released for receiver in receivers] == [2 * released] * 2
-    assert len([r for r in told.records if "was not dropped before" in r.message]) == 2 * released
+    assert len([r for r in told.records if "could not be dropped before" in r.message]) == 2 * released
 
 
 def test_a_route_around_one_that_holds_pages_holds_them_too():

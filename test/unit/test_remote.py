@@ -182,7 +182,7 @@ def test_no_url_at_all_is_told_so():
         (401, {"error": "Unauthorized"}, Unauthorized, "--api-key as api_key"),
         (403, {"error": "Forbidden"}, Unauthorized, "--admin-api-key as admin_api_key"),
         (404, {"detail": "Not Found"}, Unsupported, f"Install {__version__} and restart the server"),
-        (200, {"version": "7", "package_version": "0.0.1"}, Mismatch, "has sglang-reshard 0.0.1 and this trainer"),
+        (200, {"version": "7", "package_version": "0.0.1"}, Mismatch, "has sglang-reshard 0.0.1, but this trainer has"),
         (200, {"hello": "world"}, Mismatch, "Is this the URL of an SGLang server"),
         (200, b"<html>", Mismatch, "Is this the URL of an SGLang server"),
         (500, b"out of order", EngineRefused, "answered 500: 'out of order'"),
@@ -239,7 +239,7 @@ def test_an_update_that_nobody_answered_is_an_error(server, status, body, kind):
 def test_the_way_to_a_server_names_our_address():
     assert RemoteEngine("http://127.0.0.1:1").local_address() == "127.0.0.1"
     assert RemoteEngine("http://localhost").local_address() in ("127.0.0.1", "::1")
-    with pytest.raises(EngineRefused, match="is the host's name right"):
+    with pytest.raises(EngineRefused, match="Is the host name right"):
         RemoteEngine("http://no-such-host.invalid:1").local_address()
 
 

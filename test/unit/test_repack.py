@@ -115,11 +115,11 @@ def test_a_parameter_that_nothing_brings_must_not_matter():
 def test_what_was_changed_since_is_refused():
     model = started(Repacking(1, ROWS), weights(1, 1, ROWS))
     model.layers[0].scale = torch.nn.Parameter(torch.zeros(ROWS, 2), requires_grad=False)
-    with pytest.raises(Unsupported, match=r"layers\.0\.scale is \(12, 2\) .*, and repacking makes \(12, 1\)"):
+    with pytest.raises(Unsupported, match=r"layers\.0\.scale is \(12, 2\) .*, but repacking makes \(12, 1\)"):
         trace(model, specs_of(weights(2, 1, ROWS)))
     model.layers[0].cached = torch.zeros(5)
     del model.layers[0].scale
-    with pytest.raises(Unsupported, match=r"layers\.0\.cached is .* and repacking makes nothing"):
+    with pytest.raises(Unsupported, match=r"layers\.0\.cached is .* but repacking makes nothing"):
         trace(model, specs_of(weights(2, 1, ROWS)))
 
 

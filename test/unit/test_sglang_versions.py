@@ -27,8 +27,8 @@ def test_a_version_of_the_range_is_taken_without_a_word(told: pytest.LogCaptureF
     [
         ("0.5.24", "newer than"),
         ("1.0", "newer than"),
-        ("0.0.0.dev0", "The release of SGLang 0.0.0.dev0 is unknown"),
-        ("main", "The release of SGLang main is unknown"),
+        ("0.0.0.dev0", "SGLang 0.0.0.dev0 is an unknown release"),
+        ("main", "SGLang main is an unknown release"),
     ],
 )
 def test_a_version_that_nobody_tested_is_warned_of(told: pytest.LogCaptureFixture, version: str, says: str) -> None:

@@ -149,7 +149,7 @@ def _broken(*_: Any) -> None:
 def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
     told, _ = run_world(TRAINERS, 0, failing, nobody, str(tmp_path))
     for exists, name, full, broken in told:
-        assert "exists already" in exists
+        assert "already exists" in exists
         assert "cannot be the name of a snapshot" in name
         assert "trainer rank 0: OSError: [Errno 28] No space left on device" in full
         assert "trainer rank 2: OSError: [Errno 5] Input/output error" in broken

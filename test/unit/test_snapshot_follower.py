@@ -113,13 +113,13 @@ def test_a_damaged_snapshot_is_not_loaded(run: Path, tmp_path: Path) -> None:
         follower = SnapshotFollower(copy, loads, cache)
         assert follower.poll() == "step-4"
         assert_loaded(loads, 4)
-        assert f"{weights.name} has another SHA-256" in str(follower.refused["step-5"])
+        assert f"{weights.name} does not have the SHA-256" in str(follower.refused["step-5"])
 
 
 def test_a_folder_with_files_of_others_is_no_cache(run: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis").write_text("of somebody")
     loads = Server()
-    with pytest.raises(Mismatch, match="has files that are not of a cache of snapshots"):
+    with pytest.raises(Mismatch, match="holds files that do not belong to a snapshot cache"):
         SnapshotFollower(run, loads, tmp_path).poll()
     assert (tmp_path / "thesis").read_text() == "of somebody"
     assert loads.loaded == []
@@ -169,5 +169,5 @@ def test_a_damaged_delta_is_refused(tmp_path: Path, spoil: Any) -> None:
     new.write_bytes(bytes(5_000) + bytes(range(200)) + bytes(4_800))
     assert write_delta(base, new, delta, 2, 10_000) is not None
     delta.write_bytes(spoil(delta.read_bytes()))
-    with open(delta, "rb") as opened, pytest.raises(Mismatch, match="damaged, or of another file"):
+    with open(delta, "rb") as opened, pytest.raises(Mismatch, match="damaged, or belongs to another file"):
         apply_delta(opened, base)

@@ -111,7 +111,7 @@ def test_only_regular_files_of_the_folder_are_read(run: Path, tmp_path: Path, wh
             path.mkdir()
         case "device":
             path.symlink_to("/dev/zero")
-    reason = "Not a directory" if what == "folder's link" else "where a file is expected"
+    reason = "Not a directory" if what == "folder's link" else "not a file"
     assert_falls_back(run, tmp_path / "cache" if cached else None, reason)
 
 
@@ -124,7 +124,7 @@ def test_what_a_server_would_read_and_the_manifest_lacks_is_refused(run: Path, n
 def test_weights_of_another_kind_are_refused(run: Path) -> None:
     (run / "step-3" / "pytorch_model.bin").write_bytes(b"pickled")
     describe(run / "step-3" / "pytorch_model.bin")
-    assert_falls_back(run, None, "the weights of a snapshot are safetensors")
+    assert_falls_back(run, None, "weights of a snapshot must be safetensors")
     edit(run / "step-3" / "snapshot.json", lambda m: m.update(files={}))
     assert_falls_back(run, None, "lists no safetensors")
 
@@ -153,26 +153,26 @@ def tensor(dtype: Any = "F32", shape: Any = (4,), begin: Any = 0, end: Any = 16)
 
 
 HEADERS = {
-    "empty": (b"", "says that its header has 0 bytes"),
-    "no header": (header(b""), "says that its header has 0 bytes"),
-    "header of 2^60": (header({}, length=2**60), "says that its header has"),
-    "header past the end": (header({"a": tensor()}, length=2000), "says that its header has"),
+    "empty": (b"", "claims a header of 0 bytes"),
+    "no header": (header(b""), "claims a header of 0 bytes"),
+    "header of 2^60": (header({}, length=2**60), "claims a header of"),
+    "header past the end": (header({"a": tensor()}, length=2000), "claims a header of"),
     "no JSON": (header(b"{" * 100), "damaged header"),
     "nested": (header(b"[" * 100_000), "damaged header"),
     "no table": (header([]), "damaged header"),
     "metadata": (header({"__metadata__": {"a": None}, "a": tensor()}), "damaged header"),
-    "dtype": (header({"a": tensor("F33")}), "of dtype 'F33'"),
-    "dtype of 10^6": (header({"a": tensor("F" * 10**6)}), "of dtype 'FFF"),
+    "dtype": (header({"a": tensor("F33")}), "the dtype 'F33'"),
+    "dtype of 10^6": (header({"a": tensor("F" * 10**6)}), "the dtype 'FFF"),
     "negative": (header({"a": tensor(shape=(-4,))}), "damaged header"),
-    "overflow": (header({"a": tensor(shape=(2**32, 2**32))}), "cannot be at bytes"),
-    "overflow to 16": (header({"a": tensor(shape=(2**50, 2**14 + 1))}), "cannot be at bytes"),
+    "overflow": (header({"a": tensor(shape=(2**32, 2**32))}), "does not fit bytes"),
+    "overflow to 16": (header({"a": tensor(shape=(2**50, 2**14 + 1))}), "does not fit bytes"),
     "many dimensions": (header({"a": tensor(shape=(1,) * 10_000)}), "damaged header"),
     "float": (header({"a": tensor(shape=(4.5,))}), "damaged header"),
-    "overlap": (header({"a": tensor(), "b": tensor(begin=8, end=24)}, 24), "cannot be at bytes 8 to 24"),
-    "hole": (header({"a": tensor(begin=16, end=32)}, 32), "cannot be at bytes 16 to 32"),
+    "overlap": (header({"a": tensor(), "b": tensor(begin=8, end=24)}, 24), "does not fit bytes 8 to 24"),
+    "hole": (header({"a": tensor(begin=16, end=32)}, 32), "does not fit bytes 16 to 32"),
     "leaves the file": (header({"a": tensor(shape=(8,), end=32)}), "its tensors end at"),
     "more than the table": (header({"a": tensor()}, 17), "its tensors end at"),
-    "backwards": (header({"a": tensor(begin=16, end=0)}), "cannot be at bytes"),
+    "backwards": (header({"a": tensor(begin=16, end=0)}), "does not fit bytes"),
     "too many": (header({f"{n}": tensor(shape=(0,), end=0) for n in range(30_001)}, 0), "has 30001 tensors"),
 }
 
@@ -192,10 +192,10 @@ def test_an_index_lists_what_the_files_have(run: Path) -> None:
     index = run / "step-3" / "model.safetensors.index.json"
     edit(index, lambda content: content["weight_map"].pop("w"))
     describe(index)
-    assert_falls_back(run, None, "does not list the tensors that the files have")
+    assert_falls_back(run, None, "does not assign every tensor to the file")
     index.write_text("[1]")
     describe(index)
-    assert_falls_back(run, None, "is no index")
+    assert_falls_back(run, None, "is not a valid safetensors index")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_sizes_are_compared_before_anything_is_read(run: Path, tmp_path: Path) -
     edit(run / "step-3" / "snapshot.json", lambda m: m["files"][WEIGHTS].update(nbytes=1 << 43))
     follower = SnapshotFollower(run, server, cache)
     assert follower.poll() == "step-2"
-    assert "bytes of room" in str(follower.refused["step-3"])
+    assert "bytes free" in str(follower.refused["step-3"])
     edit(run / "step-3" / "snapshot.json", lambda m: m["files"][WEIGHTS].update(nbytes=1 << 60))
     assert_falls_back(run, None, "Expected `int` <= ")
 
@@ -261,7 +261,9 @@ def test_a_circle_of_bases_ends_with_an_error(run: Path, tmp_path: Path, bases: 
         follower.poll()
     said = [record.getMessage() for record in told.records]
     assert sum("step-3 is passed over" in line for line in said) == 1, "it is told once"
-    assert "lead in a circle" in str(follower.refused["step-3"]) or "an earlier one" in str(follower.refused["step-3"])
+    assert "form a cycle" in str(follower.refused["step-3"]) or "not an earlier snapshot" in str(
+        follower.refused["step-3"]
+    )
     write(run, 4)
     assert follower.poll() == "step-4"
 
@@ -288,7 +290,7 @@ def test_a_snapshot_that_is_made_good_is_loaded_after_a_pause(
 ) -> None:
     content = (run / "step-3" / WEIGHTS).read_bytes()
     (run / "step-3" / WEIGHTS).write_bytes(content[:-100])  # as it is still being copied here
-    follower = assert_falls_back(run, None, "bytes, and its manifest says")
+    follower = assert_falls_back(run, None, "bytes, but its manifest lists")
     (run / "step-3" / WEIGHTS).write_bytes(content)
     assert follower.poll() is None, "it is not read in every look"
     now = follower_module.time.monotonic()
@@ -358,7 +360,7 @@ def test_positions_of_a_delta_stay_within_the_file(tmp_path: Path, kind: Kind, s
     before = base.read_bytes()
     spoil(data, begin)
     (tmp_path / "delta").write_bytes(data)
-    with open(tmp_path / "delta", "rb") as opened, pytest.raises(Mismatch, match="damaged, or of another file"):
+    with open(tmp_path / "delta", "rb") as opened, pytest.raises(Mismatch, match="damaged, or belongs to another file"):
         apply_delta(opened, base)
     assert base.stat().st_size == len(before)
 
@@ -381,7 +383,10 @@ def test_a_delta_takes_memory_for_a_chunk_only(tmp_path: Path, fields: dict[str,
     (tmp_path / "delta").write_bytes(len(text).to_bytes(8, "little") + text + data[begin - 8 :])
     tracemalloc.start()
     try:
-        with open(tmp_path / "delta", "rb") as opened, pytest.raises(Mismatch, match="damaged, or of another file"):
+        with (
+            open(tmp_path / "delta", "rb") as opened,
+            pytest.raises(Mismatch, match="damaged, or belongs to another file"),
+        ):
             apply_delta(opened, base)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:

@@ -168,12 +168,12 @@ def test_the_order_of_shards_does_not_matter():
 
 
 REFUSED = {
-    "hold 2 of its 4 elements": (rows((0, 1, 0, 0)), Unsupported),
-    "not among the 2 trainer ranks": (rows((0, 2, 0, 2)), Mismatch),
+    "hold only 2 of its 4 elements": (rows((0, 1, 0, 0)), Unsupported),
+    "outside the 2 trainer ranks": (rows((0, 2, 0, 2)), Mismatch),
     "overlap": (rows((0, 2, 0, 0), (1, 2, 0, 1)), Mismatch),
     r"exceeds shape \(2, 2\)": (rows((1, 3, 0, 0)), Mismatch),
     "does not have the 2 dimensions": (ShardMap((ShardBox(Box((0,), (4,)), (0,), (0,)),)), Mismatch),
-    r"reach to \(5, 2\)": (rows((0, 2, 3, 1)), Mismatch),
+    r"needs at least \(5, 2\)": (rows((0, 2, 3, 1)), Mismatch),
 }
 
 
@@ -187,7 +187,7 @@ def test_invalid_shardings_are_refused_by_name_and_trainer_rank(says):
 
 @pytest.mark.parametrize("local", [torch.zeros(3), torch.zeros(1, 2, 2), torch.zeros(2, 1)], ids=str)
 def test_a_local_tensor_of_another_shape_is_refused(local):
-    with pytest.raises(Mismatch, match=r"w has a local tensor of shape .* reach to \(2, 2\)"):
+    with pytest.raises(Mismatch, match=r"w has a local tensor of shape .* needs at least \(2, 2\)"):
         described([("w", local, ExplicitSharding((2, 2), rows((0, 2, 0, 0))))])
 
 

@@ -102,12 +102,12 @@ def one(shape, ranges, **more):
             Mismatch,
             "flat is a tensor of shape .3,., but .* has 6 elements",
         ),
-        ((torch.zeros(2, 3), one((2, 3), ((0, 0, 6),))), Mismatch, "pass the piece itself, flat"),
-        ((torch.zeros(12)[::2], one((2, 3), ((0, 0, 6),))), Unsupported, "elements that are 2 apart"),
+        ((torch.zeros(2, 3), one((2, 3), ((0, 0, 6),))), Mismatch, "pass the piece itself, as a 1-D tensor"),
+        ((torch.zeros(12)[::2], one((2, 3), ((0, 0, 6),))), Unsupported, r"not contiguous \(stride 2\)"),
         (
             (torch.zeros(4), one((2, 3), ((0, 0, 4),))),
             Unsupported,
-            "w: the trainer ranks of this update hold 4 of its 6",
+            "w: the trainer ranks of this update hold only 4 of its 6",
         ),
         (
             (torch.zeros(6), one((2, 3), ((0, 0, 6),), slices=(("s", FusedSlice((0, 0), (3, 3), (0, 1))),))),
@@ -138,4 +138,4 @@ def test_an_explicit_sharding_may_have_flat_local_tensors():
 def test_strides_that_no_buffer_has_are_refused(strides):
     good = flat_shard_map((2, 3), ((0, 0, 6),))
     bad = type(good)(good.shards, strides)
-    assert "positive numbers" in invalid_reason(ExplicitSharding((2, 3), bad), 1)
+    assert "positive strides" in invalid_reason(ExplicitSharding((2, 3), bad), 1)

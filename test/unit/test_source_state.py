@@ -83,7 +83,7 @@ def test_async_collectives_are_waited_for():
 
 
 REFUSED = {
-    "have to be reduced first": (lambda: on_mesh(torch.zeros(2, 2), [Partial()]), Unsupported),
+    "must be reduced first": (lambda: on_mesh(torch.zeros(2, 2), [Partial()]), Unsupported),
     "meta device": (lambda: torch.zeros(2, device="meta"), Unsupported),
     "on the meta device": (lambda: on_mesh(torch.zeros(2, 2, device="meta"), [Shard(0)]), Unsupported),
     "pass a dense one": (lambda: torch.zeros(2, 2).to_sparse(), Unsupported),
@@ -96,11 +96,11 @@ REFUSED = {
     "NoneType": (lambda: None, Unsupported),
     "is a bytes, not a": (lambda: b"extra state", Unsupported),
     r"\(3, 2\).*\(2, 2\)": (lambda: on_mesh(torch.zeros(3, 2), [Shard(0)], torch.Size((4, 2))), Mismatch),
-    "none of which participates": (
+    "none of these participates": (
         lambda: DTensor.from_local(torch.ones(1), DeviceMesh("cpu", [2, 3]), [Shard(0)], run_check=False),
         Unsupported,
     ),
-    "hold 1 of its 2 elements": (
+    "hold only 1 of its 2 elements": (
         lambda: DTensor.from_local(torch.ones(1), DeviceMesh("cpu", [1, 2]), [Shard(0)], run_check=False),
         Unsupported,
     ),

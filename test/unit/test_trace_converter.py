@@ -66,16 +66,16 @@ def test_nothing_of_the_tensors_size_is_allocated():
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda x: {"t": x + 1}, "t is computed, not only moved"),
-        (lambda x: {"t": torch.cat([x, x * 2])}, "t is computed, not only moved"),
-        (lambda x: {"t": x.to(torch.float32)}, "t is not of the dtype torch.bfloat16"),
-        (lambda x: {"t": x.view(torch.int16)}, "t is not of the dtype torch.bfloat16"),
+        (lambda x: {"t": x + 1}, "the converter does arithmetic on t"),
+        (lambda x: {"t": torch.cat([x, x * 2])}, "the converter does arithmetic on t"),
+        (lambda x: {"t": x.to(torch.float32)}, "casts t, whose elements are torch.bfloat16"),
+        (lambda x: {"t": x.view(torch.int16)}, "casts t, whose elements are torch.bfloat16"),
         (lambda x: {"t": x if x.sum() > 0 else -x}, "derived"),
-        (lambda x: {"t": torch.empty_like(x)}, "t is computed, not only moved"),
+        (lambda x: {"t": torch.empty_like(x)}, "the converter does arithmetic on t"),
         # Picked by an index that is too irregular, is not known (torch makes a list one of x's device), is too large.
-        (lambda x: {"t": x[torch.arange(2**14) ** 2 % 4]}, "t is computed, not only moved"),
-        (lambda x: {"t": x[[0, 3]]}, "t is computed, not only moved"),
-        (lambda x: {"t": x[torch.tensor([0, 4])]}, "t is computed, not only moved"),
+        (lambda x: {"t": x[torch.arange(2**14) ** 2 % 4]}, "the converter does arithmetic on t"),
+        (lambda x: {"t": x[[0, 3]]}, "the converter does arithmetic on t"),
+        (lambda x: {"t": x[torch.tensor([0, 4])]}, "the converter does arithmetic on t"),
     ],
 )
 def test_what_is_more_than_moving_is_refused(function, why):

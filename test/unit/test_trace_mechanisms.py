@@ -441,7 +441,7 @@ def test_what_a_loader_writes_twice_from_two_tensors_is_refused():
         for _, tensor in ws:
             m.w.data.copy_(tensor)
 
-    with pytest.raises(Unsupported, match="more than once while loading, by a, b"):
+    with pytest.raises(Unsupported, match="more than once, from a, b"):
         trace(Toy(load, w=(4,)), specs_of({"a": random(4), "b": random(4, seed=1)}))
 
 

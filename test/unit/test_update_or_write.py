@@ -75,7 +75,7 @@ def test_what_no_engine_took_is_in_the_folder(tmp_path):
     for version, (success, transport, named, message) in zip("2345", told[2:-1], strict=True):
         assert (success, transport, named) == (False, "disk", version)
         assert message.startswith("nobody there.")
-        assert message.endswith(f"The weights are in {folder / version}")
+        assert message.endswith(f"The weights were written to {folder / version}")
     assert {path.name for path in folder.iterdir()} == {"latest", "snapshots.json", "3", "4", "5"}
     assert decode_snapshot((folder / "5" / "snapshot.json").read_bytes(), "5").base == "4", "its delta is of that one"
     for version in (3, 4, 5):

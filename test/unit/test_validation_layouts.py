@@ -45,8 +45,8 @@ def test_honest_layouts_pass():
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        (replace(GOOD, trainer_ranks=3), "of 3 trainer ranks, the update of 2"),
-        (replace(GOOD, tensors=GOOD.tensors + GOOD.tensors[:1]), "the tensor t0 twice"),
+        (replace(GOOD, trainer_ranks=3), "describes 3 trainer ranks, but the update has 2"),
+        (replace(GOOD, tensors=GOOD.tensors + GOOD.tensors[:1]), "lists tensor t0 twice"),
         (of_one(dtype="complex64"), "w: the dtype 'complex64' is not supported"),
         (of_one(shape=(4, -1)), r"w: the shape \(4, -1\)"),
         (of_one(shape=(4,) * 17), "w: the shape"),
@@ -62,8 +62,8 @@ def test_honest_layouts_pass():
         (of_one(mesh=Mesh((0,), ())), "invalid number or size of dimensions"),
         (of_one(mesh=Mesh((2,), (0, -1))), "hold 6 of its 12 elements"),
         (of_one(placements=((),)), "0 placements on a mesh of 1 dimensions"),
-        (of_one(placements=((Placement(2),),)), "shard others"),
-        (of_one(placements=((Placement(-2),),)), "shard others"),
+        (of_one(placements=((Placement(2),),)), "shard other dimensions"),
+        (of_one(placements=((Placement(-2),),)), "shard other dimensions"),
         (of_one(placements=((Placement(0, 0),),)), "into no parts"),
         (of_one(placements=((Placement(0, BIG),),)), "more than there are ranks or elements"),
         (of_one(shape=(BIG >> 8,), placements=((Placement(0, BIG >> 9),),)), "more than 4,194,304 intervals"),
@@ -73,7 +73,7 @@ def test_honest_layouts_pass():
         (stated(rows((0, 2, (0,), -1), (2, 4, (1,), 0))), "exceeds shape"),
         (stated(rows((0, 4, (), 0))), "distinct and ascending"),
         (stated(rows((0, 4, (1, 0), 0))), "distinct and ascending"),
-        (stated(rows((0, 4, (0, 2), 0))), "not among the 2 trainer ranks"),
+        (stated(rows((0, 4, (0, 2), 0))), "outside the 2 trainer ranks"),
         (stated(ShardMap(ALL.shards * 50)), "100 shards, more than 99"),
     ],
 )

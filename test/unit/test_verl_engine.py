@@ -29,7 +29,7 @@ def mesh():
         ("tp", {"url": "http://gpu7:30000"}, "does not accept url: .* pass backend='server'"),
         ("tp", {"backend": "server", "tp_size": 2}, "does not accept model_path, tp_size"),
         (("dp", "tp"), {}, "has 2 dimensions"),
-        ("tp", {"nnodes": 3}, "cannot be spread evenly over 3 nodes"),
+        ("tp", {"nnodes": 3}, "cannot be divided evenly among 3 nodes"),
         ("tp", {"nnodes": 2}, "interface="),
     ],
 )

@@ -26,7 +26,7 @@ def test_modules_that_verl_was_to_import_already_are_kept(monkeypatch: pytest.Mo
 def test_a_host_with_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    with pytest.raises(cpu_host.GpuHost, match=r"verl_settings.* this one has a GPU"):
+    with pytest.raises(cpu_host.GpuHost, match=r"verl_settings.* this host has a GPU"):
         verl_settings.environment(2)
 
 

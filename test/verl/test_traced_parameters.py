@@ -172,7 +172,10 @@ def failing(shard):
 @pytest.mark.parametrize(
     ("odd", "why"),
     [
-        (Conversion("norm", torch.ones(3), lambda shard: {"t": shard + 1}), "norm .*: t is computed, not only moved"),
+        (
+            Conversion("norm", torch.ones(3), lambda shard: {"t": shard + 1}),
+            "norm .*: the converter does arithmetic on t",
+        ),
         (Conversion("norm", torch.ones(3), failing), "norm .*: ValueError: it asked"),
         (Conversion("norm", torch.ones(3, 2).t(), lambda shard: {"t": shard}), "norm .*: it is a Tensor with strides"),
     ],
@@ -193,7 +196,7 @@ def test_a_rank_that_refuses_refuses_for_all(odd, why):
             Mismatch,
             r"t is float32 \(3,\) on trainer rank 0 and bfloat16 \(3,\) on trainer rank 1",
         ),
-        ([[rows("t", 0, 3)], [ABSENT]], Unsupported, r"t has 12 elements, of which trainer ranks \[0\] hold 6"),
+        ([[rows("t", 0, 3)], [ABSENT]], Unsupported, r"trainer ranks \[0\] hold only 6 of the 12 elements of t"),
         (
             [[whole("experts", torch.ones(3)), whole("experts", torch.ones(3))]],
             Unsupported,
@@ -289,12 +292,14 @@ def test_engines_without_probes_are_refused(engine, change, why):
 
 def test_experts_that_the_checkpoint_stacks_are_refused(engine):
     engine.tasks.append(engine.task("experts.fc1.weight0", torch.ones(2, 2), is_grouped_export=True))
-    with pytest.raises(Unsupported, match=r"trainer rank 0: experts.fc1.weight0 .* fused in one tensor"):
+    with pytest.raises(
+        Unsupported, match=r"trainer rank 0: experts.fc1.weight0 .* fuses it with other experts into one"
+    ):
         Megatron(alone).tensors(engine)
 
 
 def test_parameters_that_the_architecture_collects_are_refused(engine):
     collects = SimpleNamespace(maybe_modify_converted_hf_weight=lambda task, tensors, checkpoint: {})
     engine.bridge._model_bridge, engine.bridge.hf_pretrained = collects, SimpleNamespace(state={})
-    with pytest.raises(Unsupported, match=r"embedding.* puts it together with other parameters in one tensor"):
+    with pytest.raises(Unsupported, match=r"embedding.* fuses it with other parameters into one checkpoint tensor"):
         Megatron(alone).tensors(engine)

@@ -65,10 +65,10 @@ def adapter(**settings: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("settings", "engine", "peft", "why"),
     [
-        ({}, {}, {"r": 8}, "a LoRA adapter of SimpleNamespace that is not merged"),
+        ({}, {}, {"r": 8}, "unmerged LoRA adapters of SimpleNamespace"),
         ({"role": "prefill"}, {}, None, "rollout.disaggregation"),
         ({}, {"_qat_enabled": True}, None, "quantization-aware"),
-        ({}, UNMERGED, None, "a LoRA adapter of SimpleNamespace that is not merged"),
+        ({}, UNMERGED, None, "unmerged LoRA adapters of SimpleNamespace"),
     ],
 )
 def test_what_is_not_carried_takes_verls_own_path_and_a_warning_says_so(

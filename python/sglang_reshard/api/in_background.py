@@ -1,4 +1,4 @@
-"""Gives senders their background: most have none, and import nothing of it."""
+"""Gives senders background updates; the modules for these are imported on first use."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 class InBackground:
-    """A sender that can update behind the trainer's next step."""
+    """A sender that can update while the trainer computes its next step."""
 
     @cached_property
     def background(self) -> BackgroundUpdates[Any]:
-        """Runs updates and snapshots behind the trainer's next step, one at a time."""
+        """Runs updates and snapshots during the trainer's next step, one at a time."""
         from sglang_reshard.extras.asynchronous.background import BackgroundUpdates
 
         return BackgroundUpdates()

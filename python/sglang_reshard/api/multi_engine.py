@@ -4,8 +4,8 @@
     sender.set_engines({"replica 0": send_0, "replica 1": send_1})                # trainer rank 0; None on others
     reports = sender.update(model.named_parameters(), weight_version="42")
 
-The control server is that of trainer rank 0's `Session.host`. Engines may join and leave between updates. What a
-trainer rank has to say, and what it is told, does not grow with the number of engines.
+The control server is that of trainer rank 0's `Session.host`. Engines may join and leave between updates. The messages
+of a trainer rank do not grow with the number of engines.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MultiEngineSender(InBackground):
                   is read about once, however many engines there are. With transport="nixl" only
     options, given   see `SenderOptions`
 
-    Raises Unsupported for relay=True with another transport, and what `SenderOptions` raises.
+    Raises Unsupported for relay=True with another transport, and the errors of `SenderOptions`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MultiEngineSender(InBackground):
     ) -> None:
         self._options = SenderOptions.of(options, given)
         if relay and self._options.transport != "nixl":
-            raise Unsupported(f"relay=True needs transport='nixl', not {self._options.transport!r}")
+            raise Unsupported(f"relay=True needs transport='nixl', but transport is {self._options.transport!r}")
         self._address, self._rank, self._global_ranks = address, trainer_rank, global_ranks
         self._relays = EngineRelay(address, self._options.timeout_s) if relay else None
         self._engines: dict[str, tuple[int, Send | None]] = {}  # with their numbers in the session
@@ -78,7 +78,7 @@ class MultiEngineSender(InBackground):
 
     @property
     def excluded(self) -> dict[str, str]:
-        """Why each engine is left out that has failed in an update with on_failure="exclude"."""
+        """Engine name -> the error of its failed update with on_failure="exclude"."""
         return dict(self._excluded)
 
     def set_engines(self, engines: Mapping[str, Send | None]) -> None:
@@ -119,12 +119,12 @@ class MultiEngineSender(InBackground):
         """Updates all engines to these weights, and returns a report of each; see `WeightSender.update`. Collective.
 
         on_failure  "raise": see below. "exclude": an engine that fails has a report with success=False and the reason
-                    as its message, and is left out of further updates, see `excluded`. It refuses requests if its
-                    weights are torn, and otherwise serves those that it had; it can pull them from another engine
-        probe       of all engines that were updated. One that differs is not left out
+                    as its message, and is excluded from further updates, see `excluded`. It refuses requests if its
+                    weights are torn, and otherwise serves its old weights; it can pull from another engine
+        probe       of all updated engines. An engine that differs is not excluded
 
-        Raises what the update of an engine raises, with the names of all engines that failed; TornWeights if any of
-        them is torn. The other engines have the new weights then. With on_failure="exclude", only if all have failed.
+        Raises the error of an engine's update, with the names of all engines that failed; TornWeights if any of them is
+        torn. The other engines have the new weights. With on_failure="exclude", only if all have failed.
         """
         chosen = self._checked(on_failure, UpdateOptions.of(options, given))
         weights, update = self._probed(probe, named_tensors, chosen, on_failure)
@@ -141,7 +141,7 @@ class MultiEngineSender(InBackground):
         probe: Probe | None = None,
         **given: Any,
     ) -> UpdateHandle[dict[str, UpdateReport]]:
-        """Updates all engines from a copy of the shards, while the trainer goes on; see `WeightSender.update_async`.
+        """Updates all engines from a copy of the shards, while the trainer continues; see `WeightSender.update_async`.
 
         Engines must not be set while it runs: `wait_for_background` first.
         """
@@ -154,13 +154,13 @@ class MultiEngineSender(InBackground):
         )
 
     def wait_for_background(self) -> None:
-        """Returns once no update runs in the background. What one has failed with is raised by its handle."""
+        """Returns once no update runs in the background. The handle raises the error of a failed update."""
         if self._has_background:
             self.background.wait()
 
     @property
     def participant(self) -> UpdateSender:
-        """What takes part in the session with all engines. Raises Mismatch before `set_engines`."""
+        """The `UpdateSender` that takes part in the session with all engines. Raises Mismatch before `set_engines`."""
         if self._sender is None:
             raise Mismatch(f"trainer rank {self._rank}: there is no session yet; call set_engines first")
         return self._sender
@@ -169,9 +169,14 @@ class MultiEngineSender(InBackground):
         if on_failure not in ("raise", "exclude"):
             raise Unsupported(f"on_failure={on_failure!r} is not supported; use 'raise' or 'exclude'")
         if self._sender is None or not self._engines:
-            raise Mismatch(f"trainer rank {self._rank}: there is no engine to update; call set_engines first")
+            raise Mismatch(
+                f"trainer rank {self._rank}: no engines are set; call set_engines with at least one engine first"
+            )
         if self._relays is not None and options.staged:
-            raise Unsupported("staged=True is not supported with relay=True: engines pass on live weights")
+            raise Unsupported(
+                "staged=True is not supported with relay=True: engines read each other's live weights, and staged "
+                "weights are not live; leave one of the two out"
+            )
         return options
 
     def _probed(
@@ -216,7 +221,7 @@ class MultiEngineSender(InBackground):
 
     def _exclude(self, reasons: Mapping[str, str]) -> None:
         for name, why in reasons.items():
-            logger.warning("engine %s was not updated, and is left out from now on: %s", name, why)
+            logger.warning("engine %s was not updated and is excluded from further updates: %s", name, why)
         self._excluded |= reasons
         self._use({name: engine for name, engine in self._engines.items() if name not in reasons})
 

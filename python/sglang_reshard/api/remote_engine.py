@@ -1,7 +1,7 @@
 """Calls an SGLang server over HTTP, with the methods of `sglang.Engine`.
 
     engine = RemoteEngine("http://gpu7:30000", admin_api_key="...")    # in one process
-    engine.check()                                                     # reachable, authorized, and of our version
+    engine.check()                                                     # reachable, authorized, and of the same version
     engine.generate(input_ids=[[1, 2, 3]], sampling_params={"max_new_tokens": 8})
 
 `WeightSender(url)` and `VerlEngine(backend="server", url=url)` use one on trainer rank 0.
@@ -41,7 +41,7 @@ class RemoteEngine(ServerClient):
     ) -> LoadSnapshotOutput:
         """Lets the server load a snapshot that its host sees, unless it holds later weights, see `LoadSnapshotReq`.
 
-        Raises EngineRefused for what cannot be loaded.
+        Raises EngineRefused if the server cannot load it.
         """
         request = LoadSnapshotReq(path=path, version=version, publication=publication, allow_rollback=allow_rollback)
         return self._decoded(self._ask("POST", "/load_snapshot", request), LoadSnapshotOutput)

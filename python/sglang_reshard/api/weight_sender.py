@@ -62,7 +62,7 @@ class WeightSender(InBackground, UpdateSender):
 
         Raises, on every rank: EngineRefused for a server that does not answer, Unauthorized for a wrong key,
         Unsupported for a server without this package, Mismatch for a server with another version of the package, and
-        what `SenderOptions` raises.
+        the errors of `SenderOptions`.
         """
         group = group or dist.group.WORLD
         if group is None:
@@ -104,7 +104,7 @@ class WeightSender(InBackground, UpdateSender):
         options: SenderOptions | None = None,
         **given: Any,
     ) -> WeightSender:
-        """Uses a session that is open already.
+        """Uses an open session.
 
         global_ranks  the rank of each trainer rank in torch.distributed's world, as device meshes list them
         send          sends a request to the engine and returns its answer; on trainer rank 0, None on the others
@@ -128,13 +128,13 @@ class WeightSender(InBackground, UpdateSender):
                         the shards are not gathered
         options, given  weight_version, verify, staged and others, whole or by name: see `UpdateOptions`
         probe           compare the engine's log-probabilities of a few tokens with the trainer's once the weights are
-                        live, see `probe.Probe`; the report's `probe` says how far they differ
+                        live, see `probe.Probe`; the report's `probe` has the differences
 
         Raises, on every trainer rank: Unsupported or Mismatch for weights that cannot be sent, DeadlineExceeded for a
-        rank that does not participate, EngineRefused for what the engine refuses. The old weights keep serving then,
-        except after TornWeights: only a successful update restores the engine. Raises Aborted or ConnectionLost if a
-        rank has died before the engine answered; if its weights are torn, it refuses to generate. Raises ProbeMismatch
-        after an update that has succeeded, if a probe's threshold is exceeded.
+        rank that does not participate, EngineRefused if the engine refuses them. After these errors the old weights
+        keep serving. After TornWeights the engine refuses requests until an update succeeds. Raises Aborted or
+        ConnectionLost if a rank died before the engine answered; if the engine's weights are torn, it refuses to
+        generate. Raises ProbeMismatch after a successful update, if a probe's threshold is exceeded.
         """
         weights, update = self._probed(probe, named_tensors, UpdateOptions.of(options, given))
         return update(weights)[_NAME]
@@ -149,7 +149,7 @@ class WeightSender(InBackground, UpdateSender):
         probe: Probe | None = None,
         **given: Any,
     ) -> UpdateHandle[UpdateReport]:
-        """Copies this rank's shards, and updates the engine from the copy while the trainer goes on. Collective.
+        """Copies this rank's shards, and updates the engine from the copy while the trainer continues. Collective.
 
             handle = sender.update_async(model, weight_version="7", staged=True)
             train_one_step()                # may change the weights
@@ -163,9 +163,9 @@ class WeightSender(InBackground, UpdateSender):
                         of this rank, and is kept for the next call until `release` or `close`
         probe           of `update`: the trainer computes its part before this returns, the engine after the update
 
-        Without `latest_only` it waits for the update before. Raises what that has failed with, unless its handle has
-        raised it already; nothing is copied then, and ranks have to treat their handles alike. Only one thread may
-        call methods of a sender; of those only handles' may be called while the update runs.
+        Without `latest_only` it waits for the previous update. Raises the error of that update, unless its handle has
+        already raised it; in this case nothing is copied. Call the same methods of a handle on all ranks. Only one
+        thread may call methods of a sender; while the update runs, only methods of the handle may be called.
         """
         chosen = UpdateOptions.of(options, given)
         weights, update = self._probed(probe, named_tensors, dataclasses.replace(chosen, unmap_after=False))
@@ -183,7 +183,7 @@ class WeightSender(InBackground, UpdateSender):
 
     @property
     def participant(self) -> UpdateSender:
-        """What takes part in the session, as that of a `MultiEngineSender`."""
+        """The `UpdateSender` that takes part in the session, as in a `MultiEngineSender`."""
         return self
 
     def _probed(self, probe: Probe | None, weights: Any, options: UpdateOptions) -> tuple[Any, Update]:
@@ -206,16 +206,16 @@ class WeightSender(InBackground, UpdateSender):
             policy = sender.lora_adapter("policy", adapter_config(model))
             policy.update(adapter_tensors(model), weight_version="42")     # only the adapter's tensors move
 
-        name    under which requests ask for it, as `lora_path`; the engine need not have it yet
+        name    requests select it with this `lora_path`; the engine need not have it yet
         config  see `sources.adapter_config`
 
-        Every engine rank receives the whole adapter, as SGLang keeps it, beside the one that is served, which it
-        replaces once all ranks have all of it. Requests see the old adapter or the new one, as in other updates. If an
+        Every engine rank receives the whole adapter, as SGLang keeps it, in separate memory. It replaces the served
+        adapter once all ranks have all of it. Requests see the old adapter or the new one, as in other updates. If an
         engine fails while it replaces the adapter, requests for it are refused until an update of it succeeds; the
         model and other adapters keep serving.
         """
         if name in self._adapters and not self._adapters[name]._closed:
-            raise Mismatch(f"lora_adapter was called for {name} before; use the sender that it returned")
+            raise Mismatch(f"lora_adapter was already called for {name}; use the sender that it returned")
         session = Session.join(self._session.address.named(f"lora/{name}"), self._timeout_s)
         self._adapters[name] = adapter = WeightSender.__new__(WeightSender)
         options = dataclasses.replace(self._options, lora=LoraAdapter(name, config), delta="off")
@@ -242,7 +242,7 @@ def connect_server(group: dist.ProcessGroup, url: str | None, **options: Any) ->
     """Checks the server from the group's first rank. Collective.
 
     Returns the client on the first rank (None on others), and the address of the first rank's interface towards the
-    server. `options` are those of `RemoteEngine`. Raises on every rank what `RemoteEngine.check` raises on the first.
+    server. `options` are those of `RemoteEngine`. Raises the errors of `RemoteEngine.check` on every rank.
     """
     remote: list[RemoteEngine] = []
 
@@ -266,7 +266,10 @@ def _open_session(group: dist.ProcessGroup, interface: str, timeout_s: float) ->
         try:
             hosted.append(Session.host(interface, timeout_s))
         except OSError as error:
-            raise Unsupported(f"interface={interface!r} is not an address of trainer rank 0's host: {error}") from error
+            raise Unsupported(
+                f"interface={interface!r} is not an address of trainer rank 0's host: {error}. Pass an address of that "
+                "host which engine ranks can reach"
+            ) from error
         return msgspec.to_builtins(hosted[0].address)
 
     address = convert(on_first_rank(host, group), Address)

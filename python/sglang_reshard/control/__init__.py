@@ -7,10 +7,10 @@
     client.leave("update/7")
 
 It carries metadata, never a tensor: keys and values as in torch.distributed.Store, all-gathers that all members finish
-or none does, and scopes. A scope is what ranks take part in together. When one of them is killed between `enter` and
-`leave`, its connection breaks, the scope is cancelled, and all who wait in it raise Aborted at once. An all-gather may
-mark its scope; `revoke` finds out whether it has, and prevents it otherwise. Both sides prove
-that they have the session's key before either reads a message, and every frame is authenticated (`framing`).
+or none does, and scopes. A scope is a joint operation of ranks. When one of them is killed between `enter` and `leave`,
+its connection breaks, the scope is cancelled, and all who wait in it raise Aborted at once. An all-gather may mark its
+scope; `revoke` finds out whether it has, and prevents it otherwise. Both sides prove that they have the session's key
+before either reads a message, and every frame is authenticated (`framing`).
 """
 
 from __future__ import annotations

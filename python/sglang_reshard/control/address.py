@@ -10,7 +10,7 @@ from sglang_reshard.errors import Unauthorized
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Host and port of a control server, and one of its sessions. Whoever has it can join, so keep it private.
+    """Host and port of a control server, and one of its sessions. Any process that has it can join, so keep it private.
 
     key  32 random bytes, as hex; omitted from every representation
     """
@@ -21,7 +21,7 @@ class Address(msgspec.Struct, frozen=True):
     key: str
 
     def named(self, name: str) -> Address:
-        """Returns the address of another session of the same server, with keys, all-gathers and scopes of its own."""
+        """Returns the address of another session of the same server, with separate keys, all-gathers and scopes."""
         return msgspec.structs.replace(self, session=f"{self.session}/{name}")
 
     def secret(self) -> bytes:
@@ -29,7 +29,7 @@ class Address(msgspec.Struct, frozen=True):
         try:
             return bytes.fromhex(self.key)
         except ValueError:
-            raise Unauthorized(f"{self}: the key is not hexadecimal; was the address changed on its way?") from None
+            raise Unauthorized(f"{self}: the key is not hexadecimal; pass the session address unchanged") from None
 
     def __repr__(self) -> str:
         return f"Address(session={self.session!r}, host={self.host!r}, port={self.port!r})"

@@ -57,19 +57,23 @@ class AllGathers:
         return len(self._gathers)
 
     def arrive(self, call: Call, name: str, index: int, size: int, data: bytes, timeout_s: float, mark: str) -> None:
-        """Raises QuotaExceeded, and changes nothing then."""
+        """Raises QuotaExceeded without changing anything."""
         if not 0 <= index < size <= MAX_NAMES:
-            raise QuotaExceeded(f"all-gather {name}: index {index} of {size}")
+            raise QuotaExceeded(f"all-gather {name}: index {index} is out of range for {size} members")
         gather = self._gathers.get(name, _AllGather(name, call.scope, size, mark))
         if gather.size != size:
-            raise QuotaExceeded(f"all-gather {name}: {size} members here, and {gather.size} according to others")
+            raise QuotaExceeded(
+                f"all-gather {name}: this member says there are {size} members, others say {gather.size}"
+            )
         if gather.timed_out:
             self._inform(gather, index, call)
             return
         if index in gather.arrived:
-            raise QuotaExceeded(f"all-gather {name}: index {index} has arrived already")
+            raise QuotaExceeded(f"all-gather {name}: member {index} has already sent its data")
         if gather.data_bytes + len(data) + 8 * size > MAX_FRAME_BYTES - 64:
-            raise QuotaExceeded(f"all-gather {name}: the data of all members exceed {MAX_FRAME_BYTES} bytes")
+            raise QuotaExceeded(
+                f"all-gather {name}: the data of all members exceeds the limit of {MAX_FRAME_BYTES} bytes"
+            )
         new = name not in self._gathers
         self._quota.take(len(data) + new * len(name), int(new))
         self._gathers[name] = gather

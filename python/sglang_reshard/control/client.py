@@ -43,7 +43,7 @@ Explain = Callable[[list[int]], str]  # of `WaitTimedOut.missing`: returns the m
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How far a scope has come, by `ControlClient.revoke`.
+    """The state of a scope, by `ControlClient.revoke`.
 
     mark     what the members of an all-gather have marked it with; empty if it has no mark, and will get none
     reason   why it is cancelled; empty while it is not
@@ -101,8 +101,8 @@ class ControlClient:
     ) -> list[bytes]:
         """Returns the keys' values, once all are set.
 
-        Raises WaitTimedOut, DeadlineExceeded if there is an `explain`, or Aborted if `scope` is cancelled or nobody is
-        in it any more.
+        Raises WaitTimedOut, DeadlineExceeded if there is an `explain`, or Aborted if `scope` is cancelled or no rank is
+        in it.
         """
         return self._call("get", tuple(keys), timeout_s, scope, wait_s=timeout_s, explain=explain)
 
@@ -208,7 +208,7 @@ class ControlClient:
         return Standing(mark.decode(), why.decode(), int(members))
 
     def post_end_scope(self, scope: str) -> None:
-        """Ends a scope whose name ends with a number, and all of lower numbers: nobody enters them any more.
+        """Ends a scope whose name ends with a number, and all of lower numbers: no rank can enter them afterwards.
 
         Those in it are cancelled unless they have a mark. Waits in the scope itself go on. Does not wait for it.
         """
@@ -271,7 +271,7 @@ class ControlClient:
             self._callbacks = {}
         with contextlib.suppress(ConnectionLost):
             self._request("disconnect", (), _CLOSE_S)
-        self._lose("this client is closed")
+        self._lose("this connection to the control server is closed")
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -337,7 +337,7 @@ class ControlClient:
             except OSError as error:
                 self._lose(f"sending to it failed ({error}); check the log of trainer rank 0")
             except BaseException:  # the server would not understand what follows half a frame
-                self._lose("this process was interrupted while it was sending")
+                self._lose("this process was interrupted while sending to it")
                 raise
 
     # -- replies and events, in the client's thread
@@ -412,9 +412,9 @@ class ControlClient:
             _start(callback, str(self._error()))
 
     def _error(self) -> ConnectionLost:
-        return ConnectionLost(f"{server_name(self.address)} cannot be reached any more: {self._lost}")
+        return ConnectionLost(f"{server_name(self.address)} can no longer be reached: {self._lost}")
 
 
 def _start(callback: Callable[[str], None], reason: str) -> None:
-    """In a thread of its own, because it may wait and may use the client."""
+    """In a separate thread, because it may wait and may use the client."""
     threading.Thread(target=callback, args=(reason,), name="sglang-reshard callback", daemon=True).start()

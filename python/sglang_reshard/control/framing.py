@@ -4,8 +4,8 @@
     server to client   server nonce, proof
     client to server   proof, frames
 
-A proof is an HMAC-SHA256 over both nonces with the session's key. Each direction of each connection has a key of its
-own, derived in the same way, so that a frame of another connection or of the other direction is refused. A frame is
+A proof is an HMAC-SHA256 over both nonces with the session's key. Each direction of each connection has a separate key,
+derived in the same way, so that a frame of another connection or of the other direction is refused. A frame is
 
     4 bytes       number of bytes that follow
     8 bytes       sequence number in its direction, from 0
@@ -54,12 +54,12 @@ class FrameWriter:
         self._next = 0
 
     def frame(self, message: object) -> bytearray:
-        """Returns the next frame. Raises FrameTooLarge, and does not advance the sequence number then."""
+        """Returns the next frame. Raises FrameTooLarge without advancing the sequence number."""
         frame = bytearray(_HEAD.size)
         _encoder.encode_into(message, frame, _HEAD.size)
         body_bytes = len(frame) - _HEAD.size
         if body_bytes > MAX_FRAME_BYTES:
-            raise FrameTooLarge(f"a message of {body_bytes} bytes exceeds the limit: at most {MAX_FRAME_BYTES} bytes")
+            raise FrameTooLarge(f"a message of {body_bytes} bytes exceeds the limit of {MAX_FRAME_BYTES} bytes")
         _HEAD.pack_into(frame, 0, body_bytes + _MIN_LENGTH, self._next)
         with memoryview(frame) as view, view[_LENGTH.size :] as authenticated:
             mac = hmac.digest(self._key, authenticated, "sha256")
@@ -108,10 +108,10 @@ class FrameReader:
         view = memoryview(frame)
         mac = hmac.digest(self._key, view[_LENGTH.size : -MAC_BYTES], "sha256")
         if not hmac.compare_digest(mac, view[-MAC_BYTES:]):
-            raise ProtocolError("a frame is not authentic")
+            raise ProtocolError("a frame is not authentic; another program may have altered the connection")
         _, number = _HEAD.unpack_from(frame)
         if number != self._next:
-            raise ProtocolError(f"frame {number} arrived in place of frame {self._next}: one was repeated or lost")
+            raise ProtocolError(f"frame {number} arrived instead of frame {self._next}: a frame was repeated or lost")
         self._next += 1
         return view[_HEAD.size : -MAC_BYTES]
 
@@ -119,7 +119,7 @@ class FrameReader:
 def directions(
     key: bytes, own: bytes, other: bytes, client_nonce: bytes, server_nonce: bytes
 ) -> tuple[FrameWriter, FrameReader]:
-    """Returns the writer of side `own` (b"client" or b"server") and the reader of what `other` sends to it."""
+    """Returns the writer of side `own` (b"client" or b"server") and the reader of frames that `other` sends to it."""
 
     def direction_key(side: bytes) -> bytes:
         return hmac.digest(key, b"sglang-reshard frames of " + side + client_nonce + server_nonce, "sha256")

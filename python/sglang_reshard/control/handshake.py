@@ -42,16 +42,20 @@ def connect(address: Address, timeout_s: float) -> tuple[socket.socket, FrameWri
             return _try_connect(address, end)
         except ConnectionRefusedError as error:  # a server listens before its address is known
             raise DeadlineExceeded(
-                f"{server_name(address)} does not answer: {error}; has its process ended? Check its log"
+                f"{server_name(address)} does not answer: {error}. Has its process ended? Check the log of trainer "
+                "rank 0"
             ) from error
         except UnicodeError as error:
-            raise DeadlineExceeded(f"{server_name(address)} cannot be reached: this is no name of a host") from error
+            raise DeadlineExceeded(
+                f"{server_name(address)} cannot be reached: the host name cannot be resolved here; pass interface=, an "
+                "address of trainer rank 0 that this host can reach"
+            ) from error
         except OSError as error:
             # A server that many clients connect to at once may disconnect those whose handshake is slow.
             if time.monotonic() + _RETRY_S >= end:
                 raise DeadlineExceeded(
-                    f"{server_name(address)} did not answer within {timeout_s:g} s: {error}; is its process stopped, "
-                    "or is the address not reachable from this host?"
+                    f"{server_name(address)} did not answer within {timeout_s:g} s: {error}. Is its process stopped, "
+                    "or can this host not reach the address?"
                 ) from error
         time.sleep(_RETRY_S)
 
@@ -68,7 +72,8 @@ def _try_connect(address: Address, end: float) -> tuple[socket.socket, FrameWrit
         if not hmac.compare_digest(answer[NONCE_BYTES:], proof(key, b"server", *nonces)):
             raise Unauthorized(
                 f"the process that listens at {address.host}:{address.port} does not have the key of trainer rank 0's "
-                "session: the address is of another session, or another program has taken the port"
+                "session: the address belongs to another session, or another program has taken the port. Make a new "
+                "WeightSender on every trainer rank"
             )
         writer, reader = directions(key, b"client", b"server", *nonces)
         connection.sendall(proof(key, b"client", *nonces) + writer.frame((0, "hello", (address.session,))))
@@ -81,8 +86,8 @@ def _try_connect(address: Address, end: float) -> tuple[socket.socket, FrameWrit
     except ProtocolError as error:
         connection.close()
         raise Unauthorized(
-            f"data from {address.host}:{address.port} are not from the control server of trainer rank 0: {error}; does "
-            "another program alter the connection?"
+            f"data from {address.host}:{address.port} did not come from the control server of trainer rank 0: {error}. "
+            "Does another program alter the connection?"
         ) from error
     except BaseException:
         connection.close()

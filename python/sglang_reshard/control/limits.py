@@ -15,7 +15,9 @@ class QuotaExceeded(Exception):
 
 
 class MemoryQuota:
-    """Counts the bytes and names that all sessions of a control server hold together, and what is on its way."""
+    """Counts the bytes and names that all sessions of a control server hold together, including unfinished frames and
+    unsent replies.
+    """
 
     def __init__(self, stored_bytes: int = DEFAULT_STORED_BYTES, names: int = MAX_NAMES) -> None:
         self._max_bytes, self._max_names = stored_bytes, names
@@ -24,13 +26,19 @@ class MemoryQuota:
     def take(self, size: int, names: int = 0) -> None:
         """Accounts for `size` more bytes and `names` more names; negative numbers give back.
 
-        Raises QuotaExceeded, and takes nothing then.
+        Raises QuotaExceeded without taking anything.
         """
         size += names * _NAME_BYTES
         if size > 0 and self.stored_bytes + size > self._max_bytes:
-            raise QuotaExceeded(f"the control server would store more than {self._max_bytes} bytes")
+            raise QuotaExceeded(
+                f"the control server's store is full: its limit is {self._max_bytes} bytes for the layouts and memory "
+                "handles of all sessions. Close senders that are no longer used"
+            )
         if names > 0 and self.names + names > self._max_names:
-            raise QuotaExceeded(f"the control server would store more than {self._max_names} names")
+            raise QuotaExceeded(
+                f"the control server's store is full: its limit is {self._max_names} names for all sessions. Close "
+                "senders that are no longer used"
+            )
         self.stored_bytes += size
         self.names += names
 
@@ -39,4 +47,6 @@ def check_name(*names: str) -> None:
     """Raises QuotaExceeded for a name that is too long."""
     for name in names:
         if len(name) > MAX_NAME_CHARACTERS:
-            raise QuotaExceeded(f"a name of {len(name)} characters, {name[:80]}...; at most {MAX_NAME_CHARACTERS}")
+            raise QuotaExceeded(
+                f"the name {name[:80]}... has {len(name)} characters; the limit is {MAX_NAME_CHARACTERS}"
+            )

@@ -2,9 +2,9 @@
 
 Scopes are nested by their names: the end of "update/7" is the end of "update/7/0" too, but not the other way round.
 
-A scope has a mark from the moment in which all members of an all-gather have asked for it. Whoever must know whether
-that has happened, or prevent it, revokes the scope: either it has a mark, or it will never have one. Both are decided
-here, in one thread, so that nobody can be told one thing and do the other.
+A scope has a mark as soon as all members of an all-gather have asked for it. To find out whether that has happened, or
+to prevent it, a client revokes the scope: either it has a mark, or it will never have one. Both are decided here, in
+one thread, so that nobody can be told one thing and do the other.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class CancelScopes:
                 raise Aborted(ended(scope))
 
     def enter(self, client: Client, name: str, who: str, within: str) -> None:
-        """Raises Aborted if the scope is cancelled, has ended or has a mark, or if `within` is given and is no more."""
+        """Raises Aborted if the scope is cancelled, has ended or has a mark, or if `within` is given and has ended."""
         self.check_open(name)
         if within and within not in self._scopes:
             raise Aborted(ended(within))
@@ -139,11 +139,11 @@ class CancelScopes:
         return scope.mark if scope is not None and scope.mark else self._marks.get(name, "")
 
     def revoke(self, name: str, reason: str) -> tuple[str, str, int]:
-        """Cancels a scope unless it has a mark, which it cannot get any more then.
+        """Cancels a scope unless it has a mark; afterwards it can no longer get one.
 
-        Returns its mark, why it is cancelled, and how many members it has; empty strings for what does not apply. A
-        scope with a mark that all its members have left is not cancelled.
-        Raises Aborted if nothing is known of it, nor of one that it is in.
+        Returns its mark, why it is cancelled, and how many members it has; empty strings where they do not apply. A
+        scope with a mark that all its members have left is not cancelled. Raises Aborted if nothing is known of it, nor
+        of one that it is in.
         """
         if name not in self._marks and not any(scope in self._scopes for scope in _with_ancestors(name)):
             raise Aborted(ended(name))
@@ -177,10 +177,10 @@ class CancelScopes:
         entered = {name: scope.members[client] for name, scope in self._scopes.items() if client in scope.members}
         self.leave_all(client)
         for name, who in entered.items():
-            self.cancel(name, f"{who} disconnected without leaving; was it killed? Check its log")
+            self.cancel(name, f"{who} disconnected unexpectedly; was its process killed? Check its log")
 
     def delete(self, name: str) -> None:
-        """Deletes a scope and all that are in it. What still waits there is cancelled."""
+        """Deletes a scope and all that are in it. Waits in it are cancelled."""
         for within in [other for other in self._scopes if is_within(other, name)]:
             self._delete(within)
         self._on_cancel(name, ended(name))

@@ -72,7 +72,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def eof_received(self) -> None:
         if self._reader.unfinished_bytes:
-            self._drop("it disconnected within a frame")
+            self._drop("it disconnected in the middle of a frame")
         self.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -90,7 +90,7 @@ class _Connection(asyncio.BufferedProtocol):
         except Exception:
             self._fail()
         if (unsent := self.transport.get_write_buffer_size()) > MAX_UNSENT_BYTES:
-            self._drop(f"it does not read its replies: {unsent} bytes are unsent")
+            self._drop(f"it does not read its replies: {unsent} bytes could not be sent")
         elif unsent or self._on_its_way:
             self._count()
 
@@ -115,7 +115,7 @@ class _Connection(asyncio.BufferedProtocol):
         try:
             self._server.quota.take(held - self._on_its_way)
         except QuotaExceeded as error:
-            self._drop(f"{error}, as it neither finishes its frames nor reads its replies")
+            self._drop(f"{error}; this client sends incomplete frames or does not read its replies")
         else:
             self._on_its_way = held
 
@@ -124,7 +124,7 @@ class _Connection(asyncio.BufferedProtocol):
         self.transport.abort()
 
     def _fail(self) -> None:
-        logger.exception("serving %s failed; its connection is closed", self.peer)
+        logger.exception("the control server failed while serving %s and closed its connection", self.peer)
         self.transport.abort()
 
 
@@ -152,7 +152,7 @@ class ControlServer:
         """Listens on a free port of `interface`, an address of this host. Raises what `sockets.listen` does.
 
         Args:
-            stored_bytes: limit of what all sessions may hold together.
+            stored_bytes: limit of the bytes that all sessions may hold together.
         """
         server = cls(listen(interface), secrets.token_bytes(32), stored_bytes)
         server._thread.start()
@@ -188,7 +188,7 @@ class ControlServer:
         self._stores[cast(str, session)].end(call.client)
         for connection in self.connections - {call.client}:
             if connection.session == session:
-                connection.finish(protocol.Event(None, f"the session has ended, by {who}"))
+                connection.finish(protocol.Event(None, f"{who} ended the session"))
 
     def handle(self, connection: _Connection, number: int, name: str, arguments: tuple[Any, ...]) -> None:
         """Executes a request. Raises ProtocolError."""
@@ -215,7 +215,7 @@ class ControlServer:
         if time.monotonic() - self._last_refusal < _LOG_EVERY_S:
             self._unlogged += 1
             return
-        more = f" ({self._unlogged} other refusals were not logged)" if self._unlogged else ""
+        more = f" ({self._unlogged} more refusals were not logged)" if self._unlogged else ""
         self._last_refusal, self._unlogged = time.monotonic(), 0
         refusals.warning("the control server closed the connection from %s: %s%s", peer, why, more)
 
@@ -285,7 +285,10 @@ class ControlServer:
     async def _handshake(self, connection: socket.socket) -> tuple[FrameWriter, FrameReader]:
         """Never reads beyond the handshake, so that an unauthenticated peer costs no memory."""
         if await self._read(connection, len(MAGIC)) != MAGIC:
-            raise ProtocolError("it uses another protocol, or another version of it")
+            raise ProtocolError(
+                "it speaks another protocol, or another version of this one; install the same version of "
+                "sglang-reshard on both sides"
+            )
         nonces = await self._read(connection, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
         await self._loop.sock_sendall(connection, nonces[1] + proof(self._key, b"server", *nonces))
         if not hmac.compare_digest(await self._read(connection, PROOF_BYTES), proof(self._key, b"client", *nonces)):

@@ -39,7 +39,7 @@ def listen(interface: str) -> socket.socket:
         listener.bind((interface, 0))
         if ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_unspecified:
             raise Unsupported(
-                f"interface={interface!r} means all interfaces of this host, and peers cannot connect to that; pass "
+                f"interface={interface!r} means all interfaces of this host, and peers cannot connect to that. Pass "
                 "one address of this host that they can reach"
             )
         listener.listen(4096)

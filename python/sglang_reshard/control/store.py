@@ -1,6 +1,6 @@
 """The state of one session on the control server: keys, all-gathers, scopes, and the requests that wait for them.
 
-It does no input or output of its own: requests come in through `protocol.execute`, replies go out through the `Client`.
+It does no input or output itself: requests come in through `protocol.execute`, replies go out through the `Client`.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class SessionStore:
         try:
             value = int(self._values.get(key, b"0")) + n
         except ValueError:
-            raise QuotaExceeded(f"{key} is not a counter: something else was set") from None
+            raise QuotaExceeded(f"{key} is not a counter: its value is not an integer") from None
         if not -_INT64 <= value < _INT64:
-            raise QuotaExceeded(f"{key} would be {value}, and counters have 64 bits")
+            raise QuotaExceeded(f"{key} would become {value}, which does not fit into 64 bits")
         self._set({key: b"%d" % value})
         return value
 
@@ -171,7 +171,7 @@ class SessionStore:
     def cancel(self, call: Call, scope: str, reason: str) -> None:
         check_name(scope)
         if not self._scopes.takes_part(call.client, scope):
-            logger.info("%s is cancelled by %s: %s", scope, self.who(call.client) or "one who is in no scope", reason)
+            logger.info("%s was cancelled by %s: %s", scope, self.who(call.client) or "one who is in no scope", reason)
         self._scopes.cancel(scope, reason)
 
     @operation
@@ -209,7 +209,7 @@ class SessionStore:
             return DEFERRED
         check_name(*wait.missing)
         if self._waits_of[call.client] >= MAX_WAITS:
-            raise QuotaExceeded(f"more than {MAX_WAITS} waits of one connection at a time")
+            raise QuotaExceeded(f"one connection has more than {MAX_WAITS} pending waits")
         self._waits_of[call.client] += 1
         self._add_wait(wait)
         wait.timer = self._call_later(_seconds(timeout_s), lambda: self._time_out(wait))
@@ -249,7 +249,10 @@ class SessionStore:
             values: list[bytes | bool] = [self._values[key] for key in wait.keys]
             reply = protocol.Result(wait.call.number, values)
             if (size := sum(len(self._values[key]) + 8 for key in wait.keys)) > MAX_FRAME_BYTES - 64:
-                message = f"the values of one `get` have {size} bytes, more than {MAX_FRAME_BYTES}: ask for fewer keys"
+                message = (
+                    f"the values of one `get` have {size} bytes, more than the limit of {MAX_FRAME_BYTES}; request "
+                    "fewer keys"
+                )
                 reply = protocol.Refused(wait.call.number, message)
         wait.call.client.send(reply)
 

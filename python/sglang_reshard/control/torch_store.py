@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class ControlStore(dist.Store):
-    """The keys of a client's session. Pass it to process groups inside a `PrefixStore` of their own.
+    """The keys of a client's session. Pass it to each process group inside a separate `PrefixStore`.
 
     A wait that times out raises DistStoreError, as torch expects of a store. Aborted and ConnectionLost pass through
     unchanged; both are RuntimeErrors too.

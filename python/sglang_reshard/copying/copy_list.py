@@ -24,7 +24,7 @@ class CopyList:
     def __init__(self, movable: Iterable[torch.Tensor] = ()) -> None:
         """movable  tensors whose storages may be moved in place between two runs, as into shared memory.
 
-        The prepared list holds addresses: whatever else is moved or freed must not be copied any more.
+        The prepared list holds addresses: other memory that is moved or freed must not be copied afterwards.
         """
         self._movable, self._addresses = list(movable), list[int]()
         self._tiling = DEFAULT_TILING

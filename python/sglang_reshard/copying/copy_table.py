@@ -81,7 +81,7 @@ class Tiling(NamedTuple):
                      another GPU's memory, with enough tiles for all multiprocessors
     elements         at most, as narrow units take as many instructions as wide ones
     strided_columns  at most where columns are not contiguous: a tile of as many rows as columns reads and writes whole
-                     lines of the cache, whichever side is transposed
+                     cache lines, even if one side is transposed
     run              tiles that follow one another stay together; these runs are shuffled, so that engine ranks that
                      read from the same trainer ranks do not all read from the same one at a time
     max_rows         of a box
@@ -195,7 +195,7 @@ def merged_dimensions(
 ) -> tuple[tuple[Dimension, ...], int]:
     """Returns the fewest dimensions with the same elements, the destination's most contiguous last, and a run.
 
-    The run is the length of what is contiguous on both sides and is no dimension any more; 1 if nothing is.
+    The run is the length that is contiguous on both sides; it is no longer a dimension. 1 if nothing is.
     """
     dimensions = [d for d in zip(size, from_strides, to_strides, strict=True) if d[0] > 1]
     dimensions.sort(key=lambda d: (d[2], d[1]), reverse=True)

@@ -3,7 +3,7 @@
     copies, rest = HostCopies.of(pairs)
     copies.run()
 
-A pair of views of one dtype is a box of bytes, wherever it is: boxes of different tensors are merged, too. numpy copies
+A pair of views of one dtype is a box of bytes at any address: boxes of different tensors are merged, too. numpy copies
 small boxes in less than half of the time that torch needs for each; torch copies large ones in several threads.
 """
 

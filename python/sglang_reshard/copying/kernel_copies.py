@@ -48,7 +48,7 @@ class KernelCopies:
                 for launch in found:
                     compile_kernel(launch.kind, device)
         except Exception as error:  # Triton's, a C compiler's, the file system's that it keeps its kernels in
-            logger.warning("copies run one by one on %s, and slowly, as Triton cannot be used: %s", device, error)
+            logger.warning("copies run one by one on %s, which is slow: Triton cannot be used: %s", device, error)
             return cls(device, ()), list(pairs)
         return cls(device, on_device), rest
 

@@ -1,1 +1,1 @@
-"""Lossless deltas of messages and of files: what has changed, as integers, in whichever form takes the fewest bytes."""
+"""Lossless deltas of messages and of files: the changed elements, as integers, in the form with the fewest bytes."""

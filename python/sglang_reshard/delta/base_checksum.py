@@ -1,4 +1,4 @@
-"""Checksums of a stream of messages, by which a base is named: trainer rank and engine rank compute them apart.
+"""Checksums of a stream of messages, which identify a base: trainer rank and engine rank compute them apart.
 
 A message is divided into rows of 65,536 words of 32 bits; a word counts times the coefficients of its row and of its
 place in it, modulo 2^64, see `digest.coefficients`.
@@ -23,7 +23,7 @@ def row_count(nbytes: int) -> int:
 def message_checksum(message: torch.Tensor, first_row: int) -> int:
     """Returns the sum over a message: bytes, 1-D, whose first row has the number `first_row`.
 
-    What is missing to a whole word counts as zeros.
+    Bytes that are missing in the last word count as zeros.
     """
     if len(message) % WORD_BYTES:
         padded = message.new_zeros(-(-len(message) // WORD_BYTES) * WORD_BYTES)

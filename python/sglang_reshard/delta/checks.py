@@ -1,4 +1,4 @@
-"""Checks what another process says of where values go, before anything of it is applied.
+"""Checks the positions that another process sends for values, before any value is applied.
 
 A number of changes, or a position, that is damaged would be written outside of a message: nothing that applies an index
 looks again. All is torch's operations over whole messages, the same on a CPU and on a GPU. They
@@ -21,10 +21,10 @@ _PAIRS, _FOURS, _BYTES, _ONES = (int(digits * (16 // len(digits)), 16) for digit
 
 
 def unfit_reason(encoded: Encoded, units: int) -> str:
-    """Returns why a message of `units` is not encoded so; empty if it may be. What is left is in the index."""
+    """Returns why a message of `units` is not encoded so; empty if it may be. The remaining bytes are the index."""
     kind, changed = encoded
     if not (1 if kind is not Kind.SAME else 0) <= changed <= (units if kind is not Kind.SAME else 0):
-        return f"{changed:,} of {units:,} units have changed, sent as {kind.name}"
+        return f"{changed} of {units} units have changed, which does not fit a {kind.name} message"
     if encoded.index_bytes(units) > index_room(units):
         return f"the positions of {changed:,} units take more bytes than a bit for each of {units:,}"
     return ""

@@ -1,4 +1,5 @@
-"""Encodes a message as what differs from an earlier one, and applies it: bit for bit, as integers, on its own device.
+"""Encodes a message as its differences from an earlier one, and applies it: bit for bit, as integers, on its own
+device.
 
 Every message is encoded in the way that takes the fewest bytes:
 
@@ -35,7 +36,7 @@ class Kind(IntEnum):
 
 
 class Encoded(NamedTuple):
-    """How a message is encoded: everything that the receiver has to know to read its index and its values.
+    """The encoding of a message: all numbers that the receiver needs to read its index and its values.
 
     changed  number of units that differ
     """

@@ -58,8 +58,8 @@ class DerivedState:
         for flag in self._flags if self._addresses_stay else ():
             if flag.is_set and label(flag) not in self._set_by_loading:
                 raise Unsupported(
-                    f"the first forward pass changed weights in place and set {label(flag)}; CUDA graphs do not do "
-                    "that again. Start the engine with disable_cuda_graph=True"
+                    f"the first forward pass changed weights in place and set {label(flag)}; CUDA graphs do not repeat "
+                    "that. Start the engine with disable_cuda_graph=True"
                 )
         for lazy in self._lazy:
             lazy.restore()
@@ -80,7 +80,7 @@ class DerivedState:
 
     @property
     def remark(self) -> str:
-        """Names the tensors that the engine has set since its start, of which nobody knows what they depend on."""
+        """Names the tensors that the engine has set since its start and whose inputs are unknown."""
         if not self._unknown:
             return ""
         more = f" and {len(self._unknown) - _SHOWN} more" if len(self._unknown) > _SHOWN else ""
@@ -96,7 +96,7 @@ class DerivedState:
                 if not found.lazy:
                     self._judged.add(key)
                     self._unknown.append(found.path)
-                    logger.warning("%s was set after loading; an update leaves it as it is", found.path)
+                    logger.warning("%s was set after loading; updates do not write it", found.path)
                 elif self._addresses_stay:
                     self._judge_in_place(found, weights - _storages(found))
                     self._judged.add(key)
@@ -116,8 +116,8 @@ class DerivedState:
             self._remakes.append(outcome.remake)
         elif outcome.refusal and self._resembles_weights(found):
             raise Unsupported(
-                f"the first forward pass computed {found.path} from weights, CUDA graphs hold its address, and it "
-                f"cannot be computed again: {outcome.refusal}. Start the engine with disable_cuda_graph=True"
+                f"the first forward pass computed {found.path} from weights. CUDA graphs hold its address, and it "
+                f"cannot be recomputed in place: {outcome.refusal}. Start the engine with disable_cuda_graph=True"
             )
         elif outcome.refusal:
             self._unknown.append(found.path)

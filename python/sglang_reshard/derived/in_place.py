@@ -1,8 +1,8 @@
 """Makes derived tensors again where they are, for engines whose CUDA graphs hold the addresses.
 
-The method that makes one runs by itself: with the attribute put back to what it was before the first forward pass, and
-with arguments that end the method as soon as it looks at them. That such a run makes the tensor, and of nothing but the
-live weights, is shown before the first update: it has to leave the same bits.
+The method that makes one runs by itself: with the attribute reset to its value before the first forward pass, and with
+arguments that end the method as soon as it uses them. That such a run makes the tensor, and of nothing but the live
+weights, is shown before the first update: it has to leave the same bits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class Remake(NamedTuple):
         made, _ = _made(self.of, self.maker, ())
         if made is not self.tensor:
             if made is None or _form(made) != _form(self.tensor):
-                raise RuntimeError(f"{self.of.path} was not made again by {self.maker}")
+                raise RuntimeError(
+                    f"{self.maker} no longer computes {self.of.path} with the same shape and dtype; start the engine "
+                    "with disable_cuda_graph=True"
+                )
             self.tensor.copy_(made)
             self.of.table.put(self.of.key, self.tensor)
 
@@ -53,8 +56,8 @@ def rehearse(derived: Appeared, weights: Collection[int]) -> Rehearsed:
     """
     tensor = derived.table.get(derived.key)
     if not isinstance(tensor, torch.Tensor) or derived.table.kind != "attributes":
-        return Rehearsed(refusal="it is no attribute that a method makes")
-    refusal = "no method makes it without the inputs of a forward pass"
+        return Rehearsed(refusal="it is not an attribute that a method of the model computes")
+    refusal = "no method computes it without the inputs of a forward pass"
     for maker in makers(derived.table.owner, derived.key):
         if not maker:
             continue
@@ -71,7 +74,7 @@ def rehearse(derived: Appeared, weights: Collection[int]) -> Rehearsed:
             return Rehearsed()
         if _form(made) == _form(tensor) and _equal(made, tensor):
             return Rehearsed(Remake(derived, tensor, maker))
-        refusal = f"{maker} makes another tensor of the same weights"
+        refusal = f"{maker} computes another tensor from the same weights"
     return Rehearsed(refusal=refusal)
 
 
@@ -94,7 +97,7 @@ class _InputUsed(BaseException):
 
 
 class _Input:
-    """Stands for an argument of a forward pass. Whoever looks at it ends the method."""
+    """Stands for an argument of a forward pass. Any use of it ends the method."""
 
     def __getattribute__(self, name: str) -> Any:
         raise _InputUsed(name)
@@ -145,7 +148,7 @@ class _Watch(TorchDispatchMode):
         for written in aten_ops.written_arguments(func, args, kwargs):
             for tensor in written if isinstance(written, (list, tuple)) else (written,):
                 if isinstance(tensor, torch.Tensor) and storage_key(tensor) in self._weights:
-                    raise RuntimeError(f"{func} changes a weight")
+                    raise RuntimeError(f"{func} writes to a weight")
         of_weights = any(self._depends(tensor) for tensor in tensors_in(args, kwargs))
         out = func(*args, **kwargs)
         if of_weights:

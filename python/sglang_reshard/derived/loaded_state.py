@@ -1,7 +1,7 @@
 """Remembers a model's state when it has just been loaded, and finds what has appeared since.
 
-What appears later was made by a forward pass, or set by the engine: nothing of it is in a model that has been loaded
-just now.
+Values that appear later were made by a forward pass, or set by the engine: a model that has just been loaded has none
+of them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LoadedState:
             self._known[id(table.identity)] = table.identity, values
 
     def appeared(self, model: torch.nn.Module) -> Iterator[Appeared]:
-        """Yields what has appeared since and has memory of its own: no parameter's, and no known tensor's."""
+        """Yields values that have appeared since and have separate memory: no parameter's, and no known tensor's."""
         found, known = [], _Memory(model)
         for table in tables(model):
             before = self._known.get(id(table.identity))

@@ -55,7 +55,7 @@ class Table:
 
     @property
     def identity(self) -> Any:
-        """The object by whose id the table is known again: the cells of a closure are listed anew each time."""
+        """The object by whose id the table is known again: the cells of a closure are listed again each time."""
         return self.owner if self.kind == "closure" else self.entries
 
     def items(self) -> list[tuple[Any, Any]]:

@@ -1,4 +1,4 @@
-"""Checksums of weights that are equal for any sharding: do engine ranks hold what the trainer ranks sent?
+"""Checksums of weights that are equal for any sharding: do engine ranks hold the weights that trainer ranks sent?
 
 In:  the engine ranks' traced copies, and the trainer ranks' local tensors. Out: per engine rank at most MAX_GROUPS
 numbers, computed from its own memory (`target.TargetChecksums`) and, in parts that add up, from the trainer's
@@ -13,7 +13,7 @@ numbers, computed from its own memory (`target.TargetChecksums`) and, in parts t
 
 region set    what an engine rank keeps of the checkpoint: regions of tensors, each with a dtype and a number of copies
 selection     the elements that a checksum covers: all of them, or a sample
-coefficient   the odd number by which an element is multiplied, from its position in the whole tensor
+coefficient   the odd factor of an element, from its position in the whole tensor
 
 **Definition.** An element in row `r` and column `c` of a whole tensor (the column is its index in the last dimension,
 the row its row-major index in the other dimensions) contributes
@@ -25,13 +25,13 @@ so that float32 weights are comparable with bfloat16 ones. Coefficients are pseu
 than 32 bits that share a 32-bit word of a row share its coefficient, shifted by their position in the word; an element
 of 64 bits is two words. The sum depends neither on the order of the elements nor on how they are split, so it is the
 same for any two layouts; because of the 1, zeros count, and so does a part that is missing. A tensor's sum is
-multiplied by an odd number of its own, once for each copy that the engine rank keeps. Sums of neighbouring tensors
-are added up into groups. Fills and padding are not elements of the checkpoint and have no checksum.
+multiplied by a separate odd number, once for each copy that the engine rank keeps. Sums of neighbouring tensors are
+added up into groups. Fills and padding are not elements of the checkpoint and have no checksum.
 
-**What is detected.** A difference in one 32-bit word of a rank's group (one flipped bit, one wrong element) is always
-detected, because odd numbers are invertible modulo 2^64. Several differing words are detected unless they cancel. Let
-`v` be the number of low zero bits that the differences of all these words have in common. For random coefficients, the
-difference of two checksums is
+**Detected.** A difference in one 32-bit word of a rank's group (one flipped bit, one wrong element) is always detected,
+because odd numbers are invertible modulo 2^64. Several differing words are detected unless they cancel. Let `v` be the
+number of low zero bits that the differences of all these words have in common. For random coefficients, the difference
+of two checksums is
 
     sum over columns of column_coefficient(c) * (sum over rows of row_coefficient(r) * difference(r, c))
 
@@ -41,7 +41,7 @@ its lowest bit (exchanged rows, slices or shards, a transposed slice, a stale te
 differ in nothing but their highest bit. Exchanged tensors of equal shape are detected in the same way, by the
 tensors' own numbers. A sample detects what differs in the rows that it covers.
 
-**What is not detected.** The coefficients are not secret, so this is no protection against forged weights. Checksums
-cover the path of the elements along the traced copies; that these are the loader's is tested by `oracle`. All NaNs that
-a cast produces count as the same NaN.
+**Not detected.** The coefficients are not secret, so this is no protection against forged weights. Checksums cover the
+path of the elements along the traced copies; that these are the loader's is tested by `oracle`. All NaNs that a cast
+produces count as the same NaN.
 """

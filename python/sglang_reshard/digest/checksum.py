@@ -42,7 +42,7 @@ class RegionSpec:
 
 
 class RegionBatch:
-    """Views of many tensors, grouped by what they are views of. Holds the views, and no memory of its own."""
+    """Views of many tensors, grouped by their base. Holds the views, but no other memory."""
 
     def __init__(self) -> None:
         self._alike: dict[tuple[RegionSpec, torch.dtype, torch.device], tuple[list[torch.Tensor], list[int]]] = {}

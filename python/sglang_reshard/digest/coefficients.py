@@ -1,4 +1,4 @@
-"""Computes the numbers by which elements are multiplied, from their position in the whole tensor. Without torch.
+"""Computes the factors of elements, from their position in the whole tensor. Without torch.
 
 Coefficients are odd and pseudo-random: splitmix64 of an index, with the lowest bit set. All arithmetic is modulo 2^64.
 """

@@ -1,4 +1,4 @@
-"""Lists the regions of the checkpoint that an engine rank keeps, which it wants the trainer's checksums of.
+"""Lists the regions of the checkpoint that an engine rank keeps; it requests the trainer's checksums of them.
 
 Sent from engine ranks to trainer ranks; without torch.
 """

@@ -36,13 +36,13 @@ class PartialChecksums(NamedTuple):
 
 
 class SourceChecksums:
-    """One trainer rank's part of the checksums of all engine ranks. Holds views of its shards, no memory of its own.
+    """One trainer rank's part of the checksums of all engine ranks. Holds views of its shards, but no other memory.
 
     shards   in the layout's order, see `TrainerState`
     regions  that engine ranks keep, one set per engine rank
 
     An element is counted by one of the trainer ranks that hold it; which one depends on the tensor, so that ranks that
-    hold replicas share the work. What several engine ranks keep alike is read once.
+    hold replicas share the work. Regions that several engine ranks keep are read once.
 
     Raises Mismatch if an engine rank keeps regions that the layout does not have.
     """
@@ -73,7 +73,7 @@ class SourceChecksums:
                 self._batch.add(spec, region.view(shards[tensor]), row)
 
     def compute(self, selection: Selection) -> PartialChecksums:
-        """Returns the part for what the shards hold now."""
+        """Returns the part for the current values of the shards."""
         found = np.zeros((len(self._of_engine_rank), num_groups(self._tensors)), np.uint64)
         own = self._batch.checksums(self._num_rows, selection)
         for of_rank, (rows, groups, factors) in zip(found, self._of_engine_rank, strict=True):
@@ -123,7 +123,7 @@ def _check(regions: RegionSet, engine_rank: int, tensor_index: TensorIndex) -> N
     tensors, kinds = regions.columns() if complete else (np.full(1, -1), np.full(1, -1))
     if not (_are_below(tensors, len(tensor_index.class_of)) and _are_below(kinds, len(regions.kinds))):
         raise Mismatch(
-            f"engine rank {engine_rank} requests checksums of tensors that the trainer's layout does not have. "
+            f"engine rank {engine_rank} requests checksums of tensors that are not in the trainer's layout. "
             f"{_SAME_VERSION}"
         )
     pairs, firsts = np.unique(np.stack([tensor_index.class_of[tensors], kinds]), axis=1, return_index=True)
@@ -131,12 +131,14 @@ def _check(regions: RegionSet, engine_rank: int, tensor_index: TensorIndex) -> N
         if not _is_region_of(regions.kinds[kind], tensor_index.classes[number]):
             tensor = tensor_index.layout.tensors[tensors[first]]
             raise Mismatch(
-                f"engine rank {engine_rank} requests a checksum of {regions.kinds[kind]} of {tensor.name}, which is "
+                f"engine rank {engine_rank} requests a checksum of {tensor.name} as {regions.kinds[kind]}, but it is "
                 f"{tensor.dtype} {tensor.shape} in the trainer's layout. {_SAME_VERSION}"
             )
     for kind in regions.kinds:  # also those of no region
         if not _is_copied(kind):
-            raise Mismatch(f"engine rank {engine_rank} keeps {kind.copies} copies of a region. {_SAME_VERSION}")
+            raise Mismatch(
+                f"engine rank {engine_rank} says that it keeps {kind.copies} copies of a region. {_SAME_VERSION}"
+            )
 
 
 def _is_copied(kind: RegionKind) -> bool:

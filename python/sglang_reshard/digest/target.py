@@ -22,7 +22,7 @@ _NAMED = 5
 
 
 class TargetChecksums:
-    """Checksums of what a traced program's copies write. Holds views of live memory, and no memory of its own.
+    """Checksums of the tensors that a traced program's copies write. Holds views of live memory, but no other memory.
 
     regions  for the trainer ranks, which compute the checksums that these must equal
     """
@@ -54,7 +54,7 @@ class TargetChecksums:
         self._group = groups_of(self._tensors, len(self._names))
 
     def place(self, program: Program, arriving: Sequence[Collection[str]]) -> None:
-        """`program` has memory for what is converted; `arriving` are the targets that are complete after each turn."""
+        """`program` has memory for converted weights; `arriving` are the targets that are complete after each turn."""
         self._batches = []
         for targets in arriving:
             batch, rows = RegionBatch(), []
@@ -64,17 +64,19 @@ class TargetChecksums:
             self._batches.append((batch, np.unique(np.array(rows, np.int64))))
 
     def begin(self, selection: Selection) -> None:
-        """Must be called before the copies of an update, with what `compute` will be called with."""
+        """Must be called before the copies of an update, with the arguments of the later `compute`."""
         self._selection = selection
 
     def arrived(self, turn: int) -> None:
-        """Must be called before what is complete is converted. What arrives again, from another rank, counts once."""
+        """Must be called before complete weights are converted. Elements that arrive again, from another rank, count
+        once.
+        """
         assert self._selection is not None, "begin() comes first"
         batch, rows = self._batches[turn]
         self._arrived[rows] = batch.checksums(len(self._arrived), self._selection)[rows]
 
     def compute(self, selection: Selection) -> np.ndarray:
-        """Returns uint64 [groups], of what live memory holds now, and of what had arrived before it was quantized.
+        """Returns uint64 [groups], of the current live memory, and of the arrived weights before they were quantized.
 
         Must be called after all copies of an update and before its local steps, which may overwrite what was copied.
         """

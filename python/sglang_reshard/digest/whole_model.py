@@ -65,7 +65,7 @@ def model_digest(parts: Iterable[bytes]) -> str:
 
 
 def with_kept(digest: str, kept: Iterable[str]) -> str:
-    """Returns the digest of weights of which the parameters `kept` were left as they are: it has their names.
+    """Returns the digest of weights whose parameters `kept` were not changed: it has their names.
 
     Their values are in no checkpoint tensor that was sent, and in shards that depend on the engine. An empty digest
     stays empty.

@@ -1,4 +1,4 @@
-"""Holds the state of one update on one engine rank, and the votes by which engine ranks proceed or fail together."""
+"""Holds the state of one update on one engine rank, and the votes of engine ranks to proceed or fail together."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Vote(msgspec.Struct, frozen=True):
 
     error              why it failed; empty if it succeeded
     reusable           prepare: the transfer of an earlier update can be used again
-    accepts            prepare: this rank can take what the trainer ranks offer
+    accepts            prepare: this rank can take the offers of the trainer ranks
     names_open         prepare: it failed while the loader was traced, which tensors under other names may mend
     names              prepare: digest of the names that its loader was given, and whether others were looked for
     plan               plan: digest of the strategy, which must be the same on all ranks
@@ -89,7 +89,7 @@ class UpdateContext:
     """The state of one update on engine rank `rank` of `size`.
 
     kept_bytes  bytes of buffers that an earlier update left
-    taken       engine ranks take what trainer ranks offer instead of all weights
+    taken       engine ranks take the trainer ranks' offers instead of all weights
     seconds     phase -> seconds
     phase       the phase that was entered last
     digest      of all weights, on engine rank 0, once they have been verified in full
@@ -146,7 +146,7 @@ def failure_message(phase: str, failed: Sequence[int], error: str) -> str:
 
 
 def failed_phase(error: Exception, current: Phase) -> str:
-    """Returns the phase in which an update failed; "aborted" if it was cancelled by a rank that is in none of them.
+    """Returns the phase of a failed update; "aborted" if it was cancelled by a rank that is in none of them.
 
     current  this rank's
     """

@@ -1,9 +1,9 @@
-"""Finds the names under which an engine's loader reads what a trainer sends, where it does not read them as given.
+"""Finds the names under which an engine's loader reads a trainer's tensors, if it does not read the given names.
 
 A trainer's names may have prefixes of wrappers (`module.`, `_orig_mod.`), or the language model elsewhere than a
 multimodal engine has it. Only the loader knows which names it reads. So where it refuses names as they are given, or
-leaves some unread, each engine rank runs it over other candidates, and all ranks together choose those that are read.
-What is read as given stays as given.
+leaves some unread, each engine rank runs it over other candidates, and all ranks together choose those that are read. A
+name that the loader reads is not changed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LoaderNames:
     digest: str = ""
 
     def trainer_names(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Returns the names that the trainer has for what the loader reads as `names`."""
+        """Returns the trainer's names of the tensors that the loader reads as `names`."""
         given = dict(zip(self.names, self.given, strict=True)) if self.names else {}
         return tuple(given.get(name, name) for name in names)
 
@@ -68,7 +68,7 @@ class LoaderNames:
 
 
 def find_names(layout: str, given: Sequence[str], ignore: Sequence[str], probe: Probe) -> LoaderNames:
-    """Returns the names under which the engine reads most of what is given. Every engine rank finds the same.
+    """Returns the names under which the engine reads most of the given tensors. Every engine rank finds the same.
 
     layout  content hash of the layout whose tensors have the names `given`
     ignore  fnmatch patterns of given names that need not be read
@@ -95,7 +95,7 @@ def reading(found: NamesRead, names: Sequence[str]) -> Reading:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """Names, and what the engine's loader does with them.
+    """Names, and the result of the engine's loader for them.
 
     read      whether some engine rank reads each
     refused   indices at which a rank's loader raised
@@ -158,7 +158,7 @@ class _Search:
         if complete:
             ways = " or ".join(f"rename={dict(mapping)!r}" for _, mapping in complete)
             first = next(compress(best.names, unread))
-            raise Mismatch(f"{first} may mean several tensors of this engine; pass {ways} to the update")
+            raise Mismatch(f"{first} matches several tensors of this engine; pass {ways} to the update")
         better = max(found, key=lambda one: one[0].number_read, default=None)
         if better is None or (more := better[0].number_read - best.number_read) <= 0:
             return best, ""
@@ -178,7 +178,7 @@ class _Search:
             one, other = clashes[0]
             self.collision = self.collision or (
                 f"{self._given[one]} and {self._given[other]} are both {candidates[other][at[other]]} without the "
-                "prefixes of wrappers: leave one of them out, or pass rename= to the update"
+                "prefixes of wrappers. Leave one of them out, or pass rename= to the update"
             )
             for one, other in clashes:
                 changed = other if at[other] else one

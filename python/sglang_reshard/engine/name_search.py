@@ -15,7 +15,7 @@ from sglang_reshard.layout.source_layout import SourceLayout
 def search_names(context: UpdateContext, target: Target, layout: SourceLayout) -> LoaderNames:
     """Returns the names of the update's tensors as loaders read them. Collective over engine ranks.
 
-    layout  of what the update sends
+    layout  of the sent tensors
 
     Raises, on all engine ranks, what `find_names` raises.
     """

@@ -26,7 +26,7 @@ from sglang_reshard.routes.strategy import Strategy
 class Prepared:
     """The transfer to one engine rank, for one target plan, one set of handles and one set of options.
 
-    request    by which it was prepared
+    request    that it was prepared for
     end        of the route; it is connected once all engine ranks have planned alike
     command    to the trainer ranks, if they have to prepare
     landing    where the weights arrive
@@ -62,7 +62,7 @@ class Prepared:
 
 
 class Transfers:
-    """Prepares one engine rank's transfers. Keeps the last one, mapped memory, and what landings keep."""
+    """Prepares one engine rank's transfers. Keeps the last one, mapped memory, and the state of landings."""
 
     def __init__(self, engine_rank: int, device: torch.device, live: bool) -> None:
         """`live`: see `Target`."""

@@ -1,7 +1,7 @@
 """Receives updates on one engine rank: keeps the session, runs one update at a time, cleans up after failures.
 
-The phases of an update are in `update`. Here: which update is under way, in which session, and whether it runs at once
-or staged in parts.
+The phases of an update are in `update`. Here: the running update, its session, and whether it runs at once or staged in
+parts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _UpdateFailed(Exception):
 
 
 class WeightReceiver:
-    """One engine rank's end of the session. Keeps it, and what `UpdateExecutor` keeps, between updates.
+    """One engine rank's end of the session. Keeps it, and the state of `UpdateExecutor`, between updates.
 
     No method raises for an update that fails: the output says why, and whether the weights are torn.
     """
@@ -139,8 +139,8 @@ class WeightReceiver:
         # The lock is also held for the moment in which a session that has ended is dropped.
         if self._context is not None or not self._lock.acquire(timeout=_IDLE_S):
             raise Unsupported(
-                f"engine rank {self._rank} is receiving an update, and its memory cannot be moved into shared memory "
-                "meanwhile; pull again when that update has ended"
+                f"engine rank {self._rank} is receiving an update, so its memory cannot be moved into shared memory "
+                "now; pull again when the update has ended"
             )
         try:
             yield
@@ -155,7 +155,9 @@ class WeightReceiver:
         reads live weights.
         """
         if (context := self._context) is not None:
-            context.channel.abort(f"engine rank {self._rank}: its weights are being released")
+            context.channel.abort(
+                f"engine rank {self._rank}: its weights are being released; repeat the update when they are resumed"
+            )
         with self._lock:
             self._executor.release_pages()
 
@@ -174,7 +176,10 @@ class WeightReceiver:
         except Mismatch as error:  # not from a sender of ours: the session in it is not to be trusted
             raise self._failed(str(error)) from None
         if not self._lock.acquire(timeout=request.timeout_s):
-            raise self._failed(f"engine rank {self._rank} was busy with another update for {request.timeout_s:.0f} s")
+            raise self._failed(
+                f"engine rank {self._rank} was busy with another update for {request.timeout_s:.0f} s; repeat this "
+                "update, or raise timeout_s"
+            )
         try:
             with log_context(**request.labels(), rank=f"engine rank {self._rank}"):
                 try:
@@ -231,7 +236,7 @@ class WeightReceiver:
     def _staged_context(self, request: DistributedUpdateWeightsReq) -> UpdateContext:
         """Returns the context of the staged update. Fails without ending the update that has replaced it, if any."""
         if self._context is None or self._context.request != request:
-            message = f"engine rank {self._rank}: update {request.update} is not staged here; repeat it"
+            message = f"engine rank {self._rank} has not staged update {request.update}; repeat the update"
             raise self._failed(message, Phase.READY.value)
         return self._context
 

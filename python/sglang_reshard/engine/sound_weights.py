@@ -1,7 +1,7 @@
 """Refuses to leave parameters as they are where nothing has brought them.
 
 An engine that starts on random values (`load_format="dummy"`), or whose weights were released, has none; nor has one
-of which an update broke off. An update that keeps parameters (`trace.kept`) must not call such an engine complete.
+whose update failed half-way. An update that keeps parameters (`trace.kept`) must not call such an engine complete.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_kept(kept: Collection[str], request: DistributedUpdateWeightsReq, last
     shown = ", ".join(names[:_SHOWN_NAMES])
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     raise Mismatch(
-        f"{shown}{more} would stay as they are, and nothing has brought them: the engine "
-        "was started with load_format='dummy', its weights were released, or an update of them broke off. Send them "
-        "once, without frozen= and only=, or start the engine on a checkpoint"
+        f"{shown}{more} would stay as they are, and nothing has brought them: the engine was started with "
+        "load_format='dummy', its weights were released, or an update of them failed half-way. Send all tensors once, "
+        "without frozen= and only=, or start the engine on a checkpoint"
     )

@@ -1,4 +1,4 @@
-"""Plans what an engine rank writes, and what it reads from which trainer rank."""
+"""Plans the writes of an engine rank, and its reads from each trainer rank."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ logger = get_logger(__name__)
 class TargetPlan:
     """An engine rank's program and read plan.
 
-    Valid for one source layout (by content hash), its names for the loader, one rule of what may stay, one set of live
-    addresses, one set of trainer ranks' hosts and GPUs, and one set of trainer ranks whose memory cannot be mapped.
+    Valid for one source layout (by content hash), its names for the loader, one rule for kept parameters, one set of
+    live addresses, one set of trainer ranks' hosts and GPUs, and one set of trainer ranks whose memory cannot be
+    mapped.
     """
 
     layout: str
@@ -113,7 +114,7 @@ def plan_target(
 
 
 def get_layout(request: DistributedUpdateWeightsReq, session: Session) -> SourceLayout:
-    """Returns the layout of what an update sends. Raises Mismatch if it is not valid."""
+    """Returns the layout of the tensors that an update sends. Raises Mismatch if it is not valid."""
     layout = session.get(request.layout, SourceLayout, "the source layout", request.timeout_s)
     check_layout(layout, len(request.trainer_hosts))
     return layout

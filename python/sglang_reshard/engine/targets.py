@@ -1,4 +1,4 @@
-"""What the updates of an engine rank write: a model, as its own loader does, or tensors as they are sent."""
+"""The target of an engine rank's updates: a model, as its own loader does, or tensors as they are sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_reshard.trace.tracer import trace
 
 
 class Target(Protocol):
-    """What updates write.
+    """The target of updates.
 
     live  requests are served from the memory that programs write
     """
@@ -87,7 +87,7 @@ class TracedModel:
 
 
 class ReceivedAdapter:
-    """Tensors as the trainer sends them, whole, in memory of their own: what is no model's parameters.
+    """Tensors as the trainer sends them, whole, in separate memory: tensors that are not model parameters.
 
     Nothing is served from this memory: an update can still fail without consequences until `use`. The memory is kept
     for the next update.
@@ -105,7 +105,7 @@ class ReceivedAdapter:
         """Raises Mismatch for tensors that cannot be used."""
 
     def use(self) -> None:
-        """Makes use of the tensors. Called on every engine rank, once all ranks have received and verified them."""
+        """Applies the tensors. Called on every engine rank, once all ranks have received and verified them."""
         raise NotImplementedError
 
     def placement(self) -> bytes:

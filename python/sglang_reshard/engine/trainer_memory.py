@@ -1,4 +1,6 @@
-"""The trainer ranks' memory as one engine rank reaches it: handles, what can be mapped, and what is."""
+"""The trainer ranks' memory as one engine rank reaches it: its handles, the memory that can be mapped, and the mapped
+memory.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class TrainerMemory:
     ) -> dict[int, str]:
         """Returns trainer rank -> why its memory cannot be mapped, for those whose memory cannot.
 
-        Tries one handle of each that has new ones. No mapping of its old ones may be in use any more.
+        Tries one handle of each that has new ones. No mapping of its old ones may still be in use.
         """
         tried = [(t, request.handles[t]) for t in trainer_ranks]
         new = [(t, digest) for t, digest in tried if self._tried.get(t, ("",))[0] != digest]

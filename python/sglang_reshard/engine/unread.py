@@ -16,21 +16,21 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 def check_unread(unread: Sequence[str], ignore: Sequence[str], apart: Mapping[str, str] = _NOTHING) -> None:
     """Raises Mismatch unless each name that no engine rank reads matches one of the patterns in `ignore`.
 
-    A loader skips what it does not know and what it does not need (a tied head, a layer for speculative decoding)
-    alike, without reporting which. So the trainer declares what it means to be skipped.
+    A loader skips unknown tensors and unneeded ones (a tied head, a layer for speculative decoding) alike, without
+    reporting either. So the trainer declares what it means to be skipped.
 
     apart  why a tensor is not the embedding that an engine would read in its place, see `trainer.tied_heads`
     """
     mistaken = not_ignored(unread, ignore)
     if untied := next((apart[name] for name in mistaken if name in apart), ""):
         raise Mismatch(
-            f"{untied}, but the engine ties the two: no rank's loader reads the head. Tie them in the trainer, too, or "
-            "start the engine on a checkpoint whose config has tie_word_embeddings=false"
+            f"{untied}, but the engine ties the two: no engine rank's loader reads the head. Tie them in the trainer "
+            "as well, or start the engine on a checkpoint whose config has tie_word_embeddings=false"
         )
     if mistaken:
         raise Mismatch(
-            f"{unread_remark(mistaken)}: no rank's loader reads it. Correct the name, or if it is meant to be skipped, "
-            f"pass ignore=[{mistaken[0]!r}], patterns allowed, to the update"
+            f"{unread_remark(mistaken)}: no engine rank's loader reads it. Correct the name. To skip it on purpose, "
+            f"pass ignore=[{mistaken[0]!r}] to the update; patterns are allowed"
         )
 
 
@@ -49,7 +49,7 @@ def left_alone_remark(program: Program) -> str:
     """Returns the report's remark on parameters that an update does not write; empty if there are none."""
     if not program.left_alone:
         return ""
-    return f"left as in an engine started on its checkpoint, of which no tensor reaches: {_some(program.left_alone)}"
+    return f"no tensor of the engine's checkpoint reaches these, so they keep their values: {_some(program.left_alone)}"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -7,8 +7,8 @@
     check    what has to be checked of an offer has arrived, and is sound, on all engine ranks
     staged   a staged update has arrived where the landing holds it back, and is verified
     move     bytes arrive where the landing has them written: in the live parameters, or apart from them
-    verify   checksums of what has arrived are compared with the trainer's, if requested
-    commit   what was held back is made live; the loader's local steps run; what forward passes have derived
+    verify   checksums of the arrived weights are compared with the trainer's, if requested
+    commit   staged weights are made live; the loader's local steps run; what forward passes have derived
              from the old weights is dropped, or computed again
 
 All engine ranks vote between the phases, and so proceed or fail together. The first byte is written to live memory
@@ -111,7 +111,7 @@ class UpdateExecutor:
     def prepare_commit(self, context: UpdateContext, refusal: str) -> None:
         """Takes the last vote before the live weights are written, where `prepare` has not: time may have passed."""
         if not refusal and self._target.placement() != self._placed:
-            refusal = "experts were rebalanced since the update was staged; repeat it"
+            refusal = "experts were rebalanced after the update was staged; repeat the update"
         with self._begins_to_write(context, not refusal) as mark:
             context.all_gather_votes(Phase.READY, Vote(refusal), mark)
 
@@ -147,18 +147,18 @@ class UpdateExecutor:
         live = self._live
         if live is None:
             raise Unsupported(
-                f"engine rank {self._rank}: the live weights were not brought by an update of this package, so that "
-                "nothing tells which checkpoint tensors they hold; update this engine first"
+                f"engine rank {self._rank}: the live weights were not brought by an update of this package, so it is "
+                "unknown which checkpoint tensors they hold. Update this engine first"
             )
         if live.signature != self._target.signature():
             raise Unsupported(
-                f"engine rank {self._rank}: live parameters were replaced since the last update, or experts moved; "
-                "update it again"
+                f"engine rank {self._rank}: live parameters were replaced, or experts moved, since the last update. "
+                "Update this engine again"
             )
         if live.program.kept:
             raise Unsupported(
-                f"engine rank {self._rank}: the last update left {live.program.kept[0]} and others as they "
-                "were, so that nothing tells which checkpoint tensors they hold; send this engine all weights once"
+                f"engine rank {self._rank}: the last update did not write {live.program.kept[0]} and others, so it is "
+                "unknown which checkpoint tensors they hold. Send all weights to this engine once"
             )
         return live.program, {tensor.name: tensor.shape for tensor in live.tensor_index.layout.tensors}
 
@@ -224,9 +224,9 @@ class UpdateExecutor:
             return Vote(error=self._described(context, error), names_open=in_trace and not searched, names=names)
 
     def _find_names(self, context: UpdateContext) -> list[Vote]:
-        """Finds other names for what the loader does not read as given, and prepares the target for them. Collective.
+        """Finds other names for tensors that the loader does not read, and prepares the target for them. Collective.
 
-        Returns the votes of all engine ranks, none of which has anything to use again.
+        Returns the votes of all engine ranks, if none of them has a transfer to reuse.
         """
         try:
             with context.enter(Phase.TRACE):
@@ -299,7 +299,7 @@ class UpdateExecutor:
                 vote = Vote(error=self._described(context, error))
             votes = context.all_gather_votes(Phase.PLAN, vote)
         if plan is None or len({v.plan for v in votes}) > 1:
-            raise ReshardError("engine ranks made different plans; this is a bug, please report it")
+            raise ReshardError("engine ranks made different plans. This is a bug; please report it")
         plan.kept = tuple(sorted({name for v in votes for name in v.kept}))
         plan.landing.told(tuple(v.landing for v in votes), plan.kept)
         return plan
@@ -326,7 +326,7 @@ class UpdateExecutor:
                 context.all_gather_votes(Phase.CONNECT, Vote(error), mark)
 
     def _vote_on_taken(self, context: UpdateContext) -> None:
-        """Fails on all ranks, and leaves the live weights as they are, if one of them gets what is damaged."""
+        """Fails on all ranks, without changing live weights, if one of them receives damaged data."""
         error = ""
         try:
             self._check_taken(context)
@@ -411,7 +411,7 @@ def _names_are_open(votes: Sequence[Vote]) -> bool:
 
 
 def _torn(request: DistributedUpdateWeightsReq) -> str:
-    return f"update {request.update} broke off while weights were being written"
+    return f"update {request.update} failed while weights were being written"
 
 
 def _with_votes(output: DistributedUpdateWeightsOutput, votes: list[Vote]) -> DistributedUpdateWeightsOutput:

@@ -1,7 +1,7 @@
 """Provides what is built on senders and receivers. Nothing that an update without it runs imports it.
 
 asynchronous      update_async: sends a copy of the weights while the trainer goes on
-finite            first_not_finite: finds NaN and infinity in what a trainer is about to send
+finite            first_not_finite: finds NaN and infinity in a trainer's weights
 modules           ModuleSender, ModuleReceiver: updates plain torch modules in processes without SGLang
 parameter_stream  ParameterStream: takes parameters that a trainer broadcasts, for one engine
 probe             Probe: compares log-probabilities of trainer and engine after an update

@@ -1,14 +1,14 @@
-"""Takes parameters that a trainer broadcasts one by one, and gives an engine whole versions of them.
+"""Receives parameters that a trainer broadcasts one by one, and updates an engine with complete versions of them.
 
-    stream = ParameterStream(engine.update_weights_distributed)         # beside the engine, in one process of its host
+    stream = ParameterStream(engine.update_weights_distributed)         # in one process of the engine's host
     stream.init_broadcast_group("10.0.0.1", 29500, rank_offset=1, world_size=2, group_name="weights", backend="nccl")
     for name, dtype, shape in ...:                                      # as the trainer broadcasts them from its rank 0
         stream.update_broadcast(1, name, dtype, shape)
     stream.commit(1)
 
-The engine has one member in the group, whatever its size, which keeps every parameter whole. Its memory is then that of
-a trainer of one rank: engine ranks read their parts of it by this package's plan, and have all of a version or none.
-Stock SGLang's `update_weights_from_distributed`, in which every engine rank is a member, stays as it is.
+The engine has one member in the group, for any TP size. It keeps every parameter whole. It then acts as a trainer of
+one rank: engine ranks read their parts from its memory, and have all of a version or none. Stock SGLang's
+`update_weights_from_distributed`, with every engine rank as a member, is not changed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ParameterStream:
     ) -> None:
         """Joins the trainer's group, as `init_custom_process_group` of SGLang makes it. Collective over the group.
 
-        rank_offset  this engine's rank in the group: 1 for the first engine, as the trainer has 0
+        rank_offset  this engine's rank in the group: 1 for the first engine, because the trainer has 0
         world_size   members of the group: the trainer, and one for each engine
         """
         from sglang_reshard.patches import custom_group
@@ -95,8 +95,8 @@ class ParameterStream:
     ) -> None:
         """Receives several parameters, which the trainer broadcasts as one tensor of bytes, see `buckets`.
 
-        The first parameters of another version begin that one, and give up what was not committed. Raises RuntimeError
-        if the broadcast fails: then these parameters have to be sent once more.
+        Parameters of another version begin that version and discard uncommitted ones. Raises RuntimeError if the
+        broadcast fails; broadcast these parameters again.
         """
         if self._group is None:
             raise Mismatch("call init_broadcast_group first")
@@ -118,17 +118,20 @@ class ParameterStream:
         self._received |= set(names)
 
     def commit(self, version: object, **options: Any) -> UpdateReport:
-        """Updates the engine to a version of which all parameters have arrived; its weight_version is `version`.
+        """Updates the engine to a version whose parameters have all arrived; its weight_version is `version`.
 
         options  of `WeightSender.update`
 
-        Raises Mismatch, naming them, if parameters of the version before have not arrived, and what the update raises.
-        The engine keeps the weights that it had then, unless they are torn.
+        Raises Mismatch, naming them, if parameters of the version before have not arrived, and the errors of the
+        update. In this case the engine keeps its weights, unless they are torn.
         """
         missing = [name for name in self._known if name not in self._received]
         if self._version != str(version) or missing:
             shown = ", ".join(missing[:_SHOWN_NAMES]) or "no parameter at all"
-            raise Mismatch(f"version {version} has not arrived: {len(missing)} parameters are missing, {shown}")
+            raise Mismatch(
+                f"version {version} is incomplete: {len(missing)} parameters have not arrived, {shown}. Send them "
+                "before committing"
+            )
         report = self._sender.update(list(self._known.items()), weight_version=str(version), **options)
         self._version, self._received = None, set()
         return report
@@ -150,9 +153,9 @@ class ParameterStream:
 def buckets(
     named_tensors: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int, *, by_module: bool = False
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yields parameters that a trainer may broadcast as one: together of at most `bucket_bytes`, or one with more.
+    """Yields groups of parameters that a trainer may broadcast as one: at most `bucket_bytes`, or one larger parameter.
 
-    by_module  parameters of one module ("model.layers.3.mlp") stay together, and no bucket has those of two
+    by_module  a bucket has all parameters of one module ("model.layers.3.mlp"), and no others
     """
     bucket: list[tuple[str, torch.Tensor]] = []
     filled, module = 0, ""
@@ -168,7 +171,7 @@ def buckets(
 
 
 def packed(bucket: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
-    """Returns what a trainer broadcasts for a bucket: the tensor, or the bytes of several."""
+    """Returns the tensor that a trainer broadcasts for a bucket: the parameter, or the bytes of several."""
     if len(bucket) == 1:
         return bucket[0][1].detach().contiguous()
     return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in bucket])
@@ -177,5 +180,5 @@ def packed(bucket: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
 def _dtype(given: torch.dtype | str) -> torch.dtype:
     found = given if isinstance(given, torch.dtype) else getattr(torch, given.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise Mismatch(f"{given!r} is no dtype of torch")
+        raise Mismatch(f"{given!r} is not a torch dtype")
     return found

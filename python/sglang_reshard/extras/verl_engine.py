@@ -5,12 +5,12 @@
     out = engine.generate(input_ids=[[1, 2, 3]], sampling_params={"max_new_tokens": 8})
     engine.shutdown()
 
-The engine runs on the first trainer rank of every node; the other ranks only participate. A server is used in its
-place by other constructor arguments:
+The engine runs on the first trainer rank of every node; the other ranks only participate. To use a running server
+instead, pass other constructor arguments:
 
     engine = VerlEngine(device_mesh_cpu=mesh["tp"], backend="server", url="http://gpu7:30000", admin_api_key=...)
 
-All methods are collective, and return their result on every rank.
+All methods are collective and return their result on every rank.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class VerlEngine:
     interface        address of the first rank's host at which engine ranks connect to it; by default loopback on one
                      node, on several the one at which other nodes find MASTER_ADDR, and for a server that of the
                      interface towards it
-    options, given   see `SenderOptions`; what is given by another name is passed to `sglang.Engine`
+    options, given   see `SenderOptions`; other named arguments are passed to `sglang.Engine`
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class VerlEngine:
         options = SenderOptions.of(options, of_sender)
         if device_mesh_cpu.ndim != 1:
             raise Unsupported(
-                f"device_mesh_cpu has {device_mesh_cpu.ndim} dimensions; pass one of them, mesh['tp'] for example"
+                f"device_mesh_cpu has {device_mesh_cpu.ndim} dimensions; pass a mesh of one dimension, mesh['tp'] for "
+                "example"
             )
         self._group = device_mesh_cpu.get_group()
         self._rank = device_mesh_cpu.get_local_rank()
@@ -94,7 +95,9 @@ class VerlEngine:
             self._start(arguments, ranks_per_node)
         elif backend == "server":
             of_engine = {**server_args, "tp_size": tp_size, "nnodes": None if nnodes == 1 else nnodes}
-            _check_not_given(of_engine, "backend='server'", "a server's are set when it is started")
+            _check_not_given(
+                of_engine, "backend='server'", "they are options of the engine, and a server gets them at its start"
+            )
             self._local, reached = connect_server(
                 self._group, url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=options.timeout_s
             )
@@ -122,11 +125,13 @@ class VerlEngine:
         options, given   weight_version and the other options of `WeightSender.update`
         """
         if load_format is not None:
-            raise Unsupported(f"load_format={load_format!r} is not supported: the engine's own loader is used; omit it")
+            raise Unsupported(
+                f"load_format={load_format!r} is not supported, because the engine's own loader is used; omit it"
+            )
         return self._sender.update(named_tensors, options, **given)
 
     def lora_adapter(self, name: str, config: str) -> WeightSender:
-        """Returns what updates a LoRA adapter of the engine, see `WeightSender.lora_adapter`."""
+        """Returns a WeightSender for one LoRA adapter of the engine, see `WeightSender.lora_adapter`."""
         return self._sender.lora_adapter(name, config)
 
     def generate(
@@ -171,7 +176,7 @@ class VerlEngine:
         self._on_first_rank(lambda: self._first.resume_memory_occupation(tags))
 
     def pause_generation(self, mode: PauseMode = "abort") -> None:
-        """Pauses requests of other clients, so that an update need not wait for them; see `RemoteEngine`."""
+        """Pauses requests of other clients, so that an update does not wait for them; see `RemoteEngine`."""
         self._on_first_rank(lambda: self._first.pause_generation(mode))
         self._paused = True
 
@@ -191,7 +196,7 @@ class VerlEngine:
     def shutdown(self) -> None:
         """Ends the session, and the processes of an engine that was started here.
 
-        A server keeps running with the weights that it has.
+        A server keeps running with its weights.
         """
         self._sender.close()
         if self._local is not None:
@@ -223,11 +228,11 @@ class VerlEngine:
 
 def _check_nodes(trainer_ranks: int, nnodes: int, interface: str) -> None:
     if trainer_ranks % nnodes:
-        raise Unsupported(f"{trainer_ranks} trainer ranks cannot be spread evenly over {nnodes} nodes")
+        raise Unsupported(f"{trainer_ranks} trainer ranks cannot be divided evenly among {nnodes} nodes")
     if nnodes > 1 and interface.startswith("127."):
         raise Unsupported(
-            f"nnodes={nnodes}, but the session listens on {interface}, which other nodes cannot reach; "
-            "pass interface=, the first node's address in the private network"
+            f"nnodes={nnodes}, but the session listens on {interface}, which other nodes cannot reach; pass "
+            "interface=, the first node's address in the private network"
         )
 
 

@@ -3,7 +3,7 @@
 torch's own handles (`UntypedStorage._share_cuda_`) count their openers in shared memory and free a storage when the
 count is exactly zero, which fails for none and for several openers; and they open on the GPU's index in this process,
 which needs the GPU to be visible. The driver's own have neither rule: a handle can be opened on any device with peer
-access, and whoever made it keeps the memory.
+access, and the process that made it keeps the memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CudaDriver:
     def allocation(self, address: int) -> tuple[int, int, int]:
         """Returns first address, bytes, and id of the allocation that `address` lies in. An id never recurs.
 
-        For memory that `has_handle`: of virtual memory, the range is what was reserved, not what is mapped.
+        For memory that `has_handle`: of virtual memory, the range is the reserved one, not the mapped one.
         """
         return (
             self.attribute(address, _RANGE_START),
@@ -88,7 +88,7 @@ class CudaDriver:
         self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(seen), ctypes.c_void_p(address), ctypes.c_uint(0))
         if seen.value != address:
             self.unregister_host(address)
-            raise DriverError("cuMemHostGetDevicePointer_v2", "devices see it at another address")
+            raise DriverError("cuMemHostGetDevicePointer_v2", "GPUs see this memory at another address than the host")
 
     def unregister_host(self, address: int) -> None:
         self._call("cuMemHostUnregister", ctypes.c_void_p(address))

@@ -45,5 +45,5 @@ def nvlink_domain(uuid: str) -> str:
 
 
 def domain_name(cluster: bytes, clique: int, state: int) -> str:
-    """Returns it for what NVML says. Without a cluster a GPU is in no domain, as on a single host."""
+    """Returns it for the values of NVML. Without a cluster a GPU is in no domain, as on a single host."""
     return f"{cluster.hex()}/{clique}" if state == _COMPLETED and any(cluster) else ""

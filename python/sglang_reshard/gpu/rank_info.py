@@ -21,7 +21,7 @@ NCCL_SETTINGS = tuple(dict.fromkeys((*HOST_SETTINGS, *DOMAIN_SETTINGS, *CHANNEL_
 
 
 class RankGpuInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The GPU of one rank, and what its process has set for it. Equal to `RankGpuInfo()` for a rank without a GPU.
+    """The GPU of one rank, and the settings of its process. Equal to `RankGpuInfo()` for a rank without a GPU.
 
     uuid       of the GPU; indices differ between processes
     visible    UUIDs of the GPUs that the process sees, in the order of its indices

@@ -94,9 +94,8 @@ class CudaRuntime:
             driver = cuda_driver()
             if not driver.has_handle(address):
                 raise Unsupported(
-                    "its GPU memory has no CUDA IPC handle, as is so for expandable segments, cudaMallocAsync and "
-                    "pools of virtual memory; unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or use "
-                    "transport='p2p'"
+                    "its GPU memory has no CUDA IPC handle: expandable segments, cudaMallocAsync and virtual memory "
+                    "pools have none. Unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or use transport='p2p'"
                 )
             return Allocation(*driver.allocation(address))
 
@@ -126,7 +125,8 @@ class CudaRuntime:
     def open_handles(self, handles: Sequence[bytes], device: torch.device) -> list[int]:
         """Maps allocations of other processes for `device`, which need not see the GPUs that they are on.
 
-        Returns their addresses here. Raises Unsupported if `device` cannot reach one of the GPUs; none is mapped then.
+        Returns their addresses here. Raises Unsupported if `device` cannot reach one of the GPUs; in this case none is
+        mapped.
         """
         opened: list[int] = []
         with _context(device), _translated("GPU memory cannot be mapped"):
@@ -202,7 +202,7 @@ class CudaRuntime:
     def spare_captures(self) -> None:
         """Lets the calling thread use CUDA while others capture graphs; by default that would break their captures.
 
-        What it launches becomes no part of a capture. It must not wait for whole devices, which breaks captures anyway.
+        Its launches do not become part of a capture. It must not wait for whole devices, which breaks captures anyway.
         """
         if self.uses_gpu():
             with contextlib.suppress(DriverError, OSError):
@@ -210,7 +210,7 @@ class CudaRuntime:
 
     @contextlib.contextmanager
     def own_stream(self, device: torch.device) -> Iterator[None]:
-        """Runs the block in a stream beside the others, after all that `device` was given; waits for it at the end.
+        """Runs the block in a separate stream, after all earlier work on `device`; waits for it at the end.
 
         It waits also if the block fails: memory that is freed then must not be reused under the block's kernels.
         """
@@ -229,7 +229,7 @@ class CudaRuntime:
                 stream.synchronize()
 
     def adopt_stream(self, device: torch.device) -> Callable[[], None]:
-        """Returns a call by which another thread uses this one's current stream, until that thread ends."""
+        """Returns a call that makes another thread use this one's current stream, until that thread ends."""
         stream = torch.cuda.current_stream(device)
 
         def adopt() -> None:  # not as a context, whose end would go back to GPU 0, and make a context there
@@ -251,7 +251,7 @@ class CudaRuntime:
         return torch.cuda.stream(self._waiting_streams[device])
 
     def free_bytes(self, device: torch.device) -> int:
-        """Returns what can be allocated, with what torch's allocator keeps unused."""
+        """Returns the bytes that can be allocated, including unused memory of torch's allocator."""
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 

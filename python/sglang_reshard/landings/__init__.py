@@ -1,10 +1,10 @@
-"""What is between a route and live memory: where weights arrive, and what is done before they are live.
+"""The layer between a route and live memory: where weights arrive, and their processing before they are live.
 
 base        the interface; the base class is live memory itself
-choice      which landings an update needs
-shadow      memory beside the live weights, in which a staged update arrives
-converting  quantizes or repacks what has arrived whole
-checked     compares what has arrived with what the trainer holds, before it counts
+choice      the landings that an update needs
+shadow      memory in addition to the live weights, where a staged update arrives
+converting  quantizes or repacks complete weights
+checked     compares the arrived weights with the trainer's, before they count
 """
 
 from __future__ import annotations
@@ -28,5 +28,8 @@ def trainer_side(landing: str, session: Session, trainer_rank: int, size: int, t
     Raises Mismatch for a landing that asks nothing.
     """
     if landing not in _SIDES:
-        raise Mismatch(f"an engine asks in the name of a landing {landing!r}, which has no side on trainer ranks")
+        raise Mismatch(
+            f"an engine sent a request for the landing {landing!r}, which trainer ranks do not have. Run the same "
+            "version of sglang-reshard on both sides"
+        )
     return cast("TrainerSide", import_module(_SIDES[landing]).trainer_side(session, trainer_rank, size, timeout_s))

@@ -41,7 +41,7 @@ class Update(Protocol):
 
 
 class Landing:
-    """Live memory: weights arrive where they are used, in the form in which they are kept.
+    """Live memory: weights arrive where they are used, in their final form.
 
     program       what a route writes
     holds_back    nothing that arrives is live before `commit`
@@ -60,15 +60,15 @@ class Landing:
         self.program = program
 
     def place(self, written: Sequence[Collection[str]], read: Collection[str], ahead: int = 0) -> None:
-        """Allocates memory for what is converted. Views of `program` that were made before are out of date.
+        """Allocates memory for converted weights. Views of `program` that were made before are out of date.
 
         written  targets of the messages of each turn; only those that are converted count
         read     targets that are copied from mapped memory
-        ahead    number of turns before its own in which a message may already be received
+        ahead    number of turns before its own that a message may already be received in
         """
 
     def turn_of(self, target: str) -> int | None:
-        """Returns the turn in which what is read from mapped memory is copied to `target`; None if before all."""
+        """Returns the turn that copies reads from mapped memory to `target`; None if before all."""
         return None
 
     def arrived(self, turn: int) -> None:
@@ -86,7 +86,7 @@ class Landing:
         """
 
     def begin(self, update: Update) -> None:
-        """Prepares for the weights of an update, none of which has arrived."""
+        """Prepares for the weights of an update, before any has arrived."""
 
     def check(self, update: Update) -> str:
         """Checks what has arrived. Returns the digest of all weights, or nothing if it is not known.
@@ -134,7 +134,7 @@ class LandingAround(Landing):
         self.inner.commit()
 
     def _follow(self) -> None:
-        """Takes over what the inner landing has allocated."""
+        """Takes over the allocations of the inner landing."""
         inner = self.inner
         self.program, self.turns, self.finished, self.complete = (
             inner.program,
@@ -146,7 +146,7 @@ class LandingAround(Landing):
 
 
 class Published(Protocol):
-    """What a trainer rank has published, see `trainer.publisher.PublishedShards`."""
+    """The published shards of a trainer rank, see `trainer.publisher.PublishedShards`."""
 
     @property
     def source(self) -> SourceLayout: ...
@@ -165,14 +165,14 @@ class TrainerSide(Protocol):
         published: Callable[[], Published],
         shards: Callable[[], Sequence[torch.Tensor]],
     ) -> None:
-        """Answers, together with the other trainer ranks. What fails is the answer, and is not raised."""
+        """Answers, together with the other trainer ranks. A failure becomes the answer; it is not raised."""
 
     def end(self, update: int, writable: bool) -> None:
-        """Ends an update in which anything was asked.
+        """Ends an update that has asked a question.
 
         writable  peers could write to the shards
 
-        Raises Mismatch if the shards have changed meanwhile.
+        Raises Mismatch if the shards have changed during the update.
         """
 
     def release(self) -> None:

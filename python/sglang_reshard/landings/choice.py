@@ -1,4 +1,6 @@
-"""Chooses where an engine rank's weights arrive, by what an update asks for and what has to be converted."""
+"""Chooses where an engine rank's weights arrive, from the options of an update and the weights that must be
+converted.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ class Landings:
     ) -> Landing:
         """Returns where the weights of updates like `request` arrive for `program`.
 
-        index          of what is sent
-        names          by which the digest counts tensors; empty for the layout's own
+        index          of the sent tensors
+        names          of the tensors in the digest; empty for the layout's own
         ranks_on_host  number of engine ranks that share this one's host memory, with this one
 
         Raises Unsupported if there is no memory for shadow weights.

@@ -1,10 +1,10 @@
 """Converts weights where they have arrived, before they are written: quantizes or repacks them.
 
-They are in memory of their own from the first message that brings a part of them to the last one, and others are in the
-same memory before and after. See `trace.block_fp8` and `trace.repack` for what is converted.
+They are in temporary memory from the first message with a part of them to the last one; other weights use the same
+memory before and after. See `trace.block_fp8` and `trace.repack` for the conversions.
 
-What a rank reads from mapped memory itself, it copies in the last turn of the messages that bring other parts of the
-same, or in turns of their own that fill a bucket.
+A rank copies its own reads from mapped memory in the last turn of the messages that bring other parts of the same
+weight, or in separate turns that fill a bucket.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:  # trainer ranks load no tracer
 
 
 class Converting(LandingAround):
-    """Memory for the arrivals of a program, around where it writes what becomes of them.
+    """Memory for the arrivals of a program, and the places where it writes the converted weights.
 
     program  the inner landing's, and with memory for its arrivals once they are placed
     """
 
     def __init__(self, inner: Landing, device: torch.device, bucket_bytes: int) -> None:
-        """`bucket_bytes`: of what is read from mapped memory in one turn, or one weight if that has more."""
+        """`bucket_bytes`: read from mapped memory in one turn, or one weight if that has more."""
         super().__init__(inner)
         self._device, self._bucket_bytes = device, bucket_bytes
         self._last: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Shadow weights: memory beside an engine rank's live weights, in which a staged update arrives."""
+"""Shadow weights: memory in addition to an engine rank's live weights, where a staged update arrives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_reshard.trace.program import Program
 
 
 class Shadow(Landing):
-    """Memory that is written instead of what `live` writes, and is copied to that at the commit.
+    """Memory that is written instead of the targets of `live`, and is copied to them at the commit.
 
     Storages are copied whole in both directions, so that what no copy of the program writes stays as it is.
     """
@@ -64,8 +64,8 @@ def check_room(nbytes: int, ranks_on_host: int, device: torch.device) -> None:
         free, needed, where = psutil.virtual_memory().available, nbytes * ranks_on_host, "its host"
     if free < needed:
         raise Unsupported(
-            f"staged=True takes {nbytes:,} bytes beside the weights "
-            f"({needed:,} in total there), but {where} has {free:,} bytes free; update without staged=True"
+            f"staged=True needs {nbytes:,} bytes in addition to the weights ({needed:,} bytes in total there), but "
+            f"{where} has {free:,} bytes free. Update without staged=True"
         )
 
 

@@ -34,7 +34,7 @@ def folder_specs(folder: Path) -> list[TensorSpec]:
     elif len(files) > 1:
         files = [file for file in files if file.name != _CONSOLIDATED]
     if not files:
-        raise Mismatch(f"{folder} has no safetensors")
+        raise Mismatch(f"{folder} has no safetensors files")
     specs = [spec for file in files for spec in file_specs(file)]
     if missing := sorted(listed - {spec.name for spec in specs}):
         raise Mismatch(f"{folder} has no tensor {missing[0]}, which its {INDEX} lists")
@@ -51,11 +51,11 @@ def file_specs(file: Path) -> Iterator[TensorSpec]:
     try:
         opening = safe_open(file, framework="pt")
     except SafetensorError as error:
-        raise Mismatch(f"{file} is not a whole file of safetensors: {error}") from error
+        raise Mismatch(f"{file} is not a complete safetensors file: {error}") from error
     with opening as opened:
         for name in opened.keys():  # noqa: SIM118 (it is no dict)
             of = opened.get_slice(name)
             dtype = _DTYPES.get(of.get_dtype())
             if dtype not in ITEM_BYTES:
-                raise Unsupported(f"{file.name}: {name} is of dtype {of.get_dtype()}, which cannot be moved")
+                raise Unsupported(f"{file.name}: {name} has the dtype {of.get_dtype()}, which is not supported")
             yield TensorSpec(name, tuple(of.get_shape()), dtype)

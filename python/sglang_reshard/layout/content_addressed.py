@@ -1,4 +1,4 @@
-"""How a manifest travels: msgpack, compressed, and named by its content hash."""
+"""The form of a manifest in transit: msgpack, compressed, and named by its content hash."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def unpack_blob(
     what       its name in error messages, "the source layout"
     max_bytes  that it may take, unpacked
 
-    Raises Mismatch for what is cut short, too large, of another content, or of another kind.
+    Raises Mismatch if it is truncated, too large, or of another content or kind.
     """
     raw = inflate(data, max_bytes, what)
     if expect and hashlib.sha256(raw).hexdigest() != expect:
         raise Mismatch(
-            f"{what} is not what its content hash {expect[:12]!r} says: something else was left in its place. "
-            "Start a new session"
+            f"{what} does not match its content hash {expect[:12]!r}: something else was stored in its place. Start a "
+            "new session"
         )
     try:
         return msgpack_decoder(kind).decode(raw)
@@ -48,14 +48,16 @@ def unpack_blob(
 
 
 def inflate(data: bytes, max_bytes: int, what: str = "the manifest") -> bytes:
-    """Decompress at most `max_bytes`. Raises Mismatch for more, and for what is cut short or no zlib stream."""
+    """Decompress at most `max_bytes`. Raises Mismatch for more, and for a truncated or invalid zlib stream."""
     stream = zlib.decompressobj()
     try:
         raw = stream.decompress(data, max_bytes + 1)
     except zlib.error as error:
         raise Mismatch(f"{what} is damaged: {error}. Start a new session") from error
     if len(raw) > max_bytes:
-        raise Mismatch(f"{what} takes more than {max_bytes:,} bytes unpacked, which nothing honest does")
+        raise Mismatch(
+            f"{what} decompresses to more than {max_bytes:,} bytes, the limit. Was it published by sglang_reshard?"
+        )
     if not stream.eof or stream.unused_data:
-        raise Mismatch(f"{what} is damaged: it was cut short, or something follows it. Start a new session")
+        raise Mismatch(f"{what} is damaged: it is truncated, or has data after its end. Start a new session")
     return raw

@@ -1,6 +1,6 @@
 """Makes msgspec's decoders, one at a time.
 
-msgspec (0.22) keeps what it knows of a struct's fields with the struct's class, and fills it in while other threads may
+msgspec (0.22) caches data about a struct's fields in the struct's class, and fills the cache in while other threads may
 already use it: two threads that decode a class for the first time can crash the process. So all decoders of classes
 that several threads may decode are made here.
 """
@@ -37,7 +37,7 @@ def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
 
 
 def from_json(data: bytes | str, kind: type[T]) -> T:
-    """Returns a message of type `kind`. Raises msgspec.DecodeError for anything else, whatever the bytes are."""
+    """Returns a message of type `kind`. Raises msgspec.DecodeError for any other bytes."""
     try:
         return json_decoder(kind).decode(data)
     except UnicodeDecodeError as error:

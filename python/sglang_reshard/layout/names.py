@@ -14,8 +14,8 @@ def renamed(layout: SourceLayout, names: Sequence[str]) -> SourceLayout:
     """Returns the layout with `names`, in its order. Raises Mismatch unless there is one for each tensor."""
     if len(names) != len(layout.tensors):
         raise Mismatch(
-            f"there are {len(names)} names for the {len(layout.tensors)} tensors of the source layout; trainer and "
-            "engine must run the same version of sglang-reshard"
+            f"the engine sent {len(names)} names for the {len(layout.tensors)} tensors of the source layout; trainer "
+            "and engine must run the same version of sglang-reshard"
         )
     tensors = (msgspec.structs.replace(t, name=name) for t, name in zip(layout.tensors, names, strict=True))
     return msgspec.structs.replace(layout, tensors=tuple(tensors))

@@ -105,13 +105,13 @@ def invalid_reason(sharding: ExplicitSharding, trainer_ranks: int) -> str | None
     """Returns why the sharding is not one of its shape over `trainer_ranks` ranks; None if it is valid."""
     shape, shards, strides = sharding.shape, sharding.shard_map.shards, sharding.shard_map.strides
     if strides is not None and (len(strides) != len(shape) or any(not 0 < s < MAX_STRIDE for s in strides)):
-        return f"the strides {strides} of flat local tensors are not {len(shape)} positive numbers"
+        return f"flat local tensors need {len(shape)} positive strides, not {strides}"
     local_dims = len(shape) if strides is None else 1
     for shard in shards:
         if not shard.ranks or any(a >= b for a, b in itertools.pairwise(shard.ranks)):
-            return f"the ranks of {shard} are not distinct and ascending, or there are none"
+            return f"the ranks of {shard} must be distinct and ascending, and at least one"
         if not 0 <= shard.ranks[0] <= shard.ranks[-1] < trainer_ranks:
-            return f"{shard} has ranks that are not among the {trainer_ranks} trainer ranks"
+            return f"{shard} has ranks outside the {trainer_ranks} trainer ranks"
         if not len(shard.box.start) == len(shard.box.stop) == len(shape) or len(shard.local_start) != local_dims:
             return f"{shard} does not have the {len(shape)} dimensions of shape {shape}"
         bounds = zip(shard.box.start, shard.box.stop, shape, strict=True)

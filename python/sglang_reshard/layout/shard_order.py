@@ -69,8 +69,8 @@ def in_order(mesh: Mesh, placements: tuple[Placement, ...], orders: Orders) -> M
 def in_order_of_strides(mesh: Mesh, placements: tuple[Placement, ...]) -> MeshSharding:
     """Returns the sharding that torch means by placements with split factors, uneven sizes included.
 
-    Split factors that state an order are that order, and nothing is strided then. Others cut a dimension into so many
-    chunks, each of which the mesh dimension splits.
+    If the split factors state an order, it is returned, and no placement is strided. Otherwise a split factor cuts a
+    dimension into that number of chunks, and the mesh dimension splits each.
     """
     orders = stated_by_strides(mesh.shape, placements)
     if orders is None:

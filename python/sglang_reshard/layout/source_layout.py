@@ -1,8 +1,8 @@
 """Computes which elements each trainer rank holds from meshes and DTensor placements, without torch.
 
-A mesh dimension either replicates a tensor or shards one of its dimensions, from left to right (`shard_order` has
-other orders). What a rank holds of a tensor dimension is a sequence of index intervals, in the order of its local
-tensor; sharding chunks that sequence as `torch.chunk` does, so that uneven and empty shards are torch's.
+A mesh dimension either replicates a tensor or shards one of its dimensions, from left to right (`shard_order` has other
+orders). A rank's part of a tensor dimension is a sequence of index intervals, in the order of its local tensor;
+sharding chunks that sequence as `torch.chunk` does, so that uneven and empty shards are torch's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from sglang_reshard.layout.regions import ITEM_BYTES, Box, TensorSpec
 from sglang_reshard.layout.shard_map import ShardMap
 
 Interval = tuple[int, int]
-_CURE = "pass the same tensors in the same order on all trainer ranks, or partial=True if each passes its own"
+_CURE = (
+    "pass the same tensors in the same order on all trainer ranks, or partial=True if each trainer rank passes only "
+    "its own"
+)
 EXPLICIT = -1  # in place of a mesh: the tensor has an explicit shard map
 
 
@@ -186,7 +189,9 @@ class SourceLayout(msgspec.Struct, frozen=True):
 
 
 def first_difference(layout: SourceLayout, other: SourceLayout, other_rank: int) -> str:
-    """Returns an error message with the first tensor in which trainer rank 0's layout and `other_rank`'s differ."""
+    """Returns an error message with the first tensor that differs between the layouts of trainer rank 0 and
+    `other_rank`.
+    """
     for a, b in zip(layout.tensors, other.tensors, strict=False):
         for field in ("name", "shape", "dtype"):
             if getattr(a, field) != getattr(b, field):
@@ -205,5 +210,6 @@ def first_difference(layout: SourceLayout, other: SourceLayout, other_rank: int)
                 f"trainer rank {other_rank} has {theirs}"
             )
     return (
-        f"trainer rank 0 has {len(layout.tensors)} tensors, trainer rank {other_rank} has {len(other.tensors)}; {_CURE}"
+        f"trainer rank 0 has {len(layout.tensors)} tensors, but trainer rank {other_rank} has {len(other.tensors)}; "
+        f"{_CURE}"
     )

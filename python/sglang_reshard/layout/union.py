@@ -41,14 +41,14 @@ def union(layouts: Sequence[SourceLayout], layout_of_rank: Sequence[int]) -> Sou
         for number, other in others:
             if (other.shape, other.dtype) != (stated.shape, stated.dtype):
                 raise Mismatch(
-                    f"{name} is {stated.dtype} {stated.shape} on trainer rank {ranks_of[first][0]} and {other.dtype} "
+                    f"{name} is {stated.dtype} {stated.shape} on trainer rank {ranks_of[first][0]}, but {other.dtype} "
                     f"{other.shape} on trainer rank {ranks_of[number][0]}"
                 )
         key = tuple((number, tensor.shape, tensor.mesh, tensor.placements) for number, tensor in statements)
         if key not in known:
             held = _held(name, {number: layouts[number].shard_map(tensor) for number, tensor in statements}, ranks_of)
             if reason := invalid_reason(ExplicitSharding(stated.shape, held), len(layout_of_rank)):
-                raise Mismatch(f"{name}: trainer ranks that list it hold parts that do not go together: {reason}")
+                raise Mismatch(f"{name}: the trainer ranks that list it hold parts that do not go together: {reason}")
             _check_held(stated, held, [r for n, _ in statements for r in ranks_of[n]])
             known[key] = explicit.setdefault(held, len(explicit))
         tensors.append(SourceTensor(name, stated.shape, stated.dtype, EXPLICIT, known[key]))
@@ -59,7 +59,7 @@ def _check_held(tensor: SourceTensor, held: ShardMap, listing: Sequence[int]) ->
     if missing := tensor.spec.numel - held.covered_elements():
         raise Unsupported(
             f"{tensor.name}: trainer ranks {sorted(listing)} list it, and {missing} of its {tensor.spec.numel} "
-            "elements are held by none of them; list it on all ranks that hold shards of it"
+            "elements are held by none of them. List it on all trainer ranks that hold shards of it"
         )
 
 
@@ -68,8 +68,8 @@ def _held(name: str, stated: Mapping[int, ShardMap], ranks_of: Sequence[Sequence
     strides = {shard_map.strides for shard_map in stated.values()}
     if len(strides) > 1:
         raise Unsupported(
-            f"{name} is in flat buffers on some trainer ranks and not on others, {[ranks_of[n][0] for n in stated]} "
-            "among them; pass it alike on all of them"
+            f"{name} is in flat buffers on some trainer ranks and not on others, for example on "
+            f"{[ranks_of[n][0] for n in stated]}. Pass it in the same way on all of them"
         )
     listing = {number: set(ranks_of[number]) for number in stated}
     return ShardMap.of(

@@ -1,4 +1,4 @@
-"""Says which bytes of which of a trainer rank's storages an engine rank reads.
+"""Computes the byte ranges of a trainer rank's storages that an engine rank reads.
 
 Only storages that are read are mapped, and only pages that are read are registered with CUDA: a trainer rank of a large
 model has thousands of them.

@@ -1,8 +1,8 @@
 """Exports a trainer rank's GPU memory: a CUDA IPC handle for each allocation of the driver.
 
 torch's allocator cuts what it allocates (segments of 2 MiB and more) into storages, so that thousands of shards are in
-tens of allocations. Whoever maps an allocation sees all of it. The trainer keeps the memory: a handle counts nobody who
-opens it, and memory that is freed and allocated again, even at the same address, is another allocation.
+tens of allocations. A process that maps an allocation sees all of it. The trainer keeps the memory: a handle counts
+nobody who opens it, and memory that is freed and allocated again, even at the same address, is another allocation.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class GpuExporter:
             allocation, begin = find(name, shard, shard.device)
             offset, rest = divmod(begin, shard.dtype.itemsize)
             if rest:
-                raise Unsupported(f"{name}: its address in GPU memory is no multiple of {shard.dtype.itemsize} bytes")
+                raise Unsupported(
+                    f"{name}: its address in GPU memory is not a multiple of {shard.dtype.itemsize} bytes; clone() it"
+                )
             found.append((allocation, offset))
         marks = []
         for device, (words, seed) in self._pages.items():
@@ -117,7 +119,7 @@ def _exported(allocation: Allocation, device: torch.device) -> tuple[torch.devic
 
 
 def unlike_mark(mark: Mark, address: int, device: torch.device) -> str:
-    """Returns how the mapping at `address` reads otherwise than the mark was written; empty if it does not.
+    """Returns the difference between the mapping at `address` and the written mark, as a clause; empty if it does not.
 
     A kernel of `device` reads it, as an update's kernels do: a copy to the host would take another way.
     """
@@ -129,8 +131,8 @@ def unlike_mark(mark: Mark, address: int, device: torch.device) -> str:
             return ""
     return (
         f"is mapped for {device} and reads as other bytes than were written there: reads from GPU to GPU are broken "
-        "between the two. Switch off PCIe ACS and the IOMMU, or use transport='p2p', with NCCL_P2P_DISABLE=1 for all "
-        "ranks, as NCCL reads by the same way"
+        "between the two. Switch off PCIe ACS and the IOMMU, or use transport='p2p' with NCCL_P2P_DISABLE=1 on all "
+        "ranks, because NCCL reads in the same way"
     )
 
 

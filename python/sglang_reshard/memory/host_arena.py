@@ -1,9 +1,9 @@
 """Copies of a trainer rank's shards in shared memory, for shards in the host memory of a process that uses a GPU.
 
 Such a trainer offloads its weights to host memory that is pinned, or that is new in every step. Moved in place to
-shared memory, it would lose its pinning, and other processes would have to map, and register with CUDA, all of it anew
-in every update. In the arena the shards have the same places as long as they have the same shapes, wherever the trainer
-keeps them itself.
+shared memory, it would lose its pinning, and other processes would have to map it and register it with CUDA again in
+every update. In the arena the shards keep their places as long as they have the same shapes, even if the trainer moves
+its own.
 """
 
 from __future__ import annotations

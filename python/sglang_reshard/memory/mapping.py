@@ -72,7 +72,7 @@ class MemoryExporter:
     It does not keep the shards' memory alive: a trainer that offloads its weights gets it back. A CPU storage that is
     moved in place no longer shares its memory with a numpy array that it was made from.
 
-    Senders to several engines share one, in a thread each, so that there is one arena: then the first of them copies.
+    Senders to several engines share one, each in its own thread, and use one arena; the first of them copies.
     """
 
     def __init__(self, trainer_rank: int) -> None:
@@ -90,7 +90,8 @@ class MemoryExporter:
         self._copied = False
 
     def export(self, shards: Sequence[torch.Tensor], names: Sequence[str] = ()) -> Handles:
-        """Returns handles of `shards`, and copies those that are in the arena. What is exported already stays as it is.
+        """Returns handles of `shards`, and copies those that are in the arena. Memory that is already exported is not
+        changed.
 
         names  of the shards' tensors, for error messages
 
@@ -134,7 +135,7 @@ class MemoryExporter:
         return Handles(tuple(storages), tuple(views), marks=self._gpu.marks)
 
     def is_current(self) -> bool:
-        """Returns whether the last handles are still right for shards whose storages are the same as then."""
+        """Returns whether the last handles are still valid, for shards with the same storages."""
         with self._lock:
             return not self._gpu.exported or self._gpu.is_current()
 
@@ -170,11 +171,17 @@ class MemoryExporter:
                 continue
             where = f"trainer rank {self._rank}: {_name(names, number)}"
             if shard.untyped_storage().nbytes() == 0:
-                raise Unsupported(f"{where} has no memory any more: its storage was freed before the update took place")
+                raise Unsupported(
+                    f"{where} no longer has memory: its storage was freed before the update. Bring the weights back "
+                    "before calling update"
+                )
             if gpus.on_gpu(shard):
                 on_gpu.append(number)
             elif shard.device.type != "cpu":
-                raise Unsupported(f"{where} is on a {shard.device.type} device; only CPU and CUDA memory can be shared")
+                raise Unsupported(
+                    f"{where} is on a {shard.device.type} device, but only CPU and CUDA memory can be shared; move it "
+                    "there"
+                )
             elif uses_gpu or gpus.is_pinned(shard):
                 copied.append(number)
             else:
@@ -221,5 +228,7 @@ def _move(storage: torch.UntypedStorage, where: str) -> ShmStorage:
     """Returns a handle of a CPU storage, once it is in shared memory."""
     fd, nbytes = share(storage, where)
     if fd < 0:  # mapped by UntypedStorage.from_file, which closes the file
-        raise Unsupported(f"{where} is mapped from a file and cannot be moved; pass a clone() of it")
+        raise Unsupported(
+            f"{where} is mapped from a file, so it cannot be moved into shared memory; pass a clone() of it"
+        )
     return ShmStorage(os.getpid(), fd, os.fstat(fd).st_ino, nbytes)

@@ -41,7 +41,7 @@ class PeerMemory:
         device: torch.device = _CPU,
         reads: Iterable[ShardRead] | None = None,
     ) -> None:
-        """Maps GPU memory for `device`, the engine rank's own, whichever GPU it is on.
+        """Maps GPU memory for `device`, the engine rank's own; the memory may be on any GPU.
 
         reads  what will be read: storages that none of it is in are not mapped. None for all of every shard
 
@@ -67,18 +67,21 @@ class PeerMemory:
         return covered(byte_ranges(self._views, reads), self._ranges)
 
     def close(self) -> None:
-        """Unmaps the memory, once work on the device has ended. No view of it may be used any more."""
+        """Unmaps the memory, once work on the device has ended. Its views must not be used afterwards."""
         unmap([self])
 
     def locate(self, tensor: int, region: LocalRegion, item_bytes: int) -> tuple[int, int, tuple[int, ...]]:
         """Returns mapping, offset and strides (elements) of a region of the shard of the layout's tensor `tensor`."""
         view = self._views[tensor]
         if view.storage < 0:
-            raise Mismatch(f"trainer rank {self._rank} exported an empty shard of tensor number {tensor}")
+            raise Mismatch(
+                f"the plan reads tensor number {tensor} of trainer rank {self._rank}, whose shard is empty; this is a "
+                "bug, please report it"
+            )
         if view.storage not in self._locations:
             raise Mismatch(
-                f"tensor number {tensor} of trainer rank {self._rank} is not mapped, as no plan reads it; this is a "
-                "bug, please report it"
+                f"tensor number {tensor} of trainer rank {self._rank} is read, but not mapped; this is a bug, please "
+                "report it"
             )
         mapping, begin = self._locations[view.storage]
         offset, strides = region.memory(view.strides)
@@ -97,8 +100,8 @@ class PeerMemory:
         # The stride of a dimension of size 1 addresses nothing, but torch must be able to represent it, too.
         if outside or max(math.prod(size), *strides, 0) > _MAX_ELEMENTS:
             raise Mismatch(
-                f"elements {offset} to {last} ({dtype}) of the memory of trainer rank {self._rank} are outside of it, "
-                f"which has {storage.nbytes():,} bytes"
+                f"elements {offset} to {last} ({dtype}) are outside the memory of trainer rank {self._rank}, which has "
+                f"{storage.nbytes():,} bytes"
             )
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, strides)
 
@@ -107,7 +110,7 @@ class PeerMemory:
         return self.view(*self.locate(tensor, region, dtype.itemsize), region.count, dtype)
 
     def _map_host(self, storages: dict[int, ShmStorage], opened: ExitStack) -> None:
-        """Maps files, and makes what is read of them readable by kernels of the device."""
+        """Maps files, and makes the ranges that are read accessible to kernels of the device."""
         files = list(storages.values())
         try:
             mapped, begins = map_files([h.nbytes for h in files], lambda i: _open_shm(files[i], self._rank))
@@ -115,8 +118,8 @@ class PeerMemory:
             if error.errno != errno.ENOMEM:
                 raise Unsupported(f"the memory of trainer rank {self._rank} cannot be mapped: {error}") from error
             raise Unsupported(
-                f"{len(files)} storages of trainer rank {self._rank} cannot be mapped: {error}; "
-                "raise vm.max_map_count (sysctl), which limits the mappings of all trainer ranks together"
+                f"{len(files)} storages of trainer rank {self._rank} cannot be mapped: {error}. Raise vm.max_map_count "
+                "(sysctl), which limits an engine rank's mappings of all trainer ranks together"
             ) from error
         self._mappings.append(mapped.untyped_storage())
         self._locations.update((number, (0, begin)) for number, begin in zip(storages, begins, strict=True))
@@ -189,8 +192,8 @@ def _open_shm(handle: ShmStorage, trainer_rank: int) -> int:
         ) from error
     except Mismatch as error:
         raise Mismatch(
-            f"the memory of trainer rank {trainer_rank} (process {handle.pid}) is not what it announced: {error}. "
-            "Did the trainer restart? Start a new session"
+            f"the memory of trainer rank {trainer_rank} (process {handle.pid}) is not what that rank announced: "
+            f"{error}. Did the trainer restart? Start a new session"
         ) from error
 
 
@@ -206,7 +209,7 @@ def _open_gpu(allocations: Sequence[GpuAllocation], trainer_rank: int, device: t
     except Unsupported as error:
         raise Unsupported(
             f"{where} cannot be mapped for {device}: {error}. Is there peer access between them (nvidia-smi topo -p2p "
-            "r), and is the trainer alive? transport='p2p' does without"
+            "r), and is the trainer alive? transport='p2p' needs no peer access"
         ) from error
 
 
@@ -218,5 +221,5 @@ def _whole_pages(of: tuple[int, int]) -> tuple[int, int]:
 @cache
 def _warn_unregistered() -> None:
     logger.warning(
-        "trainers' host memory cannot be registered with CUDA, and is copied as pageable memory, which takes longer"
+        "the trainers' host memory cannot be registered with CUDA (cudaHostRegister failed); copies from it are slower"
     )

@@ -37,8 +37,8 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 def open_shared(pid: int, fd: int, inode: int, nbytes: int) -> int:
     """Returns a read-only descriptor of the unlinked shared-memory file that process `pid` has open as `fd`.
 
-    The descriptor's number refers to whatever its process has open there by now. So the file is checked before it is
-    opened for reading, and the file that was checked is the one that is opened. The caller closes it.
+    The process may have reused the descriptor's number for another file. So the file is checked before it is opened for
+    reading, and the file that was checked is the one that is opened. The caller closes it.
 
     Raises OSError if it cannot be opened, and Mismatch if it is not a regular file in memory, without a name, of this
     inode and exactly so many bytes.
@@ -48,7 +48,7 @@ def open_shared(pid: int, fd: int, inode: int, nbytes: int) -> int:
     try:
         status = os.fstat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink or _file_system_type(path) != _TMPFS_MAGIC:
-            raise Mismatch(f"descriptor {fd} of process {pid} is not unlinked shared memory")
+            raise Mismatch(f"descriptor {fd} of process {pid} is not a shared memory file of sglang-reshard")
         if (status.st_ino, status.st_size) != (inode, nbytes):
             raise Mismatch(
                 f"descriptor {fd} of process {pid} has inode {status.st_ino} and {status.st_size:,} bytes, expected "
@@ -104,8 +104,8 @@ def share(storage: torch.UntypedStorage, who: str) -> tuple[int, int]:
 def read_only_view(storage: torch.UntypedStorage) -> torch.Tensor | None:
     """Maps a storage once more, without the right to write: bytes, 1-D. None for one that is in no shared-memory file.
 
-    Through this mapping nobody changes the storage: neither this process, nor what the kernel, or a peer over a
-    network, writes to its addresses.
+    Through this mapping nobody changes the storage: neither this process, nor the kernel or a peer over a network that
+    writes to its addresses.
     """
     if storage.device.type != "cpu" or not storage.nbytes() or not storage.is_shared():
         return None
@@ -143,8 +143,8 @@ def check_free_shm(nbytes: int, who: str) -> None:
     free = status.f_bavail * status.f_frsize
     if free < nbytes:
         raise Unsupported(
-            f"{who} has to move {nbytes:,} bytes of shards into shared memory, but /dev/shm has {free:,} bytes free; "
-            "enlarge it (docker: --shm-size, or mount -o remount,size=)"
+            f"{who} has to move {nbytes:,} bytes of shards into shared memory, but /dev/shm has {free:,} bytes free. "
+            "Enlarge it (docker: --shm-size, or mount -o remount,size=)"
         )
 
 
@@ -160,7 +160,7 @@ def raise_descriptor_limit(count: int, who: str) -> None:
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise Unsupported(
             f"{who} has to keep {count:,} more file descriptors open, one per storage of its shards, but its limit is "
-            f"{hard:,}; raise it to {needed:,} (ulimit -n, or docker: --ulimit nofile=)"
+            f"{hard:,}. Raise it to {needed:,} (ulimit -n, or docker: --ulimit nofile=)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

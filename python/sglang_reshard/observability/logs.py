@@ -73,7 +73,7 @@ def log_format() -> str:
     """Returns the format that SGLANG_RESHARD_LOG selects: "json" or "". Raises ValueError for any other."""
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "json"):
-        raise ValueError(f"{VARIABLE}={value!r} is not supported; set it to 'json', or leave it unset")
+        raise ValueError(f"{VARIABLE}={value!r} is not supported; set it to 'json', or unset it")
     return value
 
 

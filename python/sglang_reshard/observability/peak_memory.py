@@ -1,4 +1,4 @@
-"""Measures the peak memory that an update takes beyond what its process had before."""
+"""Measures the peak memory of an update in addition to the memory its process had before."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PeakMemory:
     def foreign_bytes(self) -> int:
         """Returns by how much the memory of the GPU that is not torch's in this process has grown; 0 on CPU.
 
-        An upper bound of what this process's contexts and communicators take, as other processes of the GPU count too.
+        An upper bound for this process's contexts and communicators, because other processes of the GPU count, too.
         """
         if not runtime().is_gpu(self._device):
             return 0
@@ -45,7 +45,7 @@ class PeakMemory:
 
 
 def _reset_high_water_mark() -> bool:
-    """Resets the mark to what is resident now. Returns False if the system does not allow it."""
+    """Resets the mark to the resident memory. Returns False if the system does not allow it."""
     try:
         with open("/proc/self/clear_refs", "w") as f:
             f.write("5")

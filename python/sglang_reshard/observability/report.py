@@ -20,13 +20,13 @@ _TRAINER_PHASES = ("publish", "total", "probe")  # measured by trainer rank 0
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """What one engine rank received in an update, by whichever route.
+    """The bytes that one engine rank received in an update, over any route.
 
     received_bytes  that reached this rank
     read_bytes      trainer rank -> bytes of its memory that this rank read or was sent
     relayed_bytes   of those received, bytes read from the memory of other engines
-    compared        elements that the trainer has compared with what it had sent before; 0 if everything was sent
-    changed         of these, elements that had changed
+    compared        elements that the trainer has compared with its base; 0 if all weights were sent
+    changed         of these, elements that changed
     detour          why weights came from the trainer that were to come another way; empty if none did
     remark          on the route, for the trainer's report
     """
@@ -59,15 +59,15 @@ class RankReport(msgspec.Struct, frozen=True):
     """One engine rank's part.
 
     received_bytes    bytes that it received by broadcast or p2p, or read from trainer memory
-    least_bytes       bytes that it lacked, in the trainer's dtypes: only deltas, and what is sent for them, can be less
+    least_bytes       bytes that it lacked, in the trainer's dtypes; only deltas can be less
     peak_extra_bytes  the most memory that the update took beyond the engine's own: on CPU the rise of resident memory
                       without mapped pages, on GPU the allocator's peak; at least the buffers, whether they are new,
                       kept from the last update or in freed memory
     seconds           phase -> seconds
-    staged_bytes      bytes of the extra memory that hold new weights beside the old ones
+    staged_bytes      bytes of the extra memory for new weights while old ones serve
     relayed_bytes     of those received, bytes read from the memory of other engines
-    compared          elements that the trainer has compared with what it had sent before; 0 if everything was sent
-    changed           of these, elements that had changed
+    compared          elements that the trainer has compared with its base; 0 if all weights were sent
+    changed           of these, elements that changed
     foreign_bytes     growth of the GPU's memory outside of torch's allocator (contexts, NCCL), from before the update
                       until its end: an upper bound, as other processes on the GPU count too; 0 on CPU
     """
@@ -104,7 +104,7 @@ def slowest_seconds(ranks: Iterable[RankReport]) -> dict[str, float]:
 
 
 def bytes_per_second(ranks: Iterable[RankReport], slowest: Mapping[str, float]) -> float:
-    """Returns what all engine ranks received over the slowest rank's `move`; 0 if that was not measured."""
+    """Returns the bytes of all engine ranks divided by the slowest rank's `move`; 0 if that was not measured."""
     move = slowest.get("move", 0.0)
     return received_bytes(ranks) / move if move > 0 else 0.0
 
@@ -113,7 +113,8 @@ def summary(ranks: Sequence[RankReport], transport: str, weight_version: str | N
     """Returns a successful update as one line for a log."""
     version = f"version {weight_version}, " if weight_version is not None else ""
     return (
-        f"{version}{received_bytes(ranks) / 1e9:.3f} GB to {len(ranks)} engine ranks by {transport} in {seconds:.3f} s"
+        f"{version}{received_bytes(ranks) / 1000000000.0:.3f} GB to {len(ranks)} engine ranks with transport "
+        f"{transport} in {seconds:.3f} s"
     )
 
 
@@ -126,16 +127,16 @@ class TrainerRankReport(msgspec.Struct, frozen=True):
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
-    """One update of one engine. `print(report)` shows it as a table, however many ranks there are.
+    """One update of one engine. `print(report)` shows it as a table, for any number of ranks.
 
-    The same on every trainer rank, but that `trainer_ranks` is empty on others than trainer rank 0.
+    The same on every trainer rank, except `trainer_ranks`, which only trainer rank 0 has.
 
     verified  how the received weights were compared with the trainer's: "off", "sample" or "full"
-    delta     only what had changed was sent
+    delta     only changed elements were sent
     digest    of all weights, the same for any layout and size of either side (`digest.whole_model`); empty
               unless verified == "full"
     message   a note to the trainer, such as names that the engine does not use
-    kept      names of the engine's parameters that nothing was sent for and that keep their values: `frozen`
+    kept      names of the engine's parameters that were not sent and keep their values: `frozen`
     seconds   phase -> seconds: `publish`, `total` and `probe` (not part of `total`) on trainer rank 0, the
               others on the slowest engine rank
     probe     what a probe found, see `probe.Probe`; None without one
@@ -171,7 +172,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
 
     @property
     def changed_share(self) -> float | None:
-        """The share of elements that had changed; None if everything was sent."""
+        """The share of changed elements; None if all weights were sent."""
         compared = sum(rank.compared for rank in self.engine_ranks)
         return sum(rank.changed for rank in self.engine_ranks) / compared if self.delta and compared else None
 
@@ -237,8 +238,8 @@ def _overview(report: UpdateReport) -> Table:
         ("verified", f"{report.verified}, digest {report.digest}" if report.digest else report.verified),
         (
             "received",
-            f"{format_bytes(report.received_bytes)} by {len(report.engine_ranks)} engine ranks together"
-            + ("" if report.changed_share is None else f": {report.changed_share:.2%} of elements had changed"),
+            f"{format_bytes(report.received_bytes)} by all {len(report.engine_ranks)} engine ranks"
+            + ("" if report.changed_share is None else f": {report.changed_share:.2%} of elements changed"),
         ),
         ("rate", f"{format_bytes(report.bytes_per_second)}/s during the slowest rank's move"),
         ("bucket", format_bytes(report.bucket_bytes)),

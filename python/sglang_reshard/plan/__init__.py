@@ -1,8 +1,8 @@
 """Plans who transfers which elements to whom, without touching a tensor.
 
 In: a `SourceLayout` and each engine rank's copies, from its traced loader. Out: a `ReadPlan` per engine rank (*reads*:
-which region of which trainer rank's local tensor goes where). An engine rank's *demand* is the summary of its read plan
-that all ranks share.
+the regions of trainer ranks' local tensors, and their destinations). An engine rank's *demand* is the summary of its
+read plan that all ranks share.
 """
 
 from sglang_reshard.plan.read_plan import RankDemand, RankLocation, ReadPlan, plan_reads, rank_demand, unread_tensors

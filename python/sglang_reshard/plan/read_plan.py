@@ -1,4 +1,5 @@
-"""Plans what one engine rank reads: which region of which trainer rank's local tensor goes where, to the element.
+"""Plans what one engine rank reads: the regions of trainer ranks' local tensors and their destinations, exact to the
+element.
 
 An engine rank plans for itself, from its own copies alone. The work is done once per distinct copy (same tensor class,
 same region, same destination strides) and expanded to its instances by numpy, so that one rank of a model of a hundred
@@ -140,7 +141,7 @@ class ReadPlan:
         return ReadPlan(self.copies, self.tensor_ids, self.items, copy_ids, item_ids, ranks, duplicates)
 
     def digest(self) -> str:
-        """Returns a content hash of what is read from which trainer rank; destinations are not part of it."""
+        """Returns a content hash of the reads from each trainer rank; destinations are not part of it."""
         found = hashlib.sha256(repr([item.local_region for item in self.items]).encode())
         for column in (self.tensor_ids[self.copy_ids], self.item_ids, self.trainer_ranks):
             found.update(np.ascontiguousarray(column).data)
@@ -163,8 +164,8 @@ def plan_reads(index: TensorIndex, copies: Sequence[Copy], location: RankLocatio
         trainer_ranks[read] = trainer_ranks[first]
     if len(copies) >> _COPY_BITS or len(items) >> _ITEM_BITS:
         raise ValueError(
-            f"{len(copies)} copies with {len(items)} distinct items exceed the planner's limits of "
-            f"{1 << _COPY_BITS} and {1 << _ITEM_BITS}"
+            f"the plan has {len(copies)} copies and {len(items)} distinct items; at most {1 << _COPY_BITS} copies and "
+            f"{1 << _ITEM_BITS} items are supported. Please report this model"
         )
     position = np.empty(len(copies), np.int64)  # of each copy, in destination order
     targets: dict[str, int] = {}
@@ -181,7 +182,7 @@ class _Reads(NamedTuple):
 
     within    position of each read's item within its copy
     holders   number of each read's set of trainer ranks in `holder_sets`
-    repeated  tensors of which some region is copied more than once
+    repeated  tensors with a region that is copied more than once
     """
 
     items: list[ReadItem]
@@ -313,7 +314,7 @@ def demanded_shards(index: TensorIndex, demands: Sequence[RankDemand]) -> np.nda
         for e, d in enumerate(demands)
     ]
     if any(len(row) != nbytes for row in rows):
-        raise Mismatch("the demands of engine ranks are not of this layout; this is a bug, please report it")
+        raise Mismatch("the demands of the engine ranks belong to another layout. This is a bug; please report it")
     return np.unpackbits(np.stack(rows), axis=1, count=index.num_shards, bitorder="little").astype(bool)
 
 

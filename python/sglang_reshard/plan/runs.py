@@ -1,8 +1,8 @@
 """Chooses what a one-sided read of a strided region fetches: contiguous runs, or longer spans with the gaps in them.
 
 Every descriptor of a read costs about as much as some bytes do. So a region whose runs are short (a few columns of a
-row-major matrix) is read in spans that contain what lies between the runs, as long as that is less than what the
-descriptors would cost.
+row-major matrix) is read in spans that include the bytes between the runs, as long as these cost less than the
+descriptors would.
 """
 
 from __future__ import annotations

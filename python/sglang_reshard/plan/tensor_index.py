@@ -1,7 +1,7 @@
 """Groups a layout's tensors into classes and numbers their shards.
 
-Tens of thousands of tensors have a few dozen shapes and placements between them. What is computed per class is not
-computed per tensor.
+Tens of thousands of tensors have a few dozen shapes and placements between them. Values per class are computed once,
+not per tensor.
 """
 
 from __future__ import annotations

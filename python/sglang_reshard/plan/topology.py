@@ -24,7 +24,7 @@ def peer_name(peer_id: int, trainer_ranks: int) -> str:
 
 
 class Relation(Enum):
-    """How a trainer rank's memory is seen from an engine rank."""
+    """A trainer rank's memory, as seen from an engine rank."""
 
     SAME_GPU = "on the same GPU"
     SAME_HOST = "on the same host, readable"
@@ -90,12 +90,12 @@ class ClusterTopology:
         if reason:
             return f"engine rank {engine_rank} cannot map the memory of trainer rank {trainer_rank}: {reason}"
         return (
-            f"engine rank {engine_rank} on {engine_host} needs shards that no trainer rank on this host holds "
-            f"(trainer rank {trainer_rank} on {self.trainer_hosts[trainer_rank]} does)"
+            f"engine rank {engine_rank} on {engine_host} needs shards that no trainer rank on that host holds (trainer "
+            f"rank {trainer_rank} on {self.trainer_hosts[trainer_rank]} does)"
         )
 
     def check_messages(self, members: Sequence[int]) -> None:
-        """Raises Unsupported, with the cure, if NCCL would not connect the ranks with these peer ids.
+        """Raises Unsupported, with a remedy, if NCCL would not connect the ranks with these peer ids.
 
         No GPU is twice among them, see `routes.p2p.groups`.
         """
@@ -119,8 +119,8 @@ class ClusterTopology:
                 other, expected = first.setdefault(key, (name, value))
                 if value != expected:
                     raise Unsupported(
-                        f"{other} has {key[1]} {expected or 'unset'} and {name} has {value or 'unset'}, and NCCL would "
-                        "not connect them",
+                        f"{other} has {key[1]} {expected or 'unset'}, but {name} has {value or 'unset'}, and NCCL "
+                        "would not connect them",
                         cure=_CURES.get(key[1], f"export the same {key[1]} for trainer and engine"),
                     )
 

@@ -1,7 +1,7 @@
 """Publishes what is too large for a request on a control server, and fetches it from there: msgpack, compressed.
 
-A value lies under its content hash, which whoever fetches it has been told and checks. Where only the publisher is
-known, it lies under a key that says whose it is, and replaces what that one has published before.
+A value is stored under its content hash, which the reader knows and checks. Where only the publisher is known, it lies
+under a key that says whose it is, and replaces what that one has published before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Blobs:
-    """A connection to a session of a control server, in which values are published."""
+    """A connection to a session of a control server that values are published in."""
 
     def __init__(self, client: ControlClient, timeout_s: float) -> None:
         """`timeout_s`: how long `get` waits, if nothing else is said."""

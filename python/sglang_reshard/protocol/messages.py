@@ -41,7 +41,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     """Requests one update of the engine. It carries no tensor and no handle, only where to find them.
 
     address          of the session: engine ranks keep plans and open handles as long as it stays the same. It
-                     contains the session's key, so whoever reads a request can join the session
+                     contains the session's key, so a process that reads a request can join the session
     engine           number of the engine within the session
     update           number of the update within the session
     layout           content hash of the source layout in the session
@@ -53,9 +53,9 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     bucket_bytes     size of a bucket; a rank holds at most two
     timeout_s        seconds that any one wait of this update may last
     ignore           fnmatch patterns of names that no engine rank needs to read
-    apart            name -> why it is not its embedding bit for bit, of tensors that no engine rank may read then
+    apart            name -> why it is not its embedding bit for bit, of tensors that no engine rank may read
     frozen, only     fnmatch patterns of the engine's parameters that may stay as they are, see `trace.kept.MayStay`
-    stock_changes    how often all weights were loaded or released otherwise than by updates, since the engine's start
+    stock_changes    number of loads and releases of all weights other than by updates, since the engine's start
     stock_loaded     the last of these loaded weights. Both are added by the engine's tokenizer manager
     verify           compare checksums of the weights with the trainer's: "off", "sample" or "full"
     staged           receive into shadow weights, and commit them once all have arrived and been verified
@@ -167,8 +167,9 @@ class LoadSnapshotOutput(msgspec.Struct, frozen=True):
 class PullWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     """Asks an engine to take the live weights of the one at `url`, whose keys are `api_key` and `admin_api_key`.
 
-    verify  "full" computes the digest of what has arrived, and compares it with that of the other engine's last
+    verify  "full" computes the digest of the arrived weights, and compares it with that of the other engine's last
             update, if that is known
+
     Other fields are as in `DistributedUpdateWeightsReq`.
     """
 
@@ -190,10 +191,10 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     tensors       number of tensors in the source layout
     source_bytes  bytes of these
     read_bytes    trainer rank -> bytes that engine ranks read from its memory, or are sent
-    taken         engine ranks took what trainer ranks offered instead of all weights
+    taken         engine ranks took the trainer ranks' offers instead of all weights
     detour        see `Traffic`
     kept          names of the engine's parameters that were left as they are
-    phase         in which the update failed, see `engine.context.Phase`; empty if it did not, or before the first
+    phase         of the failed update, see `engine.context.Phase`; empty if it succeeded, or failed before
     """
 
     success: bool
@@ -242,7 +243,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, Generic[T], frozen=True):
-    """What a rank has to say to others, or the exception by which it has nothing to say."""
+    """A rank's message to others, or the exception that replaces it."""
 
     value: T | None = None
     failure: Failure | None = None
@@ -290,7 +291,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     timeout_s: float
 
     def asked(self, kind: type[T]) -> T:
-        """Returns what the end is told. Raises Mismatch for what is not of this kind."""
+        """Returns the message for the end. Raises Mismatch for another kind."""
         return decode(self.message, kind)
 
 
@@ -299,7 +300,7 @@ class Connect(msgspec.Struct, frozen=True, tag="connect"):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """Command of engine rank 0: send what was prepared as `transfer`; with `taken`, what was offered instead."""
+    """Command of engine rank 0: start the prepared `transfer`; with `taken`, what was offered instead."""
 
     transfer: str
     taken: bool = False
@@ -316,7 +317,7 @@ class Question(msgspec.Struct, frozen=True, tag="question"):
     message: bytes
 
     def asked(self, kind: type[T]) -> T:
-        """Returns what is asked. Raises Mismatch for what is not of this kind."""
+        """Returns the question. Raises Mismatch for another kind."""
         return decode(self.message, kind)
 
 
@@ -344,7 +345,7 @@ def as_list(value: Any) -> Any:
     """Encodes tensors and arrays in an engine's output as lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise NotImplementedError(f"objects of type {type(value).__name__} cannot be sent")
+    raise NotImplementedError(f"objects of type {type(value).__name__} cannot be sent in a message")
 
 
 def decode(data: bytes, kind: type[T]) -> T:
@@ -354,5 +355,5 @@ def decode(data: bytes, kind: type[T]) -> T:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         name = getattr(kind, "__name__", "Command")  # the only union of messages
         raise Mismatch(
-            f"invalid {name} message: {error}; trainer and engine must run the same version of sglang-reshard"
+            f"invalid {name} message: {error}. Trainer and engine must run the same version of sglang-reshard"
         ) from error

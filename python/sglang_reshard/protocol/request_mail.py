@@ -31,16 +31,20 @@ _WAIT_S = 60.0  # at a time: a wait without a limit is many of these
 
 
 def to_metadata(address: Address) -> str:
-    """Returns what a receiver needs to connect, as a line of text. Whoever has it can join, so keep it private."""
+    """Returns what a receiver needs to connect, as a line of text. Any process that has it can join, so keep it
+    private.
+    """
     return msgspec.json.encode(address).decode()
 
 
 def from_metadata(metadata: str) -> Address:
-    """Raises Mismatch for anything else than what `to_metadata` returns."""
+    """Raises Mismatch for any text that `to_metadata` did not return."""
     try:
         return from_json(metadata, Address)
     except (msgspec.MsgspecError, TypeError) as error:
-        raise Mismatch(f"this is no metadata of a ModuleSender: {error}") from None
+        raise Mismatch(
+            f"this is not the metadata of a ModuleSender: {error}. Pass ModuleSender.metadata unchanged"
+        ) from None
 
 
 class Mailbox:
@@ -59,11 +63,11 @@ class Mailbox:
 
     @property
     def is_lost(self) -> bool:
-        """True once the sender has ended, or the connection to it: no request will come any more."""
+        """True once the sender has ended, or the connection to it: no further request will come."""
         return self._client.is_lost
 
     def request(self, timeout_s: float | None) -> DistributedUpdateWeightsReq | None:
-        """Returns the next request; None if there is none within `timeout_s`, or if this is closed meanwhile.
+        """Returns the next request; None if there is none within `timeout_s`, or if this is closed before.
 
         Raises Aborted if the sender says that there will be none, and ConnectionLost if it has ended.
 
@@ -140,7 +144,7 @@ class MailRoom:
         try:
             self._client.set({keys[0]: encode(_with_key(request, self._key, ""))})
             (data,) = self._client.get(keys[1:], request.timeout_s, _scope(name), lambda _: (
-                f"receiver {name} did not take the weights within {request.timeout_s:.0f} s; does it call "
+                f"receiver {name} did not take the weights within {request.timeout_s:.0f} s. Does it call "
                 "poll_and_apply, receive or start?"
             ))  # fmt: skip
         except Aborted as error:
@@ -170,7 +174,9 @@ def _with_key(request: DistributedUpdateWeightsReq, old: str, new: str) -> Distr
 
     def changed(address: Address) -> Address:
         if address.key != old:
-            raise Mismatch(f"{request.name()} is of another control server than its receiver is connected to")
+            raise Mismatch(
+                f"{request.name()} came from another control server than the one its receiver is connected to"
+            )
         return msgspec.structs.replace(address, key=new)
 
     return msgspec.structs.replace(request, address=changed(request.address))

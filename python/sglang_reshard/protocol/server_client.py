@@ -1,4 +1,4 @@
-"""Calls this package's endpoints of an SGLang server over HTTP: updates, and what describes them."""
+"""Calls this package's endpoints of an SGLang server over HTTP: updates, and requests about them."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class ServerClient:
         info = self.weights_info()
         if info.package_version != __version__:
             raise Mismatch(
-                f"{self.url} has sglang-reshard {info.package_version} and this trainer {__version__}; install the "
-                "same version on both"
+                f"{self.url} has sglang-reshard {info.package_version}, but this trainer has {__version__}; install "
+                "the same version on both"
             )
         return info
 
@@ -119,7 +119,7 @@ class ServerClient:
                 return str(probe.getsockname()[0])
         except OSError as error:
             raise EngineUnreachable(
-                f"{self.url} cannot be reached from this host: {error}; is the host's name right?"
+                f"{self.url} cannot be reached from this host: {error}. Is the host name right?"
             ) from error
 
     def _outcome(self, path: str, request: Any) -> DistributedUpdateWeightsOutput:
@@ -166,15 +166,15 @@ class ServerClient:
         status, path = answer.status_code, answer.request.url.path
         if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             raise Unauthorized(
-                f"{self.url}{path} did not accept the key ({status}). Pass those that the server was started with: its "
-                f"--api-key as api_key or {API_KEY}, its --admin-api-key as admin_api_key or {ADMIN_API_KEY}"
+                f"{self.url}{path} did not accept the key ({status}). Pass the keys that the server was started with: "
+                f"its --api-key as api_key or {API_KEY}, its --admin-api-key as admin_api_key or {ADMIN_API_KEY}"
             )
         if status == HTTPStatus.NOT_FOUND:
             raise Unsupported(
-                f"{self.url} has no {path} (404): is sglang-reshard installed beside SGLang there? Install "
-                f"{__version__} and restart the server. If it is, look for 'Failed to load plugin reshard' in the "
-                "server's log, and for 'cannot update its weights', which names a mode that does not load plugins; "
-                "and check that SGLANG_PLUGINS, if it is set there, contains 'reshard'"
+                f"{self.url} has no {path} (404). Is sglang-reshard installed with SGLang there? Install {__version__} "
+                "and restart the server. If it is installed, search the server's log for 'Failed to load plugin "
+                "reshard', and for 'cannot update its weights', which names a mode that does not load plugins; and "
+                "check that SGLANG_PLUGINS, if it is set there, contains 'reshard'"
             )
         if answer.is_success:
             return
@@ -206,7 +206,7 @@ def _options(timeout_s: float) -> dict[str, Any]:
 
 
 def _limits() -> httpx.Limits:
-    """A server may close an idle connection in the moment in which it is used again, so none is kept."""
+    """A server may close an idle connection at the moment of its next use, so none is kept."""
     import httpx
 
     return httpx.Limits(max_keepalive_connections=0)
@@ -250,7 +250,7 @@ def _check_url(url: str) -> str:
     import httpx
 
     if not url:
-        raise Unsupported(f"no server was given; pass its url, http://host:port, or set {URL}")
+        raise Unsupported(f"no server was given; pass url=, http://host:port, or set {URL}")
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:

@@ -1,4 +1,4 @@
-"""Joins one process to a session: the key-value server of trainer rank 0, in which ranks publish metadata.
+"""Joins one process to a session: the key-value server of trainer rank 0, where ranks publish metadata.
 
 It holds layouts, memory handles and results; no tensor passes through it. The server listens on the loopback
 interface unless another is given, and only processes that know the session's key can connect.
@@ -29,14 +29,14 @@ def handles_key(trainer_rank: int, digest: str = "") -> str:
 
 
 def of_engine(engine: int, name: str) -> str:
-    """Returns a key of what is deleted when the session ends for this engine."""
+    """Returns a key that is deleted when the session ends for this engine."""
     return f"{_engine_prefix(engine)}{name}"
 
 
 class Session(Blobs):
     """One process's connection to a session. Safe to use from several threads.
 
-    What trainer ranks have published stays until it changes: the source layout, each rank's memory handles. So does
+    Published values of trainer ranks stay until they change: the source layout, each rank's memory handles. So does
     what engine ranks have: what they request of trainer ranks, the regions and names that they want checksums of.
     """
 
@@ -82,13 +82,13 @@ class Session(Blobs):
 
     @property
     def local_address(self) -> str:
-        """This host's address on the network by which the control server is reached: there the peers are, too."""
+        """This host's address on the network that reaches the control server: there the peers are, too."""
         return self.client.local_address
 
     def store(self, engine: int, timeout_s: float, scope: str) -> dist.Store:
         """Returns a store for the rendezvous of process groups with an engine's ranks.
 
-        `scope`, an update's, aborts its waits. What is left there is deleted with the update's messages: by then all
+        `scope`, an update's, aborts its waits. Remaining keys there are deleted with the update's messages: by then all
         groups have connected.
         """
         return dist.PrefixStore(f"{scope}/groups", self._bounded_store(engine, timeout_s, scope))
@@ -96,8 +96,8 @@ class Session(Blobs):
     def _bounded_store(self, engine: int, timeout_s: float, scope: str) -> ControlStore:
         """Returns the store for process groups with an engine's ranks.
 
-        There is one. What waits in it from now on, through whichever of its prefixes, ends after `timeout_s`, or when
-        `scope` is cancelled.
+        There is one. Further waits in it, through any of its prefixes, end after `timeout_s`, or when `scope` is
+        cancelled.
         """
         if engine not in self._stores:
             self._stores[engine] = ControlStore(self.client, timeout_s, scope)
@@ -118,7 +118,7 @@ class Session(Blobs):
     # -- the end
 
     def leave(self, trainer_rank: int) -> None:
-        """Tells trainer rank 0 that this trainer rank needs the session no more, and disconnects."""
+        """Tells trainer rank 0 that this trainer rank no longer needs the session, and disconnects."""
         self.client.set({f"left/{trainer_rank}": b""})
         self.client.close()
 

@@ -5,9 +5,9 @@ within it: if a trainer rank dies, or aborts, the waits of all others end at onc
 does, those for that engine. A trainer rank says once what all engines need to know of it, and receives one result for
 all of them.
 
-Engine ranks write live weights only after a vote that has marked their engine's scope WRITING, and keep what they have
-written only after one that has marked it WRITTEN. Whoever gives up an engine's update revokes that scope first: the
-control server then says how far it has come, or lets it come no further.
+Engine ranks write live weights only after a vote that has marked their engine's scope WRITING, and keep the new weights
+only after one that has marked it WRITTEN. A rank that gives up an engine's update revokes that scope first: the control
+server then says how far it has come, or lets it come no further.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class TrainerChannel(_Scope):
                 return
 
     def engine(self, engine: int) -> EngineScope:
-        """Returns the scope of one engine, in which this rank is no member."""
+        """Returns the scope of one engine; this rank is not a member."""
         return EngineScope(self._client, self.update, engine, self._owner)
 
     def put_part(self, trainer_rank: int, question: Question, part: Outcome[Any]) -> None:
@@ -217,7 +217,7 @@ class EngineScope(_Scope):
             time.sleep(_POLL_S)
 
     def until_written(self, timeout_s: float) -> Standing:
-        """Waits for the end of an update that has the mark WRITING: WRITTEN, or no engine rank is in it any more.
+        """Waits for the end of an update that has the mark WRITING: WRITTEN, or no engine rank is left in it.
 
         Cancels it at the timeout.
         """
@@ -254,14 +254,14 @@ class EngineChannel(EngineScope):
         self._client.post_set({self._outcome: encode(output)})
 
     def standing_without_connection(self) -> Standing | None:
-        """Aborts the update, by a connection of its own: for a rank that has lost this one in a vote.
+        """Aborts the update over a separate connection: for a rank that has lost this one in a vote.
 
         Returns how far the update has come, and comes no further: the server may still count with that rank's vote
         otherwise. Returns None if that cannot be found out, as the session has ended or cannot be reached.
         """
         try:
             with ControlClient(self._client.address, _DOUBT_S) as client:
-                reason = f"{self._owner} lost its connection in a vote"
+                reason = f"{self._owner} lost its connection to the control server during a vote"
                 client.cancel(self.scope, reason)
                 return client.revoke(self.scope, reason)
         except ReshardError:
@@ -334,13 +334,10 @@ def _answer(update: int, question: Question, engine_rank: int) -> str:
 
 def _no_call(update: int, timeout_s: float, missing: list[int]) -> str:
     return (
-        f"update {update}: trainer ranks {missing} did not call update within {timeout_s:.0f} s; every trainer rank "
-        "must call it, look at their logs"
+        f"update {update}: trainer ranks {missing} did not call update within {timeout_s:.0f} s. Every trainer rank "
+        "must call it; look at the logs of these ranks"
     )
 
 
 def _no_answer(missing: list[int], timeout_s: float) -> str:
-    return (
-        f"trainer ranks {missing} did not say within {timeout_s:.0f} s what the engine's weights are checked against; "
-        "look at their logs"
-    )
+    return f"trainer ranks {missing} did not send their checksums within {timeout_s:.0f} s; look at their logs"

@@ -30,8 +30,8 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     package_version  of sglang-reshard on the server; a trainer's must be the same
     torn             why no request is served; empty while the weights are sound
     under_way        True while an update is running
-    digest           of all weights, see `digest.whole_model`: equal for equal weights, whatever the parallelism of
-                     trainer and engine. Empty unless the update had verify="full"
+    digest           of all weights, see `digest.whole_model`: equal for equal weights, independent of the
+                     parallelism of trainer and engine. Empty unless the update had verify="full"
     verified         how the update was verified: "off", "sample" or "full"
     session, update  the session's name (not its key), and the number of the update in it
     transport        that moved the weights

@@ -1,4 +1,4 @@
-"""Ways by which weights get from trainer ranks to engine ranks: a file or a folder for each, with both of its ends.
+"""The ways to bring weights from trainer ranks to engine ranks: a file or a folder for each, with both of its ends.
 
 A route is chosen by its name. Its module is imported when it is chosen, so that nobody runs, or needs the packages of,
 a route that is not used:

@@ -1,4 +1,4 @@
-"""The interface between the core and a route: an engine rank's end, a trainer rank's end, and what these are given.
+"""The interface between the core and a route: an engine rank's end, a trainer rank's end, and their arguments.
 
 In an update for which nothing can be used again:
 
@@ -104,7 +104,7 @@ class Meeting:
 
 
 class Kept(Protocol):
-    """What the ends of a route keep on one engine rank from transfer to transfer."""
+    """The state that the ends of a route keep on one engine rank from transfer to transfer."""
 
     def failed(self, request: DistributedUpdateWeightsReq) -> None:
         """The update has failed; it may never have come as far as an end of this route."""
@@ -160,14 +160,14 @@ class EngineEnd:
         return True
 
     def accepts(self, request: DistributedUpdateWeightsReq) -> bool:
-        """Returns whether this rank can take what the trainer ranks offer in `request` instead of all weights."""
+        """Returns whether this rank can take the trainer ranks' offers in `request` instead of all weights."""
         return False
 
     def check(self, request: DistributedUpdateWeightsReq) -> None:
         """Receives what has to be checked before anything is written. Only of an offer that all engine ranks take."""
 
     def move(self, request: DistributedUpdateWeightsReq, taken: bool) -> None:
-        """Brings the weights to where `Reads.program` writes them; with `taken`, by what was offered.
+        """Brings the weights to where `Reads.program` writes them; with `taken`, from the offers.
 
         On failure it ends the connections, so that ranks that wait for this one fail as well.
         """
@@ -182,7 +182,7 @@ class EngineEnd:
             connections.abort()
 
     def close(self) -> None:
-        """Closes the connections. Whoever closes an end drops it, and with it views and buffers."""
+        """Closes the connections. The caller of `close` drops the end, and with it views and buffers."""
         if self.connections is not None:
             self.connections.close()
 
@@ -218,7 +218,7 @@ class Ask:
 class TrainerSide:
     """One trainer rank's side of the transfers to one engine.
 
-    layout     of what it has published
+    layout     that it has published
     identity   equal for the same shards in the same memory
     shards     in the layout's order
     transfer   names the transfer between both sides
@@ -262,7 +262,7 @@ class TrainerEnd:
         """Sends the weights; with `taken`, what was offered. Returns when all was sent."""
 
     def commit(self, update: int) -> None:
-        """The engine has the weights of `update`. What fails here fails no update."""
+        """The engine has the weights of `update`. A failure here does not fail an update."""
 
     def abort(self) -> None:
         """Ends this rank's waits for engine ranks. Called from another thread."""

@@ -1,4 +1,6 @@
-"""Chooses the strategy of an update: the requested route, or by `auto` to read what can be read and send the rest."""
+"""Chooses the strategy of an update: the requested route; with `auto`, engine ranks read all memory they can and
+receive the rest.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def choose_strategy(
 def _read_or_send(
     index: TensorIndex, demands: Sequence[RankDemand], topology: ClusterTopology, bucket_bytes: int
 ) -> Strategy:
-    """Returns what `auto` chooses: engine ranks read what they can read, and trainer ranks send them the rest.
+    """Returns what `auto` chooses: engine ranks read all memory they can, and trainer ranks send the rest.
 
     Where NCCL would not connect the ranks for that, weights are broadcast, if that can be done.
     """

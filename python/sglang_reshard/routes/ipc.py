@@ -25,8 +25,7 @@ def plan(_index: TensorIndex, demands: Sequence[RankDemand], topology: ClusterTo
     _, unread = demanded_bytes(demands, topology)
     if unread.any():
         raise Unsupported(
-            f"{first_unread(unread, topology)}, and transport='ipc' reads memory on the same host only, as the same "
-            "user",
+            f"{first_unread(unread, topology)}; transport='ipc' reads memory on the same host only, as the same user",
             cure="use transport='p2p' or 'auto'",
         )
     return Strategy("ipc", REQUESTED, unread)

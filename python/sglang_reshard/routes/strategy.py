@@ -1,4 +1,6 @@
-"""Defines what a route's plan says: by which way all engine ranks get their weights, and what is sent to each."""
+"""Defines what a route's plan says: the way that all engine ranks get their weights, and the bytes that are sent to
+each.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ REQUESTED = "requested"  # the reason for a transport that was asked for by its 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How all engine ranks get their weights in an update.
+    """The way that all engine ranks get their weights in an update.
 
     name, reason  the strategy, and why it was chosen
     round_bytes   what a trainer rank sends an engine rank per round, or the latter reads by NIXL, [trainer ranks,
@@ -60,7 +62,7 @@ def demanded_bytes(demands: Sequence[RankDemand], topology: ClusterTopology) -> 
 
 
 def first_unread(unread: np.ndarray, topology: ClusterTopology) -> str:
-    """Says of one pair why memory cannot be read; of one on the same host, if there is one."""
+    """Returns for one pair why memory cannot be read; of one on the same host, if there is one."""
     pairs = [(int(t), int(e)) for t, e in np.argwhere(unread)]
     first = next((pair for pair in pairs if pair in topology.unreadable), pairs[0])
     return topology.why_unreadable(*first)

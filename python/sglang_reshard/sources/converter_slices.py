@@ -53,8 +53,8 @@ def _of_all_rows(
     """Returns the slices of all rows, given those of row 0."""
     if len(named) != shape[0] * len(slices):
         raise Unsupported(
-            f"{named[0][0] if named else 'a fused tensor'}: got {len(named)} names for {shape[0]} rows of "
-            f"{len(slices)} tensors each"
+            f"{named[0][0] if named else 'a fused tensor'}: got {len(named)} names, but the converter returns "
+            f"{len(slices)} tensors for each of {shape[0]} rows"
         )
     patterns = [_pattern(name) for name, _ in slices]
     found = []
@@ -64,7 +64,7 @@ def _of_all_rows(
         if _pattern(name) != patterns[place] or size != part.shape or (row == 0 and name != first_name):
             raise Unsupported(
                 f"{name} of shape {size} is listed where the converter returns {first_name} of shape {part.shape} for "
-                "row 0; it has to treat all rows alike"
+                "row 0. The converter must treat all rows alike"
             )
         found.append((name, FusedSlice((row, *part.start[1:]), (row + 1, *part.stop[1:]), part.axes)))
     return tuple(found)
@@ -119,8 +119,8 @@ def _from_indices(to_hf_chunk: Converter, row: tuple[int, ...]) -> list[tuple[st
     elements = torch.Size(row).numel()
     if 8 * elements > _MAX_INDEX_BYTES:
         raise Unsupported(
-            f"the converter of a fused tensor with {elements:,} elements per row does more than slice and transpose; "
-            "pass the checkpoint tensors separately"
+            f"the converter of a fused tensor with {elements:,} elements per row does more than slicing and "
+            "transposing; pass the checkpoint tensors separately"
         )
     try:
         with torch.no_grad():
@@ -148,7 +148,7 @@ def _from_index(name: str, indices: torch.Tensor, row: tuple[int, ...]) -> Fused
             part = as_slice(int(first), tuple(indices.shape), strides, row)
     if part is None:
         raise Unsupported(
-            f"{name} is not a box of a row of shape {row} with its dimensions permuted: the converter computes or "
-            "reorders; pass the checkpoint tensors separately"
+            f"the converter computes or reorders {name}: it is not a slice of a row of shape {row} with its dimensions "
+            "permuted. Pass the checkpoint tensors separately"
         )
     return part

@@ -29,8 +29,8 @@ def partition(where: str, name: str, parameter: Any) -> tuple[torch.Tensor, Flat
     piece = parameter.ds_tensor
     if piece.status.name != "AVAILABLE":
         raise Unsupported(
-            f"{where} is partitioned by ZeRO-3 and its piece is not in memory (offload_param to NVMe); offload "
-            "parameters to the CPU, or not at all"
+            f"{where} is partitioned by ZeRO-3 and its piece is not in memory (offload_param to NVMe). Offload "
+            "parameters to the CPU, or do not offload them"
         )
     if hasattr(piece, "ds_quant_scale"):
         raise Unsupported(f"{where} is quantized by ZeRO-3; unset zero_quantized_nontrainable_weights")

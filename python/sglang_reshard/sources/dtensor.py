@@ -35,7 +35,7 @@ def mesh_sharding(
     """Returns the sharding over the root mesh. Raises Unsupported, starting with `where`.
 
     trainer_rank_of  global rank -> trainer rank, for the ranks that participate in the update
-    order            in which the mesh dimensions split the tensor
+    order            of the mesh dimensions that split the tensor
     """
     own = tuple(_placement(where, p) for p in placements)
     own, orders = _orders(where, mesh, own, order)
@@ -43,8 +43,8 @@ def mesh_sharding(
     ranks = tuple(trainer_rank_of.get(r, -1) for r in global_ranks.flatten().tolist())
     if all(r < 0 for r in ranks):
         raise Unsupported(
-            f"{where} is on a mesh of global ranks {global_ranks.flatten().tolist()}, none of which participates in "
-            f"the update (global ranks {sorted(trainer_rank_of)} do); create the sender on all ranks that hold weights"
+            f"{where} is on a mesh of global ranks {global_ranks.flatten().tolist()}, and none of these participates "
+            f"in the update (global ranks {sorted(trainer_rank_of)} do). Create the sender on all ranks with weights"
         )
     of_root = tuple(own[dim] if dim >= 0 else Placement() for dim in dims)
     orders = {tensor_dim: tuple(map(dims.index, order)) for tensor_dim, order in orders.items()}
@@ -58,25 +58,32 @@ def _placement(where: str, placement: Any) -> Placement:
     if kind is Shard or kind is StridedShard:
         found = Placement(int(placement.dim), int(getattr(placement, "split_factor", 1)))
         if found.dim < 0:
+<<<<<<< HEAD
             raise Unsupported(f"{where} has the placement {placement!r}; count its dimension from the first")
         known = Shard(found.dim) if kind is Shard else StridedShard(found.dim, split_factor=found.split_factor)
+=======
+            raise Unsupported(
+                f"{where} has the placement {placement!r} with a negative dimension; use a dimension from 0 on"
+            )
+        known = Shard(found.dim) if kind is Shard else _StridedShard(found.dim, split_factor=found.split_factor)
+>>>>>>> d2447f7 (Errors and log lines are plain sentences; usage pages say who acts)
         if placement == known:
             return found
     if isinstance(placement, Partial):
         raise Unsupported(
-            f"{where} has the placement {placement!r}, whose shards have to be reduced first, for example with "
+            f"{where} has the placement {placement!r}, whose shards must be reduced first, for example with "
             "tensor.redistribute(placements=[Replicate()])"
         )
     raise Unsupported(
-        f"{where} has the placement {placement!r}, a {kind.__module__}.{kind.__qualname__}; supported are Shard, "
-        f"_StridedShard and Replicate. Else {_CURE}"
+        f"{where} has the placement {placement!r}, a {kind.__module__}.{kind.__qualname__}; only Shard, _StridedShard "
+        f"and Replicate are supported. For others, {_CURE}"
     )
 
 
 def _orders(
     where: str, mesh: Any, placements: tuple[Placement, ...], order: ShardOrder
 ) -> tuple[tuple[Placement, ...], Orders]:
-    """Returns placements whose split factors are no order any more, and the order."""
+    """Returns placements without the order in their split factors, and the order."""
     default = left_to_right(placements)
     stated = default
     if order.entries is not None:
@@ -105,13 +112,13 @@ def _megatron_order(mesh: Any, orders: Orders) -> Orders:
 
 
 def on_root_mesh(mesh: Any, per_dim: tuple[T, ...], elsewhere: T) -> tuple[torch.Tensor, tuple[T, ...]]:
-    """Returns the global ranks of the root mesh, and what belongs to each of its dimensions.
+    """Returns the global ranks of the root mesh, and the parts of each of its dimensions.
 
     per_dim    what belongs to each dimension of `mesh`: a placement, for example
     elsewhere  what belongs to the root's other dimensions, over which a tensor is replicated
 
-    Tensor parallelism under data parallelism has its DTensors on mesh["tp"], of which every data-parallel group has
-    another one. On the root mesh all ranks describe the tensor alike.
+    Tensor parallelism under data parallelism has its DTensors on mesh["tp"], which differs between data-parallel
+    groups. On the root mesh all ranks describe the tensor alike.
     """
     root = mesh._get_root_mesh()
     if root is mesh or root == mesh:

@@ -1,4 +1,4 @@
-"""Reads what a DTensor's spec says beyond mesh and placements, and refuses a spec that says more than is understood."""
+"""Reads the fields of a DTensor's spec other than mesh and placements, and refuses a spec with unknown fields."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ def not_finite(layout: SourceLayout, local_tensors: Sequence[torch.Tensor], trai
     """Returns an error message for the first tensor with a NaN or infinity among this rank's shards; None if none has.
 
     The message has the tensor's name, the number of such elements on this rank, and the global index of the first.
-    Every element that the rank holds is read once, none beside its shards, and the device is synchronized once.
-    Temporaries have at most CHUNK elements (4 bytes each, 8 for float64). Integers and booleans are always finite.
+    Every element of the rank's shards is read once, and the device is synchronized once. Temporaries have at most CHUNK
+    elements (4 bytes each, 8 for float64). Integers and booleans are always finite.
     """
     shards_of: dict[tuple[object, ...], _Shards] = {}  # equally sharded tensors share one entry
 

@@ -1,4 +1,4 @@
-"""Reads flat buffers: checkpoint tensors flattened one after the other, of which each rank holds a range.
+"""Reads flat buffers: checkpoint tensors flattened one after the other; each rank holds a range.
 
 FSDP1's flat parameters, ZeRO-3's partitions and the buffers of distributed optimizers are such buffers. A range of a
 tensor's elements in row-major order is a few boxes of it: the rest of a row, whole rows, the beginning of a row, and so
@@ -62,11 +62,11 @@ def split_flat(
     first, last = held.get(trainer_rank, (0, 0))
     if local.dim() != 1 or local.numel() < last - first:
         raise Mismatch(
-            f"{where} is a tensor of shape {tuple(local.shape)}, but this rank's piece of the flat buffer has "
-            f"{last - first} elements; pass the piece itself, flat"
+            f"{where} is a tensor of shape {tuple(local.shape)}, but this trainer rank's piece of the flat buffer has "
+            f"{last - first} elements; pass the piece itself, as a 1-D tensor"
         )
     if not local.is_contiguous():
-        raise Unsupported(f"{where} has elements that are {local.stride(0)} apart; pass a contiguous piece")
+        raise Unsupported(f"{where} is not contiguous (stride {local.stride(0)}); pass a contiguous piece")
     nothing = local.new_empty(0)
     for member in buffer.members:
         end = member.begin + math.prod(member.shape)

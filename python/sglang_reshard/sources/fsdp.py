@@ -56,15 +56,15 @@ class ShardedParameters:
             return cls(s for s in states if isinstance(s, FSDPState))
         except (ImportError, AttributeError) as error:
             logger.warning(
-                "torch %s keeps FSDP2's state elsewhere (%s): unsharded parameters are not recognized. Call reshard() "
-                "on every FSDPModule before an update",
+                "torch %s is not supported here: it keeps FSDP2's state elsewhere (%s), so unsharded parameters are "
+                "not recognized. Call reshard() on every FSDPModule before an update",
                 torch.__version__,
                 error,
             )
             return cls(())
 
     def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the sharded parameter of which `tensor` is FSDP2's unsharded copy, or `tensor` itself.
+        """Returns the sharded parameter if `tensor` is FSDP2's unsharded copy of it, or `tensor` itself.
 
         Raises Unsupported for a partial view of such a copy.
         """
@@ -81,7 +81,7 @@ class ShardedParameters:
             return sharded  # parameter.data, parameter.detach()
         raise Unsupported(
             f"{name} is a view of FSDP2's unsharded copy of a parameter of shape {tuple(copy.shape)}, which optimizer "
-            "steps do not update. Take the view of the sharded parameter, which "
+            "steps do not update. Pass the view of the sharded parameter, which "
             "sglang_reshard.sources.named_shards(model) yields, or call reshard() on its FSDPModule first"
         )
 

@@ -2,7 +2,7 @@
 
 FSDP1 flattens the parameters of a wrapped module into one flat parameter and gives each rank of the sharding group an
 equal range of it, in full precision also under mixed precision. Its `state_dict` would gather every module; the pieces
-themselves are read here, whatever FSDP1 is doing with the unsharded copies, before the first forward too.
+themselves are read here, in any state of the unsharded copies, before the first forward too.
 
 Their state is private to torch; this is the only module that reads it.
 """

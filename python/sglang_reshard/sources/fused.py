@@ -83,7 +83,7 @@ def split_fused(
     for (name, fused_slice), found in zip(slices, local_slices, strict=True):
         if found is None:
             raise Unsupported(
-                f"{where}: a trainer rank's elements of its slice {name} are not a box of that rank's local tensor; "
+                f"{where}: on one trainer rank, the elements of its slice {name} are not a box of the local tensor; "
                 "pass the checkpoint tensors separately"
             )
         tensor = nothing if found.selection is None else local[found.selection]
@@ -138,7 +138,7 @@ def invalid_slice_reason(fused_slice: FusedSlice, shape: tuple[int, ...]) -> str
     """Returns why a tensor of `shape` does not have this slice; empty if it has."""
     start, stop, axes = fused_slice.start, fused_slice.stop, fused_slice.axes
     if not len(start) == len(stop) == len(shape):
-        return f"does not have the {len(shape)} dimensions of shape {shape}: {fused_slice}"
+        return f"must have the {len(shape)} dimensions of shape {shape}: {fused_slice}"
     if any(not 0 <= a <= b <= n for a, b, n in zip(start, stop, shape, strict=True)):
         return f"exceeds shape {shape}: {fused_slice}"
     dropped = [axis for axis in range(len(shape)) if axis not in axes]

@@ -38,14 +38,16 @@ _NOT_SERVED = {
 def adapter_tensors(module: nn.Module, adapter: str = "default") -> list[tuple[Any, ...]]:
     """Returns an adapter's tensors under their names in PEFT's checkpoints, as `WeightSender.update` takes them.
 
-    module   a PEFT model, or what wraps it
+    module   a PEFT model, or a wrapper of it
     adapter  PEFT's name of the adapter
 
     Raises Mismatch for a module without this adapter, and Unsupported as `named_shards` does.
     """
     found = list(_renamed(module, adapter))
     if not found:
-        raise Mismatch(f"the module has no LoRA adapter {adapter!r}; pass PEFT's model, and the adapter's name in it")
+        raise Mismatch(
+            f"the module has no LoRA adapter {adapter!r}; pass PEFT's model and the name of one of its adapters"
+        )
     return found
 
 
@@ -84,7 +86,7 @@ def _checkpoint_name(name: str, adapter: str | None) -> str:
 def adapter_config(config: Any, adapter: str = "default") -> str:
     """Returns what SGLang has to know of an adapter, in JSON.
 
-    config   a PEFT model, its `peft_config[adapter]`, or what that is as a mapping
+    config   a PEFT model, its `peft_config[adapter]`, or that as a mapping
 
     Raises Unsupported, naming the option, for an adapter that SGLang would not compute as PEFT does.
     """
@@ -96,18 +98,22 @@ def adapter_config(config: Any, adapter: str = "default") -> str:
         raise Mismatch(f"the adapter's configuration lacks {', '.join(missing)}; pass model.peft_config['default']")
     kind = str(getattr(options.get("peft_type"), "value", options.get("peft_type", "LORA")))
     if kind != "LORA":
-        raise Unsupported(f"peft_type={kind}: SGLang serves LoRA adapters only; merge it into the weights instead")
+        raise Unsupported(
+            f"peft_type={kind}: SGLang serves only LoRA adapters; merge this adapter into the weights instead"
+        )
     for option, what in _NOT_SERVED.items():
         if options.get(option):
             raise Unsupported(
                 f"{option}={options[option]}: SGLang does not serve {what}; train without it, or merge the adapter "
-                "into the weights and update these"
+                "into the weights and update the weights"
             )
     if (bias := options.get("bias", "none")) != "none":
-        raise Unsupported(f"bias={bias!r}: SGLang does not serve an adapter's biases; train with bias='none'")
+        raise Unsupported(f"bias={bias!r}: SGLang does not serve biases of an adapter; train with bias='none'")
     modules = options["target_modules"]
     if isinstance(modules, str) and modules not in ("all", "all-linear"):
-        raise Unsupported(f"target_modules={modules!r} is a pattern, which SGLang does not serve; list the modules")
+        raise Unsupported(
+            f"target_modules={modules!r} is a pattern, and SGLang does not serve patterns; list the modules"
+        )
     return json.dumps(
         {
             "peft_type": kind,

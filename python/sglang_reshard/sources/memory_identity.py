@@ -1,4 +1,4 @@
-"""Detects whether a trainer passes the same memory again, sharded as before, so that nothing has to be read anew.
+"""Detects whether a trainer passes the same memory again, sharded as before, so that nothing has to be read again.
 
 Runs over every tensor at the start of every update. It therefore compares whole columns (all names, all addresses)
 in few calls, without Python code per tensor. Tensor objects do not count, as `state_dict()` creates new ones every
@@ -191,7 +191,7 @@ def _selectors(chosen: Iterable[bool]) -> list[bool]:
 
 
 def own_memory(tensor: Any) -> Any:
-    """Returns the tensor that has the memory of what is passed."""
+    """Returns the tensor that has the memory of a passed value."""
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     return tensor.ds_tensor if is_partitioned(tensor) else tensor

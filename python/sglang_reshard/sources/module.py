@@ -34,7 +34,7 @@ def named_shards(module: nn.Module) -> Iterator[tuple[Any, ...]]:
         sharded = ShardedParameters(p._get_fsdp_state() for p in module.modules() if isinstance(p, FSDPModule))
     except AttributeError as error:
         raise Unsupported(
-            f"torch {torch.__version__} is not supported by named_shards: FSDP2 keeps its sharded parameters elsewhere "
+            f"named_shards does not support torch {torch.__version__}: FSDP2 keeps its sharded parameters elsewhere "
             f"({error}). Call reshard() on every FSDPModule of the model, and pass model.named_parameters() instead"
         ) from error
     for name, parameter in module.named_parameters():

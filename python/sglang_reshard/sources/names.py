@@ -51,20 +51,21 @@ class Renaming:
         if isinstance(rename, Mapping):
             if not all(isinstance(text, str) for pair in rename.items() for text in pair):
                 raise Mismatch(
-                    f"rename={dict(rename)!r} is no dict of prefixes: pass strings, old prefix -> new prefix"
+                    f"rename={dict(rename)!r} is not a dict of prefixes; map strings to strings, old prefix to new "
+                    "prefix"
                 )
             ordered = sorted(rename.items(), key=lambda pair: (-len(pair[0]), pair[0]))
             return cls(prefixes=tuple(ordered)) if ordered else None
         if callable(rename):
             return cls(function=rename)
-        raise Mismatch(f"rename is a {type(rename).__name__}; pass a dict of prefixes or a function from name to name")
+        raise Mismatch(f"rename is a {type(rename).__name__}; pass a dict of prefixes, or a function from name to name")
 
     def __call__(self, name: str) -> str:
         """Returns the new name. Raises Mismatch if the function returns none."""
         if self.function is not None:
             new = self.function(name)
             if not isinstance(new, str) or not new:
-                raise Mismatch(f"rename returned {new!r} for {name}; return the name to send it under")
+                raise Mismatch(f"rename returned {new!r} for {name}; it must return the name to send the tensor under")
             return new
         for old, replacement in self.prefixes:
             if name.startswith(old):

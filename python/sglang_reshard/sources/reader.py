@@ -36,9 +36,9 @@ from sglang_reshard.torch_private import is_traceable_wrapper_subclass
 
 
 class TensorReader:
-    """Reads the tensors of one training state on one trainer rank. What tensors have in common is read once.
+    """Reads the tensors of one training state on one trainer rank. Common parts of tensors are read once.
 
-    partial  each trainer rank may state what it holds itself, and no more
+    partial  each trainer rank may state only its own part
     """
 
     def __init__(self, trainer_rank: int, global_ranks: tuple[int, ...], partial: bool = False) -> None:
@@ -58,7 +58,9 @@ class TensorReader:
         """
         where = f"trainer rank {self._rank}: {name}"
         if not isinstance(name, str):
-            raise Unsupported(f"{where} is no name, but a {type(name).__name__}; pass (name, tensor)")
+            raise Unsupported(
+                f"{where}: a name must be a string, not a {type(name).__name__}; pass (name, tensor) pairs"
+            )
         if not isinstance(given, torch.Tensor):
             raise Unsupported(f"{where} is a {type(given).__name__}, not a torch.Tensor; leave it out")
         if isinstance(sharding, FlatBuffer):
@@ -85,7 +87,7 @@ class TensorReader:
         if is_flattened(given):
             raise Unsupported(
                 f"{where} belongs to a flat parameter of FSDP1 and does not tell its sharding; pass the module itself, "
-                "or its sglang_reshard.sources.named_shards"
+                "or sglang_reshard.sources.named_shards(module)"
             )
         # Not in the constructor: a generator of named tensors may run a forward before its first.
         self._fsdp = self._fsdp or ShardedParameters.of_this_process()
@@ -119,7 +121,7 @@ class TensorReader:
     def _of_own_part(
         self, where: str, shape: tuple[int, ...], placed: MeshSharding, part: OwnPart | None
     ) -> MeshSharding | ShardMap:
-        """Returns the sharding of a tensor of which the local tensor may state its own part: `placed` if they agree."""
+        """Returns the sharding of a tensor whose local tensor may state its own part: `placed` if they agree."""
         if part is None:
             return placed
         boxes = [] if part.box is None else [part.box]
@@ -128,9 +130,9 @@ class TensorReader:
         if not self._partial:
             raise Unsupported(
                 f"{where} is an uneven DTensor, as Megatron-FSDP's: this trainer rank holds "
-                f"{part.box if part.box else 'nothing'} of global shape {shape}, which its placements do not tell and "
-                "no other rank knows. Pass partial=True, with which each trainer rank states its own part, or an "
-                "ExplicitSharding of all trainer ranks' parts"
+                f"{part.box if part.box else 'nothing'} of global shape {shape}, which neither its placements nor "
+                "other trainer ranks know. Pass partial=True, so that each trainer rank states its own part, or an "
+                "ExplicitSharding with the parts of all trainer ranks"
             )
         return ShardMap.of((box, (0,) * len(shape), self._rank) for box in boxes)
 
@@ -149,8 +151,8 @@ class TensorReader:
             raise Mismatch(f"{where} has an invalid explicit sharding: {reason}")
         if not self._partial and shard_map.covered_elements() != math.prod(shape):
             raise Unsupported(
-                f"{where}: the trainer ranks of this update hold {shard_map.covered_elements()} of its "
-                f"{math.prod(shape)} elements; create the sender on all ranks that hold shards of it (all ranks of its "
+                f"{where}: the trainer ranks of this update hold only {shard_map.covered_elements()} of its "
+                f"{math.prod(shape)} elements. Create the sender on all ranks that hold shards of it (all ranks of its "
                 "mesh, if it has one)"
             )
         self._checked.add((shape, sharding))
@@ -164,14 +166,16 @@ def _check_carried(where: str, local: torch.Tensor) -> None:
     if local.device.type == "meta":
         raise Unsupported(f"{where} is on the meta device and has no data; materialize it first")
     if is_traceable_wrapper_subclass(local):
-        raise Unsupported(f"{where} is a {type(local).__name__}, which wraps other tensors; pass those, or a plain one")
+        raise Unsupported(
+            f"{where} is a {type(local).__name__}, which wraps other tensors; pass the wrapped tensors, or a plain one"
+        )
     if str(local.dtype).removeprefix("torch.") not in ITEM_BYTES:
         raise Unsupported(f"{where} has the unsupported dtype {local.dtype}; cast it first")
     if local.is_neg():
         raise Unsupported(f"{where} is a negated view, whose memory has the opposite sign; pass its resolve_neg()")
     if local.numel() and not local.untyped_storage().nbytes():
         raise Unsupported(
-            f"{where} has no memory any more: its storage was freed; pass the parameter that is registered now"
+            f"{where} no longer has memory: its storage was freed. Pass the parameter that is registered now"
         )
 
 
@@ -188,8 +192,8 @@ def _shaped(
             return local.view(expected)
         raise Mismatch(
             f"{where} has a local shard of shape {tuple(local.shape)}, but its placements over global shape {shape} "
-            f"require {expected}; was it resharded without updating its placements? A local tensor that is not what "
-            "placements say needs an ExplicitSharding"
+            f"require {expected}; was it resharded without updating its placements? If the local tensor differs from "
+            "its placements on purpose, pass an ExplicitSharding"
         )
     least = sharding.min_local_shape(trainer_rank)
     if least is None:
@@ -199,6 +203,6 @@ def _shaped(
     if local.dim() == 1 and local.numel() == math.prod(least):
         return local.view(least)
     raise Mismatch(
-        f"{where} has a local tensor of shape {tuple(local.shape)}, but this rank's shards of global shape {shape} "
-        f"reach to {least} in it; pass the local tensor that its explicit sharding refers to"
+        f"{where} has a local tensor of shape {tuple(local.shape)}, but its explicit sharding of global shape {shape} "
+        f"needs at least {least} on this trainer rank. Pass the local tensor that the sharding refers to"
     )

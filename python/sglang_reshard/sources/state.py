@@ -68,7 +68,7 @@ def describe(
 
     ExplicitSharding  which trainer rank holds which boxes. The tensor is then this rank's local tensor, any view of
                       any memory; it may be larger than its shards, and is empty (of the right dtype) without any
-    FusedTensor       the checkpoint tensors that it represents; its own name is none of them
+    FusedTensor       the checkpoint tensors that it represents; its own name is not among them
     a spec like verl's `ShardSpec`, with a flat local shard
     None              the tensor tells by itself
 

@@ -35,14 +35,14 @@ def own_part(where: str, shape: tuple[int, ...], local: torch.Tensor) -> OwnPart
     chunks: list[Any] = list_chunks()
     if len(chunks) != 1:
         raise Unsupported(
-            f"{where} has a local tensor that states {len(chunks)} chunks; pass each with an ExplicitSharding"
+            f"{where} has a local tensor with {len(chunks)} chunks; pass each chunk with an ExplicitSharding"
         )
     start, sizes = (tuple(map(int, numbers)) for numbers in (chunks[0].offsets, chunks[0].sizes))
     box = Box(start, tuple(map(operator.add, start, sizes)))
     alike = len(start) == len(sizes) == len(shape) and sizes == tuple(local.shape)
     if not alike or box.intersect(Box.whole(shape)) != box:
         raise Mismatch(
-            f"{where} has a local tensor of shape {tuple(local.shape)} that states the chunk {sizes} at {start} of "
-            f"global shape {shape}; call update_uneven_dtensor_chunk_metadata on it again, or pass an ExplicitSharding"
+            f"{where} has a local tensor of shape {tuple(local.shape)}, but states the chunk {sizes} at {start} of "
+            f"global shape {shape}. Call update_uneven_dtensor_chunk_metadata on it again, or pass an ExplicitSharding"
         )
     return OwnPart(box)

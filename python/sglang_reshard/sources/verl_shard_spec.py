@@ -40,14 +40,14 @@ def check_has_no_place(where: str, spec: Any) -> None:
     """Raises Unsupported for a ShardSpec with a `place`."""
     if getattr(spec, "place", None) is not None:
         raise Unsupported(
-            f"{where}: its ShardSpec has an explicit `place`, which locates this trainer rank's block but not the "
-            "others'. sglang_reshard.verl exchanges them among trainer ranks; elsewhere pass what "
+            f"{where}: its ShardSpec has an explicit `place`, which locates this trainer rank's block, but not the "
+            "blocks of others. sglang_reshard.verl exchanges them among trainer ranks. Outside verl, pass what "
             "sglang_reshard.sources.blocks returns for all of them"
         )
 
 
 def blocks(shape: Sequence[int], boxes: Sequence[Box | None]) -> ExplicitSharding:
-    """Returns the sharding of a tensor of global `shape` (elements) of which each trainer rank has one box, or None.
+    """Returns the sharding of a tensor of global `shape` (elements) if each trainer rank has one box or None.
 
     A rank's local tensor is exactly its box, flat or in its shape; ranks with the same box hold replicas.
     """

@@ -164,7 +164,7 @@ class BlockWeights:
 class _Quantizer:
     """Quantizes matrices in place.
 
-    quantized  float8_e4m3fn [n, rows, columns], in the first half of the memory of what is quantized
+    quantized  float8_e4m3fn [n, rows, columns], in the first half of the memory of the unquantized weight
     scales     float32 [n, blocks of rows, blocks of columns]
     """
 
@@ -246,7 +246,10 @@ def _repacking_unit(program: Program, outputs: Sequence[_Output]) -> str | None:
     targets = {output.copy.target for output in outputs}
     units = {program.arrivals[target].unit if target in program.arrivals else None for target in targets}
     if len(units) > 1:
-        raise Unsupported(f"{', '.join(sorted(targets))} are parts of one weight, and not repacked together")
+        raise Unsupported(
+            f"{', '.join(sorted(targets))} are parts of one weight, but the engine does not repack them together, "
+            "which is not supported. Start the engine unquantized."
+        )
     return units.pop()
 
 
@@ -254,8 +257,8 @@ def _check_dtype(program: Program, copy: Copy, name: str, is_scale: bool) -> Non
     value, destination = torch.float32 if is_scale else FP8, program.targets[copy.target].dtype
     if destination != value:
         raise Unsupported(
-            f"{copy.source} is {value} where {name} is quantized, and {destination} in {copy.target}: "
-            "the engine keeps it in two ways. Send it quantized, with its scale, or start the engine unquantized."
+            f"{copy.source} is {value} where {name} is quantized, but {destination} in {copy.target}: the engine keeps "
+            "it in two ways. Send it quantized, with its scale, or start the engine unquantized."
         )
 
 
@@ -272,7 +275,7 @@ def _outputs(copies: Iterable[tuple[Copy, bool]], box: Box, block: tuple[int, in
 
 
 def _cut_stack(box: Box) -> list[Box]:
-    """Cuts a stack of matrices, of which no two share a block, into smaller ones."""
+    """Cuts a stack of matrices that share no block into smaller ones."""
     rows_and_columns = math.prod(box.shape[-2:])
     stack = Box(box.start[:-2], box.stop[:-2])
     parts = split(stack, max(1, _STACK_ELEMENTS // rows_and_columns)) if stack.shape else [stack]

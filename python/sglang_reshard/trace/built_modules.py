@@ -1,7 +1,7 @@
 """Modules as they were built, before anything was loaded into them and their quantization method repacked it.
 
 A quantization method may transpose, shuffle, pack or quantize a module's parameters after loading
-(`process_weights_after_loading`). Loaders do not know them then. `remember` keeps what a module was before: its
+(`process_weights_after_loading`). Loaders do not know them afterwards. `remember` keeps a module's former state: its
 attributes, and its parameters without memory.
 """
 
@@ -26,7 +26,7 @@ class BuiltModule:
     """A module as it was built, before anything was loaded into it.
 
     attributes  without the registers of parameters, buffers and children
-    parameters  on the meta device, with the attributes by which loaders know them
+    parameters  on the meta device, with the attributes that loaders need
     buffers     as they are
     helpers     class and attributes of the objects in `HELPERS`, by name
     process     the post-processing
@@ -62,7 +62,7 @@ class BuiltModule:
     def copy(self, module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
         """Returns a module as `module` was built, with the parameters `tensors`.
 
-        It has quantization methods of its own, and shares all else. So `module` can generate meanwhile.
+        It has separate quantization methods, and shares all else. So `module` can generate at the same time.
         """
         made: torch.nn.Module = object.__new__(type(module))
         own = vars(made)

@@ -53,11 +53,11 @@ def check_cast(source: str, have: torch.dtype, target: str, want: torch.dtype) -
         return
     if have.is_floating_point != want.is_floating_point or {have, want} & _BITS:
         raise Unsupported(
-            f"{source} is {have} and the engine's {target} is {want}: a cast would not preserve the values. "
-            "Send the tensor in the engine's format."
+            f"{source} is {have}, but the engine's {target} is {want}, and a cast would not preserve the values. Send "
+            "the tensor in the engine's format."
         )
     if want.is_floating_point and want.itemsize == 1:
         raise Unsupported(
-            f"{source} is {have} and the engine's {target} is {want}: a plain cast is no quantization. Send the "
+            f"{source} is {have}, but the engine's {target} is {want}: a plain cast is no quantization. Send the "
             "quantized tensor and its scale, or start the engine unquantized."
         )

@@ -16,7 +16,7 @@ from sglang_reshard.trace.geometry import BoxMapping, Geometry
 def shard_view(
     boxes: Sequence[BoxMapping], local_shape: tuple[int, ...]
 ) -> tuple[Geometry | None, tuple[tuple[int, ...], ...]]:
-    """Returns a view of a contiguous shard in which `boxes` are boxes, and the index at which each starts in it.
+    """Returns a view of a contiguous shard that shows `boxes` as boxes, and the index of each start in it.
 
     boxes  of a checkpoint tensor; `write` and `stride` say where in the shard their elements are
 
@@ -32,18 +32,18 @@ def shard_view(
     view = _largest_view(strides, boxes[0], own.numel)
     starts = _starts(view, boxes) if view is not None else None
     if starts is None:
-        raise Unsupported("no strided view of the local shard has its elements in the checkpoint tensor's order")
+        raise Unsupported("its elements in live memory are not in the checkpoint tensor's order")
     return view, starts
 
 
 def _strides(boxes: Sequence[BoxMapping]) -> list[int | None]:
-    """Returns the stride of each dimension; None for one in which every box has size 1."""
+    """Returns the stride of each dimension; None for a dimension where every box has size 1."""
     strides: list[int | None] = [None] * len(boxes[0].size)
     for box in boxes:
         for dim, (size, stride) in enumerate(zip(box.size, box.stride, strict=True)):
             if size > 1 and strides[dim] not in (None, stride):
                 raise Unsupported(
-                    f"parts of its dimension {dim} have strides {strides[dim]} and {stride} in the local shard"
+                    f"its parts have different strides in live memory, {strides[dim]} and {stride} in dimension {dim}"
                 )
             if size > 1:
                 strides[dim] = stride

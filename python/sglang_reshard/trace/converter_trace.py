@@ -76,12 +76,19 @@ def _boxes(recorder: Recorder, name: str, result: torch.Tensor) -> tuple[BoxMapp
                 raise NotPlainCopy
             if isinstance(content.storage.base, CheckpointTensor):
                 if casts or content.dtype != content.storage.dtype:
-                    raise Unsupported(f"{name} is not of the dtype {content.storage.dtype} that its elements have")
+                    raise Unsupported(
+                        f"the converter reinterprets or casts {name}, whose elements are {content.storage.dtype}; only "
+                        "slicing, transposing and renaming are supported"
+                    )
                 boxes += to_boxes(index_map.inverted(), tuple(result.shape), unit_steps=True)
     except (NotPlainCopy, UninitializedRead):
-        raise Unsupported(f"{name} is computed, not only moved") from None
+        raise Unsupported(
+            f"the converter does arithmetic on {name}; only slicing, transposing and renaming are supported"
+        ) from None
     except TooFragmented:
-        raise Unsupported(f"{name} is scattered over more than {MAX_BOXES} boxes") from None
+        raise Unsupported(
+            f"the converter scatters {name} over more than {MAX_BOXES} boxes, which is not supported"
+        ) from None
     return tuple(boxes)
 
 
@@ -115,7 +122,7 @@ class _FunctionRecorder(Recorder):
 
 
 def _index_of(func: Any, args: tuple[Any, ...]) -> tuple[int, Any]:
-    """Returns the one dimension in which an operator picks elements, and the index; (0, None) for other operators."""
+    """Returns the one dimension that an operator picks elements in, and the index; (0, None) for other operators."""
     if func is aten.index_select.default:
         return args[1], args[2]
     if func is aten.index.Tensor:

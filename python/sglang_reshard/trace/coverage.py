@@ -173,8 +173,8 @@ def _check_storage(
             if any(cells.has(box, cell) for box in written)
         )
         raise Unsupported(
-            f"{storage.name} has elements that are written more than once while loading, by {_some(names)}. Send "
-            "each weight once, under one name."
+            f"the loader writes elements of {storage.name} more than once, from {_some(names)}. Send each weight once, "
+            "under one name."
         )
     return left
 
@@ -287,9 +287,9 @@ class _Cells:
 
 
 def check_order(records: Sequence[Record]) -> None:
-    """Raises Unsupported if a step reads what a later copy writes, or what a step in between changes.
+    """Raises Unsupported if a step reads values that a later copy writes, or that a step in between changes.
 
-    All copies of an update come before its first step, whatever the loader's order.
+    All copies of an update come before its first step, independent of the loader's order.
     """
     by_storage: dict[LiveStorage, list[int]] = defaultdict(list)
     for i, record in enumerate(records):
@@ -307,7 +307,7 @@ def check_order(records: Sequence[Record]) -> None:
                 if later and j != i and _overlap(leaf, other, storage):
                     raise Unsupported(
                         f"The loader computes {record.storage.name} from {storage.name} before it has loaded "
-                        f"{_label(other)} there. An update copies all weights first and cannot keep this order; use "
+                        f"{_label(other)} there. An update copies all weights first, so it cannot keep this order. Use "
                         "SGLang's own update_weights_from_tensor."
                     )
 

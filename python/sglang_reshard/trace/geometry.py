@@ -154,7 +154,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def grid_shape(numel: int, strides: Iterable[int]) -> tuple[int, ...]:
-    """Returns a shape of at least `numel` elements in which views with these strides are few boxes.
+    """Returns a shape of at least `numel` elements that makes views with these strides few boxes.
 
     Strides that do not divide one another cannot all be dimensions; `to_boxes` unrolls the loops of the others.
     """

@@ -1,4 +1,4 @@
-"""Keeps what a model's constructor has given its tensors, where an engine starts on random ("dummy") weights.
+"""Keeps the values of a model's constructor for its tensors, if an engine starts on random ("dummy") weights.
 
 SGLang's dummy start randomises every floating-point tensor of the model's state dict. Most are weights, which an update
 writes. Three kinds are not:
@@ -14,7 +14,7 @@ back by the first update that leaves the parameter alone (`restore`):
 
     up to 65,536 elements     a copy in host memory
     larger, all equal         the element: zeros of biases of experts, for example
-    larger, of a layer        nothing. What such layers allocate for the loader is uninitialised memory, so that engines
+    larger, of a layer        nothing. Such layers allocate uninitialised memory for the loader, so that engines
     that SGLang quantizes     started on the checkpoint differ there from each other too; any value will do
     larger, of others         nothing. It may be a table that the constructor computes: the update is refused
 """

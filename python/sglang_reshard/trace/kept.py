@@ -46,7 +46,7 @@ def kept_modules(
     records: Sequence[Record],
     may_stay: MayStay,
 ) -> list[RepackedModule]:
-    """Returns the repacked modules of which nothing is written, and all parameters may stay as they are."""
+    """Returns the repacked modules that are not written and whose parameters may all be kept."""
     written: Collection[LiveStorage] = {record.storage for record in records}
     return [
         module

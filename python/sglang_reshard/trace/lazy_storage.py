@@ -145,7 +145,7 @@ def origins(view: VersionedView, index_map: IndexMap, casts: tuple[torch.dtype, 
 
 
 def _index_map_of(write: Write) -> IndexMap:
-    """Maps the storage written to (as what is read) to the content (as what is written)."""
+    """Maps the written storage (as the source) to the content (as the destination)."""
     if isinstance(write.content, VersionedView):
         return IndexMap.between(write.geometry, write.content.geometry)
     return IndexMap.between(write.geometry, Geometry(0, write.geometry.size, (0,) * len(write.geometry.size)))

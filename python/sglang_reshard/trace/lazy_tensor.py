@@ -2,7 +2,7 @@
 
 A loader gets a `LazyTensor` in place of each checkpoint tensor; its `__torch_dispatch__` passes every operator called
 on one, in any thread, to the recorder. `LiveWriteMode` adds the operators that involve live tensors only: fills of
-parameters, and reads of what the loader has just written.
+parameters, and reads of values that the loader has just written.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class LazyTensor(torch.Tensor):
     def data_ptr(self) -> int:
         # torch would return 0, and a kernel would dereference it.
         raise Unsupported(
-            "The loader takes the address of a checkpoint tensor, which has no memory while it is traced. Update this "
-            "model with SGLang's own update_weights_from_tensor."
+            "The loader takes the address of a checkpoint tensor, which has no memory while the loader is traced. "
+            "Update this model with SGLang's own update_weights_from_tensor."
         )
 
     @classmethod

@@ -25,7 +25,7 @@ _RESTART = "Start the engine on the checkpoint (load_format='auto'), by one of S
 
 @dataclass(frozen=True, slots=True)
 class LeftAlone:
-    """A parameter of which an update writes nothing, or no more than `written`, in elements of its storage."""
+    """A parameter that an update does not write, or only in the range `written`, in elements of its storage."""
 
     name: str
     parameter: torch.Tensor
@@ -62,7 +62,7 @@ def check_buffers(
         if may_stay(name):
             kept.append(name)
             continue
-        unsure = f" (Whether the model's checkpoint has it is not known: {stock.unknown}.)" if stock.unknown else ""
+        unsure = f" (It is not known whether the model's checkpoint has it: {stock.unknown}.)" if stock.unknown else ""
         raise Unsupported(
             f"{name} is a buffer that the loader fills from {source}, which was not sent: named_parameters() has no "
             f"buffers. Pass model.state_dict().items(), or the module itself, which have them.{unsure}"
@@ -114,7 +114,9 @@ def restoring_steps(model: torch.nn.Module, left: Sequence[LeftAlone], stock: St
 
 
 def _initial(model: torch.nn.Module, one: LeftAlone, root: str, values: InitialValues) -> torch.Tensor | None:
-    """Returns the value to be restored; None for what is undefined in an engine started on the checkpoint, too."""
+    """Returns the value to be restored; None for a value that is undefined in an engine started on the checkpoint,
+    too.
+    """
     # SGLang wraps layers that LoRA adapters are for once the model is loaded.
     initial = values.parameters.get(one.name.removeprefix(root).replace(".base_layer.", "."))
     if initial is None:

@@ -35,7 +35,7 @@ def live_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def storage_key(tensor: torch.Tensor) -> int:
     """Returns what identifies a tensor's storage: its address, or for a meta tensor that of torch's storage object.
 
-    0 for a tensor without a storage of its own, such as a sparse one.
+    0 for a tensor without a storage, such as a sparse one.
     """
     try:
         storage = tensor.untyped_storage()

@@ -1,7 +1,7 @@
-"""Turns a program round: which boxes of which checkpoint tensors an engine rank's live memory holds, and where.
+"""Inverts a program: the boxes of each checkpoint tensor in an engine rank's live memory, and their places.
 
-An engine that has been updated can so be read like a trainer. What its loader has copied is in live memory, or in the
-scratch memory that operands of expressions are kept in; what a step has changed since is not there any more.
+An engine that has been updated can so be read like a trainer. The tensors that its loader has copied are in live
+memory, or in the scratch memory for operands of expressions; values that a step has changed since are lost.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def live_shards(program: Program, shapes: Mapping[str, tuple[int, ...]], engine_
     shards, unreadable = readable_shards(program, shapes, engine_rank)
     for name, why in unreadable.items():
         raise Unsupported(
-            f"engine rank {engine_rank}: {name} cannot be read from the live weights: {why}. Only a trainer can update "
-            "engines of this model"
+            f"engine rank {engine_rank}: {name} cannot be read from the live weights: {why}. Update engines of this "
+            "model from the trainer"
         )
     return shards
 
@@ -65,7 +65,9 @@ def readable_shards(
         kept = [copy for copy in of_tensor if copy.target not in changed]
         try:
             if not kept:
-                raise Unsupported(f"{of_tensor[0].target} is computed from it in place, and it is not kept")
+                raise Unsupported(
+                    f"the loader computes {of_tensor[0].target} from it in place, so its own values are not kept"
+                )
             tensor, boxes = _held(program, kept)
         except Unsupported as error:
             unreadable[name] = str(error)
@@ -76,7 +78,9 @@ def readable_shards(
 
 
 def _held(program: Program, copies: list[Copy]) -> tuple[torch.Tensor, list[tuple[Box, tuple[int, ...]]]]:
-    """Returns a view in which all that `copies` have copied are boxes, and these, each with its start in the view."""
+    """Returns a view that shows the elements written by `copies` as boxes, and these boxes, each with its start in the
+    view.
+    """
     found: dict[str, list[BoxMapping]] = {}
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for copy in copies:
@@ -85,7 +89,7 @@ def _held(program: Program, copies: list[Copy]) -> tuple[torch.Tensor, list[tupl
                 seen.add(key)
                 found.setdefault(copy.target, []).append(mapping)
     if len(found) > 1:
-        raise Unsupported(f"parts of it are in {' and '.join(found)}")
+        raise Unsupported(f"its parts are in {' and '.join(found)}")
     ((target, mappings),) = found.items()
     flat = program.targets[target]
     view, starts = shard_view(mappings, (flat.numel(),))

@@ -1,9 +1,9 @@
 """Detects, at every update, changes of a model's live tensors, after which its loader must be traced again.
 
 `live_signature` walks all modules in Python, which takes tens of milliseconds for thousands of them. `LiveSignature`
-keeps what such a walk has found and compares it column by column (the names of all attributes, the types of all values,
-all addresses), with `map` and `chain` instead of Python code per module. Any difference, even one that
-does not change the signature, leads to a new walk.
+keeps the result of such a walk and compares it column by column (the names of all attributes, the types of all values,
+all addresses), with `map` and `chain` instead of Python code per module. Any difference, even one that does not change
+the signature, leads to a new walk.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _signature(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
 
 
 class LiveSignature:
-    """`live_signature(model)`, computed anew only when something has changed. Keeps no submodule and no tensor alive.
+    """`live_signature(model)`, computed again only when something has changed. Keeps no submodule and no tensor alive.
 
     While all names and types are unchanged, tensors are at the same positions among the values and under the same
     paths. They need not be the same objects then, only at the same addresses.

@@ -73,7 +73,7 @@ class Lowering:
             self.steps.append(Step(target, f"fill {content}", _call(lambda: to.fill_(content))))
 
     def read(self, record: Record) -> None:
-        """Adds a copy of what a later record overwrites, so that its tensor counts as one that the loader reads."""
+        """Adds a copy of values that a later record overwrites, so that their tensor counts as read by the loader."""
         if isinstance(record.content, CheckpointTensor):
             self._scratch_tensor(record.content, record.index_map.read_view, record.dtype)
 
@@ -244,7 +244,7 @@ def drop_overwritten_fills(records: Sequence[Record]) -> list[Record]:
 def drop_repeated_writes(records: Sequence[Record]) -> list[Record]:
     """Returns the records without those that write the same elements to the same place again.
 
-    A draft that shares its target's embedding loads it again. What a storage has computed in it is left alone.
+    A draft that shares its target's embedding loads it again. Computed content of a storage is not changed.
     """
     computed = {r.storage for r in records if isinstance(r.content, VersionedView)}
     seen = set()

@@ -1,6 +1,6 @@
-"""Models the memory that a loader reads and writes while it is traced: live storages and tensors of its own.
+"""Models the memory that a loader reads and writes while it is traced: live storages and temporary tensors.
 
-The recorder interprets operators; this is what they operate on. Every write to a live storage becomes a `Record`.
+The recorder interprets operators; they operate on this memory. Every write to a live storage becomes a `Record`.
 Nothing here writes to the engine's memory.
 """
 
@@ -76,7 +76,7 @@ class TraceMemory:
         return self.lazy(meta, storage_like(meta, CheckpointTensor(spec)))
 
     def view_of(self, tensor: LazyTensor) -> VersionedView:
-        """Returns the view that a lazy tensor is, of what has been written until now."""
+        """Returns a lazy tensor's view of the values that have been written until now."""
         storage = tensor.lazy_storage
         version = len(self.records) if isinstance(storage.base, LiveStorage) else len(storage.writes)
         return VersionedView(storage, version, geometry_of(tensor.meta), tensor.meta.dtype)
@@ -157,7 +157,8 @@ class TraceMemory:
             self._record_write(storage_key(storage.base.tensor), to.meta, content)
         elif to.meta.dtype != storage.dtype:
             raise Unsupported(
-                f"The loader writes to a {storage.dtype} tensor through a {to.meta.dtype} view, which cannot be traced."
+                f"The loader writes to a {storage.dtype} tensor through a {to.meta.dtype} view, which cannot be "
+                "traced. Update this model with SGLang's own update_weights_from_tensor."
             )
         else:
             storage.writes.append(Write(geometry_of(to.meta), content))
@@ -166,9 +167,9 @@ class TraceMemory:
         """Returns a lazy storage for a tensor of the loader's own that a lazy tensor is written to."""
         if key not in self._allocated:
             raise Unsupported(
-                f"The loader writes weights to a tensor {tuple(tensor.shape)} that is neither a parameter, a buffer "
-                "or an attribute of a module nor allocated while loading, so where it is used cannot be traced. Make "
-                "it a buffer of the module that uses it."
+                f"The loader writes weights to a tensor {tuple(tensor.shape)} that it did not allocate and that is "
+                "neither a parameter, a buffer nor an attribute of a module, so its use cannot be traced. Make it a "
+                "buffer of the module that uses it."
             )
         numel = tensor.untyped_storage().nbytes() // tensor.element_size()
         everything = tensor.detach().as_strided((numel,), (1,), 0)
@@ -190,7 +191,7 @@ class TraceMemory:
             self.records.append(Record(storage, dtype, index_map, content))
         except UninitializedRead:
             raise Unsupported(
-                f"The loader copies to {storage.name} from a tensor with elements that it did not fill: a checkpoint "
+                f"The loader copies to {storage.name} from a tensor with elements that it did not fill. A checkpoint "
                 "tensor is missing, or the loader does not support this model."
             ) from None
 

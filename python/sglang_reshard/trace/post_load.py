@@ -60,8 +60,8 @@ def post_load_steps(model: torch.nn.Module, calls: Sequence[DeferredCall]) -> li
 def _check_argument(value: Any) -> Any:
     if isinstance(value, LazyTensor):
         raise Unsupported(
-            "The loader passes checkpoint tensors to post_load_weights, which cannot be deferred until an update has "
-            "brought them. Update this model with SGLang's own update_weights_from_tensor."
+            "The loader passes checkpoint tensors to post_load_weights, which cannot be deferred until they have "
+            "arrived. Update this model with SGLang's own update_weights_from_tensor."
         )
     return value
 

@@ -48,7 +48,7 @@ class Step:
     """Local work after all copies: a fill, an expression over live and scratch tensors, or a post_load_weights call.
 
     description  "fill VALUE", "from NAMES" (of the tensors that an expression depends on), "post_load_weights",
-                 "unfold", see `folded`, or "use" of what was received
+                 "unfold", see `folded`, or "use" of received tensors
     """
 
     target: str
@@ -86,9 +86,9 @@ class Program:
     targets   storage name -> flat 1-D tensor over the whole live storage (or scratch, named "scratch/N")
     steps     fills, expressions and deferred post_load_weights calls, in the loader's order
     seconds   that the trace took
-    arrivals  what is converted when all copies to that target have been made, and before the steps. The target is a
-              meta tensor until a transport has placed it in memory, see `landings.converting`
-    left_alone  names of the parameters of which it does not write all: neither does a start on the checkpoint
+    arrivals  conversions of weights after all copies to that target, and before the steps. The target is a meta tensor
+              until a transport has placed it in memory, see `landings.converting`
+    left_alone  names of the parameters that it does not write completely; neither does a start on the checkpoint
     kept        names of tensors that it does not write, in order, see `trace.kept`
     """
 

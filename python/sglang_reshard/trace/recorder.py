@@ -44,7 +44,7 @@ class Recorder(TraceMemory):
             try:
                 if threading.get_ident() != self._thread:
                     raise Unsupported(
-                        "The loader uses threads of its own, whose order cannot be traced. Load this model in one "
+                        "The loader starts its own threads, whose order cannot be traced. Load this model in one "
                         "thread (a ThreadPoolExecutor is fine)."
                     )
                 return self._dispatch(func, args, kwargs)
@@ -178,8 +178,8 @@ class Recorder(TraceMemory):
         if isinstance(out, (tuple, list)) and all(isinstance(o, torch.Tensor) for o in out):
             return type(out)(self.lazy(o, storage_like(o, OpOutput(*call, i))) for i, o in enumerate(out))
         raise Unsupported(
-            f"The loader calls {func} on weights and uses its result, {type(out).__name__}, which is not known while "
-            "the loader is traced. Update this model with SGLang's own update_weights_from_tensor."
+            f"The loader calls {func} on weights and uses its result, {type(out).__name__}, whose value is not "
+            "available while tracing. Update this model with SGLang's own update_weights_from_tensor."
         )
 
 

@@ -1,4 +1,4 @@
-"""Repacked modules: their own post-processing runs again, on what arrives in an update.
+"""Repacked modules: their own post-processing runs again, on the weights of an update.
 
 A trace puts modules back as they were built (`built_modules`) while the loader runs. In an update the boxes arrive in
 memory of the loader's layout, one module at a time. The post-processing runs on a copy of the module that has them, and
@@ -76,10 +76,10 @@ class RepackedModule:
         """Runs the post-processing on random values, and adds the storages of its results to `targets`.
 
         unwritten  names of parameters that no tensor of the checkpoint reaches
-        known      results of modules that were rehearsed before, of which one like this spares the run
+        known      results of modules that were rehearsed before; a result of a similar module makes a run unnecessary
 
-        Raises Unsupported, naming the tensor, unless a result fits every live tensor of the module, and is the same
-        whatever is in `unwritten`.
+        Raises Unsupported, naming the tensor, unless a result fits every live tensor of the module, and does not depend
+        on the values of `unwritten`.
         """
         alike = self.built.kind(self.module), tuple(unwritten)
         if alike not in known:
@@ -94,8 +94,9 @@ class RepackedModule:
             if result is None or (result.shape, result.dtype) != (live.shape, live.dtype):
                 made = "nothing" if result is None else f"{tuple(result.shape)} {result.dtype}"
                 raise Unsupported(
-                    f"{self.name(path)} is {tuple(live.shape)} {live.dtype}, and repacking makes {made} of what is "
-                    "loaded: the engine has changed it since its start. Start it without quantization="
+                    f"{self.name(path)} is {tuple(live.shape)} {live.dtype}, but repacking makes {made} of the loaded "
+                    "weights: something has changed it since the engine's start. Start the engine without "
+                    "quantization="
                 )
             key, geometry = storage_key(live), geometry_of(live)
             if (key, geometry) not in seen:
@@ -103,7 +104,10 @@ class RepackedModule:
                 target = storages.setdefault(key, f"{self.name(path)}, repacked")
                 targets.setdefault(target, flat_view(live, live.dtype))
                 if targets[target].dtype != live.dtype:
-                    raise Unsupported(f"{self.name(path)} and {target} share memory under two dtypes")
+                    raise Unsupported(
+                        f"{self.name(path)} and {target} share memory under two dtypes, which is not supported. Start "
+                        "the engine without quantization="
+                    )
                 self.outputs.append(_Output(target, geometry, path))
 
     def _rehearsed(self, unwritten: Sequence[str]) -> dict[str, _Result]:
@@ -118,7 +122,7 @@ class RepackedModule:
         if self.numbers and self.device.type != "cpu":
             raise Unsupported(
                 f"{self.path}: repacking computes the Python number {self.numbers[0][1]}, which CUDA graphs may "
-                "have as a constant. Start the engine on weights as the trainer has them, without quantization="
+                "contain as a constant. Start the engine on weights in the trainer's format, without quantization="
             )
         self.numbers = []
         before = dict(self._tensors_as_built())
@@ -144,7 +148,7 @@ class RepackedModule:
         except Exception as error:
             raise Unsupported(
                 f"{self.path} is repacked after loading by {type(self.module.quant_method).__name__}, which cannot be "
-                f"done again: {type(error).__name__}: {error}. Start the engine on weights as the trainer has them, "
+                f"repeated: {type(error).__name__}: {error}. Start the engine on weights in the trainer's format, "
                 "without quantization="
             ) from error
 
@@ -287,8 +291,8 @@ def check_deferred(modules: Sequence[RepackedModule], deferred: Sequence[Deferre
     for module in modules if deferred else ():
         if module.path.rpartition(".")[2] == "kv_b_proj":
             raise Unsupported(
-                f"{module.path} is repacked after loading, and MLA's w_kc and w_vc are computed from it as it was "
-                "before, which cannot be repeated. Start the engine on weights as the trainer has them, without "
+                f"{module.path} is repacked after loading, but MLA's w_kc and w_vc are computed from its values before "
+                "repacking, which cannot be repeated. Start the engine on weights in the trainer's format, without "
                 "quantization="
             )
 
@@ -318,8 +322,8 @@ def _is_twin(target: torch.Tensor) -> bool:
 
 def _not_again(module: RepackedModule, name: str, why: str) -> Unsupported:
     return Unsupported(
-        f"{module.name(name)} {why}, and repacked after loading; both together cannot be repeated. Start the engine on "
-        "weights as the trainer has them, without quantization="
+        f"{module.name(name)} {why} and is repacked after loading; both together cannot be repeated. Start the engine "
+        "on weights in the trainer's format, without quantization="
     )
 
 
@@ -343,7 +347,7 @@ def _view(flat: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 
 
 def _tables(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields prefix and dictionary of what a module and its helpers keep."""
+    """Yields prefix and dictionary of the values that a module and its helpers keep."""
     attributes = vars(module)
     for register in _REGISTERS:
         yield "", attributes[register]

@@ -35,8 +35,8 @@ class TracedScalar(float):
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise Unsupported(
-            f"The loader computes in Python with the value of the checkpoint tensor {self.name}, or branches on it; "
-            f"values are not known while the loader is traced. {_USE_OWN}"
+            f"The loader reads the value of the checkpoint tensor {self.name} in Python; values are not available "
+            f"while tracing. {_USE_OWN}"
         )
 
     def __repr__(self) -> str:
@@ -63,9 +63,9 @@ class Scalars:
         tensor = _one_element_tensor(view)
         if tensor is None:
             raise Unsupported(
-                f"The loader takes the value of a tensor derived from {names_of(view)} with item(); values are not "
-                "known while the loader is traced. Only checkpoint tensors with one floating-point element can be "
-                f"read with item(), to fill a parameter. {_USE_OWN}"
+                f"The loader reads the value of a tensor derived from {names_of(view)} with item(); values are not "
+                "available while tracing. item() is supported only for checkpoint tensors with one floating-point "
+                f"element, to fill a parameter. {_USE_OWN}"
             )
         number = -(2.0**-900) * (len(self._origins) + 1)  # no weight is as small
         self._origins[number] = view
@@ -86,8 +86,8 @@ class Scalars:
             view = self.origin(value)
             if view is not None:
                 raise Unsupported(
-                    f"The loader calls {func} with the value of {names_of(view)}; a value that was read with item() "
-                    f"can only be filled into a parameter. {_USE_OWN}"
+                    f"The loader calls {func} with the value of {names_of(view)}. A value that was read with item() "
+                    f"can only fill a parameter. {_USE_OWN}"
                 )
 
 

@@ -1,7 +1,7 @@
 """Finds out what the engine's own start loads: which live tensors a checkpoint fills, and which it leaves alone.
 
-An update must write all that a start on the model's checkpoint writes, and need not write more. What that is, two
-sources tell. Neither costs anything while an update writes every parameter and every persistent buffer.
+An update must write all that a start on the model's checkpoint writes, and need not write more. Two sources show it.
+Neither costs anything while an update writes every parameter and every persistent buffer.
 
     the engine's checkpoint   the loader is traced once more, with the names and shapes in the headers of the files that
                               the engine was started with. Decides, if the checkpoint is complete
@@ -30,7 +30,7 @@ _SHOWN = 4  # names in an error message
 
 @dataclass(frozen=True, slots=True)
 class EngineStart:
-    """How an engine was started.
+    """The start of an engine.
 
     specs       the tensors of its own checkpoint, under the names that its loader gets; None if they are not known
     unknown     why not
@@ -91,7 +91,7 @@ class StockLoad:
         found = _by_storage(self._trace(start.specs, []))
         # A checkpoint that lacks what a trainer has proves nothing about what else it lacks.
         if lacking := next((r.storage.name for r in self._records if r.storage.name not in found), None):
-            self.unknown = f"none of the tensors of the engine's own checkpoint reaches {lacking}, which is sent"
+            self.unknown = f"no tensor of the engine's own checkpoint reaches {lacking}, which the trainer sends"
             return None
         return found
 
@@ -103,8 +103,8 @@ class StockLoad:
             return f" The engine's own checkpoint fills it from {', '.join(names[:_SHOWN])}{more}."
         if self.unknown:
             return (
-                " If a start on the model's checkpoint does not write it either, have the complete checkpoint in the "
-                f"engine's model_path, whose headers show that ({self.unknown})."
+                " If a start on the model's checkpoint does not write it either, put the complete checkpoint in the "
+                f"engine's model_path; its headers show that ({self.unknown})."
             )
         return ""
 

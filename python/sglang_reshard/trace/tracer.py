@@ -159,7 +159,7 @@ class _Loader(NamedTuple):
     weightless: bool
 
     def run(self, specs: Sequence[TensorSpec], last: list[str] | None = None) -> tuple[_Traced, set[str]]:
-        """Runs it. Returns the names, too, of what a block-fp8 model was given in fp8 although `specs` have more.
+        """Runs it. Also returns the names of tensors that a block-fp8 model got in fp8 although `specs` have more.
 
         last  gets the name of the last tensor that the loader received
         """
@@ -201,7 +201,7 @@ def _stock_load(
     records: Sequence[Record],
     start: Callable[[], EngineStart] | None,
 ) -> StockLoad:
-    """Returns what tells of a start on the engine's checkpoint. Must be asked while modules are as they were built."""
+    """Returns the trace of a start on the engine's checkpoint. Must be asked while modules are as they were built."""
 
     def records_of(others: Sequence[TensorSpec], last: list[str]) -> Sequence[Record]:
         _check_names(others)
@@ -267,15 +267,15 @@ def _explained(error: Exception, tensor: str, model: torch.nn.Module) -> Reshard
         )
     if isinstance(error, AttributeError) and "weight_loader" in str(error):
         return Unsupported(
-            f"The engine has replaced the parameter that {tensor} is loaded into since its start: it was quantized or "
-            f"repacked, and SGLang's loader cannot load it any more ({error}). Start the engine on weights as the "
-            "trainer has them, without quantization="
+            f"The engine has replaced the parameter that {tensor} is loaded into since its start: the parameter was "
+            f"quantized or repacked, and SGLang's loader can no longer load it ({error}). Start the engine on weights "
+            "in the trainer's format, without quantization="
         )
     advice = "Compare names, shapes and dtypes with those of the model's Hugging Face checkpoint."
     if method := _quantization_method(model):
         advice += (
             f" If they are the same, the engine has transposed or packed what it loaded ({method} does so): start it "
-            "on weights as the trainer has them, without quantization="
+            "on weights in the trainer's format, without quantization="
         )
     return Mismatch(f"The model's loader rejected the tensors at {tensor}: {what}. {advice}")
 

@@ -1,6 +1,7 @@
-"""Executes updates on trainer ranks: publishes shards, sends what engine ranks cannot read, reports the result.
+"""Executes updates on trainer ranks: publishes shards, sends them to engine ranks that cannot read them, reports the
+result.
 
-update_sender  UpdateSender: one rank's end of a session, in which it takes part in updates
+update_sender  UpdateSender: one rank's end of a session, which takes part in updates
 engine_transfers  EngineTransfers: this rank's transfers to one engine, by its end of the route
 options        SenderOptions and UpdateOptions: what users choose
 publisher    ShardPublisher: layout and memory handles of one rank's shards, published when they change

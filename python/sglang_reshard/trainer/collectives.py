@@ -28,8 +28,8 @@ def translated_errors(group: dist.ProcessGroup) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise DeadlineExceeded(
-            f"trainer rank {dist.get_rank(group)} (host {socket.gethostname()}): the other trainer ranks did not join "
-            f"the collective, or have died; look at their logs: {error}"
+            f"trainer rank {dist.get_rank(group)} (host {socket.gethostname()}): other trainer ranks did not join the "
+            f"collective, or have died: {error}. Look at their logs"
         ) from error
 
 
@@ -50,7 +50,7 @@ def require_cpu_backend(group: dist.ProcessGroup) -> None:
     """Raises Unsupported for a group without a CPU backend: messages are in host memory."""
     if "cpu:" not in (backends := dist.get_backend_config(group)):
         raise Unsupported(
-            f"the process group has no CPU backend ({backends}), which metadata is sent over; call "
+            f"the process group has no CPU backend ({backends}), which sglang-reshard needs to exchange metadata. Call "
             "init_process_group('cpu:gloo,cuda:nccl'), or pass a gloo group"
         )
 

@@ -160,7 +160,7 @@ class UpdateCoordinator:
         """Raises DeadlineExceeded if the engine has not answered the update before, which was given up."""
         if previous is not None and wait([previous], self._config.timeout_s).not_done:
             raise DeadlineExceeded(
-                f"the engine has not answered update {channel.update - 1} yet; look at its log, and restart it if it "
+                f"the engine has not answered update {channel.update - 1} yet. Look at its log, and restart it if it "
                 "hangs"
             )
 

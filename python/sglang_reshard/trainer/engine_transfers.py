@@ -86,7 +86,7 @@ class EngineTransfers:
         return self._prepared.end.offer(update)
 
     def commit(self, update: int) -> None:
-        """The engine has the weights of `update`. What fails here fails no update."""
+        """The engine has the weights of `update`. A failure here does not fail an update."""
         if self._prepared is not None:
             self._prepared.end.commit(update)
 
@@ -105,7 +105,7 @@ class EngineTransfers:
             if command.transfer != prepared.command.transfer or not prepared.connected:
                 raise Mismatch(
                     f"trainer rank {self._rank} was asked to start transfer {command.transfer!r}, but has prepared "
-                    f"{prepared.command.transfer!r}; this is a bug, please report it"
+                    f"{prepared.command.transfer!r}. This is a bug; please report it"
                 )
             prepared.end.start(command.taken)
 

@@ -35,7 +35,7 @@ class Gathering(Generic[T]):
     """
 
     def __init__(self, trainer_rank: int, kind: Any, exchange: Exchange) -> None:
-        """`kind`: the type of what ranks say."""
+        """`kind`: the type of the ranks' messages."""
         self._rank, self._kind, self._exchange = trainer_rank, Outcome[kind], exchange
         self.own: T | None = None
         self.of_all: list[T] = []
@@ -50,7 +50,7 @@ class Gathering(Generic[T]):
             return  # Ctrl-C
         own = Outcome(self.own) if error is None else Outcome(None, Failure.on(self._rank, error))
         if not isinstance(error, ReshardError | None):
-            logger.error("trainer rank %d has failed, which all trainer ranks raise", self._rank, exc_info=error)
+            logger.error("trainer rank %d failed; all trainer ranks raise its error", self._rank, exc_info=error)
         try:
             outcomes = [decode(told, self._kind) for told in self._exchange(encode(own))]
         except ReshardError:

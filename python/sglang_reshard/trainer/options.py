@@ -30,14 +30,14 @@ class SenderOptions:
     transport     "auto", "ipc", "p2p", "broadcast" or "nixl", see `routes`
     bucket_bytes  size of a bucket; a rank holds at most two
     timeout_s     seconds that any one wait may last
-    delta         "auto" sends only what has changed since the update before, bit for bit, where weights are sent and
-                  that is at most half of their bytes. Trainer ranks keep what they have sent, in the engine's dtypes;
-                  engines need no memory for it but buckets
-    delta_device  where trainer ranks keep it; by default where messages are packed
-    lora          the adapter that is updated, see `WeightSender.lora_adapter`; by default the model's own weights
+    delta         "auto" sends only elements that have changed since the previous update, bit for bit, if weights are
+                  sent and the changes take at most half of their bytes. Trainer ranks keep the weights they have sent,
+                  in the engine's dtypes; engines need only buckets for it
+    delta_device  where trainer ranks keep them; by default where messages are packed
+    lora          the adapter to update, see `WeightSender.lora_adapter`; by default the model's own weights
 
-    Raises Mismatch for a transport that does not exist; Unsupported for sizes and times that are not positive, and for
-    delta="auto" with a transport by which nothing is sent.
+    Raises Mismatch for an unknown transport; Unsupported for sizes and times that are not positive, and for
+    delta="auto" with a transport that sends nothing.
     """
 
     transport: str = "auto"
@@ -55,13 +55,13 @@ class SenderOptions:
         _check_one_of("delta", self.delta, get_args(Delta))
         if self.delta == "auto" and self.transport in ("ipc", "broadcast"):
             raise Unsupported(
-                f"delta='auto' is of no use with transport={self.transport!r}, by which engine ranks read mapped "
-                "memory; use 'auto', 'p2p' or 'nixl'"
+                f"delta='auto' has no effect with transport={self.transport!r}, with which engine ranks read mapped "
+                "memory; use transport='auto', 'p2p' or 'nixl'"
             )
 
     @classmethod
     def of(cls, options: SenderOptions | None, given: Mapping[str, Any]) -> SenderOptions:
-        """Returns `options`, or the defaults, with what is given by name. Raises TypeError for another name."""
+        """Returns `options`, or the defaults, with the values in `given`. Raises TypeError for another name."""
         return dataclasses.replace(options or cls(), **given)
 
     @classmethod
@@ -77,7 +77,7 @@ class UpdateOptions:
     """Options of one update. Where patterns are taken, a string is one pattern.
 
     weight_version      the engine's weight_version from now on; None leaves it unchanged
-    flush_cache         flush the cache of what was computed with the old weights
+    flush_cache         flush the cache of the old weights
     abort_all_requests  end running requests instead of waiting for them
     ignore              fnmatch patterns ("model.layers.61.*") of names that the engine need not read. Any other name
                         that it does not read is refused, unless it is tied to a tensor that is sent
@@ -87,7 +87,7 @@ class UpdateOptions:
                         weights serving. Takes as much memory again as the weights
     unmap_after         engine ranks unmap the shards' memory at the end, for a trainer that offloads it now: freed
                         memory that another process maps is not free. The next update maps it again, and plans again
-    partial             each trainer rank passes the tensors that it holds, and others other ones: the layers of its
+    partial             each trainer rank passes only the tensors it holds; ranks may differ: the layers of its
                         pipeline stage, its own experts. A plain tensor is held by the ranks that pass it. Names and
                         shardings are agreed on by metadata only; in an unchanged update, by a hash of each rank
     draft               update the draft models of speculative decoding too, from these tensors, or from those named
@@ -96,9 +96,9 @@ class UpdateOptions:
                         name. Pass the same function object in every update. `ignore` refers to the new names
     frozen              fnmatch patterns ("visual.*") of the engine's parameters that may keep their live values, if
                         nothing that is sent reaches them. Those that do are the report's `kept`
-    only                fnmatch patterns of the engine's parameters that must be written; all others are as `frozen`
+    only                fnmatch patterns of the engine's parameters that must be written; others are treated as `frozen`
 
-    Raises Mismatch for a `rename` that is none, and Unsupported for a `verify` that does not exist.
+    Raises Mismatch for an invalid `rename`, and Unsupported for an unknown `verify`.
     """
 
     weight_version: str | None = None
@@ -124,12 +124,12 @@ class UpdateOptions:
 
     @property
     def renaming(self) -> Renaming | None:
-        """What `rename` was read as. Equal for updates with the same `rename`."""
+        """The parsed form of `rename`. Equal for updates with the same `rename`."""
         return self.rename if isinstance(self.rename, Renaming) else None
 
     @classmethod
     def of(cls, options: UpdateOptions | None, given: Mapping[str, Any]) -> UpdateOptions:
-        """Returns `options`, or the defaults, with what is given by name. Raises TypeError for another name."""
+        """Returns `options`, or the defaults, with the values in `given`. Raises TypeError for another name."""
         return dataclasses.replace(options or cls(), **given)
 
 

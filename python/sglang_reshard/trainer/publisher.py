@@ -98,7 +98,7 @@ class ShardPublisher:
 
         named_tensors  a `TrainerState` counts as unchanged while it is the same object
         rename         names to publish the tensors under; a `TrainerState` has them already
-        gathering      of all trainer ranks, if they list different tensors: each says the content hash of what it lists
+        gathering      of all trainer ranks, if they list different tensors: each publishes the content hash of its list
 
         Waits for work on the shards that is under way on GPUs: no stream orders those who read from other processes.
 
@@ -149,7 +149,7 @@ class ShardPublisher:
         return self._published
 
     def shards(self, named_tensors: NamedTensors | torch.nn.Module | TrainerState) -> tuple[torch.Tensor, ...]:
-        """Returns the shards of what was published last, in the layout's order."""
+        """Returns the shards that were published last, in the layout's order."""
         state = self._described(named_tensors)
         return (state if self._stages is None else state.within(self._stages.layout)).shards
 
@@ -188,7 +188,7 @@ class ShardPublisher:
         return named_tensors if isinstance(named_tensors, TrainerState) else as_list(named_tensors, self._rank)
 
     def _has_changed(self, tensors: NamedTensorList | TrainerState, always: bool) -> bool:
-        """Returns False if the tensors are what was published last, unless `always` is set."""
+        """Returns False if the tensors are those published last, unless `always` is set."""
         if isinstance(tensors, TrainerState):
             unchanged = tensors is self._read
         else:

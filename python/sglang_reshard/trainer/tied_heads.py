@@ -116,13 +116,13 @@ def _pair(state: TrainerState, rank: int, tensor: SourceTensor, of: SourceTensor
     one, other = ({(shard.box, shard.ranks) for shard in held.shards} for held in maps)
     what = ""
     if tensor.dtype != of.dtype:
-        what = f"is {tensor.dtype} and {of.name} {of.dtype}"
+        what = f"is {tensor.dtype}, but {of.name} is {of.dtype}"
     elif one != other:
-        what = f"is sharded otherwise than {of.name}"
+        what = f"is sharded differently from {of.name}"
     elif shards[0].device != shards[1].device:
-        what = f"is on {shards[0].device} and {of.name} on {shards[1].device}"
+        what = f"is on {shards[0].device}, but {of.name} is on {shards[1].device}"
     if what:
-        return _Pair(tensor.name, of.name, refusal=f"{what}, so that they cannot be compared")
+        return _Pair(tensor.name, of.name, refusal=f"{what}, so the two cannot be compared")
     ours, theirs = (
         {s.box: held.to_local(s, Region.of(s.box)).view(local) for s in held.shards_of(rank)}
         for held, local in zip(maps, shards, strict=True)

@@ -1,7 +1,7 @@
 """Takes part in one session's updates on one trainer rank: publishes its shards, and sends where it is asked to.
 
-Who opens the session, and how requests reach the engines, is others' concern: `api.weight_sender` and
-`api.multi_engine` for a trainer, `extras.replicas.share` for an engine that passes its own weights on.
+Other modules open the session and bring requests to the engines: `api.weight_sender` and `api.multi_engine` for a
+trainer, `extras.replicas.share` for an engine that passes its own weights on.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class UpdateSender:
         session.watch_peers(f"trainer rank {rank}", self._on_lost_peer)
 
     def set_engines(self, engines: Mapping[int, Send | None]) -> None:
-        """Sets the engines of further updates, and ends the session for those that are not among them any more.
+        """Sets the engines of further updates, and ends the session for those that are no longer among them.
 
         Every trainer rank must call it, with the same numbers.
 
@@ -83,7 +83,7 @@ class UpdateSender:
                  and returns its answer, on trainer rank 0; None on the others
         """
         if any((send is not None) != (self._rank == 0) for send in engines.values()):
-            raise ValueError("send must be given on trainer rank 0, and must be None on the others")
+            raise ValueError("send must be given on trainer rank 0, and must be None on the other trainer ranks")
         self._worker.set_engines(engines)
         if self._coordinator is not None:
             self._coordinator.set_engines({engine: send for engine, send in engines.items() if send is not None})
@@ -116,7 +116,7 @@ class UpdateSender:
 
     @property
     def session(self) -> Session:
-        """In which the trainer ranks meet."""
+        """The session that the trainer ranks meet in."""
         return self._session
 
     @property
@@ -140,8 +140,8 @@ class UpdateSender:
         size, timeout_s = len(self._global_ranks), timeout_s or self._timeout_s
         gathered = self._session.client.all_gather(
             f"agreed/{method}", self._rank, size, own, timeout_s, explain=lambda missing: (
-                f"trainer ranks {missing} did not call {method} within {timeout_s:.0f} s; every trainer rank must call "
-                "it, look at their logs"
+                f"trainer ranks {missing} did not call {method} within {timeout_s:.0f} s. Every trainer rank must call "
+                "it; look at the logs of these ranks"
             )
         )  # fmt: skip
         return gathered[0]
@@ -151,7 +151,7 @@ class UpdateSender:
 
         cancelled  False once it has ended: the next one is not cancelled
         """
-        self._cancelled = f"trainer rank {self._rank} has cancelled the update" if cancelled else ""
+        self._cancelled = f"trainer rank {self._rank} cancelled the update" if cancelled else ""
         if cancelled and (channel := self._channel) is not None:
             channel.abort(self._cancelled)
 
@@ -190,7 +190,7 @@ class UpdateSender:
             spans.set_error(span, failed[0])
 
     def _span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager[Any]:
-        """Opens a span on trainer rank 0 only; the others would duplicate it, each in a trace of its own."""
+        """Opens a span on trainer rank 0 only; the others would duplicate it, each in a separate trace."""
         return spans.span(name, **attributes) if self._rank == 0 else contextlib.nullcontext()
 
     def release(self) -> None:
@@ -200,7 +200,9 @@ class UpdateSender:
         their memory, between updates. The next update makes them again. Otherwise it does nothing.
         """
         if not self._updating.acquire(blocking=False):
-            raise Mismatch(f"trainer rank {self._rank}: update {self._update} is running; call release after it")
+            raise Mismatch(
+                f"trainer rank {self._rank}: update {self._update} is running; call release after it has ended"
+            )
         try:
             self._worker.release()
             self._publisher.release()
@@ -273,7 +275,7 @@ class UpdateSender:
 def repeatable(named_tensors: T) -> T:
     """Returns tensors that can be iterated over twice: to publish them, and to send them.
 
-    If they cannot be listed, iterating over what is returned raises why.
+    If they cannot be listed, iterating over the result raises the error.
     """
     given: Any = named_tensors
     if isinstance(given, (Collection, torch.nn.Module, TrainerState)) or is_mapping(given):

@@ -20,7 +20,7 @@ _ALIGN_BYTES = 256
 
 
 class AsyncShardCopy:
-    """One trainer rank's. Keeps the shards' memory alive, of which it holds views, until `release`."""
+    """One trainer rank's. Holds views of the shards, and so keeps their memory alive, until `release`."""
 
     def __init__(self, trainer_rank: int, global_ranks: tuple[int, ...], device: torch.device | None = None) -> None:
         """`device`: of the copy; by default that of each shard."""
@@ -58,7 +58,7 @@ class AsyncShardCopy:
         return self._state
 
     def drop_sources(self) -> None:
-        """Drops the views of the shards, whose memory can be freed then. The copy stays, for the next one.
+        """Drops the views of the shards, so that their memory can be freed. The copy stays, for the next one.
 
         Waits for the copies.
         """
@@ -83,7 +83,7 @@ class AsyncShardCopy:
         self._copies.build()
 
     def _allocated(self, given: TrainerState) -> TrainerState:
-        """Returns a state like the given one, in memory of its own; shards that are one view are one there, too."""
+        """Returns a state like the given one, in separate memory; shards that are one view are one there, too."""
         sizes: dict[torch.device, int] = {}
         places: dict[tuple[object, ...], tuple[torch.device, int]] = {}
         for shard in given.shards:
@@ -98,8 +98,8 @@ class AsyncShardCopy:
             memory = {device: torch.empty(n, dtype=torch.uint8, device=device) for device, n in sizes.items()}
         except RuntimeError as error:
             raise Unsupported(
-                f"trainer rank {self._rank}: there is no memory for a copy of its shards, {self.nbytes:,} bytes: "
-                f"{error}. Call update instead of update_async, or choose another shadow_device"
+                f"trainer rank {self._rank} cannot allocate {self.nbytes:,} bytes for the copy of its shards: {error}. "
+                "Call update instead of update_async, or choose another shadow_device"
             ) from error
         self._memory = tuple(memory.values())
 

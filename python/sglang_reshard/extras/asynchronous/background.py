@@ -1,7 +1,7 @@
-"""Runs updates behind the trainer's next step, from a copy of the weights.
+"""Runs updates during the trainer's next step, from a copy of the weights.
 
-A thread of this process executes them, one at a time; only the copy, and waiting for the update before, hold the
-trainer. What fails is raised by the handle, or else by the next call.
+A thread of this process executes them, one at a time. The trainer waits only for the copy and for the previous update.
+The handle raises a failure, or else the next call does.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class UpdateHandle(Generic[T]):
     def wait(self, timeout_s: float | None = None) -> T | None:
         """Returns the report, once the update has ended; None if it was skipped.
 
-        Raises what the update raises, and DeadlineExceeded if it has not ended within `timeout_s`; it goes on then.
+        Raises what the update raises, and DeadlineExceeded if it has not ended within `timeout_s`; the update
+        continues.
         """
         if self._future is None:
             return None
@@ -67,7 +68,8 @@ class UpdateHandle(Generic[T]):
             report = self._future.result(timeout_s)
         except NotInTime:
             raise DeadlineExceeded(
-                f"update to version {self.weight_version!r} has not ended within {timeout_s:g} s; it goes on"
+                f"update to version {self.weight_version!r} has not ended within {timeout_s:g} s and is still running; "
+                "call wait again, or with a larger timeout_s"
             ) from None
         except BaseException:
             self._seen = True
@@ -75,7 +77,7 @@ class UpdateHandle(Generic[T]):
         return report
 
     def cancel(self) -> None:
-        """Aborts the update on all ranks, if it still runs. Engines that are being written are torn then.
+        """Aborts the update on all ranks, if it still runs. Engines that are being written become torn.
 
         `wait` raises Aborted, or TornWeights.
         """
@@ -156,7 +158,7 @@ class BackgroundUpdates(Generic[T]):
         self.release()
 
     def _may_go(self, sender: UpdateSender) -> bool:
-        """Returns whether no update runs any more, as trainer rank 0 sees it: the ranks have to agree."""
+        """Returns whether no update is running, as trainer rank 0 sees it: the ranks have to agree."""
         idle = self._last is None or self._last.done()
         return sender.agree(_GO if idle else _SKIP, "update_async") == _GO
 

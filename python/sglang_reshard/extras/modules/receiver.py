@@ -6,8 +6,8 @@
         receiver.poll_and_apply()            # takes new weights if there are any
         rollout(policy)
 
-The receiver decides when: weights wait until it asks for them. It maps the trainer's shards and copies out of them, or
-is sent what it lacks, as an engine rank does.
+The receiver decides when weights are applied: they wait until it asks for them. Like an engine rank, it maps the
+trainer's shards and copies from them, or receives the elements it lacks.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _POLL_S = 1.0  # how long the background thread waits at a time: `stop` waits as
 class ModuleReceiver:
     """One process's end. `model` is any module; names of weights are those of its state dict.
 
-    Names that are one tensor in the module must be one in the trainer, or be ignored in the update. To autograd an
-    update is a write to each tensor, as by `copy_`.
+    Names that share one tensor in the module must share one in the trainer, or be ignored in the update. For autograd
+    an update is a write to each tensor, like `copy_`.
 
     version  the `weight_version` of the weights that the module has; None before the first, and after an update that
              was given none
     """
 
     def __init__(self, model: nn.Module, device: torch.device | None = None, *, strict: bool = True) -> None:
-        """Takes weights into the parameters and persistent buffers of `model`, in place.
+        """Receives weights into the parameters and persistent buffers of `model`, in place.
 
         device  the one that the model is on; by default that of its first parameter
         strict  whether the names that are sent must be those of the module's state dict, as for `load_state_dict`: an
@@ -72,12 +72,12 @@ class ModuleReceiver:
 
         May be called again once the sender has ended, or the connection to it: the module keeps its weights until the
         next update. Raises DeadlineExceeded if the sender does not answer, Unauthorized for a wrong key, and Mismatch
-        for what is no metadata, or while this receiver is connected.
+        for invalid metadata, or while this receiver is connected.
         """
         address = from_metadata(metadata)
         if self._mailbox is not None:
             if not self._mailbox.is_lost:
-                raise Mismatch("init was called before; make another ModuleReceiver, or close this one")
+                raise Mismatch("init was already called; create another ModuleReceiver, or close this one")
             self.close()
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._mailbox = Mailbox(address, name, timeout_s)
@@ -85,17 +85,20 @@ class ModuleReceiver:
     def poll_and_apply(self, timeout: float | None = 0.0) -> bool:
         """Applies new weights if they are there within `timeout` seconds; None waits for them without a limit.
 
-        Returns whether any were applied: False at a timeout, for an update that fails before anything is written (the
-        trainer is told; the module keeps the weights it has), and when another thread calls `close`.
+        Returns True if weights were applied. Returns False at a timeout, for an update that fails before anything is
+        written (the trainer gets the error; the module keeps its weights), and when another thread calls `close`.
 
         Raises TornWeights if weights were written only in part: the module must not be used before the next ones.
         Raises ConnectionLost once the sender has ended, and Mismatch while another thread waits for weights.
         """
         mailbox = self._connected()
         if timeout is not None and math.isnan(timeout):
-            raise Mismatch("timeout is no number of seconds; pass None to wait without a limit")
+            raise Mismatch("timeout is not a number of seconds; pass None to wait without a limit")
         if not self._waiting.acquire(blocking=False):
-            raise Mismatch("another thread waits for weights already, of start() perhaps; stop it, or use its weights")
+            raise Mismatch(
+                "another thread is already waiting for weights, for example the one of start(); call stop() first, or "
+                "let that thread apply them"
+            )
         try:
             request = self._next_request(mailbox, timeout)
             return request is not None and self._apply(request, mailbox)
@@ -105,10 +108,10 @@ class ModuleReceiver:
     def receive(self, timeout: float | None = None) -> str | None:
         """Waits until weights have been applied. Returns their version, "" for an update that was given none.
 
-        Returns None if none have been within `timeout` seconds, or when another thread calls `close`. Without a timeout
-        it waits until then, or until the sender ends. Updates that fail are waited past: their trainer is told.
+        Returns None after `timeout` seconds without weights, or when another thread calls `close`. Without a timeout it
+        waits until then, or until the sender ends. After a failed update it keeps waiting; the trainer gets the error.
 
-        Raises what `poll_and_apply` does.
+        Raises the errors of `poll_and_apply`.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         mailbox = self._connected()
@@ -124,7 +127,7 @@ class ModuleReceiver:
         """Applies weights in a thread from now on, whenever no block of `reading` runs."""
         self._connected()
         if self._thread is not None and self._thread.is_alive():
-            raise Mismatch("start was called before; its thread applies weights until stop is called")
+            raise Mismatch("start was already called; its thread applies weights until stop is called")
         self._stopped.clear()
         self._thread = threading.Thread(target=self._run, name="sglang-reshard receiver", daemon=True)
         self._thread.start()
@@ -138,13 +141,13 @@ class ModuleReceiver:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[str | None]:
-        """Keeps the weights as they are inside the block, and returns their version. Raises TornWeights."""
+        """Keeps the weights unchanged inside the block, and returns their version. Raises TornWeights."""
         with self._applying:
             self._check_torn()
             yield self.version
 
     def close(self) -> None:
-        """Leaves, and ends a wait of another thread; the trainer's next update is without this receiver."""
+        """Leaves the session, and ends a wait of another thread; the trainer's next update excludes this receiver."""
         self.stop()
         mailbox, self._mailbox = self._mailbox, None
         if mailbox is not None:
@@ -176,14 +179,14 @@ class ModuleReceiver:
                 if output.success or output.torn:
                     self._model.count_write()
         except BaseException as error:  # Ctrl-C: else the trainer would wait until its timeout
-            why = f"the receiver was interrupted by {type(error).__name__} while it applied the weights"
+            why = f"{type(error).__name__} interrupted the receiver while it applied the weights"
             with contextlib.suppress(ReshardError):
                 mailbox.answer(
                     DistributedUpdateWeightsOutput(success=False, message=why, torn=bool(self._receiver.torn))
                 )
             raise
         if not output.success:
-            logger.warning("the weights were not applied: %s", output.message)
+            logger.warning("an update of this module failed and its weights were not applied: %s", output.message)
         try:
             mailbox.answer(output)
         finally:  # torn weights are an error whether or not the trainer can be told
@@ -196,10 +199,10 @@ class ModuleReceiver:
                 with contextlib.suppress(TornWeights):  # `reading` raises it until the next weights have come
                     self.poll_and_apply(_POLL_S)
         except ConnectionLost as error:
-            logger.warning("no further weights are applied: %s", error)
+            logger.warning("the receiver's thread stopped, so no further weights are applied: %s", error)
         except Exception:
-            logger.exception("the receiver's thread has ended: no further weights are applied")
+            logger.exception("the receiver's thread failed, so no further weights are applied")
 
     def _check_torn(self) -> None:
         if torn := self._receiver.torn:
-            raise TornWeights(f"{torn}. The module's weights are torn: repeat the update before using it")
+            raise TornWeights(f"{torn}. The module's weights are torn; repeat the update before using it")

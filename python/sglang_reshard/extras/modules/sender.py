@@ -2,7 +2,7 @@
 
     sender = ModuleSender()                     # on every trainer rank; needs torch.distributed
     collectors.start(sender.metadata)           # they call ModuleReceiver.init(metadata)
-    sender.update(model, weight_version="42")   # when all of them have taken the weights, it returns
+    sender.update(model, weight_version="42")   # returns when all of them have the weights
 
 Each receiver is an engine of one rank to the sender; requests and answers go by `protocol.request_mail`.
 """
@@ -33,7 +33,7 @@ from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 class ModuleSender:
     """One trainer rank's end. Receivers may come and go between updates.
 
-    metadata  what `ModuleReceiver.init` takes, the same on every trainer rank. Whoever has it can join
+    metadata  the argument of `ModuleReceiver.init`, the same on every trainer rank. Any process that has it can join
     """
 
     def __init__(
@@ -72,27 +72,27 @@ class ModuleSender:
     def update(
         self, named_tensors: NamedTensors | torch.nn.Module, options: UpdateOptions | None = None, **given: Any
     ) -> dict[str, UpdateReport]:
-        """Gives all receivers these weights, and returns a report of each once all have taken them. Collective.
+        """Updates all receivers to these weights, and returns a report of each once all have them. Collective.
 
-        Takes and raises what `WeightSender.update` does. A receiver that has left, or whose process has ended, is no
-        longer waited for; one that joins meanwhile takes part in the next update.
+        Arguments and errors are those of `WeightSender.update`. A receiver that has left, or whose process has ended,
+        is no longer waited for; a receiver that joins during an update takes part in the next one.
         """
         return self._sender.update(named_tensors, options, **given) if self._meet_receivers() else {}
 
     def update_async(
         self, named_tensors: NamedTensors | torch.nn.Module, options: UpdateOptions | None = None, **given: Any
     ) -> UpdateHandle[dict[str, UpdateReport]]:
-        """Copies this rank's shards, and gives them to all receivers while the trainer goes on. Collective.
+        """Copies this rank's shards, and updates all receivers from the copy while the trainer continues. Collective.
 
-        Takes and raises what `WeightSender.update_async` does, and Mismatch if there is no receiver. Waits for the
-        update before: those who take part in this one are the receivers that there are then.
+        Arguments and errors are those of `WeightSender.update_async`; raises Mismatch if there is no receiver. Waits
+        for the previous update: the receivers that are connected now take part in this one.
         """
         self._sender.wait_for_background()
         self._meet_receivers()
         return self._sender.update_async(named_tensors, options, **given)
 
     def _meet_receivers(self) -> list[str]:
-        """Returns the names of the receivers that there are; the next update is theirs."""
+        """Returns the names of the connected receivers; the next update is theirs."""
         names: list[str] = on_first_rank(lambda: self._mail.receivers() if self._mail else [], self._group)
         self._sender.set_engines({name: self._send_to(name) for name in names})
         return names

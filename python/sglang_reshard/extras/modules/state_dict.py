@@ -43,7 +43,7 @@ class Loads:
 
 
 class StateDictModel(nn.Module):
-    """A module whose state dict is what the trainer sends: parameters and persistent buffers.
+    """A module whose state dict the trainer sends: parameters and persistent buffers.
 
     keeps_unsent  whether parameters and buffers that are not sent keep their values; else they are an error
     """
@@ -71,7 +71,7 @@ class StateDictModel(nn.Module):
         for name, _ in given:
             if id(state[name]) not in own:
                 raise Unsupported(
-                    f"{name} is in the module's state dict and is no parameter and no buffer of it: such state cannot "
+                    f"{name} is in the module's state dict but is neither a parameter nor a buffer; such state cannot "
                     "be received. Leave it out of the update"
                 )
         kept = self._written_once(state, given)
@@ -82,8 +82,8 @@ class StateDictModel(nn.Module):
             target = state[name]
             if target.shape != tensor.shape:  # `copy_` would broadcast
                 raise Mismatch(
-                    f"{name} is sent as {list(tensor.shape)}, and the module's is {list(target.shape)}. Give trainer "
-                    "and receiver modules of the same sizes"
+                    f"{name} is sent with shape {list(tensor.shape)}, but the module's has shape {list(target.shape)}. "
+                    "Build trainer and receiver modules with the same sizes"
                 )
             target.data.copy_(tensor)
         self._check_rest(state, own, {id(tensor) for _, tensor in self.loads.written})
@@ -93,7 +93,7 @@ class StateDictModel(nn.Module):
         return repr((self.loads.ignored, self.loads.may_stay)).encode()
 
     def count_write(self) -> None:
-        """Increases the version counters of what has been written, as `copy_` would. One call for all of it."""
+        """Increases the version counters of the written tensors, as `copy_` would. One call for all of it."""
         if self.loads.written:  # since the loader ran
             self._versions, self.loads.written = VersionCounters(self.loads.written), []
         self._versions.increase()
@@ -110,12 +110,14 @@ class StateDictModel(nn.Module):
         return self.loads.is_ignored(other)
 
     def _check_rest(self, state: Mapping[str, Any], own: set[int], written: set[int]) -> None:
-        """`own` and `written` are ids of tensors: tied ones have several names, of which one is sent."""
+        """`own` and `written` are ids of tensors: tied ones have several names, and one of them is sent."""
         unsent = [name for name, value in state.items() if id(value) in own and id(value) not in written]
         extra = [name for name, value in state.items() if id(value) not in own and not _is_empty(value)]
         if self.keeps_unsent:
             if unsent or extra:
-                logger.info("not sent, so the module keeps its own: %s", _some([*unsent, *extra]))
+                logger.info(
+                    "the trainer does not send these, so the module keeps its own: %s", _some([*unsent, *extra])
+                )
             return
         unsent = [name for name in unsent if not self.loads.may_stay(name)]
         if unsent:
@@ -126,8 +128,8 @@ class StateDictModel(nn.Module):
             )
         if extra:
             raise Unsupported(
-                f"the module has {_some(extra)}, state that is no parameter and no buffer, which is not sent. Keep the "
-                "module's own with ModuleReceiver(..., strict=False)"
+                f"the module has extra state that is neither a parameter nor a buffer and is not sent: {_some(extra)}. "
+                "Keep the module's own with ModuleReceiver(..., strict=False)"
             )
 
 

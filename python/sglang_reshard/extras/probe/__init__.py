@@ -1,4 +1,5 @@
-"""Compares what an engine computes after an update with what the trainer computes: log-probabilities of a few tokens.
+"""Compares the log-probabilities of an engine after an update with those of the trainer: log-probabilities of a few
+tokens.
 
     probe = Probe([[1, 2, 3, 4], [5, 6, 7]], logprobs=model)     # on every trainer rank
     report = sender.update(model, weight_version="7", probe=probe)

@@ -46,8 +46,9 @@ class ProbedEngine:
         self._generate: Callable[..., Any] = getattr(given, "generate", given)
         if not callable(self._generate):
             raise Unsupported(
-                "the probe cannot ask this engine: its `send` is no method of an engine, a server's client or "
-                "sglang.Engine. Pass Probe(engine=...) on trainer rank 0, an object with `generate`, or a function"
+                "the probe cannot ask this engine: its `send` is not a method of an engine, of a server's client or "
+                "of sglang.Engine. On trainer rank 0, pass Probe(engine=...) with an object that has `generate`, or a "
+                "function"
             )
 
     def logprobs(
@@ -77,7 +78,7 @@ class ProbedEngine:
             outputs = self._generate(input_ids=sequences, **arguments, **to_rank)
             found.append(_parsed(outputs, sequences, expected))
         if before is not None and _origin(self._live(expected)) != _origin(before):
-            raise NotProbed("other weights were written while the engine was asked")
+            raise NotProbed("other weights were written while the probe was running")
         return tuple(found)
 
     def _live(self, expected: Expected) -> WeightsInfo | None:
@@ -86,14 +87,15 @@ class ProbedEngine:
             return None
         info = self._info()
         if info.paused:
-            raise NotProbed("generation is paused, and the engine would not answer; continue it before the update ends")
-        if info.torn or info.under_way:
             raise NotProbed(
-                "another update has begun since" if info.under_way else f"the weights are torn: {info.torn}"
+                "generation is paused, so the engine would not answer; call continue_generation before the update ends"
             )
+        if info.torn or info.under_way:
+            raise NotProbed("another update has begun" if info.under_way else f"the weights are torn: {info.torn}")
         if expected.lora is None and (info.session, info.update) != (expected.session, expected.update):
             raise NotProbed(
-                "the live weights are no longer those of this update: others were written or released since"
+                "the live weights are no longer those of this update: other weights were written, or these were "
+                "released"
             )
         return info
 
@@ -105,7 +107,7 @@ def _origin(info: WeightsInfo | None) -> tuple[Any, ...]:
 def _parsed(outputs: Any, sequences: list[list[int]], expected: Expected) -> tuple[tuple[float, ...], ...]:
     outputs = outputs if isinstance(outputs, list) else [outputs]
     if len(outputs) != len(sequences):
-        raise NotProbed(f"the engine gave {len(outputs)} answers for {len(sequences)} sequences")
+        raise NotProbed(f"the engine returned {len(outputs)} answers for {len(sequences)} sequences")
     return tuple(
         _of_answer(number, output["meta_info"], tokens, expected)
         for number, (output, tokens) in enumerate(zip(outputs, sequences, strict=True))
@@ -125,8 +127,8 @@ def _of_answer(number: int, meta: dict[str, Any], tokens: Sequence[int], expecte
     found = meta.get("input_token_logprobs") or []
     if len(found) != len(tokens):
         raise NotProbed(
-            f"the engine gave log-probabilities of {len(found)} of {len(tokens)} tokens of sequence {number}; is it "
-            "longer than the engine's context?"
+            f"the engine returned log-probabilities for {len(found)} of {len(tokens)} tokens of sequence {number}; is "
+            "it longer than the engine's context?"
         )
     return tuple(float("nan") if logprob is None else float(logprob) for logprob, *_ in found[1:])
 
@@ -143,4 +145,4 @@ def _within(timeout_s: float, call: Callable[[], T]) -> T:
             raise NotProbed(f"the engine failed: {found.exception()}") from None
         raise NotProbed(f"the engine did not answer within {timeout_s:g} s; is generation paused?") from None
     except Exception as error:
-        raise NotProbed(f"the engine could not be asked: {type(error).__name__}: {error}") from error
+        raise NotProbed(f"the probe's request to the engine failed: {type(error).__name__}: {error}") from error

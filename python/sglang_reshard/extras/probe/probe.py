@@ -30,7 +30,7 @@ class Probe:
     largest_threshold  largest |engine - trainer| of one token, in nats; None for no limit
     on_mismatch        "raise" ProbeMismatch, or "warn": log it; either way it is in the report
     engine             on trainer rank 0: the object to ask, or by engine name a mapping of such objects, with a method
-                       `generate` that takes what `sglang.Engine.generate` takes, or a function that does. By default
+                       `generate` that takes the arguments of `sglang.Engine.generate`, or such a function. By default
                        the engine, client or server whose method `send` is; of `WeightSender(url)`, the server
     timeout_s          seconds to wait for the engine's answers; by default `timeout_s` of the sender
 
@@ -51,11 +51,11 @@ class Probe:
         for number, tokens in enumerate(self.sequences):
             if len(tokens) < 2:
                 raise ValueError(
-                    f"sequence {number} of the probe has {len(tokens)} tokens; it needs at least 2, as the first has "
-                    "no log-probability"
+                    f"sequence {number} of the probe has {len(tokens)} tokens; it needs at least 2, because the first "
+                    "token has no log-probability"
                 )
             if any(int(token) != token or token < 0 for token in tokens):
-                raise ValueError(f"sequence {number} of the probe has token ids that are negative, or no integers")
+                raise ValueError(f"sequence {number} of the probe has token ids that are negative or not integers")
         if (tokens_in_all := sum(map(len, self.sequences))) > _MOST_TOKENS:
             raise ValueError(f"the probe has {tokens_in_all} tokens; at most {_MOST_TOKENS} are supported")
         if self.on_mismatch not in ("raise", "warn"):

@@ -56,18 +56,20 @@ class Probing:
         except ReshardError as error:
             return raising(error)
         except Exception as error:
-            logger.exception("trainer rank %d: logprobs of the probe failed", rank)
+            logger.exception("trainer rank %d: the probe's logprobs function failed", rank)
             return raising(
-                ReshardError(f"trainer rank {rank}: logprobs of the probe failed: {type(error).__name__}: {error}")
+                ReshardError(
+                    f"trainer rank {rank}: the probe's logprobs function failed: {type(error).__name__}: {error}"
+                )
             )
         self._trainer_seconds = time.perf_counter() - began
         return weights
 
     def finish(self, reports: Mapping[str, UpdateReport]) -> dict[str, UpdateReport]:
-        """Asks the engines that were updated, and returns their reports with what was found. Collective.
+        """Asks the updated engines, and returns their reports with the results. Collective.
 
         Raises ProbeMismatch on every rank, unless on_mismatch="warn", and DeadlineExceeded naming ranks that do not
-        probe this update. The weights are live by then.
+        probe this update. The weights are already live.
         """
         rank, _ = self._sender.ranks
         updated = {name: report for name, report in reports.items() if report.success}
@@ -85,7 +87,7 @@ class Probing:
         try:
             return self._sender.agree(own, "update with probe=", self._timeout_s + self._sender.timeout_s)
         except DeadlineExceeded as error:
-            raise DeadlineExceeded(f"the update has succeeded and the weights are live, but {error}") from None
+            raise DeadlineExceeded(f"the update succeeded and the weights are live, but {error}") from None
 
     @property
     def _timeout_s(self) -> float:
@@ -137,7 +139,7 @@ class Probing:
                 try:
                     self._engines[name].record(probe.summary(), min(_RECORD_S, self._timeout_s))
                 except NotProbed as error:
-                    logger.warning("%s is not in the engine's metrics: %s", which, error)
+                    logger.warning("%s could not be added to the engine's metrics: %s", which, error)
 
 
 def _with(report: UpdateReport, probe: ProbeReport | None) -> UpdateReport:
@@ -158,9 +160,9 @@ def _raise_mismatch(probes: Mapping[str, ProbeReport], reports: Mapping[str, Upd
     version = next(iter(differing.values())).weight_version
     raise ProbeMismatch(
         f"the engine computes something else than the trainer after the update to version {version!r}, whose weights "
-        f"are live and serving: {which}. Repeat the update with verify='full'. If that succeeds, the weights are right "
-        "and the engine computes with a copy or a cache that no update writes, or with another configuration than the "
-        "trainer's module. If it is rounding, raise mean_threshold and largest_threshold. Until the cause is known, "
-        "start the engine from a checkpoint of these weights",
+        f"are live and serving: {which}. Repeat the update with verify='full'. If that succeeds, the weights are "
+        "right, and the engine computes with a copy or a cache that no update writes, or with a configuration that "
+        "differs from the trainer's module. If the difference is rounding, raise mean_threshold and "
+        "largest_threshold. Until the cause is known, start the engine from a checkpoint of these weights",
         reports,
     )

@@ -19,7 +19,7 @@ from sglang_reshard.extras.probe.probe import Probe
 def trainer_logprobs(probe: Probe) -> tuple[tuple[float, ...], ...]:
     """Returns the trainer's log-probabilities by sequence, of all tokens but the first. Collective, as the module is.
 
-    Raises Mismatch if there are not as many as the sequences have tokens, and what the module or function raises.
+    Raises Mismatch if there are not as many as the sequences have tokens, and the errors of the module or function.
     """
     sequences, given = probe.token_ids(), probe.logprobs
     if isinstance(given, nn.Module):
@@ -27,7 +27,7 @@ def trainer_logprobs(probe: Probe) -> tuple[tuple[float, ...], ...]:
     else:
         found = given(sequences) if callable(given) else given
     if len(found) != len(sequences):
-        raise Mismatch(f"logprobs of the probe has {len(found)} entries for {len(sequences)} sequences")
+        raise Mismatch(f"logprobs of the probe returned {len(found)} entries for {len(sequences)} sequences")
     return tuple(_floats(number, tokens, found[number]) for number, tokens in enumerate(sequences))
 
 
@@ -84,8 +84,8 @@ def _of_shards(logits: DTensor, chosen: torch.Tensor) -> torch.Tensor:
 def _evaluating(module: nn.Module) -> Iterator[None]:
     """Turns dropout off. Shards FSDP2's modules again, before as well.
 
-    A forward without a backward leaves FSDP2's root unsharded, and the next one reuses that copy, whatever an optimizer
-    has written since.
+    A forward without a backward leaves FSDP2's root unsharded, and the next one reuses that copy, although an optimizer
+    may have written since.
     """
     modes = [(part, part.training) for part in module.modules()]
     _shard_again(module)
@@ -112,7 +112,7 @@ def _floats(number: int, tokens: Sequence[int], logprobs: Any) -> tuple[float, .
     values = torch.as_tensor(logprobs).detach().to("cpu", torch.float64)
     if values.shape != (len(tokens) - 1,):
         raise Mismatch(
-            f"logprobs of the probe has shape {tuple(values.shape)} for sequence {number} of {len(tokens)} tokens; it "
-            f"needs ({len(tokens) - 1},): one for each token but the first"
+            f"logprobs of the probe returned shape {tuple(values.shape)} for sequence {number} of {len(tokens)} "
+            f"tokens; it must be ({len(tokens) - 1},): one for each token but the first"
         )
     return tuple(values.tolist())

@@ -73,8 +73,8 @@ def target_program(
             copies.append(Copy(tensor.name, region, tensor.name, offset, strides))
     if strict and lacking:
         raise Mismatch(
-            f"trainer rank {rank}: the target has {len(lacking)} tensors that no rank has in the source: "
-            f"{first_names(lacking)}; pass them in the source too, or strict=False to leave them as they are"
+            f"trainer rank {rank}: the target has {len(lacking)} tensors that are in no trainer rank's source: "
+            f"{first_names(lacking)}. Pass them in the source as well, or pass strict=False to leave them unchanged"
         )
     written = [Written.within(c.target, targets[c.target], c.offset, c.region.count, c.strides) for c in copies]
     kept = written_once(written, tied, f"trainer rank {rank}: ")
@@ -92,15 +92,15 @@ def _places(own: TensorIndex, number: int, rank: int) -> Iterator[tuple[Region, 
 def _check_alike(source: SourceTensor, target: SourceTensor, rank: int) -> None:
     if source.shape != target.shape:
         raise Mismatch(
-            f"trainer rank {rank}: {target.name} has the shape {target.shape} in the target and {source.shape} in the "
-            "source"
+            f"trainer rank {rank}: {target.name} has shape {target.shape} in the target and {source.shape} in the "
+            "source; both must be equal"
         )
     try:
         check_cast(source.name, getattr(torch, source.dtype), target.name, getattr(torch, target.dtype))
     except Unsupported as error:
         raise Unsupported(
-            f"trainer rank {rank}: {target.name} is {target.dtype} in the target and {source.dtype} in the source: a "
-            "cast would not preserve what the values mean; convert it on one side"
+            f"trainer rank {rank}: {target.name} is {target.dtype} in the target and {source.dtype} in the source, and "
+            "a cast would not preserve its values. Convert it on one side"
         ) from error
 
 
@@ -128,8 +128,8 @@ def check_all_listed(index: TensorIndex, demands: Sequence[Demand]) -> None:
     listed = np.unpackbits(np.bitwise_or.reduce(rows), count=len(index.layout.tensors)).astype(bool)
     if lacking := [index.layout.tensors[i].name for i in np.flatnonzero(~listed).tolist()]:
         raise Mismatch(
-            f"the source has {len(lacking)} tensors that no rank has in the target: {first_names(lacking)}; pass them "
-            "in the target too, or strict=False to leave them out"
+            f"the source has {len(lacking)} tensors that are in no trainer rank's target: {first_names(lacking)}. Pass "
+            "them in the target as well, or pass strict=False to leave them out"
         )
 
 

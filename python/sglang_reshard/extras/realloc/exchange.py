@@ -35,7 +35,7 @@ def raise_together(problem: ReshardError | None, group: dist.ProcessGroup) -> No
 def union_of_layouts(packed: bytes, digests: Sequence[str], group: dist.ProcessGroup) -> SourceLayout:
     """Returns the layout of all that ranks list.
 
-    packed   the layout of what this rank lists, by `pack_blob`
+    packed   this rank's layout, by `pack_blob`
     digests  content hash of each rank's layout. Each distinct layout is broadcast once
 
     Raises as `union` does.

@@ -53,8 +53,8 @@ def check_not_overwritten(sources: Iterable[Named], written: Sequence[torch.Tens
         for name, view in views:
             if _bytes(marked, view).any():
                 raise Mismatch(
-                    f"trainer rank {rank}: {name} of the source lies in memory that the target is written to, where it "
-                    "is not the same elements; give the target memory of its own"
+                    f"trainer rank {rank}: the source's {name} shares memory with the target, but holds other elements "
+                    "there; give the target separate memory"
                 )
 
 
@@ -104,8 +104,8 @@ class UsedMemory:
         for name, storage in self._sources.values() if drop else ():
             if not storage.resizable():
                 return Unsupported(
-                    f"trainer rank {self._rank}: the memory of {name} is not torch's own (from numpy, or mapped) and "
-                    "cannot be freed; leave out drop_source"
+                    f"trainer rank {self._rank}: torch did not allocate the memory of {name} (it comes from numpy or "
+                    "is mapped), so it cannot be freed; leave out drop_source"
                 )
         return None
 

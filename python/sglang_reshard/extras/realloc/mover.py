@@ -89,6 +89,6 @@ class Mover:
             yield
         except RuntimeError as error:
             raise DeadlineExceeded(
-                f"trainer rank {dist.get_rank(self._group)} could not {what}: it has failed, or did not come within "
-                f"the process group's timeout; look at its log. The target is written in part. ({error})"
+                f"trainer rank {dist.get_rank(self._group)} could not {what}: that rank failed, or did not arrive "
+                f"within the process group's timeout. Look at its log. The target is only partly written. ({error})"
             ) from error

@@ -40,18 +40,18 @@ def reshard(
 ) -> None:
     """Copies the source's values into the target's tensors, in place, once. Collective over `group`.
 
-    Takes what `ReshardPlan.make` and `ReshardPlan.run` take, and raises what they raise. To move again and again, make
-    a plan.
+    Takes the arguments of `ReshardPlan.make` and `ReshardPlan.run`, and raises their errors. To move again and again,
+    make a plan.
     """
     ReshardPlan.make(source, target, group, bucket_bytes=bucket_bytes, strict=strict).run(drop_source=drop_source)
 
 
 class ReshardPlan:
-    """One rank's part of a move from one layout to another, made by `make` and run as often as wanted.
+    """One rank's part of a move from one layout to another, made by `make` and run any number of times.
 
-    It keeps both sides' tensors alive, and its buckets. Values may change between runs, memory may not.
+    It keeps both sides' tensors and its buckets alive. Values may change between runs; memory must not.
 
-    received_bytes  that other ranks send this one in a run, in the source's dtypes: exactly what it lacks
+    received_bytes  that other ranks send to this one in a run, in the source's dtypes: exactly the elements it lacks
     sent_bytes      that this rank sends
     copied_bytes    that it copies from its own source shards; nothing where source and target are the same memory
     extra_bytes     of its buckets: at most two of `bucket_bytes` to send from and two to receive in
@@ -76,7 +76,7 @@ class ReshardPlan:
     ) -> ReshardPlan:
         """Plans the move and allocates its buckets. Only metadata is exchanged. Collective over `group`.
 
-        source, target  what `sglang_reshard.sources.describe` takes: a module, or (name, tensor[, sharding]); None or
+        source, target  see `sglang_reshard.sources.describe`: a module, or (name, tensor[, sharding]); None or
                         empty on a rank that has nothing of that side. Ranks may list different tensors, as pipeline
                         stages do. A plain tensor is whole on every rank that lists it. "Trainer rank" of a sharding is
                         the rank within `group`
@@ -103,7 +103,7 @@ class ReshardPlan:
         _check_options(told)
         layout = union_of_layouts(listing.packed, [other.layout for other in told], group)
         if not layout.tensors:
-            raise Mismatch("no rank has tensors in the source")
+            raise Mismatch("no trainer rank passed any source tensors")
         own = RankPlan(layout, listing, rank, told, strict=strict)
         demands = gather(own.demand, Demand, group)
         if strict:
@@ -131,27 +131,27 @@ class ReshardPlan:
         drop_source  afterwards the storage of every source tensor is resized to 0 bytes, unless the target uses it. The
                      tensors keep their shapes and have no memory; this plan cannot be run again
 
-        To autograd it is a write to each tensor of the target, as by `copy_`: a backward through values of before is
-        refused. On GPUs it returns when all is enqueued on the current stream, as torch's collectives do, and
+        For autograd it is a write to each tensor of the target, like `copy_`: a backward through older values raises an
+        error. On GPUs it returns when all is enqueued on the current stream, as torch's collectives do, and
         `torch.cuda.set_device` must have chosen each rank's GPU.
 
-        Raises Mismatch if memory of either side was freed or has moved since the plan was made; nothing is written
-        then. Raises DeadlineExceeded if a rank fails or does not come within the group's timeout: the target is then
-        written in part, and the plan cannot be run again.
+        Raises Mismatch if memory of either side was freed or has moved since the plan was made; in this case nothing is
+        written. Raises DeadlineExceeded if a rank fails or does not come within the group's timeout: the target is then
+        only partly written, and the plan cannot be run again.
         """
         raise_together(self._problem(drop_source), self._group)
         self._run(drop_source)
 
     def start(self, *, drop_source: bool = False) -> RunningReshard:
-        """Runs the plan in a thread, beside the caller's computations: a reload that overlaps them. Collective.
+        """Runs the plan in a thread, while the caller computes: a reload that overlaps them. Collective.
 
             moving = plan.start()   # from host memory into the layout for generation, for example
             score(batch)
             moving.wait()           # the target has the weights
 
-        On GPUs it begins with all that the plan's GPU was given before, and has a stream of its own. Until `wait` the
-        source must not change, the target must not be used, and no other collective may use `group`: give the plan a
-        group of its own. Takes and raises what `run` does; what happens in the thread is raised by `wait`.
+        On GPUs it waits for all earlier work on the plan's GPU, and uses a separate stream. Until `wait` the source
+        must not change, the target must not be used, and no other collective may use `group`: give the plan a separate
+        group. Arguments and errors are those of `run`; `wait` raises errors of the thread.
         """
         raise_together(self._problem(drop_source), self._group)
         self._running = True
@@ -180,11 +180,11 @@ class ReshardPlan:
         """Returns why this rank cannot run the plan."""
         where = f"trainer rank {self._rank}"
         if self._broken:
-            return Mismatch(f"{where}: an earlier run of the plan failed; make a new one over a new process group")
+            return Mismatch(f"{where}: an earlier run of the plan failed; make a new plan over a new process group")
         if self._dropped:
             return Mismatch(f"{where}: the plan's source was dropped; make a new plan")
         if self._running:
-            return Mismatch(f"{where}: the plan is running; call wait on what start returned")
+            return Mismatch(f"{where}: the plan is running; call wait on the handle that start returned")
         return self._memory.problem(drop=drop_source)
 
 
@@ -199,7 +199,7 @@ class RunningReshard:
         return self._done.done()
 
     def wait(self) -> None:
-        """Waits until this rank has all that it lacked. Raises what `ReshardPlan.run` would have raised."""
+        """Waits until this rank has all its elements. Raises the errors of `ReshardPlan.run`."""
         self._done.result()
 
 
@@ -208,6 +208,6 @@ def _check_options(told: Sequence[Described]) -> None:
     for rank, other in enumerate(told):
         if other.options != told[0].options:
             raise Mismatch(
-                f"trainer rank {rank} has the options {other.options}, trainer rank 0 has {told[0].options}; pass the "
-                "same on all ranks"
+                f"trainer rank {rank} has the options {other.options}, but trainer rank 0 has {told[0].options}; pass "
+                "the same options on all ranks"
             )

@@ -176,7 +176,7 @@ class RankPlan:
         ]
 
     def _copied(self, shards: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """Yields (destination, source, bytes) within this rank, but for what is the same memory on both sides."""
+        """Yields (destination, source, bytes) within this rank, except memory that is the same on both sides."""
         for read in self._reads.reads_from(self._rank):
             _, item, tensor = self._reads.read(read)
             source = item.local_region.view(shards[tensor])

@@ -2,8 +2,8 @@
 
     SGLANG_RESHARD_PEERS="gpu7, *.train.example.com, 10.2.0.0/16"    # in the server's environment; "*" for all
 
-Whoever may ask a server to pull would otherwise choose which hosts it connects to. A name is compared as the URL has
-it, and never resolved; an address is looked for in the listed addresses and networks.
+Otherwise any client that may request a pull could choose the hosts that a server connects to. A name is compared as the
+URL has it, and never resolved; an address is looked for in the listed addresses and networks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def refusal(url: str) -> str:
         return ""
     return (
         f"this server takes no weights from {_shown(host)}: it is another host, and {PEERS} in this server's "
-        "environment does not list it. Set it to the hosts and networks of your servers, and restart this one"
+        f"environment does not list it. Add it to {PEERS} and restart this server"
     )
 
 

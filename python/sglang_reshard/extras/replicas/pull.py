@@ -1,6 +1,6 @@
 """Takes the live weights of another engine's server: asks it to share them, and serves the request that follows.
 
-Whoever asks for a pull learns nothing of what is at the URL but whether it shares: an answer of it is logged here, and
+A client that requests a pull learns only whether the server at the URL shares: an answer of it is logged here, and
 never passed on. All of it ends when it is cancelled.
 """
 
@@ -65,8 +65,8 @@ async def pull(request: PullWeightsReq, update: Update) -> DistributedUpdateWeig
             asked = await asyncio.to_thread(mailbox.request, request.timeout_s)
             if asked is None:
                 raise DeadlineExceeded(
-                    f"{request.url} announced its weights and did not offer them within {request.timeout_s:.0f} s; "
-                    "look at its log"
+                    f"{request.url} announced its weights, but did not offer them within {request.timeout_s:.0f} s; "
+                    "look at that server's log"
                 )
             check_request(asked)
             output = await update(asked, shared)
@@ -102,16 +102,20 @@ async def _shared(request: PullWeightsReq) -> SharedWeights:
             pass
     logger.warning("%s answered %d to a pull: %r", request.url, status, answer[:_SHOWN_CHARACTERS])
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        raise Unauthorized(f"{request.url} did not accept the key; pass its own as api_key and admin_api_key")
+        raise Unauthorized(
+            f"{request.url} did not accept the key; pass that server's keys as api_key and admin_api_key"
+        )
     if status == HTTPStatus.NOT_FOUND:
-        raise Unsupported(f"{request.url} has no /share_weights: is sglang-reshard installed with SGLang there?")
+        raise Unsupported(
+            f"{request.url} has no /share_weights; install sglang-reshard with SGLang there and restart that server"
+        )
     told = error_of(answer)
-    reason = _REASONS.get(told.type if told else "", "it is no server of sglang-reshard, or has failed")
-    raise EngineRefused(f"{request.url} did not share its weights: {reason}. Its answer is in this server's log")
+    reason = _REASONS.get(told.type if told else "", "it is not a server with sglang-reshard, or it failed")
+    raise EngineRefused(f"{request.url} did not share its weights: {reason}. This server's log has its answer")
 
 
 async def _answer(request: PullWeightsReq, content: bytes) -> tuple[int, bytes]:
-    """Returns status and body, of which no more than `_MAX_ANSWER_BYTES` are read."""
+    """Returns status and body; at most `_MAX_ANSWER_BYTES` of the body are read."""
     _, control = headers(request.api_key, request.admin_api_key)
     control = {"Content-Type": "application/json", **control}
     body = b""

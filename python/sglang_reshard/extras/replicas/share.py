@@ -1,9 +1,9 @@
 """Shares one engine rank's live weights with other engines: the rank takes part in their updates as a trainer rank.
 
-An update runs as from any trainer, in a thread beside the engine's own work, which goes on. The live weights must not
-be written meanwhile: the tokenizer manager waits for `wait_until_shared` before it lets them be. The two engines meet
-on a control server that the sharing engine's tokenizer manager hosts; the request waits there until the other engine
-takes it.
+An update runs as from any trainer, in a thread, while the engine continues to serve. The live weights must not be
+written during this time: the tokenizer manager waits for `wait_until_shared` before it lets them be. The two engines
+meet on a control server that the sharing engine's tokenizer manager hosts; the request waits there until the other
+engine takes it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LiveWeights:
             with runtime().own_stream(self._device):
                 self._update(request, request.address, shards)
         except Exception as error:  # the other engine reports it
-            logger.warning("engine rank %d: the live weights were not shared: %s", self._rank, error)
+            logger.warning("engine rank %d could not share its live weights: %s", self._rank, error)
         finally:
             if client is not None:
                 with suppress(ReshardError):
@@ -88,7 +88,9 @@ class LiveWeights:
                 mail.wait(1, _JOIN_S)
                 name = next(iter(mail.receivers()), "")
                 if not name:
-                    raise EngineRefused("the other engine has left again")
+                    raise EngineRefused(
+                        "the pulling engine disconnected before the transfer started; look at its log and pull again"
+                    )
 
                 send = functools.partial(mail.send, name)
             session = Session.join(address.named(_WEIGHTS), request.timeout_s)
@@ -114,9 +116,9 @@ def has_begun(server: ControlServer, engine_ranks: int) -> bool:
 
 
 def wait_until_shared(request: ShareWeightsReq, engine_ranks: int) -> None:
-    """Waits until no engine rank reads its live weights for `request` any more, or all deadlines have passed.
+    """Waits until no engine rank reads its live weights for `request`, or all deadlines have passed.
 
-    Called in the process that hosts the control server, in a thread of its own.
+    Called in the process that hosts the control server, in a separate thread.
     """
     assert request.address is not None
     with suppress(WaitTimedOut, ReshardError), ControlClient(request.address.named(_SHARING), _JOIN_S) as client:

@@ -66,7 +66,7 @@ class Cache:
             self._clear(newest.files)
             write_atomically(self.path / MANIFEST, encode(newest))
         except OSError as error:
-            raise ReshardError(f"{self.path} cannot hold snapshot {newest.name}: {error}") from error
+            raise ReshardError(f"snapshot {newest.name} cannot be stored in the cache {self.path}: {error}") from error
 
     def _present(self) -> Snapshot | None:
         try:
@@ -88,8 +88,8 @@ class Cache:
                 return None
             if base.name in seen:
                 raise Mismatch(
-                    f"{folder.where(newest.name, MANIFEST)}: the bases of snapshot {newest.name} lead in a circle, "
-                    f"back to {base.name}; write a new snapshot"
+                    f"{folder.where(newest.name, MANIFEST)}: the bases of snapshot {newest.name} form a cycle back to "
+                    f"{base.name}; write a new snapshot"
                 )
             seen.add(base.name)
             try:
@@ -104,7 +104,7 @@ class Cache:
         return chain[::-1] if newest.files.keys() <= present.files.keys() and needed < whole else None
 
     def _advanced(self, folder: Folder, chain: Sequence[Snapshot]) -> bool:
-        """Brings the copy along a chain of snapshots; returns whether it is the last one then."""
+        """Brings the copy along a chain of snapshots; returns whether the copy then equals the newest snapshot."""
         newest = chain[-1]
         try:
             for step in chain:
@@ -130,7 +130,7 @@ class Cache:
         self.read_bytes += nbytes
 
     def _write(self, path: Path, source: BinaryIO, nbytes: int) -> None:
-        """Copies so many bytes, and no more whatever a store says."""
+        """Copies exactly this number of bytes, even if a store reports another size."""
         path.unlink(missing_ok=True)
         with open(self._new(path), "wb") as copy:
             while nbytes and (part := source.read(min(nbytes, _PART))):
@@ -159,7 +159,10 @@ class Cache:
         needed, free = sum(file.nbytes for file in snapshot.files.values()), shutil.disk_usage(self.path).free
         free += sum(path.lstat().st_size for path in self.path.iterdir())
         if needed > free:
-            raise ReshardError(f"{self.path} has {free} bytes of room, and snapshot {snapshot.name} takes {needed}")
+            raise ReshardError(
+                f"{self.path} has {free} bytes free, but snapshot {snapshot.name} needs {needed}; free space, or use "
+                "another cache folder"
+            )
 
     def _clear(self, kept: Container[str]) -> None:
         """Deletes all files but those, and this package's own mark."""
@@ -169,9 +172,9 @@ class Cache:
 
 
 def _claim(path: Path) -> None:
-    """Makes a folder a cache, in which other files are deleted. Raises Mismatch if it has files of others."""
+    """Makes a folder a cache; other files in it are deleted. Raises Mismatch if it has files of others."""
     path.mkdir(parents=True, exist_ok=True)
     if not (path / CACHE_MARK).exists():
         if any(path.iterdir()):
-            raise Mismatch(f"{path} has files that are not of a cache of snapshots; pass an empty folder")
+            raise Mismatch(f"{path} holds files that do not belong to a snapshot cache; pass an empty folder")
         (path / CACHE_MARK).touch()

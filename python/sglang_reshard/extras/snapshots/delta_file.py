@@ -1,4 +1,4 @@
-"""Writes and applies the difference of two files of equal size, as a file of its own.
+"""Writes and applies the difference of two files of equal size, as a separate file.
 
 header    JSON: unit_bytes, nbytes of either file, and of a chunk
 table     int32 [chunks, 2]: how each chunk is encoded, see `delta.encoding`
@@ -96,10 +96,10 @@ def write_delta(base: Path, new: Path, out: Path, unit_bytes: int, most: int) ->
 
 
 def apply_delta(delta: BinaryIO, path: Path) -> None:
-    """Overwrites a file, the base, by what has changed.
+    """Applies a delta to a file, the base, in place.
 
-    The delta is copied to a file without a name beside the base, and all of it is checked before the base is written:
-    whoever changes the original meanwhile changes nothing here.
+    The delta is copied to an unnamed file next to the base, and all of it is checked before the base is written: a
+    later change of the original has no effect here.
 
     Raises Mismatch, and leaves the base as it is, for a delta that is damaged, or not of such a file.
     """
@@ -112,14 +112,14 @@ def apply_delta(delta: BinaryIO, path: Path) -> None:
         nbytes = sum(payloads)
         shutil.copyfileobj(_Limited(delta, nbytes), copy, CHUNK_BYTES)
         if copy.tell() != nbytes or delta.read(1):
-            raise _invalid(path, f"it does not end after {nbytes:,} bytes of changes")
+            raise _invalid(path, f"it has data after the {nbytes:,} bytes of changes")
         if not nbytes:
             return
         copy.flush()
         parts = torch.from_numpy(np.memmap(copy, np.uint8, "c", shape=nbytes)).split(payloads)
         checked = (is_sound(e, n, p[: e.index_bytes(n)]) for e, n, p in zip(encoded, units, parts, strict=True))
         if not all(found := verdicts(list(checked))):
-            raise _invalid(path, f"what says where the changes of chunk {found.index(False)} are is invalid")
+            raise _invalid(path, f"the positions of the changes of chunk {found.index(False)} are invalid")
         room = torch.empty(max(sizes), dtype=torch.uint8)
         begins = itertools.accumulate(sizes, initial=0)
         for how, count, part, begin, size in zip(encoded, units, parts, begins, sizes, strict=False):
@@ -127,7 +127,7 @@ def apply_delta(delta: BinaryIO, path: Path) -> None:
                 continue
             content.seek(begin)
             if _read_into(content, chunk := room[:size]) != size:
-                raise _invalid(path, "it was truncated meanwhile")
+                raise _invalid(path, "it was truncated while it was read")
             end = how.index_bytes(count)
             apply(how, part[:end], part[end:], header.unit_bytes, chunk)
             content.seek(begin)
@@ -138,26 +138,26 @@ def _read_header(delta: BinaryIO, nbytes: int, path: Path) -> tuple[_Header, Seq
     """Returns the header of a delta of a file of `nbytes`, and how its chunks are encoded. Every field is checked."""
     length = int.from_bytes(delta.read(_LENGTH_BYTES), "little")
     if length > _HEADER_BYTES:
-        raise _invalid(path, f"its header has {length:,} bytes")
+        raise _invalid(path, f"its header claims an invalid length of {length:,} bytes")
     try:
         header = msgspec.json.decode(delta.read(length), type=_Header)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise _invalid(path, f"its header cannot be read: {error}") from error
     if header.nbytes != nbytes or not nbytes:
-        raise _invalid(path, f"it is of a file of {header.nbytes:,} bytes, and this one has {nbytes:,}")
+        raise _invalid(path, f"it applies to a file of {header.nbytes:,} bytes, but this file has {nbytes:,}")
     if header.unit_bytes not in UNITS or nbytes % header.unit_bytes:
-        raise _invalid(path, f"its units of {header.unit_bytes} bytes do not fit {nbytes:,} bytes")
+        raise _invalid(path, f"its units of {header.unit_bytes} bytes do not divide {nbytes:,} bytes")
     if not _CHUNKS[0] <= header.chunk_bytes <= _CHUNKS[1] or header.chunk_bytes % ALIGN_BYTES:
-        raise _invalid(path, f"its chunks have {header.chunk_bytes:,} bytes")
+        raise _invalid(path, f"its chunk size of {header.chunk_bytes:,} bytes is invalid")
     sizes = header.chunks()
     data = delta.read(_ROW_BYTES * len(sizes))
     if len(data) != _ROW_BYTES * len(sizes):
-        raise _invalid(path, f"its table does not have {len(sizes):,} chunks")
+        raise _invalid(path, f"its table does not list {len(sizes):,} chunks")
     encoded = []
     rows = np.frombuffer(data, "<i4").reshape(-1, 2).tolist()
     for number, (size, (kind, changed)) in enumerate(zip(sizes, rows, strict=True)):
         if not 0 <= kind < len(Kind):
-            raise _invalid(path, f"there is no kind {kind} of chunks, as chunk {number} is said to be")
+            raise _invalid(path, f"chunk {number} has the unknown kind {kind}")
         encoded.append(Encoded(Kind(kind), changed))
         if why := unfit_reason(encoded[-1], size // header.unit_bytes):
             raise _invalid(path, f"chunk {number}: {why}")
@@ -192,6 +192,6 @@ def _write_all(opened: BinaryIO, content: torch.Tensor) -> None:
 
 def _invalid(path: Path, why: str) -> Mismatch:
     return Mismatch(
-        f"the delta of {path.name} is damaged, or of another file: {why}. Nothing of it was written; read the whole "
-        "file of the snapshot"
+        f"the delta of {path.name} is damaged, or belongs to another file: {why}. Nothing of it was written; read the "
+        "snapshot's complete file instead"
     )

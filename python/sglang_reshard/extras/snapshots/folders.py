@@ -1,4 +1,4 @@
-"""Reads a folder of snapshots that anybody may have written: on this host, or wherever fsspec reads.
+"""Reads a folder of snapshots that anybody may have written: on this host, or in a store that fsspec reads.
 
 Names are checked before they are used. On this host nothing is followed out of the folder: every file is opened below
 its snapshot's folder, is no link, and is a regular file. All that goes wrong is a Mismatch that names the file.
@@ -41,7 +41,7 @@ class Folder(Protocol):
     def open(self, name: str, file: str) -> contextlib.AbstractContextManager[tuple[BinaryIO, int]]:
         """Opens a file of the snapshot `name`, or of the folder if that is empty; with its bytes.
 
-        Raises Mismatch if it is no regular file of that folder, and in the block for what reading it fails with.
+        Raises Mismatch if it is not a regular file of that folder, and in the block for an error while reading it.
         """
 
     def names(self) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ def entry_of(folder: Folder, name: str) -> Entry | None:
 
 
 def snapshots_in(folder: Folder) -> SnapshotList:
-    """Returns the list that a folder should have, by its manifests. What has no good one is left out."""
+    """Returns the list that a folder should have, by its manifests. Snapshots without a valid manifest are left out."""
     found = []
     for name in sorted(folder.names()):
         with contextlib.suppress(UnreadableFile):  # another's, perhaps
@@ -89,7 +89,7 @@ def snapshots_in(folder: Folder) -> SnapshotList:
 
 
 def listed_or_found(folder: Folder) -> SnapshotList:
-    """Returns the list of a folder, or what it should be by the manifests if it is missing or damaged.
+    """Returns the list of a folder; if it is missing or damaged, the list according to the manifests.
 
     Raises UnreadableFile if it cannot be read now.
     """
@@ -98,7 +98,7 @@ def listed_or_found(folder: Folder) -> SnapshotList:
     except UnreadableFile:
         raise
     except Mismatch as error:
-        logger.warning("%s; it is written again, by the manifests of the snapshots", error)
+        logger.warning("%s; it is rebuilt from the snapshots' manifests", error)
         found = None
     return snapshots_in(folder) if found is None else found
 
@@ -201,7 +201,7 @@ def _regular(folder: int, file: str, where: str) -> tuple[BinaryIO, os.stat_resu
 
 def _check_regular(found: os.stat_result, where: str) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise Mismatch(f"{where} is {_KINDS.get(stat.S_IFMT(found.st_mode), 'a device')}, where a file is expected")
+        raise Mismatch(f"{where} is {_KINDS.get(stat.S_IFMT(found.st_mode), 'a device')}, not a file")
 
 
 def _is_name(name: str) -> bool:
@@ -214,7 +214,7 @@ def _is_name(name: str) -> bool:
 
 @contextlib.contextmanager
 def _told(where: str) -> Iterator[None]:
-    """Raises MissingFile and UnreadableFile in place of what reading fails with; stores raise whatever they like."""
+    """Raises MissingFile and UnreadableFile in place of other errors of a read; stores raise all kinds of errors."""
     try:
         yield
     except ReshardError:

@@ -5,11 +5,11 @@
         follower.poll()
         time.sleep(5)
 
-With a cache it keeps a copy of the checkpoint on this host, and reads what has changed only, as long as there are
-deltas from the snapshot that it has. Every file is compared with its hash before the server hears of it.
+With a cache it keeps a copy of the checkpoint on this host, and reads only changed elements as long as there are deltas
+from its snapshot. Every file is compared with its hash before the server loads it.
 
-The folder may have been written by anybody. A snapshot that is no good is told once and passed over, for the newest
-good one. A server never goes back to an earlier publication than it holds, unless that is allowed.
+The folder is not trusted. A bad snapshot is logged once and skipped in favor of the newest good one. A server never
+goes back to an earlier publication than it holds, unless that is allowed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SnapshotFollower:
         """
         self._folder = folder_of(folder)
         if cache is None and not isinstance(self._folder, LocalFolder):
-            raise Unsupported(f"{folder} is not a folder that a server can load weights from; pass a cache")
+            raise Unsupported(f"a server cannot load weights from {folder}; pass a cache")
         self._engine, self._cache = engine, None if cache is None else Cache(cache)
         self._allow_rollback = allow_rollback
         self._refused: dict[Entry, _Refused] = {}
@@ -71,15 +71,15 @@ class SnapshotFollower:
 
     @property
     def refused(self) -> Mapping[str, Exception]:
-        """Snapshots that are no good, by name, and why; `snapshots.json`, if the list itself is."""
+        """Bad snapshots: name -> fault; `snapshots.json` if the list itself is bad."""
         return {entry.name: refused.error for entry, refused in self._refused.items()}
 
     def poll(self) -> str | None:
         """Gives the server the newest good snapshot, unless it has it or holds later weights.
 
-        Returns the snapshot's name, which becomes the server's weight_version, or None if there was nothing to do.
-        What is wrong with a snapshot is logged once and kept in `refused`; it is tried again now and then. Raises what
-        the server raises if it does not answer, is torn in loading, or does not accept the keys.
+        Returns the snapshot's name, which becomes the server's weight_version, or None if there was nothing to do. The
+        fault of a snapshot is logged once and kept in `refused`; the snapshot is read again at growing intervals.
+        Raises the server's errors if it does not answer, is torn while loading, or does not accept the keys.
         """
         self.read_bytes = 0
         try:
@@ -111,7 +111,7 @@ class SnapshotFollower:
             if not loaded.success:  # the server has got later weights meanwhile
                 self._tell("held", loaded.message)
                 return None
-            logger.info("%s has snapshot %s, %d bytes were read", self._engine.url, entry.name, self.read_bytes)
+            logger.info("%s now serves snapshot %s; %d bytes were read", self._engine.url, entry.name, self.read_bytes)
             return entry.name
         return None
 
@@ -127,8 +127,9 @@ class SnapshotFollower:
                 if entry == entries[-1]:
                     self._tell(
                         "held",
-                        f"{self._engine.url} holds version {info.version!r}, which is not older than snapshot "
-                        f"{entry.name!r}, the newest in the folder; pass allow_rollback (--allow-rollback) to load it",
+                        f"{self._engine.url} holds version {info.version}, which is not older than snapshot "
+                        f"{entry.name}, the newest in the folder. Pass allow_rollback (--allow-rollback) to load the "
+                        "snapshot",
                     )
                 return
             yield entry
@@ -163,11 +164,14 @@ class SnapshotFollower:
 
 
 def _check_in_place(folder: LocalFolder, snapshot: Snapshot) -> None:
-    """Raises Mismatch unless a server that loads the snapshot's own folder reads what its manifest lists, and no more.
+    """Raises Mismatch unless a server that loads the snapshot's own folder reads exactly the files in its manifest.
 
-    Who writes to the folder after that is not noticed: the server opens the files itself.
+    Later writes to the folder are not noticed: the server opens the files itself.
     """
     check_files(lambda name: folder.open(snapshot.name, name), snapshot, lambda name: folder.where(snapshot.name, name))
     for name in folder.files(snapshot.name):
         if name not in snapshot.files and is_read_by_loaders(name):
-            raise Mismatch(f"{folder.where(snapshot.name, name)} is not in the manifest, and a server would read it")
+            raise Mismatch(
+                f"{folder.where(snapshot.name, name)} is not in the manifest, but a server would read it; delete it, "
+                "or write a new snapshot"
+            )

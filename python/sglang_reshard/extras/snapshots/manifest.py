@@ -1,7 +1,7 @@
-"""Describes a snapshot and the list of them, as JSON files beside the weights.
+"""Describes a snapshot and the list of all snapshots, as JSON files next to the weights.
 
-The list alone says which snapshots are published, and in which order. Every snapshot has a publication, a number that
-is greater than those of all before it, see `protocol.publication`; times of files mean nothing.
+Only the list defines the published snapshots and their order. Every snapshot has a publication, a number that is
+greater than those of all before it, see `protocol.publication`; times of files mean nothing.
 
 Both files may come from anybody: `decode_snapshot` and `decode_list` take bytes of a bounded size, and check every
 field.
@@ -37,7 +37,7 @@ class SnapshotFile(msgspec.Struct, frozen=True):
     """One file of a snapshot.
 
     sha256       of its content
-    delta_bytes  of the file beside it that has what has changed since `Snapshot.base`; None if there is none
+    delta_bytes  size of the file next to it with the changes since `Snapshot.base`; None if there is none
     """
 
     nbytes: _Bytes
@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """A snapshot: its files by name, and the snapshot before, of which there may be deltas."""
+    """A snapshot: its files by name, and the snapshot that its deltas apply to, if any."""
 
     name: str
     files: Annotated[dict[str, SnapshotFile], msgspec.Meta(max_length=1 << 16)]
@@ -109,48 +109,50 @@ def encode(message: Snapshot | SnapshotList) -> bytes:
 
 
 def decode_snapshot(data: bytes, where: str, entry: Entry | None = None) -> Snapshot:
-    """Raises Mismatch, naming where it was read, for what is no manifest, or not that of `entry`."""
+    """Raises Mismatch, naming the file, for an invalid manifest, or one that is not of `entry`."""
     snapshot = _decode(data, Snapshot, where, MANIFEST_BYTES)
     check_snapshot_name(snapshot.name, where)
     for name in snapshot.files:
         check_file_name(name, where)
     if entry is not None and snapshot.entry != entry:
         raise Mismatch(
-            f"{where} describes snapshot {snapshot.name!r} of publication {snapshot.publication}, and {LIST} says "
-            f"{entry.name!r} of publication {entry.publication}"
+            f"{where} describes snapshot {snapshot.name!r} with publication number {snapshot.publication}, but {LIST} "
+            f"lists {entry.name!r} with {entry.publication}"
         )
     if snapshot.base:
         check_snapshot_name(snapshot.base, where)
         if snapshot.base == snapshot.name or snapshot.base_publication >= snapshot.publication > 0:
-            raise Mismatch(f"{where}: the base of a snapshot is an earlier one, and {snapshot.base!r} is not")
+            raise Mismatch(f"{where}: the base {snapshot.base!r} is not an earlier snapshot")
     return snapshot
 
 
 def decode_list(data: bytes, where: str) -> SnapshotList:
-    """Raises Mismatch, naming where it was read, for what is no list of snapshots."""
+    """Raises Mismatch, naming the file, for an invalid list of snapshots."""
     listed = _decode(data, SnapshotList, where, LIST_BYTES)
     for name in (*listed.names, *listed.unsettled):
         check_snapshot_name(name, where)
     if listed.publications and len(listed.publications) != len(listed.names):
-        raise Mismatch(f"{where} has {len(listed.publications)} publications of {len(listed.names)} snapshots")
+        raise Mismatch(
+            f"{where} lists {len(listed.publications)} publication numbers for {len(listed.names)} snapshots"
+        )
     numbered = [number for number in listed.publications if number]
     ordered = tuple(sorted(listed.publications)) == listed.publications and len(set(numbered)) == len(numbered)
     if not ordered or len({*listed.names, *listed.unsettled}) != len(listed.names) + len(listed.unsettled):
-        raise Mismatch(f"{where} is not in the order of publication, or has a name twice")
+        raise Mismatch(f"{where} is not sorted by publication number, or lists a name twice")
     return listed
 
 
 def _decode(data: bytes, kind: type[T], where: str, most_bytes: int) -> T:
     if len(data) > most_bytes:
-        raise Mismatch(f"{where} has more than {most_bytes} bytes; it is not of a snapshot of sglang-reshard")
+        raise Mismatch(f"{where} has more than {most_bytes} bytes; sglang-reshard did not write it")
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-        raise Mismatch(f"{where} is not of a snapshot of sglang-reshard: {error}") from error
+        raise Mismatch(f"{where} is not a valid file of a snapshot: {error}") from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a file that is either the old one or the new one, and is on disk then."""
+    """Replaces a file atomically, and syncs it to disk."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)

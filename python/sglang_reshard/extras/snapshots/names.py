@@ -15,7 +15,7 @@ _PATTERNS = frozenset("*?[]")  # an object store's client expands them
 
 
 def check_snapshot_name(name: str, where: str = "") -> None:
-    """Raises Mismatch for what cannot be the name of a snapshot. where: the file that has it, if one does"""
+    """Raises Mismatch unless this can be the name of a snapshot. where: the file that has it, if one does"""
     bad = (
         not _is_component(name, _NAME_BYTES - _ROOM)
         or name.startswith(".")
@@ -24,16 +24,15 @@ def check_snapshot_name(name: str, where: str = "") -> None:
     )
     if bad:
         raise Mismatch(
-            f"{where}{': ' if where else ''}{name[:_NAME_BYTES]!r} cannot be the name of a snapshot: pass one that a "
-            f"folder can have, of {_NAME_BYTES - _ROOM} bytes at most, without a leading dot and without any of "
-            "/ \\ * ? [ ]"
+            f"{where}{': ' if where else ''}{name[:_NAME_BYTES]!r} cannot be the name of a snapshot: pass a valid "
+            f"folder name of at most {_NAME_BYTES - _ROOM} bytes, without a leading dot and without any of / \\ * ? [ ]"
         )
 
 
 def check_file_name(name: str, where: str) -> None:
-    """Raises Mismatch for what cannot be the name of a file of the snapshot that `where` describes."""
+    """Raises Mismatch unless this can be the name of a file of the snapshot that `where` describes."""
     if not _is_component(name, _NAME_BYTES - len(DELTA)) or name in (MANIFEST, CACHE_MARK):
-        raise Mismatch(f"{where} lists {name[:_NAME_BYTES]!r}, which cannot be the name of a file of a snapshot")
+        raise Mismatch(f"{where} lists {name[:_NAME_BYTES]!r}, which cannot be the name of a file in a snapshot")
 
 
 def _is_component(name: str, most_bytes: int) -> bool:

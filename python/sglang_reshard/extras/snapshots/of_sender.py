@@ -30,15 +30,15 @@ _KEPT = 3  # snapshots that stay in the folder, of those that `update_or_write` 
 class Snapshots:
     """One trainer rank's snapshots in one folder. All trainer ranks have to see the same file system.
 
-    sender   with whose session the trainer ranks meet; engines take no part
+    sender   provides the session of the trainer ranks; engines take no part
     folder   where snapshots are; it is made if it does not exist
     options  of all snapshots. `write` and `write_async` take them, too, for one:
 
-    delta       also write what has changed since the snapshot before, for those who have it: `SnapshotFollower`
+    delta       also write the changes since the previous snapshot, for followers that have it: `SnapshotFollower`
     upload      URL below which the snapshot is copied by fsspec, as an object store's
     dtype       of tensors with a floating-point dtype, "bfloat16" for example; by default each one's own
     partial, rename   see `WeightSender.update`
-    keep        how many snapshots stay in `folder`, the newest; by default all
+    keep        number of newest snapshots that stay in `folder`; by default all
     copy_from   the model's folder, whose config and tokenizer files the snapshot gets
     file_bytes  of a file of weights, at most, unless one tensor has more
     """
@@ -50,12 +50,12 @@ class Snapshots:
     def write(self, named_tensors: NamedTensors | torch.nn.Module, name: str, **options: Any) -> SnapshotReport:
         """Writes the weights to `folder`/`name`, a Hugging Face checkpoint that any engine starts from. Collective.
 
-        Every trainer rank writes what it holds; nothing is gathered. The folder gets its name, and `folder`/latest
+        Every trainer rank writes its own boxes; nothing is gathered. The folder gets its name, and `folder`/latest
         leads to it, once everything is on disk.
 
         Raises, on every rank: what `update` raises for weights that cannot be sent, Mismatch for a name that exists,
-        ReshardError for a disk without room or rights, DeadlineExceeded if another trainer keeps the folder locked.
-        Earlier snapshots stay then.
+        ReshardError for a disk without room or rights, DeadlineExceeded if another trainer keeps the folder locked. In
+        this case earlier snapshots stay.
         """
         return self._write(named_tensors, self._chosen(name, options))
 
@@ -67,10 +67,10 @@ class Snapshots:
         shadow_device: torch.device | None = None,
         **options: Any,
     ) -> UpdateHandle[SnapshotReport]:
-        """Copies this rank's shards, and writes them from the copy while the trainer goes on. Collective.
+        """Copies this rank's shards, and writes them from the copy while the trainer continues. Collective.
 
-        For the rest see `write` and `WeightSender.update_async`; of a sender's updates and snapshots in the background
-        one runs at a time.
+        See also `write` and `WeightSender.update_async`. Only one update or snapshot of a sender runs in the background
+        at a time.
         """
         chosen = self._chosen(name, options)
         copied = UpdateOptions(name, partial=chosen.partial, rename=chosen.rename)
@@ -93,13 +93,13 @@ class Snapshots:
         later update has succeeded. Such snapshots have deltas, and three stay in the folder unless `keep` says
         otherwise.
 
-        Raises what `WeightSender.update` and `write` raise, but not EngineUnreachable, and Unsupported for a sender to
-        several engines: `update(..., on_failure="exclude")` goes on without those that fail.
+        Raises the errors of `WeightSender.update` and `write`, except EngineUnreachable, and Unsupported for a sender
+        to several engines: use `update(..., on_failure="exclude")` there.
         """
         if isinstance(self._sender, MultiEngineSender):
-            raise Unsupported("update_or_write needs a WeightSender; a MultiEngineSender has on_failure='exclude'")
+            raise Unsupported("update_or_write needs a WeightSender; with a MultiEngineSender use on_failure='exclude'")
         if weight_version is None:
-            raise Unsupported("update_or_write needs a weight_version, which a snapshot is named after")
+            raise Unsupported("update_or_write needs weight_version=, which names the snapshot")
         again = repeatable(named_tensors)
         try:
             return self._sender.update(again, weight_version=weight_version, **options)
@@ -107,7 +107,7 @@ class Snapshots:
             chosen: dict[str, Any] = {name: options[name] for name in ("partial", "rename") if name in options}
             chosen |= {"keep": self._options.get("keep", _KEPT), "delta": True}
             written = self.write(again, weight_version, **chosen)
-            message = f"{error} The weights are in {written.path}"
+            message = f"{error} The weights were written to {written.path}"
             return msgspec.structs.replace(UpdateReport.failed(message, weight_version), transport="disk")
 
     def _write(

@@ -1,7 +1,7 @@
-"""Checks that the files of a snapshot are what its manifest says, and that a loader can read its tensors.
+"""Checks that the files of a snapshot match its manifest, and that a loader can read its tensors.
 
-Nothing is allocated by what a file says of itself: sizes are compared first, and headers are bounded. Tables of tensors
-have to fill their file without overlaps, as the safetensors format wants them.
+No allocation depends on sizes that a file claims: sizes are compared first, and headers are bounded. Tables of tensors
+must fill their file without overlaps, as the safetensors format requires.
 """
 
 from __future__ import annotations
@@ -59,10 +59,12 @@ def check_files(open_file: Open, snapshot: Snapshot, where: Callable[[str], str]
             if name.endswith(SAFETENSORS):
                 for tensor in _tensors(opened, nbytes, where(name)):
                     if of_tensor.setdefault(tensor, name) != name:
-                        raise Mismatch(f"{where(name)} has {tensor}, which {of_tensor[tensor]} has as well")
+                        raise Mismatch(f"{where(name)} has tensor {tensor}, but {of_tensor[tensor]} has it, too")
                 opened.seek(0)
             if hash_of(opened, nbytes) != file.sha256:
-                raise Mismatch(f"{where(name)} has another SHA-256 than the manifest of snapshot {snapshot.name} says")
+                raise Mismatch(
+                    f"{where(name)} does not have the SHA-256 that the manifest of snapshot {snapshot.name} lists"
+                )
     if INDEX in snapshot.files:
         with open_file(INDEX) as (opened, _):
             _check_index(opened.read(_INDEX_BYTES + 1), of_tensor, where(INDEX))
@@ -72,10 +74,10 @@ def check_kinds(snapshot: Snapshot, where: Callable[[str], str]) -> None:
     """Raises Mismatch for a snapshot without safetensors, or with weights of another kind."""
     weights = [name for name in snapshot.files if name.endswith(WEIGHTS)]
     if not weights:
-        raise Mismatch(f"{where(MANIFEST)} lists no safetensors")
+        raise Mismatch(f"{where(MANIFEST)} lists no safetensors files")
     for name in weights:
         if not name.endswith(SAFETENSORS):
-            raise Mismatch(f"{where(name)}: the weights of a snapshot are safetensors, and nothing else is loaded")
+            raise Mismatch(f"{where(name)}: weights of a snapshot must be safetensors files")
 
 
 def is_read_by_loaders(name: str) -> bool:
@@ -85,7 +87,7 @@ def is_read_by_loaders(name: str) -> bool:
 
 def check_size(nbytes: int, file: SnapshotFile, where: str) -> None:
     if nbytes != file.nbytes:
-        raise Mismatch(f"{where} has {nbytes} bytes, and its manifest says {file.nbytes}")
+        raise Mismatch(f"{where} has {nbytes} bytes, but its manifest lists {file.nbytes}")
 
 
 def hash_of(opened: BinaryIO, nbytes: int) -> str:
@@ -101,7 +103,7 @@ def _tensors(opened: BinaryIO, nbytes: int, where: str) -> Mapping[str, _Tensor]
     """Returns the tensors of one file of safetensors. Raises Mismatch unless they fill it."""
     length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
     if not 0 < length <= min(_HEADER_BYTES, nbytes - _LENGTH_BYTES):
-        raise Mismatch(f"{where} says that its header has {length} bytes, and has {nbytes} itself")
+        raise Mismatch(f"{where} claims a header of {length} bytes, but has only {nbytes} bytes itself")
     try:
         listed = msgspec.json.decode(opened.read(length), type=dict[str, msgspec.Raw])
         if (metadata := listed.pop(_METADATA, None)) is not None:
@@ -110,28 +112,28 @@ def _tensors(opened: BinaryIO, nbytes: int, where: str) -> Mapping[str, _Tensor]
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise Mismatch(f"{where} has a damaged header: {error}") from error
     if len(tensors) > MOST_TENSORS:
-        raise Mismatch(f"{where} has {len(tensors)} tensors, and a file of a snapshot has {MOST_TENSORS} at most")
+        raise Mismatch(f"{where} has {len(tensors)} tensors; at most {MOST_TENSORS} are supported in one file")
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         item_bytes = ITEM_BYTES.get(tensor.dtype)
         if item_bytes is None:
-            raise Mismatch(f"{where}: {name} is of dtype {tensor.dtype[:40]!r}, which safetensors do not have")
+            raise Mismatch(f"{where}: {name} has the dtype {tensor.dtype[:40]!r}, which safetensors does not define")
         begin, stop = tensor.data_offsets
         if begin != end or stop - begin != math.prod(tensor.shape) * item_bytes:
-            raise Mismatch(f"{where}: {name} of shape {tensor.shape} cannot be at bytes {begin} to {stop}")
+            raise Mismatch(f"{where}: {name} of shape {tensor.shape} does not fit bytes {begin} to {stop}")
         end = stop
     if _LENGTH_BYTES + length + end != nbytes:
-        raise Mismatch(f"{where} has {nbytes} bytes, and its tensors end at {_LENGTH_BYTES + length + end}")
+        raise Mismatch(f"{where} has {nbytes} bytes, but its tensors end at byte {_LENGTH_BYTES + length + end}")
     return tensors
 
 
 def _check_index(data: bytes, of_tensor: Mapping[str, str], where: str) -> None:
-    """Raises Mismatch unless the index says of every tensor in which file it is."""
+    """Raises Mismatch unless the index assigns every tensor to its file."""
     if len(data) > _INDEX_BYTES:
         raise Mismatch(f"{where} has more than {_INDEX_BYTES} bytes")
     try:
         index = msgspec.json.decode(data, type=_Index)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-        raise Mismatch(f"{where} is no index of safetensors: {error}") from error
+        raise Mismatch(f"{where} is not a valid safetensors index: {error}") from error
     if index.weight_map != of_tensor:
-        raise Mismatch(f"{where} does not list the tensors that the files have, each in its own")
+        raise Mismatch(f"{where} does not assign every tensor to the file that holds it")

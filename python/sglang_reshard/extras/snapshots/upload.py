@@ -31,7 +31,7 @@ class SnapshotStore:
     def publish(self, entry: Entry, keep: int | None) -> None:
         """Adds a snapshot to the list, once all its files are there, and deletes all but the newest `keep`.
 
-        What cannot be deleted is in the list as unsettled, and the next snapshot deletes it.
+        Folders that cannot be deleted stay in the list as unsettled, and the next snapshot deletes them.
         """
         found = listed_or_found(self._reader).with_newest(entry, keep)
         self._write(found)
@@ -43,7 +43,9 @@ class SnapshotStore:
         self._files.pipe_file(f"{self._root}/{LIST}", encode(found))
 
     def _delete(self, name: str) -> bool:
-        """Deletes a snapshot's folder; returns whether it is gone. What is no snapshot stays, whatever a list says."""
+        """Deletes a snapshot's folder; returns whether it is gone. Only snapshots are deleted, even if a list names
+        other folders.
+        """
         path = f"{self._root}/{name}"
         try:
             if entry_of(self._reader, name) is not None:

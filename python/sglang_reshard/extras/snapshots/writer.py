@@ -9,8 +9,8 @@
 Trainer rank 0 lays the files out and reserves their space. Every trainer rank maps them and writes the boxes that it
 holds where they belong; of several that hold the same, one does. Then the ranks divide the files among them: each is
 read back for its hash, and compared with that of the snapshot before for its delta. The folder gets its name when
-everything is on disk, so that whoever finds it finds all of it, whenever a rank dies. All ranks have to see the same
-file system.
+everything is on disk, so that a reader always finds a complete snapshot, even if a rank dies. All ranks have to see the
+same file system.
 """
 
 from __future__ import annotations
@@ -80,10 +80,12 @@ class SnapshotWriter:
     def write(
         self, named_tensors: NamedTensors | torch.nn.Module | TrainerState, folder: Path, options: SnapshotOptions
     ) -> SnapshotReport:
-        """Collective. Raises, on every rank, what one of them fails with; there is nothing of the snapshot then."""
+        """Collective. Raises, on every rank, what one of them fails with; in this case no file of the snapshot
+        remains.
+        """
         began = time.perf_counter()
         if options.keep is not None and options.keep < 1:
-            raise Mismatch(f"keep={options.keep} would keep no snapshot at all")
+            raise Mismatch(f"keep={options.keep} would delete every snapshot; pass at least 1")
         publication = next_publication()  # of these weights: an update that begins meanwhile brings later ones
         state = self._described(named_tensors, options.partial, options.rename)
         files = SnapshotFiles.of(state.layout, options.dtype, options.file_bytes)
@@ -155,20 +157,23 @@ class SnapshotWriter:
         if partial:
             return state.within(Stages.of(self._session, told.of_all).layout)
         if differing := [rank for rank, layout in enumerate(told.of_all) if layout != told.own]:
-            raise Mismatch(f"trainer rank {self._rank}: trainer ranks {differing} pass other tensors or shardings")
+            raise Mismatch(
+                f"trainer rank {self._rank}: trainer ranks {differing} pass different tensors or shardings; pass the "
+                "same on all trainer ranks"
+            )
         return state
 
     def _phase(self, name: str, kind: Any = None) -> Gathering[Any]:
-        """Returns a block in which a rank may fail: all ranks raise then, at its end.
+        """Returns a block that a rank may fail in: all ranks raise then, at its end.
 
-        kind  the type of what ranks have to say at its end
+        kind  the type of the ranks' messages at its end
         """
         size, timeout_s = len(self._global_ranks), self._timeout_s
 
         def explain(missing: list[int]) -> str:
             return (
-                f"trainer ranks {missing} did not reach the end of phase '{name}' of a snapshot within "
-                f"{timeout_s:.0f} s; every trainer rank must call snapshot, look at their logs"
+                f"trainer ranks {missing} did not reach the end of phase '{name}' of a snapshot within {timeout_s:.0f} "
+                "s. Every trainer rank must call snapshot; look at the logs of these ranks"
             )
 
         def exchange(own: bytes) -> list[bytes]:

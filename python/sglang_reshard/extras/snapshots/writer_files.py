@@ -1,4 +1,4 @@
-"""The files of a snapshot: safetensors of whole tensors, of which each trainer rank writes the boxes that it holds."""
+"""The files of a snapshot: safetensors of whole tensors; each trainer rank writes its own boxes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ class SnapshotFiles:
         (folder / INDEX).write_text(json.dumps(index))
 
     def described(self, file: _File, folder: Path, base: Path | None) -> SnapshotFile:
-        """Reads a file of `folder` back, and writes beside it what has changed since `base`'s, if that is less."""
+        """Reads a file of `folder` back, and writes the changes since `base`'s next to it, if that takes fewer
+        bytes.
+        """
         path, delta_bytes = folder / file.name, None
         if base is not None:
             units = min([4, *(_item_bytes(self.dtypes[name]) for name in file.offsets)])
@@ -148,7 +150,7 @@ def write_boxes(state: TrainerState, files: SnapshotFiles, folder: Path, trainer
 def _written_dtype(name: str, own: str, wanted: str | None) -> str:
     kept = own if wanted is None or not getattr(torch, own).is_floating_point else wanted
     if kept not in _SAFETENSORS:
-        raise Unsupported(f"{name} is {kept}, which safetensors files do not have; pass dtype=")
+        raise Unsupported(f"{name} has the dtype {kept}, which safetensors does not define; pass dtype=")
     return kept
 
 

@@ -1,4 +1,4 @@
-"""Trainer rank 0's part of a snapshot: what becomes visible in the folder, and what goes.
+"""Trainer rank 0's part of a snapshot: publishes and deletes snapshots.
 
 The list, `snapshots.json`, is replaced at once, and alone says what is published. A folder gets its name while the list
 has it as unsettled, and loses it while the list has it as unsettled again. So whenever a writer dies, each snapshot in
@@ -55,12 +55,12 @@ class SnapshotFolder:
         with self._locked():
             self._settled()
         if os.path.lexists(self.final):
-            raise Mismatch(f"{self.final} exists already; give each snapshot a name of its own")
+            raise Mismatch(f"{self.final} already exists; give each snapshot its own name")
         shutil.rmtree(self.partial, ignore_errors=True)  # of a trainer that died
         self.partial.mkdir()
 
     def base(self) -> Entry | None:
-        """Returns the newest snapshot, of which this one may have deltas; None if there is none that can be a base.
+        """Returns the newest snapshot, which the deltas of this one apply to; None if there is none that can be a base.
 
         A snapshot may be written again after its folder was deleted. Those in the list that came after the former one
         have it for a base, by name. With one of these for the base of the new one, names would lead in a circle.
@@ -72,7 +72,7 @@ class SnapshotFolder:
             try:
                 base = manifest(self._reader, step).base
             except Mismatch as error:
-                logger.warning("%s; snapshot %s will have no deltas", error, self._name)
+                logger.warning("%s; snapshot %s is written without deltas", error, self._name)
                 return None
             if base in seen:
                 return None
@@ -103,7 +103,9 @@ class SnapshotFolder:
             before = self._settled()
             last = before.publications[-1] if before.publications else 0
             if last >= MOST_PUBLICATION:
-                raise Mismatch(f"{self._folder / LIST} has publication {last}, and no later one can be; delete it")
+                raise Mismatch(
+                    f"{self._folder / LIST} has reached the last publication number, {last}; delete this file"
+                )
             entry = Entry(self._name, publication if publication > last else next_publication(last))
             of = base or Entry("", 0)
             snapshot = Snapshot(self._name, files, of.name, entry.publication, of.publication)
@@ -120,10 +122,14 @@ class SnapshotFolder:
                 if not self._is_listed(entry):
                     self._take_back(before)
                     raise
-                logger.warning("snapshot %s is published, and not known to be on disk", self._name, exc_info=True)
-            with self._later(f"{LATEST} stays as it is until the next snapshot"):
+                logger.warning(
+                    "snapshot %s is published, but syncing it to disk failed; it may not survive a crash of the host",
+                    self._name,
+                    exc_info=True,
+                )
+            with self._later(f"{LATEST} is not updated until the next snapshot"):
                 self._link()
-            with self._later(f"{LIST} stays as it is until the next snapshot"):
+            with self._later(f"{LIST} is not updated until the next snapshot"):
                 self._settle(after)
         return entry.publication
 
@@ -150,7 +156,7 @@ class SnapshotFolder:
         return SnapshotList.of(present, found.unsettled)
 
     def _settled(self) -> SnapshotList:
-        """Returns the list, after what others have left unsettled is deleted as far as it can be."""
+        """Returns the list, after deleting unsettled folders of others where possible."""
         found = self._found()
         return self._settle(found) if found.unsettled else found
 
@@ -164,10 +170,10 @@ class SnapshotFolder:
     def _delete(self, name: str) -> bool:
         """Deletes a snapshot's folder, and returns whether it is gone.
 
-        One that is no snapshot is another's, whatever a list says, and stays.
+        A folder that is not a snapshot belongs to someone else and stays, even if a list names it.
         """
         trash = self._folder / f".{name}.deleted"
-        with self._later(f"{self._folder / name} stays for the next snapshot to delete"):
+        with self._later(f"the next snapshot will delete {self._folder / name}"):
             if os.path.lexists(trash):
                 shutil.rmtree(trash)
             shutil.rmtree(self._folder / f".{name}.partial", ignore_errors=True)
@@ -183,7 +189,7 @@ class SnapshotFolder:
         return found is not None and entry in found.entries()
 
     def _take_back(self, before: SnapshotList) -> None:
-        with self._later(f"{self.final} stays for the next snapshot to delete"):
+        with self._later(f"the next snapshot will delete {self.final}"):
             if os.path.lexists(self.final) and not os.path.lexists(self.partial):
                 os.rename(self.final, self.partial)
             self._write(before)
@@ -200,7 +206,7 @@ class SnapshotFolder:
 
     @contextlib.contextmanager
     def _later(self, consequence: str) -> Iterator[None]:
-        """In its block the file system may fail: that is told, and what comes after the block goes on."""
+        """In its block the file system may fail: the error is logged, and the code after the block continues."""
         try:
             yield
         except (OSError, Mismatch) as error:
@@ -218,8 +224,8 @@ class SnapshotFolder:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         raise DeadlineExceeded(
-                            f"another writer has held {self._folder} for {self._timeout_s:.0f} s; look for another "
-                            "trainer that writes there"
+                            f"another writer has held {self._folder} for {self._timeout_s:.0f} s; find the other "
+                            "trainer that writes there, or use another folder"
                         ) from None
                     time.sleep(_POLL_S)
                     continue

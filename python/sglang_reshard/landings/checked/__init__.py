@@ -1,1 +1,1 @@
-"""Compares what has arrived with what the trainer holds, by checksums: an engine rank's side and a trainer rank's."""
+"""Compares the arrived weights with the trainer's, by checksums: an engine rank's side and a trainer rank's."""

@@ -1,4 +1,4 @@
-"""An engine rank's side: asks for the trainer's checksums, and compares those of what has arrived."""
+"""An engine rank's side: requests the trainer's checksums, and compares them with those of the arrived weights."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from sglang_reshard.protocol.session import Session
 
 
 class Checked(LandingAround):
-    """Compares what has arrived with what the trainer ranks hold, by checksums: what is converted, before it is."""
+    """Compares the arrived weights with those of the trainer ranks, by checksums: what is converted, before it is."""
 
     def __init__(self, inner: Landing, index: TensorIndex, session: Session, names: Sequence[str]) -> None:
-        """Publishes the regions. `names`: by which the digest counts tensors; empty for the layout's own."""
+        """Publishes the regions. `names`: of the tensors in the digest; empty for the layout's own."""
         super().__init__(inner)
         self._checksums = TargetChecksums(index, inner.program)
         self._regions = session.put(self._checksums.regions)

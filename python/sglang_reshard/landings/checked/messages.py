@@ -1,4 +1,4 @@
-"""What engine ranks ask of trainer ranks to check weights, and what these answer."""
+"""The question of engine ranks to trainer ranks to check weights, and the answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ChecksAsk(msgspec.Struct, frozen=True):
 
     regions    content hash of each engine rank's region set in the session
     selection  the elements that are compared
-    names      content hash of the names by which the digest counts the tensors; empty for the layout's own
+    names      content hash of the tensors' names in the digest; empty for the layout's own
     """
 
     regions: tuple[str, ...]

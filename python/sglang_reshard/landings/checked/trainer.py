@@ -60,7 +60,9 @@ class TrainerChecks(TrainerSide):
             part = Outcome(found)
         except Exception as error:
             if not isinstance(error, ReshardError):
-                logger.exception("trainer rank %d computed no checksums in update %d", self._rank, channel.update)
+                logger.exception(
+                    "trainer rank %d failed to compute checksums for update %d", self._rank, channel.update
+                )
             part = Outcome(None, Failure.on(self._rank, error))
         with contextlib.suppress(Aborted):  # the results report it
             if self._rank == 0:
@@ -69,7 +71,7 @@ class TrainerChecks(TrainerSide):
                 channel.put_part(self._rank, question, part)
 
     def end(self, update: int, writable: bool) -> None:
-        """Ends an update in which anything was asked. Drops what it has not used, unless it has used nothing.
+        """Ends an update that has asked a question. Drops what it has not used, unless it has used nothing.
 
         writable  peers could write to the shards. Nobody but the trainer does, and not during an update; but a route
                   may register memory so that peers could, and an optimizer step must not use what they have written
@@ -82,9 +84,9 @@ class TrainerChecks(TrainerSide):
         self._regions = {digest: self._regions[digest] for digest in self._regions.keys() & regions}
         if writable and any(ChecksumPart.of(of.compute(selection)) != part for of, selection, part in answered):
             raise Mismatch(
-                f"the shards of trainer rank {self._rank} have changed during update {update}, while peers could write "
-                "to them. Do not train on them: load a checkpoint, and look for processes on its network that are no "
-                "part of this job. If this rank itself writes to its weights during an update, let it not"
+                f"the shards of trainer rank {self._rank} changed during update {update}, while peers could write to "
+                "them. Do not train on them: load a checkpoint, and look for processes on this network that are not "
+                "part of the job. If this rank itself writes to its weights during an update, prevent that"
             )
 
     def release(self) -> None:

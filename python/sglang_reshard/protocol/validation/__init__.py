@@ -13,8 +13,8 @@ content hash. After these checks every index is within its table, every view wit
     check_shared_weights
                         an engine's HTTP process that pulls, before it joins the other's session
 
-What the ends of a route send to each other is checked by the route. All raise Mismatch. Manifests are checked when they
-are new, not in every update.
+The route checks the messages between its own ends. All raise Mismatch. Manifests are checked when they are new, not in
+every update.
 """
 
 from sglang_reshard.protocol.validation.handles import check_handles

@@ -23,14 +23,14 @@ def check_handles(handles: Handles, layout: SourceLayout, trainer_rank: int) -> 
     if handles.reason:
         if handles.storages or handles.shards or handles.marks or len(handles.reason) > _MAX_WORDS:
             raise Mismatch(
-                f"invalid memory handles of trainer rank {trainer_rank}: {len(handles.storages)} storages and "
-                f"{len(handles.shards)} shards beside the reason why there are none: {handles.reason[:80]!r}"
+                f"invalid memory handles of trainer rank {trainer_rank}: it gives a reason why it has no handles, "
+                f"{handles.reason[:80]!r}, but sends {len(handles.storages)} storages and {len(handles.shards)} shards"
             )
         return
     if len(handles.shards) != len(layout.tensors):
         raise Mismatch(
-            f"invalid memory handles of trainer rank {trainer_rank}: {len(handles.shards)} shards of a layout of "
-            f"{len(layout.tensors)} tensors; all of them are required"
+            f"invalid memory handles of trainer rank {trainer_rank}: it describes {len(handles.shards)} shards, but "
+            f"its layout has {len(layout.tensors)} tensors"
         )
     for number, storage in enumerate(handles.storages):
         if why := _invalid_storage_reason(storage):
@@ -41,7 +41,7 @@ def check_handles(handles: Handles, layout: SourceLayout, trainer_rank: int) -> 
     total = sum(storage.nbytes for storage in handles.storages if isinstance(storage, ShmStorage))
     if total > MAX_STORAGE_BYTES:
         raise Mismatch(
-            f"invalid memory handles of trainer rank {trainer_rank}: {total:,} bytes are more than can be mapped"
+            f"invalid memory handles of trainer rank {trainer_rank}: {total:,} bytes exceed the address space"
         )
     sizes = [storage.nbytes for storage in handles.storages]
     reaches: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
@@ -83,21 +83,21 @@ def _invalid_shard(trainer_rank: int, name: str, view: ShardView, why: str) -> M
 
 def _invalid_storage_reason(storage: ShmStorage | GpuAllocation) -> str:
     if not 1 <= storage.nbytes <= MAX_STORAGE_BYTES:
-        return f"it has {storage.nbytes:,} bytes"
+        return f"its size of {storage.nbytes:,} bytes is out of range"
     if isinstance(storage, ShmStorage):
         if not 1 <= storage.pid <= _MAX_NUMBER or not 0 <= storage.fd <= _MAX_NUMBER or storage.inode < 0:
             return f"descriptor {storage.fd} of process {storage.pid}, inode {storage.inode}, cannot exist"
         return ""
     if len(storage.handle) != HANDLE_BYTES:
-        return f"its handle has {len(storage.handle)} bytes, and those of CUDA have {HANDLE_BYTES}"
+        return f"its handle has {len(storage.handle)} bytes, expected {HANDLE_BYTES}"
     if not 1 <= len(storage.device_uuid) <= _MAX_WORDS:
-        return f"{storage.device_uuid[:80]!r} is no UUID of a GPU"
+        return f"{storage.device_uuid[:80]!r} is not the UUID of a GPU"
     return ""
 
 
 def _invalid_mark_reason(mark: Mark, number: int) -> str:
     if number >= _MAX_MARKS:
-        return f"a trainer rank has one on each of its GPUs, {_MAX_MARKS} at most"
+        return f"a trainer rank has at most one for each of its GPUs, {_MAX_MARKS} in total"
     if why := _invalid_storage_reason(mark.allocation):
         return why
     end = mark.offset + MARK_WORDS * 8

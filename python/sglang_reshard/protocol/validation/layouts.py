@@ -25,14 +25,14 @@ def check_layout(layout: SourceLayout, trainer_ranks: int) -> None:
     """
     if not 1 <= layout.trainer_ranks == trainer_ranks <= MAX_TRAINER_RANKS:
         raise Mismatch(
-            f"invalid source layout: it is of {layout.trainer_ranks} trainer ranks, the update of {trainer_ranks}; "
-            f"they must be equal, and at most {MAX_TRAINER_RANKS:,}"
+            f"invalid source layout: it describes {layout.trainer_ranks} trainer ranks, but the update has "
+            f"{trainer_ranks}; both must be equal, and at most {MAX_TRAINER_RANKS:,}"
         )
     kinds: dict[tuple[tuple[int, ...], str, int, int], list[str]] = {}
     for tensor in layout.tensors:
         kinds.setdefault((tensor.shape, tensor.dtype, tensor.mesh, tensor.placements), []).append(tensor.name)
     if twice := _first_repeated(tensor.name for tensor in layout.tensors):
-        raise Mismatch(f"invalid source layout: it has the tensor {twice} twice; names must be unique")
+        raise Mismatch(f"invalid source layout: it lists tensor {twice} twice; names must be unique")
     meshes = [_invalid_mesh_reason(mesh, trainer_ranks) for mesh in layout.meshes]
     cuts = shards = 0
     for key, names in kinds.items():
@@ -86,7 +86,7 @@ def _invalid_mesh_reason(mesh: Mesh, trainer_ranks: int) -> str:
     if any(not 0 <= rank < trainer_ranks for rank in members):
         return f"its mesh has trainer ranks that are not in this update, which has {trainer_ranks}"
     if len(set(members)) != len(members):
-        return "its mesh has a trainer rank twice"
+        return "its mesh lists a trainer rank twice"
     return ""
 
 
@@ -95,7 +95,7 @@ def _invalid_placements_reason(placements: tuple[Placement, ...], mesh: Mesh, sh
     if len(placements) != len(mesh.shape):
         return f"it has {len(placements)} placements on a mesh of {len(mesh.shape)} dimensions"
     if any(not -1 <= p.dim < dims for p in placements):
-        return f"it has {dims} dimensions, and its placements {placements} shard others"
+        return f"it has {dims} dimensions, but its placements {placements} shard other dimensions"
     if any(not 1 <= p.split_factor <= max((len(mesh.ranks), *shape[p.dim :][:1])) for p in placements):
         return f"its placements {placements} shard into no parts, or into more than there are ranks or elements"
     return ""

@@ -54,24 +54,30 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
     if not 1 <= ranks <= MAX_TRAINER_RANKS or not equal:
         raise invalid(
             f"it has {ranks} trainer hosts, {len(request.handles)} memory handles, {devices} trainer devices and "
-            f"{prepared} prepared transfers, expected the same number of each, from 1 to {MAX_TRAINER_RANKS:,}"
+            f"{prepared} prepared transfers; all must have one entry per trainer rank, from 1 to {MAX_TRAINER_RANKS:,}"
         )
     _check_address(request.address, invalid)
     for name, number in (("update", request.update), ("engine", request.engine), ("stock", request.stock_changes)):
         if not 0 <= number <= _MAX_NUMBER:
-            raise invalid(f"the {name} number {_shown(number)} is not from 0 to {_MAX_NUMBER:,}")
+            raise invalid(f"the {name} number {_shown(number)} is out of range (0 to {_MAX_NUMBER:,})")
     _check_publication(request.publication, invalid)
     _check_options(request, invalid, MAX_TIMEOUT_S)
     if len(request.offers) not in (0, ranks):
-        raise invalid(f"it has offers of {len(request.offers)} trainer ranks, and has {ranks}")
+        raise invalid(f"offers has {len(request.offers)} entries, expected 0 or {ranks} (one per trainer rank)")
     if len(request.around) > _MAX_ROUTES or max(map(len, request.around.values()), default=0) > _MAX_ROUTE_BYTES:
-        raise invalid(f"it has {len(request.around):,} routes around the transport, or one with too many options")
+        raise invalid(
+            f"around has {len(request.around):,} routes, or one of them exceeds the size limit; at most {_MAX_ROUTES} "
+            f"routes of {_MAX_ROUTE_BYTES:,} bytes are allowed"
+        )
     for of_ranks in request.offers:
         if any(not 0 <= e < _MAX_ENGINE_RANKS or len(o) > _MAX_ROUTE_BYTES for e, o in of_ranks.items()):
-            raise invalid("an offer is for an engine rank that cannot exist, or too long")
+            raise invalid(
+                f"an offer names an engine rank outside 0 to {_MAX_ENGINE_RANKS - 1:,}, or exceeds "
+                f"{_MAX_ROUTE_BYTES:,} bytes"
+            )
     patterns: tuple[Collection[str], ...] = (request.ignore, request.frozen, request.only, request.apart)
     if (most := max(map(len, patterns))) > _MAX_PATTERNS:
-        raise invalid(f"it has {most:,} names or patterns of one kind, of at most {_MAX_PATTERNS:,}")
+        raise invalid(f"it has {most:,} names or patterns of one kind; at most {_MAX_PATTERNS:,} are allowed")
     names = (request.layout, request.weight_version or "", request.package_version, request.traceparent)
     lora = (request.lora.name, request.lora.config, request.lora.lora_id) if request.lora is not None else ()
     gpus = [text for device in request.trainer_devices for text in _texts(device)]
@@ -83,14 +89,16 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
 
 
 def check_prepare(command: Prepare) -> None:
-    """Raises Mismatch for a command that no engine sends. What it asks is checked by the route."""
+    """Raises Mismatch for a command that no engine sends. The route checks its content."""
     _check_lengths((command.transfer, command.route), _invalid_command)
     if not MIN_TIMEOUT_S <= command.timeout_s <= MAX_TIMEOUT_S:
-        raise _invalid_command(f"timeout_s={command.timeout_s} is not from {MIN_TIMEOUT_S} to {MAX_TIMEOUT_S:.0f}")
+        raise _invalid_command(
+            f"timeout_s={command.timeout_s} is out of range ({MIN_TIMEOUT_S} to {MAX_TIMEOUT_S:.0f} seconds)"
+        )
 
 
 def check_pull_request(request: PullWeightsReq) -> None:
-    """Raises Mismatch for a request whose values no server can use. What is at the URL is not looked at."""
+    """Raises Mismatch for a request whose values no server can use. The URL is not requested."""
     invalid = _invalid_pull
     _check_options(request, invalid, MAX_PULL_TIMEOUT_S)
     _check_lengths((request.url, request.api_key, request.admin_api_key), invalid)
@@ -108,7 +116,7 @@ def check_share_request(request: ShareWeightsReq) -> None:
 
 
 def check_load_request(request: LoadSnapshotReq) -> None:
-    """Raises Mismatch for a request that no follower makes. What is at the path is not looked at."""
+    """Raises Mismatch for a request that no follower makes. The path is not opened."""
     _check_lengths((request.path, request.version), _invalid_load)
     _check_publication(request.publication, _invalid_load)
     if "\0" in request.path:
@@ -128,7 +136,7 @@ def check_probe_summary(summary: ProbeSummary) -> None:
     """Raises Mismatch for an outcome that no probe has."""
     numbers = (summary.mean_difference, summary.largest_difference, summary.seconds)
     if not all(number is None or (math.isfinite(number) and number >= 0) for number in numbers):
-        raise Mismatch(f"invalid probe: its differences and seconds are {numbers}, expected finite ones from 0 on")
+        raise Mismatch(f"invalid probe: its differences and seconds are {numbers}; all must be finite and not negative")
 
 
 _Invalid = Callable[[str], Mismatch]
@@ -140,21 +148,21 @@ def _check_options(
     _check_lengths((request.transport,), invalid)
     check_transport(request.transport)
     if not 1 <= request.bucket_bytes <= MAX_BUCKET_BYTES:
-        raise invalid(f"bucket_bytes={_shown(request.bucket_bytes)} is not from 1 to {MAX_BUCKET_BYTES:,}")
+        raise invalid(f"bucket_bytes={_shown(request.bucket_bytes)} is out of range (1 to {MAX_BUCKET_BYTES:,})")
     if not MIN_TIMEOUT_S <= request.timeout_s <= longest_s:  # false for NaN, too
-        raise invalid(f"timeout_s={request.timeout_s} is not from {MIN_TIMEOUT_S} to {longest_s:.0f} seconds")
+        raise invalid(f"timeout_s={request.timeout_s} is out of range ({MIN_TIMEOUT_S} to {longest_s:.0f} seconds)")
 
 
 def _check_publication(publication: int, invalid: _Invalid) -> None:
     if not 0 <= publication <= MOST_PUBLICATION:
-        raise invalid(f"the publication number {_shown(publication)} is not from 0 to {MOST_PUBLICATION:,}")
+        raise invalid(f"the publication number {_shown(publication)} is out of range (0 to {MOST_PUBLICATION:,})")
 
 
 def _check_address(address: Address, invalid: _Invalid) -> None:
     if not len(address.session) <= _MAX_SESSION_LENGTH or not 1 <= len(address.host) <= _MAX_HOST_LENGTH:
         raise invalid(
-            f"its address has a session of {len(address.session):,} and a host of {len(address.host):,} characters, of "
-            f"at most {_MAX_SESSION_LENGTH} and {_MAX_HOST_LENGTH}"
+            f"its address has a session name of {len(address.session):,} characters and a host of "
+            f"{len(address.host):,}; at most {_MAX_SESSION_LENGTH} and {_MAX_HOST_LENGTH} are allowed"
         )
     if "\0" in address.host:
         raise invalid("the host of its address has a null character")
@@ -164,14 +172,14 @@ def _check_address(address: Address, invalid: _Invalid) -> None:
 
 def _texts(device: RankGpuInfo) -> tuple[str, ...]:
     if max(len(device.visible), len(device.nccl)) > _MAX_GPUS:
-        raise _invalid_request(f"a trainer device has more than {_MAX_GPUS:,} visible GPUs, or settings of NCCL")
+        raise _invalid_request(f"a trainer device lists more than {_MAX_GPUS:,} visible GPUs or NCCL settings")
     return device.uuid, device.allocator, device.fabric, *device.visible, *device.nccl, *device.nccl.values()
 
 
 def _check_lengths(texts: Iterable[str], invalid: _Invalid) -> None:
     for text in texts:
         if len(text) > MAX_NAME_LENGTH:
-            raise invalid(f"a name of {len(text):,} characters is too long: {text[:40]!r}...")
+            raise invalid(f"a text of {len(text):,} characters is too long: {text[:40]!r}...")
 
 
 def _shown(number: int) -> str:

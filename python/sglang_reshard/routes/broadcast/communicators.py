@@ -84,7 +84,7 @@ class BroadcastCommunicators:
         return self._connected[members]
 
     def abort(self) -> None:
-        """Ends all of this rank's waits; the communicators cannot be used any more. May be called from any thread."""
+        """Ends all of this rank's waits; the communicators can no longer be used. May be called from any thread."""
         for communicator in list(self._connected.values()):
             communicator.abort()
 

@@ -1,4 +1,4 @@
-"""Broadcasts whole shards, bucket by bucket, to groups of engine ranks, each of which slices out what it lacks.
+"""Broadcasts whole shards, bucket by bucket, to groups of engine ranks; each slices out the elements it lacks.
 
 A group's leader reads a trainer rank's shards and packs them into a bucket. All views (of shards, buckets and
 parameters) are made at construction; an update is one `CopyList` to pack a bucket, a broadcast, and one to unpack it.

@@ -1,4 +1,4 @@
-"""Plans broadcast and slice: which group of engine ranks receives each shard, and in which bucket.
+"""Plans broadcast and slice: the group of engine ranks and the bucket for each shard.
 
 The engine ranks that need a shard decide how it is transferred:
 

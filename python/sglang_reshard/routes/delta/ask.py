@@ -8,11 +8,11 @@ from sglang_reshard.routes.p2p.ask import Links
 
 
 class DeltaAsk(msgspec.Struct, frozen=True):
-    """Asks trainer ranks to keep what they have sent, around another route.
+    """Asks trainer ranks to keep the weights they have sent, on top of another route.
 
-    links  of what is kept
+    links  of the kept weights
     inner  name of the other route
-    asked  what that asks
+    asked  the request of that route
     """
 
     links: Links

@@ -1,4 +1,4 @@
-"""An engine rank's end of delta, around p2p or nixl: takes what has changed, where the weights are what it changes."""
+"""An engine rank's end of delta, around p2p or nixl: takes deltas, if the live weights are their base."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class DeltaEngineEnd(AroundEnd):
-    """Receives all weights by another route, or what has changed by the connections of that."""
+    """Receives all weights by another route, or deltas over the connections of that route."""
 
     def __init__(self, side: EngineSide, _strategy: Strategy, inner: EngineEnd) -> None:
         super().__init__(inner)
@@ -70,7 +70,11 @@ class DeltaEngineEnd(AroundEnd):
                 self._target = DeltaTarget(reads, live, wire.round_bytes, _incoming(wire, reads))
             return self._target.is_base_of(self._offered)
         except torch.OutOfMemoryError as error:  # a full update needs less
-            logger.warning("engine rank %d has no memory for deltas: %s", self._side.engine_rank, error)
+            logger.warning(
+                "engine rank %d cannot allocate memory for deltas and receives full weights: %s",
+                self._side.engine_rank,
+                error,
+            )
             self._target = None
             return False
         finally:

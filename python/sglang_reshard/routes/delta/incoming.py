@@ -1,4 +1,4 @@
-"""How the parts of sections arrive on an engine rank: sent by trainer ranks, or read out of their memory by NIXL."""
+"""The arrival of sections on an engine rank: sent by trainer ranks, or read from their memory with NIXL."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 class Incoming(Protocol):
-    """How sections arrive.
+    """The arrival of sections.
 
     extra_bytes  of buckets that the last update needed in addition, for messages that came as they are
     """
@@ -122,8 +122,8 @@ class NixlReads:
         for trainer_rank, section in sections.items():
             if not section.kind:
                 raise Mismatch(
-                    f"trainer rank {trainer_rank} did not announce where the delta is that engine rank {self._rank} "
-                    "reads. Nothing was written; repeat the update, which sends all weights"
+                    f"trainer rank {trainer_rank} did not announce the delta that engine rank {self._rank} reads. "
+                    "Nothing was written; repeat the update, which sends all weights"
                 )
         self._sections = sections
 
@@ -162,7 +162,7 @@ class _PendingReads:
             while not self._reader.are_done(peer, reads):
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(
-                        f"engine rank {self._rank} could not finish reading from {peer} in time; is that rank's "
+                        f"engine rank {self._rank} could not finish reading from {peer} in time. Is that rank's "
                         "process stopped, or its host unreachable?"
                     )
                 time.sleep(_POLL_S)

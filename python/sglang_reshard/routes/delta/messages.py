@@ -114,11 +114,11 @@ def values_begin(messages: LinkMessages) -> int:
 def read_table(
     data: torch.Tensor, messages: LinkMessages, nbytes: int, damaged: Callable[[int, str], Mismatch]
 ) -> list[Encoded]:
-    """Returns how each message is encoded. Every field is checked, and nothing that it says of is in memory yet.
+    """Returns how each message is encoded. Every field is checked before any data that it describes is in memory.
 
     data     the table's bytes
     nbytes   of the section, as it was announced
-    damaged  returns the error for a message of this number, and what is wrong with it
+    damaged  returns the error for a message of this number, with the given fault
 
     Raises that error unless the table fits the messages, and Mismatch unless it fits `nbytes`.
     """
@@ -126,14 +126,14 @@ def read_table(
     found = []
     for number, (kind, changed) in enumerate(rows):
         if not 0 <= kind < len(Kind):
-            raise damaged(number, f"there is no kind {kind} of messages")
+            raise damaged(number, f"its kind {kind} is unknown")
         encoded = Encoded(Kind(kind), changed)
         if why := unfit_reason(encoded, messages.units(number)):
             raise damaged(number, why)
         found.append(encoded)
     announced = table_bytes(len(found)) + sum(index_sizes(found, messages)) + sum(value_sizes(found, messages))
     if announced != nbytes:
-        raise damaged(0, f"its table describes {announced:,} bytes, and {nbytes:,} were announced")
+        raise damaged(0, f"its table describes {announced:,} bytes, but {nbytes:,} were announced")
     return found
 
 
@@ -152,7 +152,7 @@ def cut_indexes(encoded: Sequence[Encoded], messages: LinkMessages, round_bytes:
 
 
 def cut_values(encoded: Sequence[Encoded], messages: LinkMessages, round_bytes: int) -> list[Piece]:
-    """Returns the pieces of a section's values. None has more than `round_bytes`, of which one message has less.
+    """Returns the pieces of a section's values. None has more than `round_bytes`; one message has less.
 
     Both sides cut them alike.
     """

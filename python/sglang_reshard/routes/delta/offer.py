@@ -20,7 +20,7 @@ PART = 2  # what is sent may be this part of the bytes of all messages: else eve
 class DeltaOffer(msgspec.Struct, frozen=True, array_like=True):
     """Describes the changes that one trainer rank offers one engine rank instead of all weights.
 
-    base                checksum of what the engine rank must have already
+    base                checksum of the weights that the engine rank must have
     nbytes              that are sent: of the section, or of all messages if they are sent as they are
     messages            bytes of all messages
     whole               they are sent as they are: too much has changed
@@ -37,7 +37,7 @@ class DeltaOffer(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, offer: bytes, trainer_rank: int, engine_rank: int) -> DeltaOffer:
-        """Returns what a trainer rank offers. Raises Mismatch for what none does."""
+        """Returns the offer of a trainer rank. Raises Mismatch for an invalid one."""
         section = decode(offer, cls)
         if not (
             0 <= section.nbytes <= MAX_BUCKET_BYTES
@@ -58,7 +58,7 @@ Sections = Mapping[int, DeltaOffer]  # by trainer rank
 
 
 def offered_sections(request: DistributedUpdateWeightsReq) -> dict[int, Sections]:
-    """Returns engine rank -> what trainer ranks offer it. Raises Mismatch for what none does."""
+    """Returns engine rank -> the trainer ranks' offers to it. Raises Mismatch for an invalid one."""
     found: dict[int, dict[int, DeltaOffer]] = {}
     for trainer_rank, of_ranks in enumerate(request.offers):
         for engine_rank, offer in of_ranks.items():

@@ -1,4 +1,4 @@
-"""A trainer rank's side of deltas to one engine rank: keeps what it has sent, and encodes what has changed since."""
+"""A trainer rank's side of deltas to one engine rank: keeps the weights it has sent, and encodes later changes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,10 @@ class DeltaSource:
             indexes, values = self._parts()
             units = [self._messages.units(number) for number in range(len(self._messages))]
             if not all(verdicts(list(map(is_sound, self._encoded, units, indexes)))):  # others can reach this memory
-                raise Mismatch("somebody has written to what was sent of the last update")
+                raise Mismatch(
+                    "the delta sent in the last update was modified in memory, so it cannot become the base; the next "
+                    "update sends all weights. Only sglang-reshard may write to this memory"
+                )
             for number, encoded in enumerate(self._encoded):
                 index, changed = indexes[number].to(self._base_device), values[number].to(self._base_device)
                 apply(encoded, index, changed, self._messages.unit_bytes, self._kept(number))

@@ -4,7 +4,7 @@
     target.receive_indexes(sections)    # and checks all that says where values go; nothing is written yet
     target.move(sections)               # the values arrive, and are written
 
-The indexes are kept in memory of this rank's own between the two: what was checked is what is applied.
+The indexes are kept in memory of this rank's own between the two: the checked bytes are the applied bytes.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ _SHOWN_NAMES = 3
 
 
 class _Checked(NamedTuple):
-    """How the messages of a trainer rank are encoded, and the index of each."""
+    """The encodings of a trainer rank's messages, and the index of each."""
 
     encoded: list[Encoded]
     indexes: Sequence[torch.Tensor]
 
 
 class DeltaTarget:
-    """Applies deltas on one engine rank. What it reads from mapped memory, it reads whole.
+    """Applies deltas on one engine rank. Reads from mapped memory are always whole.
 
     traffic      of the last update
     extra_bytes  of its buffers; an update takes memory for its indexes as well, a bit for each unit at most
     """
 
     def __init__(self, reads: Reads, live: Program, round_bytes: Mapping[int, int], incoming: Incoming) -> None:
-        """`live` writes to the live weights; `reads.program` does to what is updated, perhaps a shadow of these.
+        """`live` writes to the live weights; `reads.program` writes to the updated weights, or to a shadow of these.
 
         round_bytes  trainer rank -> bytes of a round, for the trainer ranks that send
         """
@@ -92,7 +92,7 @@ class DeltaTarget:
         return self._own_bytes + self._incoming.extra_bytes
 
     def is_base_of(self, sections: Sections) -> bool:
-        """Returns whether the live weights are what these sections change: their checksums are equal."""
+        """Returns whether the live weights are the base of these sections: their checksums are equal."""
         if sections.keys() != self._live.keys():
             return False
         with torch.inference_mode():
@@ -103,7 +103,7 @@ class DeltaTarget:
             )
 
     def receive_indexes(self, sections: Sections) -> None:
-        """Receives tables and indexes, and checks them. Raises as transports do, and Mismatch for what is damaged.
+        """Receives tables and indexes, and checks them. Raises as transports do, and Mismatch for damaged data.
 
         On failure it closes the connections, so that ranks that wait for this one fail as well.
         """
@@ -117,7 +117,7 @@ class DeltaTarget:
             raise
 
     def move(self, sections: Sections) -> None:
-        """Receives the values, and writes them. Raises as transports do, and closes the connections then."""
+        """Receives the values, and writes them. Raises as transports do, after closing the connections."""
         try:
             self._move(sections)
         except BaseException:
@@ -168,7 +168,7 @@ class DeltaTarget:
                 if not is_right:
                     how = self._checked[rank].encoded[number]
                     raise self._damaged(
-                        rank, number, f"what says where its {how.changed:,} changes are ({how.kind.name}) is invalid"
+                        rank, number, f"the positions of its {how.changed:,} changes ({how.kind.name}) are invalid"
                     )
 
     def _move(self, sections: Sections) -> None:

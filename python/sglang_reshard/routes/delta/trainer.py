@@ -1,4 +1,4 @@
-"""A trainer rank's end of delta, around p2p or nixl: keeps what it has sent, and offers what has changed since."""
+"""A trainer rank's end of delta, around p2p or nixl: keeps the weights it has sent, and offers later changes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DeltaSources:
 
 
 class DeltaTrainerEnd(TrainerEnd):
-    """Sends all weights by another route, or what has changed by the connections of that."""
+    """Sends all weights by another route, or deltas over the connections of that route."""
 
     def __init__(self, side: TrainerSide, command: Prepare) -> None:
         ask = command.asked(DeltaAsk)
@@ -57,7 +57,7 @@ class DeltaTrainerEnd(TrainerEnd):
             requests, read_from = get_send_requests(side, ask.links), trainer_name(side.trainer_rank)
             device = trainer_device(side.shards) or torch.device("cpu")
         else:
-            raise invalid_ask(f"no deltas are sent by {ask.inner[:40]!r}")
+            raise invalid_ask(f"transport {ask.inner[:40]!r} does not send deltas")
         # By engine rank; None unless all of them can be sent so.
         self._sources: dict[int, DeltaSource] | None = None
         self._changed: dict[int, DeltaSource] = {}  # those whose section has room for what has changed
@@ -99,7 +99,11 @@ class DeltaTrainerEnd(TrainerEnd):
             for source in (self._sources or {}).values():
                 source.commit(update)
         except Exception:
-            logger.exception("trainer rank %d cannot keep what it has sent, and sends no deltas", self._rank)
+            logger.exception(
+                "trainer rank %d cannot keep the weights it sent as the base of deltas; it sends full weights from "
+                "now on",
+                self._rank,
+            )
             self._sources = None
 
     def abort(self) -> None:

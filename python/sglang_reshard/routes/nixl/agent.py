@@ -47,7 +47,7 @@ def memory_kind(device: torch.device) -> tuple[str, int]:
 
 
 class NixlAgent:
-    """One agent of this process. All its methods raise ReshardError for what NIXL refuses."""
+    """One agent of this process. All its methods raise ReshardError if NIXL refuses a call."""
 
     def __init__(self, owner: str) -> None:
         """`owner` names the rank in errors. Raises Unsupported without NIXL or its UCX backend."""
@@ -86,7 +86,7 @@ class NixlAgent:
         with self._errors(f"use the NIXL metadata of {name}"):
             added = self._agent.add_remote_agent(metadata)
         if not added:
-            raise Mismatch(f"{self._owner} cannot use the NIXL metadata of {name}; do both have the same nixl version?")
+            raise Mismatch(f"{self._owner} cannot use the NIXL metadata of {name}. Do both have the same nixl version?")
         return added.decode() if isinstance(added, bytes) else str(added)
 
     def prepare_read(
@@ -104,14 +104,18 @@ class NixlAgent:
     def start(self, read: Any, name: str) -> None:
         with self._errors(f"read from {name}"):
             if self._agent.transfer(read) == "ERR":
-                raise PeerDisconnected(f"{self._owner} could not read from {name}: NIXL reports an error")
+                raise PeerDisconnected(
+                    f"{self._owner} could not read from {name}: NIXL reported an error; look at the log of {name}"
+                )
 
     def is_done(self, read: Any, name: str) -> bool:
         """Returns whether a read has ended. Raises PeerDisconnected if it failed."""
         with self._errors(f"read from {name}"):
             state = self._agent.check_xfer_state(read)
         if state == "ERR":
-            raise PeerDisconnected(f"{self._owner} could not finish reading from {name}: NIXL reports an error")
+            raise PeerDisconnected(
+                f"{self._owner} could not finish reading from {name}: NIXL reported an error; look at the log of {name}"
+            )
         return bool(state == "DONE")
 
     def release(self, read: Any) -> None:
@@ -120,7 +124,7 @@ class NixlAgent:
             read.release()
 
     def close(self, reads: Iterable[Any] = ()) -> None:
-        """Ends the agent. No read of it writes to memory any more, even one that had not ended."""
+        """Ends the agent. None of its reads writes to memory afterwards, even one that had not ended."""
         for read in reads:
             with contextlib.suppress(Exception):  # one that is under way ends with the agent
                 read.release()

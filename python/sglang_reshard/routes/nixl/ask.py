@@ -18,7 +18,7 @@ class NixlAsk(msgspec.Struct, frozen=True):
     def check(self, trainer_ranks: int) -> None:
         """Raises Mismatch unless this can be of this number of trainer ranks."""
         if len(self.read) != trainer_ranks:
-            raise invalid_ask(f"it is for {len(self.read)} trainer ranks, and there are {trainer_ranks}")
+            raise invalid_ask(f"it lists {len(self.read)} trainer ranks, expected {trainer_ranks}")
 
 
 def trainer_name(trainer_rank: int) -> str:

@@ -31,7 +31,7 @@ _MAX_RATIO = 8.0  # how many times a region's bytes are read at most
 class Part:
     """A slice of a message, of `count` elements.
 
-    runs, shard, address  what is read, of which shard, from where
+    runs, shard, address  the runs to read, their shard, and its address
     offset                where it lies in the message's buffer, in bytes
     """
 
@@ -151,8 +151,8 @@ def _memory(source: str, shard: RemoteShard, tensor: int, region: LocalRegion) -
     """Returns first element and strides of a region in a rank's shard, in elements."""
     if not region.is_flat and len(shard.strides) != len(region.start):
         raise Mismatch(
-            f"{source} announced {len(shard.strides)} strides of the shard of tensor number {tensor}"
-            f", which has {len(region.start)} dimensions; this is a bug, please report it"
+            f"{source} announced {len(shard.strides)} strides for the shard of tensor number {tensor}, which has "
+            f"{len(region.start)} dimensions. This is a bug; please report it"
         )
     return region.memory(shard.strides)
 

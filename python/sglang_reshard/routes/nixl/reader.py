@@ -72,13 +72,13 @@ class NixlReader:
         self._aborted.set()
 
     def restart(self, peers: Sequence[str]) -> None:
-        """Ends all reads, so that none writes to this rank's memory any more, and connects again to some peers."""
+        """Ends all reads, so that none writes to this rank's memory afterwards, and connects again to some peers."""
         self.close()
         remote, self._remote, self._peers = self._remote, {}, {}
         self._agent = NixlAgent(self._owner)
         self.connect({peer: remote[peer] for peer in peers})
 
     def close(self) -> None:
-        """No read writes to this rank's memory any more."""
+        """Afterwards no read writes to this rank's memory."""
         reads, self._reads = self._reads, []
         self._agent.close(reads)

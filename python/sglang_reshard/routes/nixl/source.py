@@ -77,7 +77,9 @@ class _Registrations:
             handles = self.agent.register([(*memory_kind(storage.device)[:1], view.data_ptr(), storage.nbytes(), 0)])
         except ReshardError as error:  # some network cards register only what can be written, too
             logger.warning(
-                "%s; %d bytes of shards are registered so that peers could write to them", error, storage.nbytes()
+                "%s; %d bytes of shards are registered with NIXL without write protection: peers could write to them",
+                error,
+                storage.nbytes(),
             )
             return None
         return _Registered(storage_range(storage), 0, handles, view.data_ptr(), view)
@@ -115,8 +117,8 @@ class NixlSource:
         self.writable_bytes = sum(writable)
         if self.writable_bytes:
             logger.info(
-                "%s: %d bytes are registered with NIXL that cannot be mapped for reading alone (memory of GPUs, or of "
-                "this process); whoever gets this rank's NIXL metadata could write to them",
+                "%s: %d bytes of memory (of GPUs, or private to this process) cannot be registered with NIXL for "
+                "reading only. A process that gets this rank's NIXL metadata could write to them",
                 owner,
                 self.writable_bytes,
             )
@@ -141,7 +143,9 @@ def allocate_readable(nbytes: int, device: torch.device, who: str) -> torch.Tens
         try:
             return torch.empty(0, dtype=torch.uint8).set_(allocate_shared(nbytes, who))
         except Unsupported as error:
-            logger.warning("%s; this memory is registered with NIXL so that peers could write to it", error)
+            logger.warning(
+                "%s; this memory is registered with NIXL without write protection: peers could write to it", error
+            )
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 

@@ -1,6 +1,6 @@
-"""Reads what an engine rank needs from other ranks' registered memory, each rank's part as a stream of messages.
+"""Reads an engine rank's weights from other ranks' registered memory, each rank's part as a stream of messages.
 
-Each stream has two buckets of its own in turn; a message that is one contiguous box of a parameter is read in place. A
+Each stream alternates between two buckets; a message that is one contiguous box of a parameter is read in place. A
 read's descriptors are prepared once, and started again in every update.
 """
 
@@ -33,7 +33,7 @@ _POLL_S = 1e-4
 
 
 class Stream:
-    """Reads what an engine rank needs from one rank, message by message.
+    """Reads an engine rank's weights from one rank, message by message.
 
     peer           its name in the reader
     is_done        whether all has arrived in this update
@@ -70,7 +70,7 @@ class Stream:
         self.finished, self.started, self.is_done = 0, 0, False
 
     def advance(self) -> bool:
-        """Ends reads that have arrived, and starts those that there is room for; returns whether there were any.
+        """Ends reads that have arrived, and starts as many as fit; returns whether there were any.
 
         Raises PeerDisconnected if a read fails.
         """
@@ -95,7 +95,7 @@ class Stream:
         return True
 
     def confirm(self) -> bool:
-        """Returns whether all that has arrived was what it should be."""
+        """Returns whether all arrived data are valid."""
         return True
 
     def _prepare(self, link: NixlLink, message: ReadMessage, bucket: torch.Tensor) -> tuple[list[Any], CopyList | None]:
@@ -116,7 +116,7 @@ class Stream:
 
 
 def trainer_streams(reader: NixlReader, reads: Reads, plan: ReadPlan, sizes: Mapping[int, int]) -> dict[int, Stream]:
-    """Returns trainer rank -> the stream of what `plan` reads from it, in messages of `sizes` bytes.
+    """Returns trainer rank -> the stream of the reads of `plan` from it, in messages of `sizes` bytes.
 
     Places the landing.
     """
@@ -171,7 +171,7 @@ def read_streams(reads: Reads, streams: Sequence[Stream], advanced: Callable[[],
         if time.monotonic() > since + reads.timeout_s:
             raise DeadlineExceeded(
                 f"engine rank {reads.engine_rank} could not finish reading from "
-                f"{', '.join(stream.peer for stream in left)} in time; is that rank's process stopped, or its host "
+                f"{', '.join(stream.peer for stream in left)} in time. Is that rank's process stopped, or its host "
                 "unreachable?"
             )
         polls += 1

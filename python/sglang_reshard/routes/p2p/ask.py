@@ -1,4 +1,4 @@
-"""Defines what an engine asks of the trainer ranks that send to it, and what each of its ranks requests of each."""
+"""Defines an engine's request to the trainer ranks that send to it, and each engine rank's request to each of them."""
 
 from __future__ import annotations
 
@@ -50,20 +50,19 @@ class Links(msgspec.Struct, frozen=True):
     def check(self, trainer_ranks: int) -> None:
         """Raises Mismatch unless this can be of an engine and this number of trainer ranks."""
         if len(self.round_bytes) != trainer_ranks:
-            raise invalid_ask(f"it is for {len(self.round_bytes)} trainer ranks, and there are {trainer_ranks}")
+            raise invalid_ask(f"round_bytes lists {len(self.round_bytes)} trainer ranks, expected {trainer_ranks}")
         engine_ranks = len(self.read_plans)
         for trainer_rank, row in enumerate(self.round_bytes):
             if len(row) != engine_ranks:
                 raise invalid_ask(
-                    f"trainer rank {trainer_rank} has {len(row)} sizes of a round for {engine_ranks} engine ranks"
+                    f"round_bytes[{trainer_rank}] has {len(row)} entries, expected {engine_ranks} (one per engine rank)"
                 )
             if any(not 0 <= nbytes <= MAX_BUCKET_BYTES for nbytes in row):
                 raise invalid_ask(
-                    f"a size of a round of trainer rank {trainer_rank} is not from 0 to {MAX_BUCKET_BYTES:,} bytes: "
-                    f"{row}"
+                    f"round_bytes[{trainer_rank}] has an entry out of range (0 to {MAX_BUCKET_BYTES:,} bytes): {row}"
                 )
         if any(len(name) > MAX_NAME_LENGTH for name in self.read_plans):
-            raise invalid_ask(f"a name has more than {MAX_NAME_LENGTH:,} characters")
+            raise invalid_ask(f"the name of a read plan has more than {MAX_NAME_LENGTH:,} characters")
 
 
 class P2pAsk(msgspec.Struct, frozen=True):
@@ -79,19 +78,22 @@ class P2pAsk(msgspec.Struct, frozen=True):
     groups: tuple[tuple[int, ...], ...]
 
     def check(self, trainer_ranks: int) -> None:
-        """Raises Mismatch unless every link is in exactly one communicator, and no member would wait in vain."""
+        """Raises Mismatch unless every link is in exactly one communicator, and every member sends or receives."""
         self.links.check(trainer_ranks)
         if self.backend not in ("gloo", "nccl"):
-            raise invalid_ask(f"the backend {self.backend[:40]!r} is not gloo or nccl")
+            raise invalid_ask(f"the backend {self.backend[:40]!r} is neither gloo nor nccl")
         engine_ranks = len(self.links.read_plans)
         if len(self.groups) > engine_ranks:
-            raise invalid_ask(f"it has {len(self.groups)} communicators for {engine_ranks} engine ranks")
+            raise invalid_ask(
+                f"it lists {len(self.groups)} communicators for {engine_ranks} engine ranks; at most one per engine "
+                "rank is allowed"
+            )
         group_of: dict[int, int] = {}
         for number, members in enumerate(self.groups):
             if any(b <= a for a, b in itertools.pairwise(members)):
                 raise invalid_ask(f"the members of communicator {number} are not in ascending order: {members[:8]}")
             if members and not 0 <= members[0] <= members[-1] < trainer_ranks + engine_ranks:
-                raise invalid_ask(f"communicator {number} has members that are not ranks: {members[:8]}")
+                raise invalid_ask(f"communicator {number} has members out of range: {members[:8]}")
             for engine_rank in (m - trainer_ranks for m in members if m >= trainer_ranks):
                 if group_of.setdefault(engine_rank, number) != number:
                     raise invalid_ask(f"engine rank {engine_rank} is a member of several communicators")
@@ -103,7 +105,7 @@ class P2pAsk(msgspec.Struct, frozen=True):
             for engine_rank in self.links.of_trainer_rank(trainer_rank):
                 if engine_rank not in group_of or trainer_rank not in members_of[group_of[engine_rank]]:
                     raise invalid_ask(
-                        f"trainer rank {trainer_rank} and engine rank {engine_rank} are in no communicator together"
+                        f"trainer rank {trainer_rank} sends to engine rank {engine_rank}, but no communicator has both"
                     )
                 linked[group_of[engine_rank]] |= {trainer_rank, self.links.trainer_ranks + engine_rank}
         for number, members in enumerate(self.groups):
@@ -130,7 +132,7 @@ def put_send_requests(
 
 
 def get_send_requests(side: TrainerSide, links: Links) -> dict[int, SendRequest]:
-    """Returns what each engine rank requests of a trainer rank. Raises Mismatch for what it does not hold."""
+    """Returns what each engine rank requests of a trainer rank. Raises Mismatch for elements that it does not hold."""
     known: Mapping[int, tuple[str, SendRequest]] = side.kept.get("p2p", {})
     found: dict[int, tuple[str, SendRequest]] = {}
     for engine_rank in links.of_trainer_rank(side.trainer_rank):
@@ -153,5 +155,5 @@ def _key(engine: int, engine_rank: int, digest: str, trainer_rank: int) -> str:
 
 
 def invalid_ask(why: str) -> Mismatch:
-    """Returns the error for what no engine asks."""
+    """Returns the error for an invalid request."""
     return Mismatch(f"invalid command of engine rank 0: {why}. Do both sides run the same version of sglang-reshard?")

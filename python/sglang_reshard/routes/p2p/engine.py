@@ -20,7 +20,7 @@ from sglang_reshard.routes.wire.rounds import BUCKETS, run_rounds
 
 
 class P2pReceiver:
-    """Receives messages, and meanwhile reads the memory of trainer ranks that send nothing.
+    """Receives messages, and at the same time reads the memory of trainer ranks that send nothing.
 
     traffic      of each update
     extra_bytes  of its buckets and tables
@@ -48,7 +48,7 @@ class P2pReceiver:
         self._communicators = communicators
 
     def move(self) -> None:
-        """Raises as `PendingOps.wait` does, and closes the communicators then."""
+        """Raises as `PendingOps.wait` does, after closing the communicators."""
         try:
             run_rounds(len(self._rounds), self._receive, self._unpack, self._direct.run)
             for turn in range(len(self._rounds), self._landing.turns):
@@ -91,7 +91,7 @@ class P2pEngineEnd(EngineEnd):
         self._as_kept = self._can_apply = False
 
     def keep_dtypes(self, *, can_apply: bool) -> None:
-        """Lets trainer ranks send in the dtypes in which weights are kept. `can_apply`: see `SendRequest.delta`."""
+        """Lets trainer ranks send in the dtypes of the kept weights. `can_apply`: see `SendRequest.delta`."""
         self._as_kept, self._can_apply = True, can_apply
 
     def ask(self, session: Session) -> Ask | None:

@@ -1,7 +1,7 @@
 """Plans which ranks are members of one communicator: NCCL accepts each GPU once.
 
 Ranks that share a GPU occur where trainer and engine are colocated: an engine over two of four trainer hosts is sent
-shards by trainer ranks of all four, some of which run on its GPUs.
+shards by trainer ranks of all four, and some of these run on its GPUs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def plan_p2p_groups(
     it. There is one for all if no GPU occurs twice in it, else one for each host of engine ranks, or for each engine
     rank of a host where that does not suffice. Ranks without a GPU never clash.
 
-    Raises Unsupported, naming two ranks on one GPU that would have to be members of one communicator. Without a cure,
+    Raises Unsupported, naming two ranks on one GPU that would have to be members of one communicator. Without a remedy,
     an engine rank is one of them: its caller knows whether the engine rank can read the GPU's memory instead.
     """
     gpus = [device.uuid for device in (*trainer_devices, *engine_devices)]
@@ -55,9 +55,9 @@ def plan_p2p_groups(
         if (twice := _twice(group, gpus)) is not None:
             first, second = (peer_name(peer_id, len(trainer_devices)) for peer_id in twice)
             raise Unsupported(
-                f"{first} and {second} are on one GPU ({gpus[twice[0]]}), and NCCL accepts a GPU once in a "
+                f"{first} and {second} share one GPU ({gpus[twice[0]]}), and NCCL accepts a GPU only once in a "
                 "communicator",
-                cure="give each trainer rank a GPU of its own" if twice[1] < len(trainer_devices) else "",
+                cure="give each trainer rank its own GPU" if twice[1] < len(trainer_devices) else "",
             )
     return tuple(sorted(groups, key=lambda group: next(m for m in group if m >= len(trainer_devices))))
 
@@ -69,9 +69,9 @@ def check_broadcast_members(groups: Iterable[Sequence[int]], engine_devices: Seq
         if (twice := _twice(group, gpus)) is not None:
             first, second = twice
             raise Unsupported(
-                f"engine rank {first} and engine rank {second} are on one GPU ({gpus[first]}), and NCCL accepts a GPU "
-                "once in a communicator",
-                cure="use transport='ipc', which needs none",
+                f"engine rank {first} and engine rank {second} share one GPU ({gpus[first]}), and NCCL accepts a GPU "
+                "only once in a communicator",
+                cure="use transport='ipc', which needs no communicator",
             )
 
 

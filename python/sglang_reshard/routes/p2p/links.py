@@ -52,7 +52,7 @@ def engine_links(
 ) -> dict[int, P2pLink]:
     """Returns an engine rank's links to the trainer ranks that send `round_bytes` to it per round.
 
-    as_kept  items are sent in the dtypes in which they are kept, see `kept_dtypes`
+    as_kept  items are sent in the dtypes of the kept weights, see `kept_dtypes`
     """
     links = {}
     for trainer_rank, nbytes in round_bytes.items():
@@ -166,7 +166,9 @@ class P2pLink:
 
 
 def packed_bytes(rounds: Sequence[LinkRound]) -> int:
-    """Returns the bytes of a link's part of a bucket: room for what a round does not send or receive in place."""
+    """Returns the bytes of a link's part of a bucket: space for items that a round does not send or receive in
+    place.
+    """
     return max((sum(aligned(m.nbytes) for m, own in messages if own is None) for messages in rounds), default=0)
 
 

@@ -54,7 +54,7 @@ class SendRequest(msgspec.Struct, frozen=True):
 
     regions                 of local tensors
     tensor_ids, region_ids  a number per item, int32 little-endian: the layout's tensor, and the region
-    dtypes, dtype_ids       in which items are sent, and a number per item, uint8; by default the tensors' own
+    dtypes, dtype_ids       of the sent items, and a number per item, uint8; by default the tensors' own
     delta                   this engine rank can apply deltas of them
     """
 
@@ -71,7 +71,7 @@ class SendRequest(msgspec.Struct, frozen=True):
         return ((tensor, self.regions[number]) for tensor, number in zip(tensors, regions, strict=True))
 
     def item_dtypes(self, layout: SourceLayout) -> list[str]:
-        """Returns the name of the dtype in which each item is sent."""
+        """Returns the name of each item's dtype in the message."""
         if self.dtypes:
             return [self.dtypes[number] for number in self.dtype_ids]
         return [layout.tensors[tensor].dtype for tensor in np.frombuffer(self.tensor_ids, "<i4").tolist()]
@@ -84,7 +84,7 @@ class SendRequest(msgspec.Struct, frozen=True):
 def send_request(plan: ReadPlan, trainer_rank: int, dtypes: Iterable[str] = (), *, delta: bool = False) -> SendRequest:
     """Returns an engine rank's request to a trainer rank. Its items are the plan's `sent_reads`.
 
-    dtypes  in which they are sent; by default the tensors' own
+    dtypes  of the sent items; by default the tensors' own
     """
     reads = sent_reads(plan, trainer_rank)
     names: dict[str, int] = {}
@@ -110,9 +110,9 @@ def round_bytes(nbytes: np.ndarray, bucket_bytes: int) -> np.ndarray:
     nbytes  what each sends each in total, of the same shape
 
     All streams are spread over the same number of rounds, so that they finish together and none waits for another;
-    small ones are not cut below a minimum size. What a rank sends or receives per round adds up to at most
-    `bucket_bytes`. Entries are multiples of ALIGN_BYTES, which is more than any element; their sum exceeds the bucket
-    only if it has no room for ALIGN_BYTES for every peer.
+    small ones are not cut below a minimum size. A rank sends or receives at most `bucket_bytes` per round. Entries are
+    multiples of ALIGN_BYTES, which is more than any element; their sum exceeds the bucket only if it has no room for
+    ALIGN_BYTES for every peer.
     """
     used = nbytes > 0
     whole = aligned(nbytes)

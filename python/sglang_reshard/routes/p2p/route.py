@@ -22,17 +22,17 @@ __all__ = ["engine_end", "plan", "send", "trainer_end"]
 
 
 def plan(_index: TensorIndex, demands: Sequence[RankDemand], topology: ClusterTopology, bucket_bytes: int) -> Strategy:
-    """Returns the strategy by which trainer ranks send all. Raises Unsupported if NCCL would refuse it."""
+    """Returns the strategy that sends all weights from trainer ranks. Raises Unsupported if NCCL would refuse it."""
     read, unread = demanded_bytes(demands, topology)
     try:
         return send("p2p", REQUESTED, read + unread, topology, bucket_bytes)
     except Unsupported as error:
-        by_reading = "use transport='auto' or 'ipc', by which the engine rank reads the GPU's memory"
+        by_reading = "use transport='auto' or 'ipc', with which the engine rank reads the GPU's memory"
         raise Unsupported(error.problem, cure=error.cure or by_reading) from None
 
 
 def send(name: str, reason: str, sent: np.ndarray, topology: ClusterTopology, bucket_bytes: int) -> Strategy:
-    """Returns the strategy by which trainer ranks send these bytes, [trainer ranks, engine ranks].
+    """Returns the strategy that sends these bytes, [trainer ranks, engine ranks].
 
     Raises Unsupported if NCCL would refuse the communicators for it.
     """

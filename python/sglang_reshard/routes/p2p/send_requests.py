@@ -22,18 +22,24 @@ def check_send_request(request: SendRequest, layout: SourceLayout, trainer_rank:
     """
     who = f"send request of engine rank {engine_rank} for trainer rank {trainer_rank}"
     if len(request.tensor_ids) % 4 or len(request.tensor_ids) != len(request.region_ids):
-        raise _invalid(who, f"its columns have {len(request.tensor_ids)} and {len(request.region_ids)} bytes")
+        raise _invalid(
+            who,
+            f"its columns have {len(request.tensor_ids)} and {len(request.region_ids)} bytes; both must be equal and a "
+            "multiple of 4",
+        )
     tensors = np.frombuffer(request.tensor_ids, "<i4").astype(np.int64)
     elements = np.frombuffer(request.region_ids, "<i4").astype(np.int64)
     if request.dtypes or request.dtype_ids:
         numbered = len(request.dtype_ids) == len(tensors) and max(request.dtype_ids, default=-1) < len(request.dtypes)
         if not numbered or not ITEM_BYTES.keys() >= set(request.dtypes):
-            raise _invalid(who, f"its dtypes are {request.dtypes[:4]} of {len(request.dtype_ids)} items")
+            raise _invalid(
+                who, f"its dtypes {request.dtypes[:4]} do not match its {len(request.dtype_ids)} dtype numbers"
+            )
     if not len(tensors):
         return
     for column, size, of in ((tensors, len(layout.tensors), "tensors"), (elements, len(request.regions), "regions")):
         if column.min() < 0 or column.max() >= size:
-            raise _invalid(who, f"its indices are from {column.min()} to {column.max()}, of {size} {of}")
+            raise _invalid(who, f"its indices {column.min()} to {column.max()} are out of range for {size} {of}")
     shapes = layout.min_local_shapes(trainer_rank)
     numbers: dict[tuple[int, ...] | None, int] = {}
     kinds = np.array([numbers.setdefault(shape, len(numbers)) for shape in shapes], np.int64)
@@ -46,11 +52,15 @@ def check_send_request(request: SendRequest, layout: SourceLayout, trainer_rank:
         shape, region = held[pair // len(request.regions)], request.regions[pair % len(request.regions)]
         if shape is None or not _is_within(region, shape):
             name = layout.tensors[int(tensors[row])].name
-            raise _invalid(who, f"{region} is not within its shard of {name}, which has the shape {shape or (0,)}")
+            raise _invalid(who, f"{region} exceeds its shard of {name}, which has shape {shape or (0,)}")
         requested += times * region.numel
     held_elements = sum(math.prod(shape) for shape in shapes if shape is not None)
     if requested > MAX_REPEATS * held_elements:
-        raise _invalid(who, f"it requests {requested:,} elements of a rank that holds {held_elements:,}")
+        raise _invalid(
+            who,
+            f"it requests {requested:,} elements, more than {MAX_REPEATS} times the {held_elements:,} that the trainer "
+            "rank holds",
+        )
 
 
 def _is_within(region: LocalRegion, shape: tuple[int, ...]) -> bool:

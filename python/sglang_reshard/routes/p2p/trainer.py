@@ -66,7 +66,7 @@ class P2pSender:
 class P2pTrainerEnd(TrainerEnd):
     """Sends to the engine ranks of one engine.
 
-    links, requests  of the transfer, and what each engine rank requests of this trainer rank
+    links, requests  of the transfer, and each engine rank's request to this trainer rank
     device           where messages are packed
     communicators    with the engine ranks
     """

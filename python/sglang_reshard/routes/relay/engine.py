@@ -1,6 +1,6 @@
 """An engine rank's end of relay, around nixl: reads from other engines what these have read from the trainer.
 
-If an engine does not pass on what it owns, the rest is read from the trainer, in the same update.
+If an engine does not pass on its tensors, the rest is read from the trainer, in the same update.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RelayEngineEnd(AroundEnd):
 
     def __init__(self, side: EngineSide, _strategy: Strategy, inner: EngineEnd) -> None:
         if not isinstance(inner, NixlEngineEnd) or side.reads.landing.holds_back:
-            raise Mismatch("engines pass on live weights, by transport='nixl' and not staged, and no others")
+            raise Mismatch("relay=True needs transport='nixl' and staged=False: engines read each other's live weights")
         super().__init__(inner)
         self._side, self._nixl = side, inner
         self._relay = Relay.of(side.options["relay"])
@@ -106,7 +106,7 @@ class _Relayed:
         self._counts = self._own_counts()
 
     def move(self, update: int) -> None:
-        """Raises PeerDisconnected and DeadlineExceeded for trainer ranks; the reader is closed then."""
+        """Raises PeerDisconnected and DeadlineExceeded for trainer ranks; in this case the reader is closed."""
         self._relays.progress.begin(update, self._relays.check)
         for stream in self._direct.values():
             stream.begin()
@@ -117,7 +117,9 @@ class _Relayed:
                 read_streams(self._reads, [*self._direct.values(), *self._all_relayed()], self._announce)
                 self.traffic = self._whole
             except RelayLost as lost:
-                logger.warning("engine rank %d: %s; the rest is read from the trainer", self._reads.engine_rank, lost)
+                logger.warning(
+                    "engine rank %d: %s; it reads the remaining weights from the trainer", self._reads.engine_rank, lost
+                )
                 read_streams(self._reads, self._instead_of_relays(lost), self._announce)
         except BaseException:
             self._reader.close()
@@ -148,7 +150,9 @@ class _Relayed:
         return found
 
     def _instead_of_relays(self, lost: RelayLost) -> list[Stream]:
-        """Returns streams from the trainer ranks for all that has not arrived, and what came from a lost engine."""
+        """Returns streams from the trainer ranks for all tensors that have not arrived, and those that came from a lost
+        engine.
+        """
         relays, sizes = self._relays, self._nixl.round_bytes
         missing = np.zeros(len(relays.direct), bool)
         for route in relays.routes:

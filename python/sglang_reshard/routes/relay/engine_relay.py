@@ -18,9 +18,9 @@ Send = Callable[[DistributedUpdateWeightsReq], DistributedUpdateWeightsOutput]
 class EngineRelay:
     """Adds to each engine's request what it needs to know of the others.
 
-    Engines offer their memory to each other once for all updates, in a session of the control server. They do so anew,
-    in a new session, after an update in which an engine failed or did not get weights from another, and when engines
-    have come or gone.
+    Engines offer their memory to each other once for all updates, in a session of the control server. They repeat it in
+    a new session after an update with a failed engine, or an engine that did not get weights from another, and when
+    engines have joined or left.
     """
 
     def __init__(self, address: Address, timeout_s: float) -> None:
@@ -74,7 +74,7 @@ class EngineRelay:
     def _withdraw(self, relay: Relay) -> None:
         """Lets the other engines know at once that this one offers nothing, in case it has not yet."""
         with contextlib.suppress(ReshardError), RelayOffers(self._address, relay, self._timeout_s) as offers:
-            offers.make(relay.own, Offer(error="its update has failed"))
+            offers.make(relay.own, Offer(error="its update failed"))
 
     @property
     def _name(self) -> str:

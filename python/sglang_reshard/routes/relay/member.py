@@ -37,7 +37,7 @@ _NO_SHARD = RemoteShard("", 0, 0, ())
 class _Part(msgspec.Struct, frozen=True):
     """One engine rank's part of its engine's offer.
 
-    layout      content hash of the layout of what it holds
+    layout      content hash of the layout of its weights
     unreadable  names of tensors that cannot be read back from its live memory
     """
 
@@ -78,10 +78,10 @@ class RelayMember(Kept):
             failed = [(name, o) for name, o in zip(relay.engines, of_all, strict=True) if o.error]
             if failed:
                 name, offer = failed[0]
-                reason = f"engines do not pass on weights to each other, as {name} does not: {offer.error}"
+                reason = f"engines do not pass on weights to each other, because {name} cannot: {offer.error}"
                 self.lost, self.remark = ("", reason) if offer.final else (reason, "")
             elif of_all[relay.own].ranks[self._rank].memory != own.rank.memory:
-                self.lost = f"engine rank {self._rank} has other memory than it offered"
+                self.lost = f"engine rank {self._rank} has different memory than it offered to other engines"
             else:
                 check = int.from_bytes(hashlib.sha256(identity).digest()[:4], "little") % (1 << CHECK_BITS)
                 return self._relays(relay, of_all, check, offers, side)
@@ -126,7 +126,9 @@ class RelayMember(Kept):
         shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
         found, unreadable = readable_shards(program, shapes, self._rank)
         if not found:
-            raise Unsupported(f"engine rank {self._rank}: none of the live weights can be read back")
+            raise Unsupported(
+                f"engine rank {self._rank}: none of its live weights can be read back as checkpoint tensors"
+            )
         if self._word is None:
             self._progress.share(f"engine rank {self._rank}")
             self._word = NixlSource(f"engine rank {self._rank}", [self._progress.word])
@@ -180,8 +182,8 @@ class RelayMember(Kept):
 def divide(layout: SourceLayout, layouts: Sequence[SourceLayout]) -> np.ndarray:
     """Returns the number of the engine that owns each of the trainer's tensors, NO_OWNER for none.
 
-    layouts  of the engines' live weights. What any of them does not hold, or in another dtype, is not passed on: it
-             would be rounded on its way
+    layouts  of the engines' live weights. A tensor that one of them lacks, or holds in another dtype, is not passed on:
+             it would be rounded in transit
     """
     held = [{t.name: (t.shape, t.dtype) for t in of_engine.tensors} for of_engine in layouts]
     alike = [len({of_engine.get(tensor.name) for of_engine in held}) == 1 for tensor in layout.tensors]
@@ -191,7 +193,7 @@ def divide(layout: SourceLayout, layouts: Sequence[SourceLayout]) -> np.ndarray:
 
 
 def _layout(shards: Sequence[LiveShard], engine_ranks: int) -> SourceLayout:
-    """Returns the layout of what one engine rank holds."""
+    """Returns the layout of one engine rank's weights."""
     explicit: dict[ShardMap, int] = {}
     tensors = []
     for shard in shards:

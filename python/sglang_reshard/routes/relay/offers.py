@@ -1,7 +1,7 @@
 """The offers that the engines of an update make to each other: memory that they read the weights from.
 
-They are made in a session of the trainer's control server, once for all updates in which nothing changes. An offer is
-final: all engines see the same ones, and plan alike.
+They are made in a session of the trainer's control server, once for all updates without a change. An offer is final:
+all engines see the same ones, and plan alike.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _OFFER_S = 30.0  # how long the others wait for an engine's offer
 
 
 class Relay(msgspec.Struct, frozen=True):
-    """Asks an engine to read what another engine has read already from there, and to let others read its weights.
+    """Asks an engine to read from another engine the weights that the other has already read, and to let others read
+    its weights.
 
-    session  name of the session in which the engines offer their memory, within that of the update; another one once
+    session  name of the session for the engines' offers, within that of the update; another one once
              anything has changed
     engines  names of all engines of the update, the same for all
     own      number of this one among them
@@ -37,14 +38,17 @@ class Relay(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, options: bytes) -> Relay:
-        """Returns what a request asks. Raises Mismatch for what no sender asks."""
+        """Returns what a request asks. Raises Mismatch for an invalid request."""
         relay = decode(options, cls)
         if not 2 <= len(relay.engines) <= _MAX_ENGINES or not 0 <= relay.own < len(relay.engines):
-            raise _invalid(f"it is for engine {relay.own} of {len(relay.engines)}, of 2 to {_MAX_ENGINES:,}")
+            raise _invalid(
+                f"it names engine {relay.own} of {len(relay.engines)} engines; 2 to {_MAX_ENGINES:,} engines are "
+                "supported"
+            )
         if not 1 <= relay.update <= MAX_UPDATE:
-            raise _invalid(f"the update number {relay.update} of all engines is not 1 to {MAX_UPDATE:,}")
+            raise _invalid(f"the common update number {relay.update} is out of range (1 to {MAX_UPDATE:,})")
         if max(map(len, (relay.session, *relay.engines))) > MAX_NAME_LENGTH:
-            raise _invalid("a name is too long")
+            raise _invalid("the name of an engine is too long")
         return relay
 
 
@@ -69,7 +73,7 @@ class OfferedMemory(msgspec.Struct, frozen=True):
 class Offer(msgspec.Struct, frozen=True):
     """The weights that an engine passes on.
 
-    layout  content hash of the layout of its live weights, in which engine ranks take the place of trainer ranks
+    layout  content hash of the layout of its live weights, with engine ranks in place of trainer ranks
     error   why it offers nothing; empty if it does
     final   whether it would not offer anything in another update either
     """
@@ -81,7 +85,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class RelayOffers(Blobs):
-    """A connection to the offers of `relay`, and to what they refer to. `address` is of the update's session."""
+    """A connection to the offers of `relay`, and to the values they refer to. `address` is of the update's session."""
 
     def __init__(self, address: Address, relay: Relay, timeout_s: float) -> None:
         super().__init__(ControlClient(address.named(relay.session), timeout_s), timeout_s)

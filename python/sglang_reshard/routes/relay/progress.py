@@ -1,4 +1,5 @@
-"""How engines that are updated together pass on what they have read: a word of each engine rank says how far it is.
+"""The progress of engines that are updated together and pass weights on: each engine rank publishes its progress in one
+word.
 
 An engine rank reads the tensors that it owns in the layout's order, and counts in its word those that are complete. It
 is registered memory that others read as they read the weights: nothing is sent, and no engine waits for its readers.
@@ -27,7 +28,7 @@ STALLED_S = 10.0  # without progress, until what an engine has not passed on is 
 
 
 class RelayLost(ReshardError):
-    """An engine does not pass on what it owns. `engine` names it."""
+    """An engine does not pass on its tensors. `engine` names it."""
 
     def __init__(self, engine: str, why: str) -> None:
         super().__init__(f"{engine} {why}")
@@ -35,7 +36,7 @@ class RelayLost(ReshardError):
 
 
 class Progress:
-    """An engine rank's word: how many of the tensors that it owns are complete, in which update."""
+    """An engine rank's word: the number of its complete tensors, and the update."""
 
     def __init__(self) -> None:
         self.word = torch.zeros(1, dtype=torch.int64)
@@ -64,7 +65,7 @@ class Progress:
             self._view[0] = self._base | count
 
     def stop(self, update: int) -> None:
-        """Marks memory as not holding what `update` brings. Those who still read take no more of it."""
+        """Marks memory as not holding what `update` brings. Ranks that still read it stop."""
         self.update = max(self.update, update)
         self._view[0] = -(self.update << (COUNT_BITS + CHECK_BITS)) - 1
 
@@ -143,7 +144,7 @@ class RelayGate:
         if update < self._update:
             return 0
         if (update, check) != (self._update, self._check):
-            raise RelayLost(self.engine, "has made another plan")
+            raise RelayLost(self.engine, "made a different plan")
         return word & ((1 << COUNT_BITS) - 1)
 
 

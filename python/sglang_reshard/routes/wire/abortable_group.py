@@ -36,7 +36,7 @@ class ProcessGroup(Protocol):
     starts_at_once: bool
 
     def adopt_stream(self) -> Callable[[], None]:
-        """Returns a call by which another thread goes on where this one is, if operations depend on the thread."""
+        """Returns a call that lets another thread continue in this one's place, if operations depend on the thread."""
 
     def connect(self) -> None:
         """Connects to all other ranks, which are all known to have come."""
@@ -128,7 +128,7 @@ class AbortableGroup:
     ) -> T:
         """Runs a call of the process group, which may block on other ranks. `starts`: it starts an operation.
 
-        Raises DeadlineExceeded and PeerDisconnected; `what` says what this rank could not do then.
+        Raises DeadlineExceeded and PeerDisconnected; `what` is the step that failed, for the error.
         """
         deadline = time.monotonic() + self.timeout_s if deadline is None else deadline
         group = self._open_group()
@@ -145,7 +145,7 @@ class AbortableGroup:
         except RuntimeError as error:
             if time.monotonic() >= deadline - _ROUNDING_S:
                 raise DeadlineExceeded(
-                    f"{self.name} {what} within {self.timeout_s:.0f} s; is that rank stuck? Look at its log"
+                    f"{self.name} {what} within {self.timeout_s:.0f} s. Is that rank stuck? Look at its log"
                 ) from error
             raise PeerDisconnected(
                 f"{self.name} {what}: the connection broke; did that rank fail? Look at its log. ({error})"
@@ -154,10 +154,10 @@ class AbortableGroup:
     def _run(self, group: ProcessGroup, call: Callable[[ProcessGroup], T], deadline: float) -> T:
         """Runs `call` until it ends, the group is aborted, or shortly after `deadline`.
 
-        It runs in a thread of its own. When a connection breaks, gloo (torch 2.11) ends the waits for messages that
-        have not begun to arrive, and forgets those that are halfway: these last until their own timeout, and nothing
-        that Python can reach ends them sooner. NCCL's calls wait in C++ for peers that may be stuck. The thread is then
-        left behind, with the message's buffer, to which nothing is written any more.
+        It runs in a separate thread. When a connection breaks, gloo (torch 2.11) ends the waits for messages that have
+        not begun to arrive, and forgets those that are halfway: these last until their own timeout, and nothing that
+        Python can reach ends them sooner. NCCL's calls wait in C++ for peers that may be stuck. In this case the thread
+        is left behind, with the message's buffer, which is no longer written.
         """
         results, failed = list[T](), list[BaseException]()
         adopt_stream = group.adopt_stream()
@@ -184,7 +184,7 @@ class AbortableGroup:
             return results[0]
         if self._aborted:
             raise self._stopped()
-        raise RuntimeError("it had not returned at the deadline")
+        raise RuntimeError("the call had not returned at the deadline")
 
     def abort(self) -> None:
         """Closes all connections and ends this rank's waits. May be called from any thread."""
@@ -233,7 +233,7 @@ class AbortableGroup:
             return ""
         said = ", ".join(f"{name} is at {place}" for name, place in zip(self._names, places, strict=True) if place)
         variable = _INTERFACE_VARIABLES[self._backend]
-        return f". {said}: can they reach each other there? If not, set {variable} on the hosts to another interface"
+        return f". {said}. Can they reach each other there? If not, set {variable} on the hosts to another interface"
 
     def _rendezvous(self, store: dist.Store, joined: list[str], deadline: float, address: str) -> None:
         """Waits until all members have set their keys, so that an error can name those that have not."""

@@ -79,7 +79,7 @@ class GlooGroup:
         work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
     def abort(self, pending: tuple[object, ...]) -> None:
-        """Closes all connections. When it returns, nothing is written to buffers any more.
+        """Closes all connections. When it returns, buffers are no longer written.
 
         Gloo's own `abort` ends nothing. But a receive that times out closes all connections of its rank. A receive from
         a rank that has died fails before it times out, and closes nothing; so one is posted for every other rank.

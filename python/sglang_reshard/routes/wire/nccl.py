@@ -1,11 +1,10 @@
 """NCCL process groups, for GPU memory: the only place that makes them.
 
 torch's defaults would end the user's process: a watchdog thread raises when an operation fails or times out, and its
-heartbeat monitor aborts the process. They would also change it: the groups of a process share flags and variables.
-Two of torch's calls would freeze it: `Work.is_completed` and `ProcessGroupNCCL._comm_ptr` keep Python's interpreter
-lock (GIL) while they wait in C++. They are not used here.
-What is relied on here is named with its function in torch 2.11 (ProcessGroupNCCL.cpp, NCCLUtils.cpp, init.cpp) and
-NCCL 2.28.
+heartbeat monitor aborts the process. They would also change it: the groups of a process share flags and variables. Two
+of torch's calls would freeze it: `Work.is_completed` and `ProcessGroupNCCL._comm_ptr` keep Python's interpreter lock
+(GIL) while they wait in C++. They are not used here. The code names each function it relies on in torch 2.11
+(ProcessGroupNCCL.cpp, NCCLUtils.cpp, init.cpp) and NCCL 2.28.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class NcclGroup:
     joins the thread of NCCL's that executes the call, before it frees what that uses (`ncclCommEnsureReady`). torch
     waits for such a call in the thread that made it, and so every thread here may be left behind.
 
-    Operations are started in threads of their own for another reason, too. When a group of NCCL's calls fails, torch
-    and NCCL leave the thread within it (`ncclActiveGroupCounter_`, `ncclGroupDepth` are the thread's): from a trainer's
-    own thread, no collective would be launched any more.
+    Operations are started in separate threads for another reason, too. When a group of NCCL's calls fails, torch and
+    NCCL leave the thread within it (`ncclActiveGroupCounter_`, `ncclGroupDepth` are the thread's): from a trainer's own
+    thread, no further collective would be launched.
     """
 
     starts_at_once = False
@@ -124,7 +123,7 @@ class NcclGroup:
 
     @contextlib.contextmanager
     def _coalesced(self) -> Iterator[list[dist.Work]]:
-        """Starts the operations of the block as one; the list has its work then.
+        """Starts the operations of the block as one; the list has its work in this case.
 
         That work refers to no tensor once it was waited for (`endCoalescing`, `synchronizeStream`), so that it can be
         kept for torch's flight recorder without the memory of its message.
@@ -136,7 +135,7 @@ class NcclGroup:
         RECORDED_WORKS.keep(works[0])
 
     def wait(self, work: dist.Work, deadline: float) -> None:
-        """Waits until it has ended, has failed, or is aborted. Whoever waits for this thread looks at the deadline.
+        """Waits until it has ended, has failed, or is aborted. The thread that waits for this one checks the deadline.
 
         The group's waits block (`_WITHOUT_WATCHDOG`): `WorkNCCL::wait` polls the end of the kernel and NCCL's errors in
         C++, and its binding has released the GIL. Before that it lets the thread's stream wait for the kernel. On the

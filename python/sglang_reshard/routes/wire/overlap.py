@@ -133,15 +133,15 @@ def _owner(others: Sequence[Written], one: Written, begin: int, end: int) -> int
 
 def _internal(where: str, one: Written, side: str) -> Mismatch:
     return Mismatch(
-        f"{where}{one.name} of {side} has elements that share memory (shape {one.shape}, strides {one.strides}), "
-        "as an expanded tensor has, and cannot be written to; clone() it first"
+        f"{where}{one.name} of {side} has elements that share memory (shape {one.shape}, strides {one.strides}; was it "
+        "expanded?) and cannot be written to. clone() it first"
     )
 
 
 def _overlap(where: str, a: str, b: str, side: str) -> Mismatch:
     if a == b:
-        return Mismatch(f"{where}two shards of {a} of {side} share memory; give each its own")
+        return Mismatch(f"{where}two shards of {a} of {side} share memory; give each its own memory")
     return Mismatch(
-        f"{where}{a} and {b} of {side} share memory, and one would overwrite the other; give each its own. Names "
-        "of one whole tensor go together only if they are one tensor in the source too"
+        f"{where}{a} and {b} of {side} share memory, and one would overwrite the other. Give each its own memory. "
+        "Names that share a whole tensor are allowed only if they share it in the source, too"
     )

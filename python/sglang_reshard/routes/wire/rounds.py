@@ -28,18 +28,18 @@ def run_rounds(
     count: int,
     start: Callable[[int], Pending],
     ended: Callable[[int], None] = _nothing,
-    meanwhile: Callable[[], None] = _nothing,
+    underway: Callable[[], None] = _nothing,
 ) -> None:
     """Starts rounds 0 to `count` - 1, and returns when all have ended.
 
-    start      fills a round's bucket and starts its transit, or makes room for what arrives
+    start      fills a round's bucket and starts its transit, or frees a bucket for arrivals
     ended      empties its bucket; rounds end in ascending order
-    meanwhile  is called once, while the first rounds are in transit
+    underway  is called once, while the first rounds are in transit
     """
     pending: deque[Pending] = deque()
     for number in range(min(BUCKETS, count)):
         pending.append(start(number))
-    meanwhile()
+    underway()
     for number in range(count):
         pending.popleft().wait()
         ended(number)

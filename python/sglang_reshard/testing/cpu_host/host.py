@@ -22,7 +22,9 @@ def refuse_gpu(what: str, instead: str) -> None:
     import torch
 
     if torch.cuda.is_available():
-        raise GpuHost(f"{what} is for hosts without a GPU, and this one has {torch.cuda.get_device_name(0)}. {instead}")
+        raise GpuHost(
+            f"{what} is for hosts without a GPU, but this host has {torch.cuda.get_device_name(0)}. {instead}"
+        )
 
 
 def environment(tp_size: int, groups: int = 1) -> dict[str, str]:
@@ -66,8 +68,8 @@ def activate(tp_size: int, groups: int = 1) -> None:
     loaded = sys.modules.get("sgl_kernel")
     if loaded is not None and not str(loaded.__file__).startswith(str(STAND_IN)):
         raise Unsupported(
-            f"sgl_kernel is already imported, from {loaded.__file__}. Call cpu_host.activate() before the "
-            "first import of sglang."
+            f"sgl_kernel is already imported from {loaded.__file__}. Call cpu_host.activate() before the first import "
+            "of sglang."
         )
     os.environ.update(environment(tp_size, groups))
     sys.path[:] = [str(STAND_IN), *(p for p in sys.path if p != str(STAND_IN))]

@@ -73,7 +73,7 @@ _TORCH_CPU = _TorchCpu("sglang_reshard.testing.cpu_host.torch_cpu")
 class CpuPlatform(PlatformBase):
     """A verl platform with host memory and gloo.
 
-    To Ray its devices are GPUs, `ray.init(num_gpus=...)` of them, by which verl places workers.
+    Ray counts its devices as GPUs, `ray.init(num_gpus=...)` of them, and verl places workers with them.
     """
 
     device_name = "cpu"

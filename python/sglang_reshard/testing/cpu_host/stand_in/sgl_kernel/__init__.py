@@ -33,8 +33,8 @@ class MissingKernel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            f"{self._name} is a CUDA kernel, which this stub for hosts without a GPU does not have. On a host "
-            "with one, do not use sglang_reshard.testing.cpu_host."
+            f"{self._name} is a CUDA kernel, which this stub for hosts without a GPU does not have. On a host with a "
+            "GPU, do not use sglang_reshard.testing.cpu_host."
         )
 
 
