@@ -15,7 +15,9 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 # SGLang has no wheels for Python 3.14.
 ENGINES = PYTHONS[:-1]
 _RESOLVE_S = 600.0
-_NO_INDEX = re.compile(r"Failed to fetch|error sending request|dns error|Network is unreachable|was not found in the")
+_NO_INDEX = re.compile(
+    r"Failed to fetch|error sending request|dns error|Network is unreachable|was not found in the cache"
+)
 
 
 def solved(*arguments: str, python: str) -> str:
