@@ -19,6 +19,7 @@ def needs(forecast: Forecast) -> Table:
     table.add_column("")
     for column in ("min", "median", "max"):
         table.add_column(column, justify="right")
+    assert forecast.sizing is not None
     on_cpu = forecast.question.device == "cpu"
     for title, side, figure, shown in _CPU_ROWS if on_cpu else _GPU_ROWS:
         spread = Spread.of(getattr(rank, figure) for rank in getattr(forecast.sizing, side))
