@@ -62,6 +62,7 @@ def main(path: str, addresses: list[str]) -> None:
         for step in range(1, STEPS + 1):
             for _ in range(OPTIMIZER_STEPS):
                 _loss(model).backward()
+                _sum_gradients_of_head_norms(model)
                 optimizer.step()
                 optimizer.zero_grad()
             sender.update(tensors, weight_version=f"megatron {step}", verify="full")
@@ -115,6 +116,16 @@ def _loss(model: GPTModel) -> torch.Tensor:
     later = torch.ones(tokens.shape[1], tokens.shape[1], device=device).triu(1).bool()[None, None]
     losses: torch.Tensor = model(tokens[:, :-1], places[:, :-1], later[..., :-1, :-1], labels=tokens[:, 1:])
     return losses.mean()
+
+
+def _sum_gradients_of_head_norms(model: GPTModel) -> None:
+    """As Megatron's `finalize_model_grads` does: each rank has these gradients of its own heads only.
+
+    Without it the ranks' copies of these norms would differ, and `verify` would refuse the update.
+    """
+    for name, parameter in model.named_parameters():
+        if "self_attention" in name and "layernorm" in name:
+            dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
 
 
 @contextlib.contextmanager
