@@ -1,50 +1,24 @@
 """How many allocations of the trainer's GPUs an engine rank opens: `python -m benchmark.opens`.
 
 For the recorded loaders of real models (`benchmark/gpu/recorded`). The shards of each trainer rank are placed as
-torch's allocator places them if it is asked in the layout's order: up to 1 MiB in segments of 2 MiB, up to 10 MiB in
-segments of 20 MiB, larger ones in a segment each. No GPU is needed.
+torch's allocator places them if it is asked in the layout's order. No GPU is needed.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from benchmark import results
 from benchmark.gpu import recording
 from benchmark.gpu.recording import Recording
+from sglang_reshard.cli.plan.allocations import segments
 from sglang_reshard.plan import TensorIndex
 
-MIB = 1 << 20
-_ROUND, _SMALL, _SMALL_SEGMENT, _MEDIUM, _MEDIUM_SEGMENT, _LARGE_ROUND = 512, MIB, 2 * MIB, 10 * MIB, 20 * MIB, 2 * MIB
 _HOST = "host"
 _EXPERT = re.compile(r"experts\.\d+\.(gate|up|down)_proj")
-
-
-def segments(sizes: Iterable[int]) -> Iterator[int]:
-    """Yields the number of the segment in which torch's allocator places each of these tensors (bytes); -1 for none."""
-    rooms: dict[int, tuple[int, int]] = {}  # by size of segments: the last one, and the bytes that are left in it
-    made = 0
-    for nbytes in sizes:
-        nbytes = -(-nbytes // _ROUND) * _ROUND
-        if not nbytes:
-            yield -1
-            continue
-        if nbytes <= _SMALL:
-            whole = _SMALL_SEGMENT
-        elif nbytes < _MEDIUM:
-            whole = _MEDIUM_SEGMENT
-        else:
-            whole = -(-nbytes // _LARGE_ROUND) * _LARGE_ROUND
-        number, left = rooms.get(whole, (-1, 0)) if nbytes < _MEDIUM else (-1, 0)
-        if left < nbytes:
-            number, left = made, whole
-            made += 1
-        rooms[whole] = number, left - nbytes
-        yield number
 
 
 def opens_of(found: Recording) -> dict[str, object]:

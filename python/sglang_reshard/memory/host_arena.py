@@ -16,7 +16,7 @@ import torch
 from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.memory.shm import allocate_shared, check_free_shm
 
-_ALIGNMENT = 64  # bytes
+ALIGNMENT = 64  # bytes
 
 
 class _Place(NamedTuple):
@@ -41,7 +41,7 @@ class HostArena:
         for number, place in enumerate(self._places):
             if place.first == number:
                 begins.append(end)
-                end += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
+                end += -(-place.nbytes // ALIGNMENT) * ALIGNMENT
             else:
                 begins.append(begins[place.first])
         check_free_shm(end, who)

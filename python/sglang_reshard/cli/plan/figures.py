@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from sglang_reshard.cli.plan.request import PlanRequest
+from sglang_reshard.cli.plan.sizing import Sizing
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -83,6 +84,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     ways                  the transports that can be requested by name
     messages              total over all engine ranks
     communicators         NCCL's, in which trainer ranks send to engine ranks; no GPU is twice in one
+    sizing                shared memory, descriptors, mappings and the copies that options keep, of every rank
     refused               error messages if the update would be refused; there are no figures then
     remark                the message that the trainer would receive
     seconds_by_step       seconds that making this forecast took, by step
@@ -101,6 +103,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     trainer_ranks: tuple[TrainerRank, ...] = ()
     link_bytes: tuple[tuple[int, ...], ...] = ()
     gather: Gather | None = None
+    sizing: Sizing | None = None
     messages: int = 0
     communicators: tuple[Communicator, ...] = ()
     remark: str = ""

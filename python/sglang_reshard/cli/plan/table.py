@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sglang_reshard.cli.plan.figures import Forecast, Spread
+from sglang_reshard.cli.plan.sizing_table import needs
 
 
 def print_forecast(console: Console, forecast: Forecast) -> None:
@@ -20,6 +21,7 @@ def print_forecast(console: Console, forecast: Forecast) -> None:
     if forecast.refused:
         return
     console.print(_bytes(forecast))
+    console.print(needs(forecast))
     console.print(_ways(forecast))
     if forecast.remark:
         console.print(f"[yellow]note[/] {escape(forecast.remark)}", highlight=False, soft_wrap=True)

@@ -27,6 +27,7 @@ from sglang_reshard.cli.plan.loads import EngineLoad, buckets_bytes, engine_load
 from sglang_reshard.cli.plan.rank_model import Outline, Refusal, model_rank
 from sglang_reshard.cli.plan.request import PlanRequest
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
+from sglang_reshard.cli.plan.sizing import Sizing, engine_sizing, trainer_sizings
 from sglang_reshard.cli.plan.sources import layout_of
 from sglang_reshard.engine.context import failure_message
 from sglang_reshard.engine.unread import check_unread, unread_remark
@@ -110,6 +111,7 @@ def forecast(request: PlanRequest) -> Forecast:
         clock,
         known
         | _figures(request, index, demands, strategy, loads)
+        | {"sizing": _sizing(request, index, strategy, outlines, loads)}
         | {
             "predicted_seconds": predicted_seconds(strategy, topology, costs, demands),
             "ways": tuple(ways),
@@ -177,6 +179,22 @@ def _loads(
         found[rank] = load
         clock.advance()
     return [found[rank] for rank in jobs]
+
+
+def _sizing(
+    request: PlanRequest,
+    index: TensorIndex,
+    strategy: Strategy,
+    outlines: Sequence[Outline],
+    loads: Sequence[EngineLoad],
+) -> Sizing:
+    ranks = range(request.source.trainer_ranks)
+    sent = [sum(load.sent[rank][1].payload_bytes for load in loads if rank in load.sent) for rank in ranks]
+    engine_ranks = (
+        engine_sizing(strategy, rank, outline.read_plan, outline.rank_model().program, request.bucket_bytes)
+        for rank, outline in enumerate(outlines)
+    )
+    return Sizing(trainer_sizings(index, sent), tuple(engine_ranks))
 
 
 def _figures(

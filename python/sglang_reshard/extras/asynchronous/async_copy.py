@@ -16,7 +16,7 @@ from sglang_reshard.sources import NamedTensors, TrainerState, as_list, describe
 from sglang_reshard.sources.memory_identity import MemoryIdentity
 from sglang_reshard.sources.names import Renaming
 
-_ALIGN_BYTES = 256
+ALIGN_BYTES = 256
 
 
 class AsyncShardCopy:
@@ -92,7 +92,7 @@ class AsyncShardCopy:
                 begin = sizes.get(device, 0)
                 places[_view(shard)] = device, begin
                 nbytes = shard.numel() * shard.element_size()
-                sizes[device] = begin + -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+                sizes[device] = begin + -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
         self.nbytes = sum(sizes.values())
         try:
             memory = {device: torch.empty(n, dtype=torch.uint8, device=device) for device, n in sizes.items()}

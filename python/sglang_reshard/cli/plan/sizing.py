@@ -1,0 +1,116 @@
+"""Computes what ranks need in addition to buffers: shared memory, descriptors, mappings, handles, and the copies that
+`staged`, `update_async` and `delta` keep.
+
+Every tensor of a trainer rank is taken to be a storage by itself, as FSDP2's and tensor parallel shards are. A flat
+buffer is one storage, however many tensors it has.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from sglang_reshard.cli.plan.allocations import segments
+from sglang_reshard.extras.asynchronous.shadow_shards import ALIGN_BYTES
+from sglang_reshard.landings.shadow import shadow_bytes
+from sglang_reshard.memory.host_arena import ALIGNMENT
+from sglang_reshard.plan import ReadPlan, TensorIndex
+from sglang_reshard.plan.tensor_index import TensorClass
+from sglang_reshard.routes.delta.section import PART
+from sglang_reshard.routes.strategy import Strategy
+from sglang_reshard.trace.program import Program
+
+
+class TrainerSizing(msgspec.Struct, frozen=True):
+    """One trainer rank's needs. Where its shards are decides which of the first four it has.
+
+    storages     of its shards. With shards on a CPU it keeps a descriptor of each open, and has a mapping of each
+    shm_bytes    in /dev/shm, if its process uses no GPU: the storages in whole pages, moved there once
+    arena_bytes  in /dev/shm, for shards in the host memory of a process that uses a GPU: copied there in every update
+    allocations  of its GPU that shards on a GPU are in: a CUDA IPC handle of each
+    async_bytes  of the copy that `update_async` keeps
+    delta_bytes  for delta="auto": what it has sent to one engine, and what it encodes from that; 0 if it sends nothing
+    """
+
+    storages: int
+    shm_bytes: int
+    arena_bytes: int
+    allocations: int
+    async_bytes: int
+    delta_bytes: int
+
+
+class EngineSizing(msgspec.Struct, frozen=True):
+    """One engine rank's needs.
+
+    mappings      storages of trainer ranks of its host that it maps, or opens handles of, at most
+    staged_bytes  of the shadow weights of staged=True
+    delta_bytes   for delta="auto": its buckets, at most
+    """
+
+    mappings: int
+    staged_bytes: int
+    delta_bytes: int
+
+
+class Sizing(msgspec.Struct, frozen=True):
+    """The needs of all ranks, in the order of ranks."""
+
+    trainer_ranks: tuple[TrainerSizing, ...]
+    engine_ranks: tuple[EngineSizing, ...]
+
+    def shm_bytes(self, ranks: Sequence[int]) -> int:
+        """Returns the bytes in /dev/shm that these trainer ranks of one host need together, if they use no GPU."""
+        return sum(self.trainer_ranks[rank].shm_bytes for rank in ranks)
+
+
+def trainer_sizings(index: TensorIndex, sent_bytes: Sequence[int]) -> tuple[TrainerSizing, ...]:
+    """Returns the needs of all trainer ranks. `sent_bytes`: what each sends to one engine, in the engine's dtypes."""
+    known: dict[tuple[int, ...], TrainerSizing] = {}  # most ranks hold shards of the same sizes
+    found = []
+    for trainer_rank, sent in enumerate(sent_bytes):
+        of_classes = tuple(_local_bytes(kind, trainer_rank) for kind in index.classes)
+        if of_classes not in known:
+            known[of_classes] = _of_sizes([of_classes[number] for number in index.class_of.tolist()])
+        found.append(msgspec.structs.replace(known[of_classes], delta_bytes=sent + sent // PART))
+    return tuple(found)
+
+
+def _local_bytes(kind: TensorClass, trainer_rank: int) -> int:
+    shape = kind.shard_map.min_local_shape(trainer_rank)
+    return 0 if shape is None else math.prod(shape) * kind.item_bytes
+
+
+def _of_sizes(sizes: Sequence[int]) -> TrainerSizing:
+    """Returns the needs of a trainer rank whose tensors have these sizes (bytes); 0 for those that it does not hold."""
+    held = [nbytes for nbytes in sizes if nbytes]
+    return TrainerSizing(
+        storages=len(held),
+        shm_bytes=_rounded(held, mmap.PAGESIZE),
+        arena_bytes=_rounded(held, ALIGNMENT),
+        allocations=max(segments(held), default=-1) + 1,
+        async_bytes=_rounded(held, ALIGN_BYTES),
+        delta_bytes=0,
+    )
+
+
+def engine_sizing(
+    strategy: Strategy, engine_rank: int, reads: ReadPlan, program: Program, bucket_bytes: int
+) -> EngineSizing:
+    """Returns one engine rank's needs. The targets of `program` may be meta tensors."""
+    sending = strategy.senders(engine_rank)
+    tensors = reads.tensor_ids[reads.copy_ids]
+    mapped = 0
+    for trainer_rank in reads.traffic():
+        if trainer_rank not in sending:
+            own = reads.reads_from(trainer_rank)
+            mapped += len(np.unique(tensors[own.start : own.stop]))
+    return EngineSizing(mapped, shadow_bytes(program), 3 * bucket_bytes if sending else 0)
+
+
+def _rounded(sizes: Sequence[int], unit: int) -> int:
+    return sum(-(-nbytes // unit) * unit for nbytes in sizes)

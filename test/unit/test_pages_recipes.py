@@ -1,0 +1,265 @@
+"""The recipes: options and fields that exist, and what both sides have to share."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support.documents import ROOT, text
+
+RECIPES = ROOT / "docs" / "recipes"
+BATCH = RECIPES / "slurm" / "train-and-serve.sbatch"
+MANIFESTS = sorted((RECIPES / "kubernetes").glob("*.yaml"))
+
+# Fields of Kubernetes' API, as its own client has them: what the manifests use of each type, and the field's type.
+# [T]: a list of them; {}: any mapping of strings.
+FIELDS: dict[str, dict[str, Any]] = {
+    "Job": {"apiVersion": str, "kind": str, "metadata": "ObjectMeta", "spec": "JobSpec"},
+    "Deployment": {"apiVersion": str, "kind": str, "metadata": "ObjectMeta", "spec": "DeploymentSpec"},
+    "Service": {"apiVersion": str, "kind": str, "metadata": "ObjectMeta", "spec": "ServiceSpec"},
+    "Secret": {"apiVersion": str, "kind": str, "metadata": "ObjectMeta", "type": str, "stringData": {}},
+    "ObjectMeta": {"name": str, "labels": {}},
+    "JobSpec": {
+        "backoffLimit": int,
+        "completionMode": str,
+        "completions": int,
+        "parallelism": int,
+        "template": "PodTemplate",
+    },
+    "DeploymentSpec": {
+        "replicas": int,
+        "selector": "LabelSelector",
+        "strategy": "Strategy",
+        "template": "PodTemplate",
+    },
+    "Strategy": {"rollingUpdate": "RollingUpdate"},
+    "RollingUpdate": {"maxSurge": int, "maxUnavailable": int},
+    "LabelSelector": {"matchLabels": {}},
+    "ServiceSpec": {"clusterIP": str, "ports": ["ServicePort"], "publishNotReadyAddresses": bool, "selector": {}},
+    "ServicePort": {"name": str, "port": int, "targetPort": int},
+    "PodTemplate": {"metadata": "ObjectMeta", "spec": "PodSpec"},
+    "PodSpec": {
+        "containers": ["Container"],
+        "initContainers": ["Container"],
+        "restartPolicy": str,
+        "securityContext": "PodSecurity",
+        "shareProcessNamespace": bool,
+        "subdomain": str,
+        "volumes": ["Volume"],
+    },
+    "PodSecurity": {"runAsUser": int, "runAsGroup": int, "runAsNonRoot": bool},
+    "Container": {
+        "name": str,
+        "image": str,
+        "restartPolicy": str,
+        "command": [str],
+        "args": [str],
+        "env": ["EnvVar"],
+        "ports": ["ContainerPort"],
+        "readinessProbe": "Probe",
+        "startupProbe": "Probe",
+        "resources": "Resources",
+        "securityContext": "Security",
+        "volumeMounts": ["VolumeMount"],
+    },
+    "EnvVar": {"name": str, "value": str, "valueFrom": "EnvVarSource"},
+    "EnvVarSource": {"secretKeyRef": "SecretKey"},
+    "SecretKey": {"name": str, "key": str},
+    "ContainerPort": {"name": str, "containerPort": int},
+    "Probe": {"exec": "Exec", "httpGet": "HttpGet", "periodSeconds": int, "failureThreshold": int},
+    "Exec": {"command": [str]},
+    "HttpGet": {"path": str, "port": str, "scheme": str},
+    "Resources": {"requests": {}, "limits": {}},
+    "Security": {"capabilities": "Capabilities"},
+    "Capabilities": {"add": [str]},
+    "Volume": {"name": str, "emptyDir": "EmptyDir", "persistentVolumeClaim": "Claim", "secret": "SecretVolume"},
+    "EmptyDir": {"medium": str, "sizeLimit": str},
+    "Claim": {"claimName": str},
+    "SecretVolume": {"secretName": str, "items": ["KeyToPath"]},
+    "KeyToPath": {"key": str, "path": str},
+    "VolumeMount": {"name": str, "mountPath": str, "readOnly": bool},
+}
+
+
+def problems(value: Any, kind: Any, where: str) -> list[str]:
+    """Says which fields of a manifest do not exist, or have another type."""
+    if isinstance(kind, list):
+        if not isinstance(value, list):
+            return [f"{where} is no list"]
+        return [found for number, one in enumerate(value) for found in problems(one, kind[0], f"{where}[{number}]")]
+    if isinstance(kind, str):
+        known = FIELDS[kind]
+        unknown = [f"{where} has no {name}" for name in value if name not in known]
+        return unknown + [f for n, v in value.items() if n in known for f in problems(v, known[n], f"{where}.{n}")]
+    expected = dict if kind == {} else kind
+    return [] if type(value) is expected else [f"{where} is {value!r}"]
+
+
+def objects(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def pods(path: Path) -> list[dict[str, Any]]:
+    return [one["spec"]["template"]["spec"] for one in objects(path) if one["kind"] in ("Job", "Deployment")]
+
+
+def containers(path: Path) -> dict[str, dict[str, Any]]:
+    return {c["name"]: c for pod in pods(path) for c in (*pod.get("initContainers", ()), *pod["containers"])}
+
+
+def environment(container: dict[str, Any]) -> dict[str, Any]:
+    return {variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in container["env"]}
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_every_field_of_a_manifest_exists(path: Path) -> None:
+    for one in objects(path):
+        assert not problems(one, one["kind"], one["kind"])
+
+
+def test_a_field_that_does_not_exist_is_found() -> None:
+    good = objects(RECIPES / "kubernetes" / "one-pod.yaml")[0]
+    good["spec"]["template"]["spec"]["shareProcessNamespaces"] = True
+    good["spec"]["backoffLimit"] = "0"
+    found = " ".join(problems(good, "Job", "Job"))
+    assert "has no shareProcessNamespaces" in found
+    assert "Job.spec.backoffLimit is '0'" in found
+
+
+@pytest.mark.parametrize("path", MANIFESTS[1:], ids=lambda path: path.name)
+def test_names_within_a_manifest_refer_to_something(path: Path) -> None:
+    secrets = {one["metadata"]["name"]: one["stringData"] for one in objects(MANIFESTS[0])}
+    for pod in pods(path):
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        for volume in volumes.values():
+            if "secret" in volume:
+                keys = {item["key"] for item in volume["secret"].get("items", ())}
+                assert keys <= secrets[volume["secret"]["secretName"]].keys()
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes.keys()
+            for value in environment(container).values():
+                if isinstance(value, dict):
+                    assert value["secretKeyRef"]["key"] in secrets[value["secretKeyRef"]["name"]]
+            used = re.findall(r"\$\((\w+)\)", " ".join(container["args"]))
+            assert set(used) <= {*environment(container), "JOB_COMPLETION_INDEX"}
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_no_key_is_in_a_manifest(path: Path) -> None:
+    for one in objects(path):
+        assert not any(one.get("stringData", {}).values())
+    for container in containers(path).values():
+        assert all(isinstance(v, dict) for n, v in environment(container).items() if n.endswith("_KEY"))
+        assert all("$(" in argument for argument in container["args"] if "api-key=" in argument)
+
+
+@pytest.mark.parametrize("path", MANIFESTS[1:], ids=lambda path: path.name)
+def test_both_sides_have_room_and_the_same_settings(path: Path) -> None:
+    for pod in pods(path):
+        memory = {v["name"]: v["emptyDir"] for v in pod["volumes"] if "emptyDir" in v}
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+            shm = next(mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/dev/shm")
+            assert memory[shm]["medium"] == "Memory"
+            limit = int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
+            assert int(memory[shm]["sizeLimit"].removesuffix("Gi")) < limit
+    engine, trainer = (environment(containers(path)[name]) for name in ("engine", "trainer"))
+    names = {name for name in {*engine, *trainer} if name.split("_")[0] in ("NCCL", "GLOO", "UCX")}
+    assert "NCCL_CUMEM_ENABLE" in names
+    assert {name: engine.get(name) for name in names} == {name: trainer.get(name) for name in names}
+
+
+def test_the_pod_shares_what_reading_memory_needs() -> None:
+    (pod,) = pods(RECIPES / "kubernetes" / "one-pod.yaml")
+    assert pod["shareProcessNamespace"]
+    assert pod["securityContext"]["runAsUser"] == 1000
+    assert all("securityContext" not in container for container in (*pod["initContainers"], *pod["containers"]))
+    assert "--host=127.0.0.1" in pod["initContainers"][0]["args"]
+
+
+def test_the_two_workloads_speak_https() -> None:
+    path = RECIPES / "kubernetes" / "two-workloads.yaml"
+    engine, trainer = (containers(path)[name] for name in ("engine", "trainer"))
+    assert environment(trainer)["SGLANG_RESHARD_URL"].startswith("https://engine:")
+    assert engine["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    assert {"--ssl-certfile=/tls/tls.crt", "--ssl-keyfile=/tls/tls.key"} <= set(engine["args"])
+    assert "tls.key" not in str(pods(path)[1])  # the trainer needs the certificate alone
+
+
+def engine_options(words: str) -> set[str]:
+    return {option.replace("-", "_") for option in re.findall(r"--([a-z][\w-]+)", words)}
+
+
+def test_options_of_servers_are_sglangs() -> None:
+    known = set(re.findall(r"`(\w+)`", text("docs/server-args.md")))
+    of_slurm = re.search(r"sglang serve (.*?) &\n", BATCH.read_text(), re.S)
+    assert of_slurm is not None
+    given = engine_options(of_slurm[1])
+    for path in MANIFESTS[1:]:
+        given |= engine_options(" ".join(containers(path)["engine"]["args"]))
+    assert len(given) > 7
+    assert given <= known
+
+
+def test_options_of_torchrun_are_torchs() -> None:
+    from torch.distributed.run import get_args_parser
+
+    known = {option for action in get_args_parser()._actions for option in action.option_strings}
+    of_slurm = re.search(r"^  torchrun (.*?)\"\$TRAIN\"", BATCH.read_text(), re.S | re.M)
+    assert of_slurm is not None
+    words = [of_slurm[1], *(" ".join(containers(path)["trainer"]["args"]) for path in MANIFESTS[1:])]
+    given = {option for one in words for option in re.findall(r"--[a-z][\w-]+", one)}
+    assert len(given) > 4
+    assert given <= known
+
+
+def test_the_batch_script_parses_and_refuses_too_few_nodes(tmp_path: Path) -> None:
+    subprocess.run(["bash", "-n", str(BATCH)], check=True)
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho node1\n")
+    scontrol.chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": "m", "TRAIN": "t", "SLURM_JOB_NODELIST": "node1"}
+    ended = subprocess.run(["bash", str(BATCH)], env=variables, capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 2
+    assert "leaves no node for one of the two sides" in ended.stderr
+
+
+def test_the_batch_script_starts_servers_then_the_trainer(tmp_path: Path) -> None:
+    """With stand-ins for Slurm's commands that write down how they are called."""
+    calls = tmp_path / "calls"
+    stand_ins = {
+        "scontrol": "printf 'a1\\na2\\nb1\\nb2\\n'",
+        "srun": f"""printf '%s\\n' "srun $* | url=${{SERVER_URLS:-}}" >> {calls}
+                    case "$*" in *serve*) exec sleep 30;; esac""",
+        "curl": f"""printf '%s\\n' "curl $*" >> {calls}""",
+        "openssl": """case "$1" in rand) echo 00ff; exit;; esac
+                      for last; do :; done; touch "$last" "${last%.crt}.key" """,
+    }
+    for name, body in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "MODEL": "m",
+        "TRAIN": "train.py",
+        "SERVERS": "2",
+        "SLURM_JOB_NODELIST": "list",
+        "SLURM_JOB_ID": "7",
+    }
+    ended = subprocess.run(["bash", str(BATCH)], env=variables, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    told = calls.read_text().splitlines()
+    servers = [line for line in told if "sglang serve" in line]
+    assert sorted(re.findall(r"--nodelist=(\S+)", " ".join(servers))) == ["a1", "a2"]
+    assert sum(line.startswith("curl") for line in told) >= 2
+    doctor, trainer = (line for line in told if line.startswith("srun") and "sglang serve" not in line)
+    assert "--nodelist=b1 sglang-reshard doctor --url https://a1:30000" in doctor
+    assert "--nodelist=b1,b2 torchrun --nnodes=2" in trainer
+    assert trainer.endswith("url=https://a1:30000 https://a2:30000")
+    assert not list(tmp_path.glob(".reshard-*")), "the keys are removed at the end"
