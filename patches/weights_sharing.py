@@ -32,7 +32,7 @@ from sglang_reshard.protocol.messages import (
     SharedWeights,
     ShareWeightsReq,
 )
-from sglang_reshard.version import check_same_version
+from sglang_reshard.version import check_same_protocol
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -46,7 +46,7 @@ async def share(manager: TokenizerManager, request: ShareWeightsReq, interface: 
     Raises TornWeights, Mismatch for another version of this package, and EngineRefused.
     """
     manager.auto_create_handle_loop()
-    check_same_version(request.package_version)
+    check_same_protocol(request.protocol, request.package_version, theirs="the server that asks", ours="this server")
     if torn := torn_weights.reason(manager):
         raise TornWeights(torn)
     if running := weights_info.under_way(manager):

@@ -34,7 +34,7 @@ LAYERS = (
     ("control", "observability", "testing"),
     ("tasks",),
     ("gpu",),
-    ("version", "garbage", "route_table"),
+    ("version", "garbage", "route_table", "nearest"),
     ("errors",),
 )
 # Packages that know less than their row allows.

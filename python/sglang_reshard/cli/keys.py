@@ -27,11 +27,17 @@ FromAdminApiKeyFile = Annotated[Path | None, typer.Option(envvar=f"{_FROM_ADMIN}
 def key(given: str | None, file: Path | None) -> str | None:
     """Returns the key: the first line of the file, if there is one. Ends the command if it cannot be read."""
     if file is None:
-        return given
+        return None if given is None else _checked(given)
     try:
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"the key's file cannot be read: {error}") from error
     if not lines or not lines[0].strip():
         raise typer.BadParameter(f"{file} contains no key; write the key into its first line")
-    return lines[0].strip()
+    return _checked(lines[0].strip())
+
+
+def _checked(key: str) -> str:
+    if not (key.isascii() and key.isprintable()):
+        raise typer.BadParameter("a key has characters that an HTTP header cannot carry")
+    return key

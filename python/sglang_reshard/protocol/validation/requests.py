@@ -58,8 +58,7 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
         )
     _check_address(request.address, invalid)
     for name, number in (("update", request.update), ("engine", request.engine), ("stock", request.stock_changes)):
-        if not 0 <= number <= _MAX_NUMBER:
-            raise invalid(f"the {name} number {_shown(number)} is not from 0 to {_MAX_NUMBER:,}")
+        _check_number(name, number, invalid)
     _check_publication(request.publication, invalid)
     _check_options(request, invalid, MAX_TIMEOUT_S)
     if len(request.offers) not in (0, ranks):
@@ -138,11 +137,18 @@ def _check_options(
     request: DistributedUpdateWeightsReq | PullWeightsReq | ShareWeightsReq, invalid: _Invalid, longest_s: float
 ) -> None:
     _check_lengths((request.transport,), invalid)
+    if not isinstance(request, PullWeightsReq):
+        _check_number("protocol", request.protocol, invalid)
     check_transport(request.transport)
     if not 1 <= request.bucket_bytes <= MAX_BUCKET_BYTES:
         raise invalid(f"bucket_bytes={_shown(request.bucket_bytes)} is not from 1 to {MAX_BUCKET_BYTES:,}")
     if not MIN_TIMEOUT_S <= request.timeout_s <= longest_s:  # false for NaN, too
         raise invalid(f"timeout_s={request.timeout_s} is not from {MIN_TIMEOUT_S} to {longest_s:.0f} seconds")
+
+
+def _check_number(name: str, number: int, invalid: _Invalid) -> None:
+    if not 0 <= number <= _MAX_NUMBER:
+        raise invalid(f"the {name} number {_shown(number)} is not from 0 to {_MAX_NUMBER:,}")
 
 
 def _check_publication(publication: int, invalid: _Invalid) -> None:
