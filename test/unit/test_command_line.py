@@ -265,7 +265,7 @@ def test_the_help_has_the_exit_codes_and_all_transports() -> None:
         shown = " ".join(run(name, "--help", COLUMNS="200").stdout.replace("│", " ").split())
         assert "auto, ipc, p2p, broadcast or nixl" in shown
     assert "pp=2" in shown or "pp=2" in run("plan", "--help", COLUMNS="200").stdout
-    assert VERIFY == get_args(Verify)
+    assert get_args(Verify) == VERIFY
     assert TRANSPORTS[0] == "auto"
 
 

@@ -64,10 +64,10 @@ class WeightSender(InBackground, UpdateSender):
         Unsupported for a server without this package, Mismatch for a server with another version of the package, and
         what `SenderOptions` raises.
         """
+        chosen = SenderOptions.of(options, given)
         group = group or dist.group.WORLD
         if group is None:
             raise Mismatch("a WeightSender needs torch.distributed: call init_process_group on all trainer ranks first")
-        chosen = SenderOptions.of(options, given)
         keys = {"api_key": api_key, "admin_api_key": admin_api_key}
         remote, reached = connect_server(group, url, **keys, timeout_s=chosen.timeout_s)
         send = remote.update_weights_distributed if remote is not None else None

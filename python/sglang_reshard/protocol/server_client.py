@@ -11,6 +11,7 @@ import msgspec
 
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, Mismatch, TornWeights, Unauthorized, Unsupported
 from sglang_reshard.layout.decoders import from_json
+from sglang_reshard.nearest import check_names
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.protocol.messages import (
     DEFAULT_TIMEOUT_S,
@@ -90,9 +91,14 @@ class ServerClient:
         url, api_key, admin_api_key  of the other server, as this one reaches it
         options                      transport, bucket_bytes, timeout_s and verify, see `WeightSender`
 
-        Neither needs a trainer. The other server keeps generating.
+        Neither needs a trainer. The other server keeps generating. Raises Mismatch for a transport or a verify that
+        does not exist, before anything is sent.
         """
+        from sglang_reshard.protocol.validation.requests import check_pull_request
+
+        check_names("a pull", options, ("transport", "bucket_bytes", "timeout_s", "verify"))
         request = PullWeightsReq(url=url, api_key=api_key, admin_api_key=admin_api_key, **options)
+        check_pull_request(request)
         return self._outcome("/pull_weights", request)
 
     def record_probe(self, summary: ProbeSummary) -> None:

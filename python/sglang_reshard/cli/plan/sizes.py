@@ -25,7 +25,7 @@ def check_stages(config: Mapping[str, Any], target: Target, model: str) -> None:
 
 
 def start_failure(error: BaseException, config: Mapping[str, Any], target: Target, model: str) -> str:
-    """Returns what SGLang failed with, the assertion itself if it has no message, and the sizes that may be the cause."""
+    """Returns what SGLang failed with, or the assertion if it has no message, and the sizes that may be the cause."""
     text = f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} of `{_statement(error)}`"
     reasons = tuple(indivisible(config, target)) if isinstance(error, (AssertionError, ValueError)) else ()
     return f"{text}; {model} has {', and '.join(reasons)}" if reasons else text
