@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import typer
@@ -279,21 +279,29 @@ def test_the_page_has_the_exit_codes() -> None:
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_the_page_has_every_option_with_type_default_and_help(name: str) -> None:
-    there = [
-        [f"`{shown_name(p)}`", shown_type(p), shown_default(p), f"{p.help}{shown_variable(p)}"]
-        for p in dict(commands())[name].params
+    there = rows(dict(commands())[name])
+    assert table(PAGE, f"## `sglang-reshard {name}`") == there, "\n".join(f"| {' | '.join(row)} |" for row in there)
+
+
+def rows(command: Any) -> list[list[str]]:
+    """The rows of the table of a command's arguments and options: name, type, default, help."""
+    hints = get_type_hints(command.callback)
+    return [
+        [f"`{shown_name(p)}`", shown_type(hints[p.name]), shown_default(p), f"{p.help}{shown_variable(p)}"]
+        for p in command.params
         if p.name != "help"
     ]
-    assert table(PAGE, f"## `sglang-reshard {name}`") == there, "\n".join(f"| {' | '.join(row)} |" for row in there)
 
 
 def shown_name(parameter: Any) -> str:
     return parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.opts[0].upper()
 
 
-def shown_type(parameter: Any) -> str:
-    kind = "flag" if is_flag(parameter) else parameter.type.name.replace(" range", "")
-    return f"{kind}, repeatable" if parameter.multiple else kind
+def shown_type(hint: Any) -> str:
+    (kind,) = {*(get_args(hint) or [hint])} - {type(None)}
+    if get_args(kind):
+        return f"{shown_type(get_args(kind)[0])}, repeatable"
+    return {bool: "flag", str: "text", Path: "path"}.get(kind, kind.__name__)
 
 
 def shown_default(parameter: Any) -> str:

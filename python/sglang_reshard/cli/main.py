@@ -56,7 +56,7 @@ def demo(
         typer.Option(
             envvar="DTYPE",
             callback=one_of(PRECISIONS),
-            help="Of the engine: float32, bfloat16 or both. The trainer's weights are float32.",
+            help="Dtype of the engine: float32, bfloat16 or both. The trainer's weights are float32.",
         ),
     ] = "both",
     bucket_mib: Annotated[
@@ -70,7 +70,7 @@ def demo(
         typer.Option(
             envvar="TRANSPORTS",
             callback=several_of(TRANSPORTS),
-            help="Of the updates of an engine, one after the other: auto, ipc, p2p, broadcast or nixl.",
+            help="Transports of the updates of an engine, in order: auto, ipc, p2p, broadcast or nixl.",
         ),
     ] = "auto,auto",
     deadline_s: Annotated[
@@ -108,13 +108,14 @@ def _import_from_checkout(package: str) -> None:
 @app.command()
 def doctor(
     url: Annotated[
-        str, typer.Option(envvar="SGLANG_RESHARD_URL", help="Also look at the SGLang server there, http://host:port.")
+        str,
+        typer.Option(envvar="SGLANG_RESHARD_URL", help="Also check the SGLang server at this URL, http://host:port."),
     ] = "",
     api_key: keys.ApiKey = None,
     api_key_file: keys.ApiKeyFile = None,
     admin_api_key: keys.AdminApiKey = None,
     admin_api_key_file: keys.AdminApiKeyFile = None,
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check this machine, and a server, against what updates need: a line each, with the cure."""
     from rich.console import Console
@@ -146,9 +147,11 @@ def pull(
     from_admin_api_key: keys.FromAdminApiKey = None,
     from_admin_api_key_file: keys.FromAdminApiKeyFile = None,
     transport: Annotated[
-        str, typer.Option(callback=one_of(TRANSPORTS), help="auto, ipc, p2p, broadcast or nixl.")
+        str, typer.Option(callback=one_of(TRANSPORTS), help="Transport: auto, ipc, p2p, broadcast or nixl.")
     ] = "auto",
-    verify: Annotated[str, typer.Option(callback=one_of(VERIFY), help="off, sample or full.")] = "full",
+    verify: Annotated[
+        str, typer.Option(callback=one_of(VERIFY), help="Compare checksums: off, sample or full.")
+    ] = "full",
     timeout_s: Annotated[
         float, typer.Option(min=1, max=3600, callback=finite, help="Seconds that any one wait may last.")
     ] = 300.0,
@@ -172,16 +175,20 @@ def follow(
     folder: Annotated[str, typer.Argument(help="Where snapshots are written: a folder, or a URL that fsspec knows.")],
     target: Annotated[str, typer.Option("--to", callback=server_url, help="Server that loads them, http://host:port.")],
     cache: Annotated[
-        Path | None, typer.Option(help="Folder of this host for a copy, of which only what has changed is read.")
+        Path | None,
+        typer.Option(
+            help="Folder of this host for a copy of the snapshot. Only files that have changed are read again."
+        ),
     ] = None,
     api_key: keys.ApiKey = None,
     api_key_file: keys.ApiKeyFile = None,
     admin_api_key: keys.AdminApiKey = None,
     admin_api_key_file: keys.AdminApiKeyFile = None,
     interval_s: Annotated[
-        float, typer.Option(min=0.01, max=_MOST_S, callback=finite, help="Seconds between two looks.")
+        float,
+        typer.Option(min=0.01, max=_MOST_S, callback=finite, help="Seconds from one look at the folder to the next."),
     ] = 5.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
     allow_rollback: Annotated[
         bool, typer.Option("--allow-rollback", help="Load the newest snapshot also if the server holds later weights.")
     ] = False,
@@ -199,12 +206,14 @@ def follow(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="A folder with config.json, such a file, or a preset: qwen3-8b, ...")],
+    model: Annotated[
+        str, typer.Argument(help="A folder with config.json, such a file, or a preset: qwen3-8b, qwen3-30b-a3b, ...")
+    ],
     source: Annotated[str, typer.Option(help="The trainer: tp=4, fsdp=64, fsdp=8,tp=8 or hsdp=2x32.")],
     target: Annotated[str, typer.Option(help="The engine: tp=16, tp=16,ep=16 or tp=8,pp=2; dp=N for dp-attention.")],
-    layers: Annotated[int, typer.Option(min=0, help="Take so many layers only; 0 for all.")] = 0,
+    layers: Annotated[int, typer.Option(min=0, help="Plan for the first N layers only; 0 for all.")] = 0,
     transport: Annotated[
-        str, typer.Option(callback=one_of(TRANSPORTS), help="auto, ipc, p2p, broadcast or nixl.")
+        str, typer.Option(callback=one_of(TRANSPORTS), help="Transport: auto, ipc, p2p, broadcast or nixl.")
     ] = "auto",
     bucket_mib: Annotated[
         float, typer.Option(min=0.01, max=_MOST_MIB, callback=finite, help="Bucket of an update, in MiB.")
@@ -215,12 +224,19 @@ def plan(
     nic: Annotated[
         float, typer.Option(min=0, callback=finite, help="GB/s of a rank between hosts; 0: the cost model's own.")
     ] = 0.0,
-    ranks_per_host: Annotated[int, typer.Option(min=1, help="Of the trainer and of the engine.")] = 8,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks per host, of the trainer and of the engine.")] = 8,
     colocated: Annotated[bool, typer.Option("--colocated", help="Both sides on the same hosts.")] = False,
     device: Annotated[str, typer.Option(callback=one_of(DEVICES), help="The engine's: cuda or cpu.")] = "cuda",
-    ignore: Annotated[list[str] | None, typer.Option(help="Names that are meant to be left out; repeatable.")] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="fnmatch pattern of names that the trainer leaves out.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every rank's figures.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw who takes what of whom into this file.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw the bytes between all ranks into this file; its ending is the format, png for example."
+        ),
+    ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Engine ranks to work on at a time.")] = 2,
     deadline_s: Annotated[
         float, typer.Option(min=1, max=_MOST_S, callback=finite, help="End after so many seconds.")

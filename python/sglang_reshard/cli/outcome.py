@@ -29,10 +29,10 @@ _REFUSALS = (EngineRefused, TornWeights, Unauthorized)
 class Commands(TyperGroup):
     """Ends every command with one of `EXIT_CODES`; an error is one line on stderr, without a traceback."""
 
-    def main(self, args: Any = None, prog_name: Any = None, *rest: Any, **extra: Any) -> Any:
-        standalone_mode = extra.pop("standalone_mode", True)
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        inherited: Any = super().main
         try:
-            code = super().main(args, prog_name, *rest, standalone_mode=False, **extra)
+            code = inherited(*args, standalone_mode=False, **extra)
         except _UsageError as error:
             code = _show_usage(error)
         except (typer.Abort, KeyboardInterrupt):
