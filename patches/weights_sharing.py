@@ -43,7 +43,7 @@ async def share(manager: TokenizerManager, request: ShareWeightsReq, interface: 
 
     interface  address of this host at which the other engine reaches it
 
-    Raises TornWeights, Mismatch for another version of this package, and EngineRefused.
+    Raises TornWeights, Mismatch for another protocol, and EngineRefused.
     """
     manager.auto_create_handle_loop()
     check_same_protocol(request.protocol, request.package_version, theirs="the server that asks", ours="this server")

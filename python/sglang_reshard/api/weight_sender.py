@@ -61,7 +61,7 @@ class WeightSender(InBackground, UpdateSender):
         options, given   transport, bucket_bytes, timeout_s and others, whole or by name: see `SenderOptions`
 
         Raises, on every rank: EngineRefused for a server that does not answer, Unauthorized for a wrong key,
-        Unsupported for a server without this package, Mismatch for a server with another version of the package, and
+        Unsupported for a server without this package, Mismatch for a server with another protocol, and
         what `SenderOptions` raises.
         """
         chosen = SenderOptions.of(options, given)
