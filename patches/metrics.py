@@ -17,6 +17,7 @@ from sglang_reshard.observability.probe_report import OUTCOMES, ProbeSummary
 from sglang_reshard.observability.report import bytes_per_second, peak_extra_bytes, received_bytes, slowest_seconds
 from sglang_reshard.patches import sglang_versions
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput
+from sglang_reshard.route_table import ROUTES
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -109,6 +110,14 @@ METRICS = (
     PROBE_SECONDS,
 )
 
+# The values of labels that are known before the first update; the version's is set by `set_version`.
+LABEL_VALUES = {
+    FAILURES.name: FAILURE_PHASES,
+    PHASE_SECONDS.name: tuple(phase.value for phase in Phase),
+    RECEIVED.name: tuple(ROUTES),
+    PROBES.name: OUTCOMES,
+}
+
 
 def apply() -> None:
     from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
@@ -127,15 +136,16 @@ def apply() -> None:
 
 
 def initialize(manager: TokenizerManager) -> None:
-    """Exports zeros before the first update, without which a first increase would not be detected."""
+    """Exports zeros of every metric before the first update, without which a first increase would not be detected."""
     if not _enabled(manager):
         return
     collectors = _collectors()
-    for phase in FAILURE_PHASES:
-        collectors[FAILURES.name].labels(phase)
-    for outcome in OUTCOMES:
-        collectors[PROBES.name].labels(outcome)
-    set_torn(manager, False)
+    for metric, values in LABEL_VALUES.items():
+        for value in values:
+            collectors[metric].labels(value)
+    for gauge in METRICS:
+        if gauge.kind == "gauge":  # not shown before it is set, where several processes share a folder
+            collectors[gauge.name].set(0)
     set_version(manager)
 
 

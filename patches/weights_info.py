@@ -22,7 +22,7 @@ from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import sglang_versions, stock_weights, torn_weights
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.weights_info import LayoutInfo, WeightsInfo
-from sglang_reshard.version import __version__
+from sglang_reshard.version import PROTOCOL, __version__
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -156,6 +156,7 @@ def current(manager: TokenizerManager) -> WeightsInfo:
     now = WeightsInfo(
         version=str(sglang_versions.weight_version(manager) or ""),
         package_version=__version__,
+        protocol=PROTOCOL,
         torn=torn_reason,
         under_way=bool(under_way(manager)),
         paused=bool(manager.is_pause),

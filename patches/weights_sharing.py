@@ -32,7 +32,7 @@ from sglang_reshard.protocol.messages import (
     SharedWeights,
     ShareWeightsReq,
 )
-from sglang_reshard.version import check_same_version
+from sglang_reshard.version import check_same_protocol
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -43,10 +43,10 @@ async def share(manager: TokenizerManager, request: ShareWeightsReq, interface: 
 
     interface  address of this host at which the other engine reaches it
 
-    Raises TornWeights, Mismatch for another version of this package, and EngineRefused.
+    Raises TornWeights, Mismatch for another protocol, and EngineRefused.
     """
     manager.auto_create_handle_loop()
-    check_same_version(request.package_version)
+    check_same_protocol(request.protocol, request.package_version, theirs="the server that asks", ours="this server")
     if torn := torn_weights.reason(manager):
         raise TornWeights(torn)
     if running := weights_info.under_way(manager):

@@ -16,6 +16,7 @@ from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.extras.asynchronous.background import UpdateHandle
 from sglang_reshard.extras.finite import first_not_finite
+from sglang_reshard.nearest import check_one_of
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.protocol.session import Session
@@ -60,6 +61,7 @@ class ReplicaSender:
         asynchronous: bool = False,
     ) -> None:
         """`on_failure`, `relay`: see `MultiEngineSender`; `asynchronous`: see `Settings`."""
+        check_one_of("on_failure", on_failure, ("raise", "exclude"))
         self._settings, self._on_failure, self._relay = settings, on_failure, relay
         self._asynchronous = asynchronous
         self.failed: dict[str, str] = {}  # in the last sync: replica -> why

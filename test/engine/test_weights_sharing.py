@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_reshard import WeightSender, __version__
+from sglang_reshard import WeightSender
 from sglang_reshard.control import Address, ControlClient
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
@@ -22,6 +22,7 @@ from sglang_reshard.protocol.messages import (
 from sglang_reshard.protocol.request_mail import Mailbox
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.testing import cpu_host
+from sglang_reshard.version import PROTOCOL, __version__
 from support.scenarios import run
 from support.threads import have_ended
 from support.toy import ToyRank, checkpoint
@@ -57,7 +58,7 @@ def manager(patches):
 
 def test_weights_that_are_being_written_or_unknown_are_not_shared(patches, manager):
     manager.auto_create_handle_loop = lambda: None
-    request = ShareWeightsReq(package_version=__version__)
+    request = ShareWeightsReq(package_version=__version__, protocol=PROTOCOL)
 
     def refusal():
         with pytest.raises(ReshardError) as refused:
@@ -94,7 +95,9 @@ def test_schedulers_that_fail_to_share_leave_nothing_behind(patches, manager, mo
         monkeypatch.setattr(patches.weights_sharing, "ask_schedulers", ask)
         try:
             with pytest.raises((EngineRefused, RuntimeError)) as refused:
-                await patches.weights_sharing.share(manager, ShareWeightsReq(package_version=__version__), "127.0.0.1")
+                await patches.weights_sharing.share(
+                    manager, ShareWeightsReq(package_version=__version__, protocol=PROTOCOL), "127.0.0.1"
+                )
         finally:
             await asyncio.wait_for(patches.weights_info.unshared(manager), 10)
         return str(refused.value)
@@ -123,7 +126,7 @@ def test_a_share_that_is_not_answered_holds_up_no_update(patches, manager, monke
     monkeypatch.setattr(patches.weights_sharing, "ask_schedulers", ask)
 
     async def scenario():
-        request = ShareWeightsReq(package_version=__version__, timeout_s=3600, verify="off")
+        request = ShareWeightsReq(package_version=__version__, protocol=PROTOCOL, timeout_s=3600, verify="off")
         shared = await patches.weights_sharing.share(manager, request, "127.0.0.1")
         mailbox = None
         if takes_it:

@@ -29,7 +29,7 @@ from sglang_reshard.protocol.messages import (
 from sglang_reshard.routes.delta.offer import DeltaOffer
 from sglang_reshard.routes.relay.offers import Relay
 from sglang_reshard.testing import cpu_host
-from sglang_reshard.version import __version__
+from sglang_reshard.version import PROTOCOL, __version__
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]  # thousands of cases under make test-all
 fuzzed = fuzzed_with(max(EXAMPLES, 5000) if SWEEP else EXAMPLES)  # 20,000 requests of all kinds under make test-all
@@ -49,6 +49,7 @@ UPDATE = DistributedUpdateWeightsReq(
     apart={"lm_head.weight": "it differs"},
     offers=({0: encode(DeltaOffer(1, 2, kind="DRAM", address=4096))}, {}),
     package_version=__version__,
+    protocol=PROTOCOL,
     traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
 )
 UPDATES = (
@@ -57,7 +58,7 @@ UPDATES = (
     msgspec.structs.replace(UPDATE, lora=LoraAdapter("policy", '{"r": 8}')),
     msgspec.structs.replace(UPDATE, transport="nixl", around={"relay": encode(Relay("relay/1", ("a", "b"), 0, 1))}),
 )
-SHARE = ShareWeightsReq(package_version=__version__, timeout_s=5.0)
+SHARE = ShareWeightsReq(package_version=__version__, protocol=PROTOCOL, timeout_s=5.0)
 SHARED = SharedWeights(ADDRESS, "7", "0" * 16, "float32")
 PROBE = ProbeSummary("passed", 0.1, 0.2, 1.0)
 URLS = (

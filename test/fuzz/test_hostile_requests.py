@@ -17,7 +17,7 @@ from sglang_reshard.memory.mapping import MemoryExporter, host_identity
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, decode, encode
 from sglang_reshard.protocol.session import Session, handles_key
 from sglang_reshard.sources import describe
-from sglang_reshard.version import __version__
+from sglang_reshard.version import PROTOCOL, __version__
 from support.toy import ToyRank, checkpoint
 
 HOSTS = ("127.0.0.1", "::1", "", "256.0.0.1", "\0", "-")  # no name that somebody would have to be asked for
@@ -67,6 +67,7 @@ def stage():
         transport="ipc",
         timeout_s=SOON_S,
         package_version=__version__,
+        protocol=PROTOCOL,
     )
     model = ToyRank(0, 1)
     found = Stage(session, weights, layouts, handles, request, model, WeightReceiver(TracedModel(model), 0, 1, CPU))

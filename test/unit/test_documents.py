@@ -267,7 +267,8 @@ def test_a_finding_of_the_doctor_is_the_codes_own(finding):
 RUN_BY = {
     r"make (setup|lint|test|setup-newest|setup-nixl)": ".ci/run",
     r"make test PYTEST_ARGS=test/unit": ".ci/run",
-    r"(.* )?make demo( .*)?|(\.venv/bin/)?sglang-reshard demo( --help)?": "test/engine/test_demo_run.py",
+    r"(.* )?make demo( .*)?|(\.venv/bin/)?sglang-reshard demo( .*)?": "test/engine/test_demo_run.py",
+    r"sglang-reshard (--version|COMMAND --help)": "test/unit/test_command_line.py",
     r"make test-verl|\.venv/bin/python -m pytest test/verl/.*": "test/verl/test_megatron.py",
     r"make setup-torchrl": "test/trainers/test_torchrl.py",
     r"make setup-bridge|.*pytest test/verl/test_megatron_bridge\.py": "test/verl/test_megatron_bridge.py",
@@ -294,7 +295,7 @@ RUN_BY = {
     r"make lock|pip (install|uninstall) .*|make (wheel|fork|test-fork)( .*)?": "test/engine/release/test_fork.py",
     r"sglang-reshard plan( .*)?": "test/engine/forecast/test_presets.py",
     r"sglang-reshard pull( .*)?|curl .*/pull_weights.*": "test/engine/live/test_pull.py",
-    r"sglang-reshard follow .*": "test/engine/live/test_server.py",
+    r"sglang-reshard follow( .*)?": "test/engine/live/test_server.py",
     r"sglang-reshard doctor( .*)?": "test/engine/live/test_metrics_live.py",
     r"sglang-reshard doctor --side \w+|python -m sglang_reshard\.cli\.doctor": "test/installed/test_bare_venv.py",
     r"python -m sglang\.launch_server|curl .*/weights_info": "test/engine/live/test_server.py",

@@ -34,7 +34,7 @@ LAYERS = (
     ("control", "observability", "testing"),
     ("tasks",),
     ("gpu",),
-    ("version", "garbage", "route_table", "torch_private"),
+    ("version", "garbage", "route_table", "torch_private", "nearest"),
     ("errors",),
 )
 # Packages that know less than their row allows.

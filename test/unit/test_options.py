@@ -5,7 +5,17 @@ import inspect
 
 import pytest
 
-from sglang_reshard import ModuleSender, MultiEngineSender, SenderOptions, UpdateOptions, VerlEngine, WeightSender
+from sglang_reshard import (
+    ModuleSender,
+    MultiEngineSender,
+    ParameterStream,
+    RemoteEngine,
+    SenderOptions,
+    Snapshots,
+    UpdateOptions,
+    VerlEngine,
+    WeightSender,
+)
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.sources.names import Renaming
@@ -65,3 +75,63 @@ def test_options_of_a_sender_are_declared_nowhere_else(kind):
     declared = set(inspect.signature(kind.__init__).parameters)
     assert {"options", "given"} <= declared
     assert not declared & {field.name for field in dataclasses.fields(SenderOptions)}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"transport": "p2q"}, "Did you mean 'p2p'"),
+        ({"transport": "boardcast"}, "auto, ipc, p2p, broadcast, nixl. Did you mean 'broadcast'"),
+        ({"delta": "of"}, "Did you mean 'off'"),
+        ({"transprot": "p2p"}, "they are transport, bucket_bytes, .*Did you mean 'transport'"),
+        ({"strategy": "p2p"}, "'strategy' is no option of a sender; they are transport"),
+        ({"verify": "full"}, r"'verify' is no option of a sender, but of its updates: pass it to update\(\)"),
+    ],
+)
+def test_a_misspelt_option_is_named_at_construction(given, words):
+    """Without a process group and a server: nothing is looked at before."""
+    constructors = [
+        lambda: WeightSender("http://127.0.0.1:1", **given),
+        lambda: WeightSender.over(None, None, **given),
+        lambda: WeightSender.within(None, trainer_rank=0, global_ranks=(0,), send=None, **given),
+        lambda: ModuleSender(**given),
+        lambda: MultiEngineSender(ADDRESS, trainer_rank=0, global_ranks=(0,), **given),
+        lambda: ParameterStream(None, **given),
+    ]
+    if "strategy" not in given:  # an argument of the embedded engine, as far as can be told here
+        constructors += [
+            lambda: VerlEngine(None, **given),
+            lambda: VerlEngine(None, backend="server", url="http://127.0.0.1:1", **given),
+        ]
+    for construct in constructors:
+        with pytest.raises((Mismatch, Unsupported, TypeError), match=words):
+            construct()
+
+
+def test_misspelt_values_of_updates_name_the_nearest():
+    with pytest.raises(Unsupported, match="Did you mean 'sample'"):
+        UpdateOptions(verify="sampel")
+    with pytest.raises(TypeError, match=r"they are weight_version, .*Did you mean 'staged'"):
+        UpdateOptions.of(None, {"stagd": True})
+    with pytest.raises(Unsupported, match="Did you mean 'server'"):
+        VerlEngine(None, backend="servr")
+    sender = MultiEngineSender(ADDRESS, trainer_rank=0, global_ranks=(0,))
+    with pytest.raises(Unsupported, match=r"on_failure='exlude' .*Did you mean 'exclude'"):
+        sender.update([], on_failure="exlude")
+    with pytest.raises(Unsupported, match=r"dtype='bfloat61' .*Did you mean 'bfloat16'"):
+        Snapshots(sender, "folder", dtype="bfloat61")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda engine: engine.pull_weights("http://b:1", transport="p2q"), "Did you mean 'p2p'"),
+        (lambda engine: engine.pull_weights("http://b:1", verify="ful"), "Did you mean 'full'"),
+        (lambda engine: engine.pull_weights("http://b:1", verfy="full"), "Did you mean 'verify'"),
+        (lambda engine: engine.pause_generation("abrt"), "Did you mean 'abort'"),
+    ],
+)
+def test_a_client_checks_before_it_connects(call, words):
+    """Nothing listens at the URL: a request would raise EngineUnreachable."""
+    with pytest.raises((Mismatch, Unsupported, TypeError), match=words):
+        call(RemoteEngine("http://127.0.0.1:1"))

@@ -20,7 +20,7 @@ from sglang_reshard.cli.plan.request import PlanRequest, Source, Target
 from sglang_reshard.cli.plan.sizing import Sizing, TrainerSizing, engine_sizing, trainer_sizings
 from sglang_reshard.cli.plan.sizing_table import needs
 from sglang_reshard.cli.plan.sources import layout_of
-from sglang_reshard.extras.asynchronous.shadow_shards import ShadowShards
+from sglang_reshard.extras.asynchronous.async_copy import AsyncShardCopy
 from sglang_reshard.landings.shadow import Shadow
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.memory.host_arena import HostArena
@@ -89,7 +89,7 @@ def test_the_arena_takes_what_is_told(rank: int) -> None:
 
 
 def test_the_copy_of_an_asynchronous_update_takes_what_is_told() -> None:
-    shadow = ShadowShards(0, (0,))
+    shadow = AsyncShardCopy(0, (0,))
     shadow.take([(spec.name, shard) for spec, shard in zip(SPECS, shards_of(0, 1), strict=True)], partial=False)
     assert shadow.nbytes == of_rank(0, 1).async_bytes
     shadow.release()

@@ -60,7 +60,7 @@ def error(kind):
         (200, f'{{"address": "{SECRET}"}}', EngineRefused, "it is not a server with sglang-reshard, or it failed"),
         (500, SECRET, EngineRefused, "it is not a server with sglang-reshard, or it failed"),
         (400, error("EngineRefused"), EngineRefused, "an update of it is running, or no update"),
-        (400, error("Mismatch"), EngineRefused, "it has another version"),
+        (400, error("Mismatch"), EngineRefused, "it has another protocol"),
         (503, error("TornWeights"), EngineRefused, "its weights are torn"),
         (400, error(SECRET), EngineRefused, "it is not a server with sglang-reshard, or it failed"),
         (401, SECRET, Unauthorized, "did not accept the key"),

@@ -15,18 +15,20 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from sglang_reshard import __version__
 from sglang_reshard.api.remote_engine import ADMIN_API_KEY, API_KEY, URL, RemoteEngine
 from sglang_reshard.control import Address
 from sglang_reshard.errors import EngineRefused, Mismatch, TornWeights, Unauthorized, Unsupported
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.weights_info import LayoutInfo, WeightsInfo
+from sglang_reshard.version import PROTOCOL, __version__
 
 REQUEST = DistributedUpdateWeightsReq(
     address=Address("s", "127.0.0.1", 1, "ab"), update=1, layout="l", handles=("h",), trainer_hosts=("t",)
 )
-INFO = WeightsInfo(version="7", package_version=__version__, layout=LayoutInfo("ab12", 4, 310, 1_192_000_000))
+INFO = WeightsInfo(
+    version="7", package_version=__version__, protocol=PROTOCOL, layout=LayoutInfo("ab12", 4, 310, 1_192_000_000)
+)
 
 
 class Answering:
@@ -182,7 +184,7 @@ def test_no_url_at_all_is_told_so():
         (401, {"error": "Unauthorized"}, Unauthorized, "--api-key as api_key"),
         (403, {"error": "Forbidden"}, Unauthorized, "--admin-api-key as admin_api_key"),
         (404, {"detail": "Not Found"}, Unsupported, f"Install {__version__} and restart the server"),
-        (200, {"version": "7", "package_version": "0.0.1"}, Mismatch, "has sglang-reshard 0.0.1, but this trainer has"),
+        (200, {"version": "7", "package_version": "0.0.1"}, Mismatch, r"has protocol 0 \(sglang-reshard 0.0.1\)"),
         (200, {"hello": "world"}, Mismatch, "Is this the URL of an SGLang server"),
         (200, b"<html>", Mismatch, "Is this the URL of an SGLang server"),
         (500, b"out of order", EngineRefused, "answered 500: 'out of order'"),

@@ -19,7 +19,7 @@ from sglang_reshard.protocol.messages import ShareWeightsReq
 from sglang_reshard.protocol.request_mail import Mailbox
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.trace.program import Program
-from sglang_reshard.version import __version__
+from sglang_reshard.version import PROTOCOL, __version__
 from support.threads import have_ended
 from support.toy import ToyRank, checkpoint
 
@@ -82,7 +82,9 @@ def train(engine, version, **options):
 def shared(engine, **options):
     """A mailbox in which the request of the engine that shares arrives; ends once no rank reads any more."""
     server = ControlServer.open()
-    request = ShareWeightsReq(package_version=__version__, address=server.address, timeout_s=30, **options)
+    request = ShareWeightsReq(
+        package_version=__version__, protocol=PROTOCOL, address=server.address, timeout_s=30, **options
+    )
     assert [output.message for output in engine.share(request)] == [""] * len(engine.live)
     mailbox = Mailbox(server.address, "puller", 30)
     try:
@@ -152,7 +154,7 @@ def test_weights_in_another_dtype_are_cast(engines):
 
 
 def test_an_engine_that_was_never_updated_has_nothing_to_share(engines):
-    request = ShareWeightsReq(package_version=__version__)
+    request = ShareWeightsReq(package_version=__version__, protocol=PROTOCOL)
     (output,) = engines(1).share(request)
     assert not output.success
     assert "not brought by an update" in output.message
@@ -164,7 +166,7 @@ def test_an_engine_whose_last_update_failed_while_writing_shares_nothing(engines
     monkeypatch.setattr(Program, "run_steps", lambda _: 1 / 0)
     with pytest.raises(Exception, match="ZeroDivisionError"):
         train(source, 2)
-    (output,) = source.share(ShareWeightsReq(package_version=__version__))
+    (output,) = source.share(ShareWeightsReq(package_version=__version__, protocol=PROTOCOL))
     assert "not brought by an update" in output.message
 
 
@@ -172,7 +174,7 @@ def test_parameters_that_were_replaced_are_not_shared(engines):
     source = engines(1)
     train(source, 1)
     source.models[0].norm = torch.nn.Parameter(source.models[0].norm.clone(), requires_grad=False)
-    (output,) = source.share(ShareWeightsReq(package_version=__version__))
+    (output,) = source.share(ShareWeightsReq(package_version=__version__, protocol=PROTOCOL))
     assert "were replaced, or experts moved, since" in output.message
 
 
@@ -187,10 +189,10 @@ def test_memory_is_not_moved_under_a_staged_update(engines):
         if not request.staged or outputs:
             return source.update(request)
         assert receiver.stage(request).success
-        outputs.append(live.start(ShareWeightsReq(package_version=__version__)))
+        outputs.append(live.start(ShareWeightsReq(package_version=__version__, protocol=PROTOCOL)))
         while receiver.staged() is None:
             time.sleep(0.001)
-        outputs.append(live.start(ShareWeightsReq(package_version=__version__)))
+        outputs.append(live.start(ShareWeightsReq(package_version=__version__, protocol=PROTOCOL)))
         return receiver.commit(request)
 
     sender = WeightSender.within(session, trainer_rank=0, global_ranks=(0,), send=stage, timeout_s=30)
@@ -231,7 +233,12 @@ def test_an_engine_counts_nothing_as_weights_whose_share_was_ended_while_it_read
     train(source, 1)
     server = ControlServer.open()
     request = ShareWeightsReq(
-        package_version=__version__, address=server.address, timeout_s=30, transport=transport, verify="off"
+        package_version=__version__,
+        protocol=PROTOCOL,
+        address=server.address,
+        timeout_s=30,
+        transport=transport,
+        verify="off",
     )
     assert source.share(request)[0].success
     assert not has_begun(server, engine_ranks=1)

@@ -18,7 +18,7 @@ import torch
 
 from sglang_reshard.cli import follow
 from sglang_reshard.delta.encoding import Kind
-from sglang_reshard.errors import Mismatch
+from sglang_reshard.errors import EngineUnreachable, Mismatch
 from sglang_reshard.extras.snapshots import cache as cache_module
 from sglang_reshard.extras.snapshots import follower as follower_module
 from sglang_reshard.extras.snapshots.delta_file import CHUNK_BYTES, apply_delta, write_delta
@@ -440,7 +440,8 @@ def test_the_command_goes_on_and_says_once_what_the_server_fails_with(
     with pytest.raises(KeyboardInterrupt):
         follow.run(str(run), "http://127.0.0.1:1", None, (None, None), 5.0, once=False)
     assert capsys.readouterr().err.count("EngineUnreachable") == 1
-    assert follow.run(str(run), "http://127.0.0.1:1", None, (None, None), 5.0, once=True) == 1
+    with pytest.raises(EngineUnreachable):
+        follow.run(str(run), "http://127.0.0.1:1", None, (None, None), 5.0, once=True)
 
 
 def test_a_manifest_that_is_missing_is_named(run: Path) -> None:

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from sglang_reshard import __version__
 from sglang_reshard.control import Address
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.observability.report import RankReport
 from sglang_reshard.patches import torn_weights, weights_info
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.weights_info import LayoutInfo, WeightsInfo
+from sglang_reshard.version import PROTOCOL, __version__
 
 REQUEST = DistributedUpdateWeightsReq(
     address=Address("ab12/replica 0", "127.0.0.1", 1, "5ec2e7"),
@@ -27,10 +27,11 @@ RANKS = tuple(RankReport(rank, 1, 1, 0, {}) for rank in range(4))
 OUTPUT = DistributedUpdateWeightsOutput(
     success=True, message="", transport="ipc", digest="d1", tensors=310, source_bytes=1192, ranks=RANKS
 )
-NOTHING = WeightsInfo(version="42", package_version=__version__)
+NOTHING = WeightsInfo(version="42", package_version=__version__, protocol=PROTOCOL)
 ALL = WeightsInfo(
     version="42",
     package_version=__version__,
+    protocol=PROTOCOL,
     digest="d1",
     verified="full",
     session="ab12/replica 0",
@@ -62,7 +63,7 @@ def test_before_any_update_only_the_version_is_known():
     arguments = SimpleNamespace(weight_version="default", dp_size=2)
     fresh = SimpleNamespace(is_pause=False, server_args=arguments)
     assert weights_info.current(fresh) == WeightsInfo(
-        version="default", package_version=__version__, data_parallel_ranks=2
+        version="default", package_version=__version__, protocol=PROTOCOL, data_parallel_ranks=2
     )
 
 
@@ -74,7 +75,7 @@ def test_an_update_is_described_without_the_key(manager):
 def test_torn_weights_are_no_update_s(manager):
     torn_weights.mark(manager, "half of update 8")
     assert weights_info.current(manager) == WeightsInfo(
-        version="42", package_version=__version__, torn="half of update 8"
+        version="42", package_version=__version__, protocol=PROTOCOL, torn="half of update 8"
     )
 
 

@@ -21,6 +21,7 @@ from sglang_reshard.api.in_background import InBackground
 from sglang_reshard.api.probed import Update, probed
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch, ReshardError, TornWeights, Unsupported
+from sglang_reshard.nearest import check_one_of
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.session import Session
@@ -166,8 +167,7 @@ class MultiEngineSender(InBackground):
         return self._sender
 
     def _checked(self, on_failure: str, options: UpdateOptions) -> UpdateOptions:
-        if on_failure not in ("raise", "exclude"):
-            raise Unsupported(f"on_failure={on_failure!r} is not supported; use 'raise' or 'exclude'")
+        check_one_of("on_failure", on_failure, ("raise", "exclude"))
         if self._sender is None or not self._engines:
             raise Mismatch(
                 f"trainer rank {self._rank}: no engines are set; call set_engines with at least one engine first"

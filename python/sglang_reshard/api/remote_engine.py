@@ -1,7 +1,7 @@
 """Calls an SGLang server over HTTP, with the methods of `sglang.Engine`.
 
     engine = RemoteEngine("http://gpu7:30000", admin_api_key="...")    # in one process
-    engine.check()                                                     # reachable, authorized, and of the same version
+    engine.check()                                                     # reachable, authorized, and of our protocol
     engine.generate(input_ids=[[1, 2, 3]], sampling_params={"max_new_tokens": 8})
 
 `WeightSender(url)` and `VerlEngine(backend="server", url=url)` use one on trainer rank 0.
@@ -9,10 +9,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
+from sglang_reshard.nearest import check_one_of
 from sglang_reshard.protocol.messages import LoadSnapshotOutput, LoadSnapshotReq, PauseMode
 from sglang_reshard.protocol.server_client import ADMIN_API_KEY, API_KEY, URL, ServerClient
 
@@ -55,6 +56,7 @@ class RemoteEngine(ServerClient):
 
     def pause_generation(self, mode: PauseMode = "abort") -> None:
         """Pauses: "abort" ends all requests, "retract" and "in_place" keep them until `continue_generation`."""
+        check_one_of("mode", mode, get_args(PauseMode))
         self._ask("POST", "/pause_generation", {"mode": mode})
 
     def continue_generation(self) -> None:

@@ -61,13 +61,13 @@ class WeightSender(InBackground, UpdateSender):
         options, given   transport, bucket_bytes, timeout_s and others, whole or by name: see `SenderOptions`
 
         Raises, on every rank: EngineRefused for a server that does not answer, Unauthorized for a wrong key,
-        Unsupported for a server without this package, Mismatch for a server with another version of the package, and
+        Unsupported for a server without this package, Mismatch for a server with another protocol number, and
         the errors of `SenderOptions`.
         """
+        chosen = SenderOptions.of(options, given)
         group = group or dist.group.WORLD
         if group is None:
             raise Mismatch("a WeightSender needs torch.distributed: call init_process_group on all trainer ranks first")
-        chosen = SenderOptions.of(options, given)
         keys = {"api_key": api_key, "admin_api_key": admin_api_key}
         remote, reached = connect_server(group, url, **keys, timeout_s=chosen.timeout_s)
         send = remote.update_weights_distributed if remote is not None else None

@@ -8,7 +8,8 @@ from pathlib import Path
 import typer
 
 from sglang_reshard.api.remote_engine import RemoteEngine
-from sglang_reshard.errors import ReshardError
+from sglang_reshard.cli.outcome import DONE, REFUSED
+from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.extras.snapshots.follower import SnapshotFollower
 
 
@@ -22,23 +23,29 @@ def run(
     once: bool,
     allow_rollback: bool = False,
 ) -> int:
-    """Returns the exit status, if it looks only once; else it goes on until it is interrupted.
+    """Returns the exit code, if it looks only once; else it goes on until it is interrupted.
 
     keys  api_key and admin_api_key of the server
+
+    With `once` it raises Mismatch for a folder that does not exist, and what a server raises that cannot be reached.
     """
-    try:
-        engine = RemoteEngine(url, api_key=keys[0], admin_api_key=keys[1])
-        follower = SnapshotFollower(folder, engine, cache, allow_rollback=allow_rollback)
-    except ReshardError as error:
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
-        return 1
+    engine = RemoteEngine(url, api_key=keys[0], admin_api_key=keys[1])
+    follower = SnapshotFollower(folder, engine, cache, allow_rollback=allow_rollback)
+    if not follower.folder_exists:
+        if once:
+            raise Mismatch(f"the folder {folder} does not exist; pass the one that the trainer's Snapshots writes to")
+        typer.echo(f"the folder {folder} does not exist yet; waiting for its first snapshot", err=True)
+    if once:
+        engine.check()  # of an empty folder nothing else would reach the server
     told = ""
     while True:
         failure = _look(follower, url)
         if failure and failure != told:
             typer.echo(failure, err=True)
         if once:
-            return 1 if failure or follower.refused else 0
+            if not follower.listed:
+                typer.echo(f"the folder {folder} has no snapshot yet")
+            return REFUSED if failure or follower.refused else DONE
         told = failure
         time.sleep(interval_s)
 

@@ -1,35 +1,51 @@
-"""The command line. Each command imports what it needs when it runs, so that --help is quick."""
+"""The command line. Each command imports what it needs when it runs, so that --help is quick.
+
+`outcome` turns errors into a line and an exit code; `values` checks options while they are parsed.
+"""
 
 from __future__ import annotations
 
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from sglang_reshard.cli import keys
+from sglang_reshard.cli.outcome import EXIT_CODES, Commands
+from sglang_reshard.cli.values import TRANSPORTS, VERIFY, finite, one_of, server_url, several_of
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+EPILOG = "\n\n".join(("Exit codes:", *(f"{code}  {meaning}" for code, meaning in EXIT_CODES.items())))
+PRECISIONS, DEVICES = ("float32", "bfloat16", "both"), ("cuda", "cpu")
+SIDES = ("auto", "trainer", "engine", "verl")
+_MOST_MIB, _MOST_S = 1 << 20, 30 * 24 * 3600
+
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=EPILOG
+)
+
+
+def _show_versions(asked: bool) -> None:
+    if asked:
+        from sglang_reshard.cli.versions import versions
+
+        typer.echo(versions())
+        raise typer.Exit
 
 
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            callback=_show_versions,
+            help="Print the versions of this package, its protocol, torch and SGLang.",
+        ),
+    ] = False,
+) -> None:
     """Reshard a trainer's DTensor shards into a live SGLang engine, shard to shard, with no gather."""
-
-
-class EnvironmentSide(str, Enum):
-    auto = "auto"
-    trainer = "trainer"
-    engine = "engine"
-    verl = "verl"
-
-
-class Precision(str, Enum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    both = "both"
 
 
 @app.command()
@@ -37,15 +53,31 @@ def demo(
     source_tp: Annotated[int, typer.Option(envvar="SOURCE_TP", min=1, help="Trainer ranks.")] = 4,
     target_tp: Annotated[int, typer.Option(envvar="TARGET_TP", min=1, help="Engine ranks.")] = 16,
     dtype: Annotated[
-        Precision, typer.Option(envvar="DTYPE", help="Of the engine. The trainer's weights are float32.")
-    ] = Precision.both,
+        str,
+        typer.Option(
+            envvar="DTYPE",
+            callback=one_of(PRECISIONS),
+            help="Dtype of the engine: float32, bfloat16 or both. The trainer's weights are float32.",
+        ),
+    ] = "both",
     bucket_mib: Annotated[
-        float, typer.Option(envvar="BUCKET_MIB", min=0.01, help="Bucket of the broadcast, in MiB.")
+        float,
+        typer.Option(
+            envvar="BUCKET_MIB", min=0.01, max=_MOST_MIB, callback=finite, help="Bucket of the broadcast, in MiB."
+        ),
     ] = 1.0,
     transports: Annotated[
-        str, typer.Option(envvar="TRANSPORTS", help="Of the updates of an engine, one after the other.")
+        str,
+        typer.Option(
+            envvar="TRANSPORTS",
+            callback=several_of(TRANSPORTS),
+            help="Transports of the updates of an engine, in order: auto, ipc, p2p, broadcast or nixl.",
+        ),
     ] = "auto,auto",
-    deadline_s: Annotated[float, typer.Option(envvar="DEADLINE_S", help="End after so many seconds.")] = 900.0,
+    deadline_s: Annotated[
+        float,
+        typer.Option(envvar="DEADLINE_S", min=1, max=_MOST_S, callback=finite, help="End after so many seconds."),
+    ] = 900.0,
 ) -> None:
     """Train, reshard into a live engine, generate, and prove it, on this machine. Ends with a line of JSON."""
     _import_from_checkout("demo")
@@ -55,7 +87,7 @@ def demo(
     settings = Settings(
         source_tp=source_tp,
         target_tp=target_tp,
-        dtypes=DTYPES[dtype.value],
+        dtypes=DTYPES[dtype],
         bucket_bytes=int(bucket_mib * 1024 * 1024),
         transports=tuple(transports.split(",")),
     )
@@ -77,23 +109,25 @@ def _import_from_checkout(package: str) -> None:
 @app.command()
 def doctor(
     url: Annotated[
-        str, typer.Option(envvar="SGLANG_RESHARD_URL", help="Also look at the SGLang server there, http://host:port.")
+        str,
+        typer.Option(envvar="SGLANG_RESHARD_URL", help="Also check the SGLang server at this URL, http://host:port."),
     ] = "",
     api_key: keys.ApiKey = None,
     api_key_file: keys.ApiKeyFile = None,
     admin_api_key: keys.AdminApiKey = None,
     admin_api_key_file: keys.AdminApiKeyFile = None,
     side: Annotated[
-        EnvironmentSide, typer.Option(help="What this environment is for; auto: what its packages tell.")
-    ] = EnvironmentSide.auto,
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+        str, typer.Option(callback=one_of(SIDES), help="What this environment is for: auto, trainer, engine or verl.")
+    ] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check this machine, and a server, against what updates need: a line each, with the cure."""
     from sglang_reshard.cli.doctor import examine
+    from sglang_reshard.cli.doctor.imports import side_named
     from sglang_reshard.cli.doctor.output import as_json, failed, show
 
     api, admin = keys.key(api_key, api_key_file), keys.key(admin_api_key, admin_api_key_file)
-    findings = examine(url, api or "", admin or "", None if side is EnvironmentSide.auto else side.value)
+    findings = examine(url, api or "", admin or "", side_named(side))
     if json:
         typer.echo(as_json(findings))
     else:
@@ -103,8 +137,10 @@ def doctor(
 
 @app.command()
 def pull(
-    source: Annotated[str, typer.Option("--from", help="Server whose weights are taken, http://host:port.")],
-    target: Annotated[str, typer.Option("--to", help="Server that takes them.")],
+    source: Annotated[
+        str, typer.Option("--from", callback=server_url, help="Server whose weights are taken, http://host:port.")
+    ],
+    target: Annotated[str, typer.Option("--to", callback=server_url, help="Server that takes them, http://host:port.")],
     api_key: keys.ApiKey = None,
     api_key_file: keys.ApiKeyFile = None,
     admin_api_key: keys.AdminApiKey = None,
@@ -113,51 +149,57 @@ def pull(
     from_api_key_file: keys.FromApiKeyFile = None,
     from_admin_api_key: keys.FromAdminApiKey = None,
     from_admin_api_key_file: keys.FromAdminApiKeyFile = None,
-    transport: Annotated[str, typer.Option(help="auto, ipc, p2p, broadcast or nixl.")] = "auto",
-    verify: Annotated[str, typer.Option(help="off, sample or full.")] = "full",
-    timeout_s: Annotated[float, typer.Option(min=1, max=3600, help="Seconds of any one wait.")] = 300.0,
+    transport: Annotated[
+        str, typer.Option(callback=one_of(TRANSPORTS), help="Transport: auto, ipc, p2p, broadcast or nixl.")
+    ] = "auto",
+    verify: Annotated[
+        str, typer.Option(callback=one_of(VERIFY), help="Compare checksums: off, sample or full.")
+    ] = "full",
+    timeout_s: Annotated[
+        float, typer.Option(min=1, max=3600, callback=finite, help="Seconds that any one wait may last.")
+    ] = 300.0,
 ) -> None:
     """Let a server take the live weights of another one, which keeps generating. No trainer takes part.
 
-    The keys are both servers', unless the first has others. Exits with 1 when the server has not got the weights, and
-    says why.
+    The keys are both servers', unless the first has others.
     """
     from sglang_reshard.cli.pull import Server, run
-    from sglang_reshard.errors import ReshardError
 
     api, admin = keys.key(api_key, api_key_file), keys.key(admin_api_key, admin_api_key_file)
     from_api = keys.key(from_api_key, from_api_key_file)
     from_admin = keys.key(from_admin_api_key, from_admin_api_key_file)
     giver = Server(source, from_api or api, from_admin or admin)
     options = {"transport": transport, "verify": verify}
-    try:
-        typer.echo(run(giver, Server(target, api, admin), timeout_s, options))
-    except ReshardError as error:
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
-        raise typer.Exit(1) from None
+    typer.echo(run(giver, Server(target, api, admin), timeout_s, options))
 
 
 @app.command()
 def follow(
     folder: Annotated[str, typer.Argument(help="Where snapshots are written: a folder, or a URL that fsspec knows.")],
-    target: Annotated[str, typer.Option("--to", help="Server that loads them, http://host:port.")],
+    target: Annotated[str, typer.Option("--to", callback=server_url, help="Server that loads them, http://host:port.")],
     cache: Annotated[
-        Path | None, typer.Option(help="Folder of this host for a copy, of which only what has changed is read.")
+        Path | None,
+        typer.Option(
+            help="Folder of this host for a copy of the snapshot. Only files that have changed are read again."
+        ),
     ] = None,
     api_key: keys.ApiKey = None,
     api_key_file: keys.ApiKeyFile = None,
     admin_api_key: keys.AdminApiKey = None,
     admin_api_key_file: keys.AdminApiKeyFile = None,
-    interval_s: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks.")] = 5.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    interval_s: Annotated[
+        float,
+        typer.Option(min=0.01, max=_MOST_S, callback=finite, help="Seconds from one look at the folder to the next."),
+    ] = 5.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
     allow_rollback: Annotated[
         bool, typer.Option("--allow-rollback", help="Load the newest snapshot also if the server holds later weights.")
     ] = False,
 ) -> None:
     """Let a server load each new snapshot of a folder. Trainer and server need no connection.
 
-    Goes on after what fails, and says what once; with --once it exits with 1 then. Never loads an earlier snapshot than
-    the server holds, without --allow-rollback.
+    A failure is told once, and the command goes on; with --once it exits with 1. Without --allow-rollback it never
+    loads a snapshot that is earlier than what the server holds.
     """
     from sglang_reshard.cli.follow import run
 
@@ -165,33 +207,47 @@ def follow(
     raise typer.Exit(run(folder, target, cache, given, interval_s, once=once, allow_rollback=allow_rollback))
 
 
-class EngineDevice(str, Enum):
-    cuda = "cuda"
-    cpu = "cpu"
-
-
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="A folder with config.json, such a file, or a preset: qwen3-8b, ...")],
+    model: Annotated[
+        str, typer.Argument(help="A folder with config.json, such a file, or a preset: qwen3-8b, qwen3-30b-a3b, ...")
+    ],
     source: Annotated[str, typer.Option(help="The trainer: tp=4, fsdp=64, fsdp=8,tp=8 or hsdp=2x32.")],
-    target: Annotated[str, typer.Option(help="The engine: tp=16 or tp=16,ep=16; dp=N for dp-attention.")],
-    layers: Annotated[int, typer.Option(min=0, help="Take so many layers only; 0 for all.")] = 0,
-    transport: Annotated[str, typer.Option(help="auto, ipc, p2p or broadcast.")] = "auto",
-    bucket_mib: Annotated[float, typer.Option(min=0.01, help="Bucket of an update, in MiB.")] = 64.0,
-    nvlink: Annotated[float, typer.Option(min=0, help="GB/s of a rank within its host; 0: the model's own.")] = 0.0,
-    nic: Annotated[float, typer.Option(min=0, help="GB/s of a rank between hosts; 0: the model's own.")] = 0.0,
-    ranks_per_host: Annotated[int, typer.Option(min=1, help="Of the trainer and of the engine.")] = 8,
+    target: Annotated[str, typer.Option(help="The engine: tp=16, tp=16,ep=16 or tp=8,pp=2; dp=N for dp-attention.")],
+    layers: Annotated[int, typer.Option(min=0, help="Plan for the first N layers only; 0 for all.")] = 0,
+    transport: Annotated[
+        str, typer.Option(callback=one_of(TRANSPORTS), help="Transport: auto, ipc, p2p, broadcast or nixl.")
+    ] = "auto",
+    bucket_mib: Annotated[
+        float, typer.Option(min=0.01, max=_MOST_MIB, callback=finite, help="Bucket of an update, in MiB.")
+    ] = 64.0,
+    nvlink: Annotated[
+        float, typer.Option(min=0, callback=finite, help="GB/s of a rank within its host; 0: the cost model's own.")
+    ] = 0.0,
+    nic: Annotated[
+        float, typer.Option(min=0, callback=finite, help="GB/s of a rank between hosts; 0: the cost model's own.")
+    ] = 0.0,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks per host, of the trainer and of the engine.")] = 8,
     colocated: Annotated[bool, typer.Option("--colocated", help="Both sides on the same hosts.")] = False,
-    device: Annotated[EngineDevice, typer.Option(help="The engine's.")] = EngineDevice.cuda,
-    ignore: Annotated[list[str] | None, typer.Option(help="Names that are meant to be left out; repeatable.")] = None,
+    device: Annotated[str, typer.Option(callback=one_of(DEVICES), help="The engine's: cuda or cpu.")] = "cuda",
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="fnmatch pattern of names that the trainer leaves out.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every rank's figures.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw who takes what of whom into this file.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw the bytes between all ranks into this file; its ending is the format, png for example."
+        ),
+    ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Engine ranks to work on at a time.")] = 2,
-    deadline_s: Annotated[float, typer.Option(min=1, help="End after so many seconds.")] = 1800.0,
+    deadline_s: Annotated[
+        float, typer.Option(min=1, max=_MOST_S, callback=finite, help="End after so many seconds.")
+    ] = 1800.0,
 ) -> None:
     """Say what an update would move, with real models and the real plan, but no weights, no GPU and no trainer.
 
-    Exits with 1 when the update would be refused, and with 2 when there is no answer.
+    Needs SGLang. Exits with 1 if the update would be refused, and with 2 if no plan can be made.
     """
     from sglang_reshard.cli.plan.command import Output, run
 
@@ -202,7 +258,7 @@ def plan(
         "links": (nvlink * 1e9, nic * 1e9),
         "ranks_per_host": ranks_per_host,
         "colocated": colocated,
-        "device": device.value,
+        "device": device,
         "ignore": tuple(ignore or ()),
         "processes": processes,
         "deadline_seconds": deadline_s,

@@ -284,10 +284,10 @@ class ControlServer:
 
     async def _handshake(self, connection: socket.socket) -> tuple[FrameWriter, FrameReader]:
         """Never reads beyond the handshake, so that an unauthenticated peer costs no memory."""
-        if await self._read(connection, len(MAGIC)) != MAGIC:
+        if (opening := await self._read(connection, len(MAGIC))) != MAGIC:
             raise ProtocolError(
-                "it speaks another protocol, or another version of this one; install the same version of "
-                "sglang-reshard on both sides"
+                f"it uses another protocol, or another version of it: it opened with {opening!r}, and this server "
+                f"expects {MAGIC!r}. If it is a rank of sglang-reshard, install the same version on both"
             )
         nonces = await self._read(connection, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
         await self._loop.sock_sendall(connection, nonces[1] + proof(self._key, b"server", *nonces))

@@ -51,9 +51,9 @@ class Prepared:
         return self.target is target and unchanged and prepared and self.end.serves(request)
 
     def is_checked(self, request: DistributedUpdateWeightsReq) -> bool:
-        """Returns True if `request` comes from the same version of the package and names the same transport."""
+        """Returns True if `request` has the same protocol and names the same transport."""
         known = self.request
-        return (known.package_version, known.transport) == (request.package_version, request.transport)
+        return (known.protocol, known.transport) == (request.protocol, request.transport)
 
     @property
     def held_bytes(self) -> int:

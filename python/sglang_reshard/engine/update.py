@@ -46,7 +46,7 @@ from sglang_reshard.protocol.messages import (
 )
 from sglang_reshard.protocol.update_channel import WRITING, WRITTEN
 from sglang_reshard.trace.program import Program
-from sglang_reshard.version import check_same_version
+from sglang_reshard.version import check_same_protocol
 
 _GIVEN = LoaderNames()
 
@@ -249,7 +249,7 @@ class UpdateExecutor:
         request = context.request
         transfer = self.transfers.last
         if transfer is None or not transfer.is_checked(request):
-            check_same_version(request.package_version)
+            check_same_protocol(request.protocol, request.package_version, theirs="the trainer", ours="the engine")
         signature, self._placed = self._target.signature(), self._target.placement()
         names = self._names_of(request)
         target, tried_handles = self._planned, self.transfers.trainer_memory.tried_handles

@@ -16,7 +16,7 @@ All methods are collective and return their result on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 import torch
@@ -26,6 +26,7 @@ from sglang_reshard.api.remote_engine import RemoteEngine
 from sglang_reshard.api.weight_sender import WeightSender, connect_server
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.layout.decoders import convert
+from sglang_reshard.nearest import check_one_of
 from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.patches.embedded_engine import EmbeddedEngine
 from sglang_reshard.patches.launch import require_main_guard
@@ -70,6 +71,7 @@ class VerlEngine:
     ) -> None:
         of_sender, server_args = SenderOptions.split(given)
         options = SenderOptions.of(options, of_sender)
+        check_one_of("backend", backend, ("engine", "server"))
         if device_mesh_cpu.ndim != 1:
             raise Unsupported(
                 f"device_mesh_cpu has {device_mesh_cpu.ndim} dimensions; pass a mesh of one dimension, mesh['tp'] for "
@@ -93,7 +95,7 @@ class VerlEngine:
                 **server_args,
             }
             self._start(arguments, ranks_per_node)
-        elif backend == "server":
+        else:
             of_engine = {**server_args, "tp_size": tp_size, "nnodes": None if nnodes == 1 else nnodes}
             _check_not_given(
                 of_engine, "backend='server'", "they are options of the engine, and a server gets them at its start"
@@ -102,8 +104,6 @@ class VerlEngine:
                 self._group, url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=options.timeout_s
             )
             interface = interface or reached
-        else:
-            raise Unsupported(f"backend={backend!r} is not supported; use backend='engine' or backend='server'")
         self._sender = WeightSender.over(
             self._group,
             self._first.update_weights_distributed if self._rank == 0 else None,
@@ -177,6 +177,7 @@ class VerlEngine:
 
     def pause_generation(self, mode: PauseMode = "abort") -> None:
         """Pauses requests of other clients, so that an update does not wait for them; see `RemoteEngine`."""
+        check_one_of("mode", mode, get_args(PauseMode))
         self._on_first_rank(lambda: self._first.pause_generation(mode))
         self._paused = True
 

@@ -65,7 +65,8 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     around           routes around the transport -> what each of them is asked, see `routes`
     offers           trainer rank -> engine rank -> what it can take instead of all weights; empty if it cannot
     publication      number of these weights, see `protocol.publication`; 0 if they have none
-    package_version  of the sender; the engine's must be the same
+    package_version  of the sender
+    protocol         of the sender; the engine's must be the same. 0 of a release that sends none
     traceparent      W3C context of the sender's span; empty without one
     """
 
@@ -98,6 +99,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     offers: tuple[dict[int, bytes], ...] = ()
     publication: int = 0
     package_version: str = ""
+    protocol: int = 0
     traceparent: str = ""
 
     def name(self) -> str:
@@ -111,12 +113,13 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
 class ShareWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     """Asks an engine to pass its live weights on to another one. Its engine ranks are the trainer ranks of that update.
 
-    package_version, transport, bucket_bytes, timeout_s, verify   as in `DistributedUpdateWeightsReq`
+    package_version, protocol, transport, bucket_bytes, timeout_s, verify   as in `DistributedUpdateWeightsReq`
     address         of the control server over which the two meet; set by the engine that shares
     weight_version  of the live weights; set by the engine that shares
     """
 
     package_version: str
+    protocol: int = 0
     transport: str = "auto"
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     timeout_s: float = DEFAULT_TIMEOUT_S

@@ -11,6 +11,7 @@ import msgspec
 
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, Mismatch, TornWeights, Unauthorized, Unsupported
 from sglang_reshard.layout.decoders import from_json
+from sglang_reshard.nearest import check_names
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.protocol.messages import (
     DEFAULT_TIMEOUT_S,
@@ -23,7 +24,7 @@ from sglang_reshard.protocol.messages import (
     as_list,
 )
 from sglang_reshard.protocol.weights_info import WeightsInfo
-from sglang_reshard.version import __version__
+from sglang_reshard.version import __version__, check_same_protocol
 
 if TYPE_CHECKING:
     import httpx
@@ -58,20 +59,16 @@ class ServerClient:
         admin_api_key: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self.url = _check_url(url or os.environ.get(URL, ""))
+        self.url = check_url(url or os.environ.get(URL, ""))
         self.api_key = os.environ.get(API_KEY, "") if api_key is None else api_key
         self.admin_api_key = os.environ.get(ADMIN_API_KEY, "") if admin_api_key is None else admin_api_key
         self._serving, self._control = headers(self.api_key, self.admin_api_key)
         self._client = client(WAITS * timeout_s)
 
     def check(self) -> WeightsInfo:
-        """Returns `weights_info()`. Raises Mismatch unless the server has the same version of this package."""
+        """Returns `weights_info()`. Raises Mismatch unless the server has the protocol of this process."""
         info = self.weights_info()
-        if info.package_version != __version__:
-            raise Mismatch(
-                f"{self.url} has sglang-reshard {info.package_version}, but this trainer has {__version__}; install "
-                "the same version on both"
-            )
+        check_same_protocol(info.protocol, info.package_version, theirs=self.url, ours="this process")
         return info
 
     def weights_info(self) -> WeightsInfo:
@@ -94,9 +91,14 @@ class ServerClient:
         url, api_key, admin_api_key  of the other server, as this one reaches it
         options                      transport, bucket_bytes, timeout_s and verify, see `WeightSender`
 
-        Neither needs a trainer. The other server keeps generating.
+        Neither needs a trainer. The other server keeps generating. Raises Mismatch for a transport or a verify that
+        does not exist, before anything is sent.
         """
+        from sglang_reshard.protocol.validation.requests import check_pull_request
+
+        check_names("a pull", options, ("transport", "bucket_bytes", "timeout_s", "verify"))
         request = PullWeightsReq(url=url, api_key=api_key, admin_api_key=admin_api_key, **options)
+        check_pull_request(request)
         return self._outcome("/pull_weights", request)
 
     def record_probe(self, summary: ProbeSummary) -> None:
@@ -246,7 +248,8 @@ def _error_text(answer: httpx.Response) -> str:
     return error.message if error else repr(answer.text[:_SHOWN_CHARACTERS])
 
 
-def _check_url(url: str) -> str:
+def check_url(url: str) -> str:
+    """Returns the URL of a server without a slash at its end. Raises Unsupported for what cannot be one."""
     import httpx
 
     if not url:

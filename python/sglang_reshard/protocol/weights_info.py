@@ -27,7 +27,8 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     before the first one, after an update by SGLang's own methods, and while the weights are torn or released.
 
     version          SGLang's weight_version
-    package_version  of sglang-reshard on the server; a trainer's must be the same
+    package_version  of sglang-reshard on the server
+    protocol         of the server; a trainer's must be the same. 0 of a release that tells none
     torn             why no request is served; empty while the weights are sound
     under_way        True while an update is running
     digest           of all weights, see `digest.whole_model`: equal for equal weights, independent of the
@@ -45,6 +46,7 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str
     package_version: str
+    protocol: int = 0
     torn: str = ""
     under_way: bool = False
     digest: str = ""

@@ -33,7 +33,7 @@ from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.trainer.publisher import PublishedShards
 from sglang_reshard.trainer.settlement import Settlement
 from sglang_reshard.trainer.tied_heads import judged
-from sglang_reshard.version import __version__
+from sglang_reshard.version import PROTOCOL, __version__
 
 _TORN = "The engine's weights are torn: repeat the update before generating"
 _UNLOADED = "The engine has unloaded the LoRA adapter {}: repeat the update"
@@ -213,6 +213,7 @@ class UpdateCoordinator:
             offers=_offers(statuses, engine),
             publication=next_publication(),
             package_version=__version__,
+            protocol=PROTOCOL,
             traceparent=spans.traceparent(),
         )
 

@@ -9,6 +9,7 @@ sender.update(model, UpdateOptions(weight_version="42", staged=True))
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -16,11 +17,13 @@ from typing import Any, Literal, get_args
 import torch
 
 from sglang_reshard.errors import Unsupported
+from sglang_reshard.nearest import check_names, check_one_of
 from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, LoraAdapter, Verify
 from sglang_reshard.protocol.validation.requests import check_transport
 from sglang_reshard.sources.names import Rename, Renaming, patterns
 
 Delta = Literal["off", "auto"]
+_ALMOST = 0.84  # likeness of a misspelt option; no argument of SGLang's Engine is as like one
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class SenderOptions:
         for name in ("bucket_bytes", "timeout_s"):
             if not getattr(self, name) > 0:
                 raise Unsupported(f"{name}={getattr(self, name)} must be positive")
-        _check_one_of("delta", self.delta, get_args(Delta))
+        check_one_of("delta", self.delta, get_args(Delta))
         if self.delta == "auto" and self.transport in ("ipc", "broadcast"):
             raise Unsupported(
                 f"delta='auto' has no effect with transport={self.transport!r}, with which engine ranks read mapped "
@@ -62,14 +65,22 @@ class SenderOptions:
     @classmethod
     def of(cls, options: SenderOptions | None, given: Mapping[str, Any]) -> SenderOptions:
         """Returns `options`, or the defaults, with the values in `given`. Raises TypeError for another name."""
+        check_names("a sender", given, _names(SenderOptions), elsewhere=_names(UpdateOptions))
         return dataclasses.replace(options or cls(), **given)
 
     @classmethod
     def split(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns what is an option of a sender among named arguments, and the rest."""
-        names = {field.name for field in dataclasses.fields(cls)}
+        """Returns what is an option of a sender among named arguments, and the rest.
+
+        Raises TypeError for a name that is almost an option of a sender, and for one of an update's.
+        """
+        names = _names(cls)
         own = {name: value for name, value in given.items() if name in names}
-        return own, {name: value for name, value in given.items() if name not in names}
+        rest = {name: value for name, value in given.items() if name not in names}
+        of_update = set(_names(UpdateOptions)) - {"weight_version"}  # which is an argument of the engine, too
+        wrong = [n for n in rest if n in of_update or difflib.get_close_matches(n, names, n=1, cutoff=_ALMOST)]
+        check_names("a sender", wrong, names, elsewhere=of_update)
+        return own, rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +126,7 @@ class UpdateOptions:
     only: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        _check_one_of("verify", self.verify, get_args(Verify))
+        check_one_of("verify", self.verify, get_args(Verify))
         for name in ("ignore", "frozen", "only"):
             given = getattr(self, name)
             object.__setattr__(self, name, patterns(given) if given else ())
@@ -130,9 +141,9 @@ class UpdateOptions:
     @classmethod
     def of(cls, options: UpdateOptions | None, given: Mapping[str, Any]) -> UpdateOptions:
         """Returns `options`, or the defaults, with the values in `given`. Raises TypeError for another name."""
+        check_names("an update", given, _names(UpdateOptions))
         return dataclasses.replace(options or cls(), **given)
 
 
-def _check_one_of(name: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        raise Unsupported(f"{name}={value!r} is not supported; use {' or '.join(map(repr, known))}")
+def _names(kind: type[SenderOptions] | type[UpdateOptions]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))

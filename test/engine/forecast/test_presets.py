@@ -87,3 +87,11 @@ def test_deepseek_v3_is_as_its_shapes_say() -> None:
         copies = [c for c in deepseek_v3.copies(rank["rank"], engines, engines) if is_taken(c.source)]
         location = RankLocation(rank["rank"], engines, "engine host", ("trainer host",) * 64)
         assert rank["received_bytes"] == rank["least_bytes"] == plan_reads(index, copies, location).least_bytes()
+
+
+def test_an_engine_that_the_heads_do_not_divide_is_named() -> None:
+    code, out, _ = plan("qwen3-8b", "--source", "tp=4", "--target", "tp=64", "--layers", "1", "--json")
+    assert code == 1
+    (reason,) = json.loads(out)["refused"]
+    assert "AssertionError" in reason
+    assert "num_attention_heads=32, which is not divisible by tp=64" in reason

@@ -80,9 +80,10 @@ def never_shows_up(run: Job) -> Refusal:
     return by_another_sender(run, send, present=run.rank == 0, timeout_s=3)
 
 
-def another_version(run: Job) -> Refusal:
+def another_protocol(run: Job) -> Refusal:
     def send(request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsOutput:
-        return engine_of(run).update_weights_distributed(msgspec.structs.replace(request, package_version="0.0.9"))
+        older = msgspec.structs.replace(request, package_version="0.0.9", protocol=0)
+        return engine_of(run).update_weights_distributed(older)
 
     return by_another_sender(run, send)
 
@@ -135,7 +136,7 @@ MISTAKES: dict[str, Callable[[Job], Refusal]] = {
     "same version": lambda run: run.refusal("1"),
     "offloaded": offloaded,
     "a rank never shows up": never_shows_up,
-    "another version of the package": another_version,
+    "another protocol": another_protocol,
     "while another runs": while_another_runs,
     "half of the mesh": half_of_the_mesh,
 }

@@ -170,7 +170,7 @@ def test_wrong_keys_and_urls_are_told(servers: list[RemoteEngine]) -> None:
     assert httpx.post(f"{first.url}/pull_weights", content=b"{}").status_code == 401
 
 
-def test_a_pull_is_refused_by_another_version(servers: list[RemoteEngine]) -> None:
+def test_a_pull_is_refused_by_another_protocol(servers: list[RemoteEngine]) -> None:
     first, _ = servers
     headers = {"Authorization": f"Bearer {first.admin_api_key}"}
     answer = httpx.post(f"{first.url}/share_weights", json={"package_version": "0.0.1"}, headers=headers)

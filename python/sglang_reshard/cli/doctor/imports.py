@@ -56,6 +56,11 @@ class Failure(NamedTuple):
     missing: str
 
 
+def side_named(name: str) -> Side | None:
+    """Returns the side that `--side` names; None for `auto`."""
+    return next((side for side in SIDES if side == name), None)
+
+
 def installed_side() -> Side:
     """Returns the side that this environment is for, as far as its packages tell."""
     for side in ("verl", "sglang"):

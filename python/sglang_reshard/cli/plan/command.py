@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -11,16 +13,17 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from sglang_reshard.cli.outcome import DONE, REFUSED
+from sglang_reshard.cli.plan import worker_process
 from sglang_reshard.cli.plan.figures import Forecast
-from sglang_reshard.cli.plan.models import prepare
+from sglang_reshard.cli.plan.models import CONFIG, prepare
 from sglang_reshard.cli.plan.request import PlanRequest, Source, Target
+from sglang_reshard.cli.plan.sizes import check_stages
 from sglang_reshard.cli.plan.table import print_forecast
-from sglang_reshard.errors import Mismatch, ReshardError
-
-REFUSED, WRONG = 1, 2  # exit codes: the update would be refused; no plan could be made
+from sglang_reshard.errors import Mismatch, Unsupported
+from sglang_reshard.nearest import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +35,20 @@ class Output:
 
 
 def run(model: str, source: str, target: str, options: dict[str, Any], output: Output) -> int:
-    """Prints the plan and returns the exit code. `options` are the other fields of `PlanRequest`, except `folder`."""
-    messages = Console(stderr=True)
-    try:
-        if output.plot is not None:
-            _check_plotting(output.plot)
-        with tempfile.TemporaryDirectory(prefix="sglang-reshard-plan-") as folder:
-            sides: dict[str, Any] = {"source": Source.parse(source), "target": Target.parse(target)}
-            found = prepare(model, options["layers"], Path(folder))
-            request = PlanRequest(model=model, folder=str(found.resolve()), **sides, **options)
-            forecast = make_plan(request, messages)
-            # The temporary folder is gone by the time anybody reads this.
-            forecast = msgspec.structs.replace(forecast, question=msgspec.structs.replace(request, folder=model))
-    except ReshardError as error:
-        messages.print(f"[bold red]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        return WRONG
+    """Prints the plan and returns the exit code. `options` are the other fields of `PlanRequest`, except `folder`.
+
+    Raises Mismatch, and what `make_plan` raises, if no plan can be made.
+    """
+    if output.plot is not None:
+        _check_plotting(output.plot)
+    with tempfile.TemporaryDirectory(prefix="sglang-reshard-plan-") as folder:
+        sides: dict[str, Any] = {"source": Source.parse(source), "target": Target.parse(target)}
+        found = prepare(model, options["layers"], Path(folder))
+        check_stages(json.loads((found / CONFIG).read_text()), sides["target"], model)
+        request = PlanRequest(model=model, folder=str(found.resolve()), **sides, **options)
+        forecast = make_plan(request, Console(stderr=True))
+        # The temporary folder is gone by the time anybody reads this.
+        forecast = msgspec.structs.replace(forecast, question=msgspec.structs.replace(request, folder=model))
     if output.as_json:
         print(msgspec.json.format(msgspec.json.encode(forecast), indent=1).decode())
     else:
@@ -55,15 +57,20 @@ def run(model: str, source: str, target: str, options: dict[str, Any], output: O
         from sglang_reshard.cli.plan.plot import draw
 
         draw(forecast, output.plot)
-    return REFUSED if forecast.refused else 0
+    return REFUSED if forecast.refused else DONE
 
 
 def make_plan(request: PlanRequest, console: Console) -> Forecast:
     """Makes the plan in a worker process and shows its progress on the console.
 
     Raises Mismatch or Unsupported for a request that cannot be planned, ChildFailed when the worker fails, and
-    DeadlineExceeded when it takes longer than the request allows.
+    DeadlineExceeded when it takes longer than the request allows. Raises Unsupported without SGLang.
     """
+    if importlib.util.find_spec("sglang") is None:
+        raise Unsupported(
+            "plan builds SGLang's own models, and SGLang is not installed here; run: pip install "
+            "'sglang-reshard[engine]'"
+        )
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         task = None
@@ -82,10 +89,6 @@ def make_plan(request: PlanRequest, console: Console) -> Forecast:
 
 
 def _reports(request: PlanRequest) -> Iterator[dict[str, Any]]:
-    try:
-        from sglang_reshard.cli.plan import worker_process
-    except ImportError as error:
-        raise Mismatch(f"{error}: plan builds SGLang's own models; run: pip install 'sglang-reshard[engine]'") from None
     # Hide GPUs: models are built without memory, and forked children could not use CUDA.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     yield from worker_process.run(
@@ -101,7 +104,13 @@ def _reports(request: PlanRequest) -> Iterator[dict[str, Any]]:
 def _check_plotting(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise Mismatch("--plot needs matplotlib; run: pip install 'sglang-reshard[bench]'") from None
+        raise Unsupported("--plot needs matplotlib; run: pip install 'sglang-reshard[bench]'") from None
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if (ending := path.suffix.removeprefix(".").lower()) not in known:
+        raise Mismatch(f"--plot {path}: the file's ending must be one of: {', '.join(known)}{nearest(ending, known)}")
     if not path.parent.is_dir():
         raise Mismatch(f"--plot {path}: the folder {path.parent} does not exist")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise Mismatch(f"--plot {path}: the file cannot be written")

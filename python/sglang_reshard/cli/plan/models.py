@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_reshard.errors import Mismatch
+from sglang_reshard.nearest import nearest
 
 CONFIG = "config.json"
 
@@ -25,7 +26,7 @@ def prepare(model: str, layers: int, into: Path) -> Path:
 
     Raises Mismatch when there is no such model, or when it has fewer layers.
     """
-    path = Path(model).expanduser()
+    path = Path(model or "/dev/null").expanduser()  # "" would be this folder
     folder = path if path.is_dir() else path.parent if path.name == CONFIG and path.is_file() else None
     if folder is not None:
         if not (folder / CONFIG).is_file():
@@ -37,10 +38,13 @@ def prepare(model: str, layers: int, into: Path) -> Path:
             (into / file.name).symlink_to(file.resolve())
     elif path.is_file():
         config = _read(path.read_text(), str(path))
-    elif (name := path.name.lower()) in presets():
+    elif (name := model.lower()) in presets():
         config = _read((_presets() / f"{name}.json").read_text(), name)
     else:
-        raise Mismatch(f"{model} is not a folder, a {CONFIG} or a preset; presets: {', '.join(presets())}")
+        raise Mismatch(
+            f"{model} is not a folder, a {CONFIG} or a preset; the presets are {', '.join(presets())}"
+            f"{nearest(path.name, presets())}"
+        )
     (into / CONFIG).write_text(json.dumps(with_layers(config, layers) if layers else config))
     return into
 
@@ -48,6 +52,8 @@ def prepare(model: str, layers: int, into: Path) -> Path:
 def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
     """Returns the config with only its first layers. Raises Mismatch when it has fewer."""
     text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise Mismatch(f"--layers {layers}: the text_config of the model's {CONFIG} is not a table")
     have = text.get("num_hidden_layers")
     if not isinstance(have, int) or have < layers:
         raise Mismatch(f"--layers {layers}: the model has {have} layers")

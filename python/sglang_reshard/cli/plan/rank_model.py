@@ -14,12 +14,15 @@ from sglang_reshard.cli.plan.checkpoint import dtype_of, has_files
 from sglang_reshard.cli.plan.models import CONFIG
 from sglang_reshard.cli.plan.request import PlanRequest
 from sglang_reshard.cli.plan.sglang_model import build_rank
+from sglang_reshard.cli.plan.sizes import start_failure
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.checkpoint_headers import folder_specs
 from sglang_reshard.plan import RankDemand, RankLocation, ReadPlan, TensorIndex, plan_reads, rank_demand
 from sglang_reshard.trace.program import Arrival, Program
 from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
+
+START = "SGLang's own start"  # the phase before those of an update
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,8 @@ def model_rank(request: PlanRequest, index: TensorIndex, cores: int, engine_rank
     try:
         model = _built(request, engine_rank)
     except (Exception, SystemExit) as error:
-        return Refusal("SGLang's own start", f"{type(error).__name__}: {error}")
+        config = json.loads((Path(request.folder) / CONFIG).read_text())
+        return Refusal(START, start_failure(error, config, request.target, request.model))
     try:
         specs = [t.spec for t in index.layout.tensors]
         program = trace(model, specs, functools.partial(_start, request), weightless=True)

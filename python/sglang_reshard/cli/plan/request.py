@@ -12,6 +12,8 @@ from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.protocol.validation.requests import check_transport
 
+_MAX_RANKS = 1 << 16  # of either side
+
 
 class Source(msgspec.Struct, frozen=True):
     """The trainer's device mesh, outermost dimension first: replicas, FSDP2 shards, tensor parallel shards."""
@@ -39,11 +41,13 @@ class Source(msgspec.Struct, frozen=True):
         copies, _, shards = sizes.get("hsdp", "1x1").partition("x")
         if not shards:
             raise Mismatch(f"--source {text}: hsdp takes replicas x shards, for example hsdp=2x32")
-        return cls(
+        found = cls(
             _count(copies, "--source", text),
             _count(sizes.get("fsdp", shards), "--source", text),
             _count(sizes.get("tp", "1"), "--source", text),
         )
+        _check_ranks(found.trainer_ranks, "--source", text)
+        return found
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -66,8 +70,13 @@ class Target(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, text: str) -> Target:
         """Parses "tp=16", "tp=16,ep=16", "tp=16,ep=16,dp=16" or "tp=8,pp=2". Raises Mismatch."""
-        sizes = _sizes(text, "--target", "tp=16 or tp=16,ep=16", {"tp", "ep", "dp", "pp"})
-        return cls(**{"tp": 1} | {name: _count(size, "--target", text) for name, size in sizes.items()})
+        sizes = _sizes(text, "--target", "tp=16, or tp=16,ep=16,dp=16, or tp=8,pp=2", {"tp", "ep", "dp", "pp"})
+        found = cls(**{"tp": 1} | {name: _count(size, "--target", text) for name, size in sizes.items()})
+        for name, meaning in (("ep", "expert parallel groups"), ("dp", "groups of dp-attention")):
+            if found.tp % (size := getattr(found, name)):
+                raise Mismatch(f"--target {text}: tp={found.tp} is not divisible by {name}={size}, the {meaning}")
+        _check_ranks(found.engine_ranks, "--target", text)
+        return found
 
 
 class PlanRequest(msgspec.Struct, frozen=True):
@@ -137,6 +146,11 @@ def _sizes(text: str, option: str, examples: str, known: set[str]) -> dict[str, 
             raise Mismatch(f"{option} {text}: cannot parse {part.strip()!r}; expected {examples}")
         found[name] = size
     return found
+
+
+def _check_ranks(ranks: int, option: str, text: str) -> None:
+    if ranks > _MAX_RANKS:
+        raise Mismatch(f"{option} {text}: these are {ranks:,} ranks, of at most {_MAX_RANKS:,}")
 
 
 def _count(size: str, option: str, text: str) -> int:

@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 
 from sglang_reshard.cli.plan.allocations import segments
-from sglang_reshard.extras.asynchronous.shadow_shards import ALIGN_BYTES
+from sglang_reshard.extras.asynchronous.async_copy import ALIGN_BYTES
 from sglang_reshard.landings.shadow import shadow_bytes
 from sglang_reshard.memory.host_arena import ALIGNMENT
 from sglang_reshard.plan import ReadPlan, TensorIndex
 from sglang_reshard.plan.tensor_index import TensorClass
-from sglang_reshard.routes.delta.section import PART
+from sglang_reshard.routes.delta.offer import PART
 from sglang_reshard.routes.strategy import Strategy
 from sglang_reshard.trace.program import Program
 

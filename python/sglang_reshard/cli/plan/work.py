@@ -24,7 +24,7 @@ from sglang_reshard.cli.plan.cost import Costs, predicted_seconds, usual_costs
 from sglang_reshard.cli.plan.figures import Communicator, EngineRank, Forecast, Gather, TrainerRank, Way
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.loads import EngineLoad, buckets_bytes, engine_load, largest_tensor_bytes
-from sglang_reshard.cli.plan.rank_model import Outline, Refusal, model_rank
+from sglang_reshard.cli.plan.rank_model import START, Outline, Refusal, model_rank
 from sglang_reshard.cli.plan.request import PlanRequest
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from sglang_reshard.cli.plan.sizing import Sizing, engine_sizing, trainer_sizings
@@ -135,6 +135,8 @@ def _engine_ranks(
     for rank, outline in run_in_forks(
         work, jobs, processes=request.processes, deadline_seconds=request.deadline_seconds
     ):
+        if isinstance(outline, Refusal) and outline.phase == START:  # the others need not be tried
+            return [], (f"{START}, engine rank {rank}: {outline.reason}",)
         found[rank] = outline
         clock.advance()
     refusals = {rank: of for rank in jobs if isinstance(of := found[rank], Refusal)}

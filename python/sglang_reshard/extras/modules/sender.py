@@ -52,10 +52,10 @@ class ModuleSender:
         relay      receivers read from each other, see `MultiEngineSender`
         options, given   see `SenderOptions`
         """
+        chosen = SenderOptions.of(options, given)
         group = group or dist.group.WORLD
         if group is None:
             raise Mismatch("a ModuleSender needs torch.distributed: call init_process_group on all trainer ranks first")
-        chosen = SenderOptions.of(options, given)
         self._group, self._timeout_s = group, chosen.timeout_s
         self._server: ControlServer | None = None
         self._mail: MailRoom | None = None

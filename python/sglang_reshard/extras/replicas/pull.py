@@ -39,7 +39,7 @@ from sglang_reshard.protocol.messages import (
 from sglang_reshard.protocol.request_mail import Mailbox
 from sglang_reshard.protocol.server_client import async_client, error_of, headers
 from sglang_reshard.protocol.validation import check_request, check_shared_weights
-from sglang_reshard.version import __version__
+from sglang_reshard.version import PROTOCOL, __version__
 
 Update = Callable[[DistributedUpdateWeightsReq, SharedWeights], Awaitable[DistributedUpdateWeightsOutput]]
 
@@ -48,7 +48,7 @@ _MAX_ANSWER_BYTES = 64 * 1024
 _SHOWN_CHARACTERS = 300  # of an answer, in the log
 _REASONS = {  # why a server refuses, by the kind of its error
     TornWeights.__name__: "its weights are torn",
-    Mismatch.__name__: "it has another version of sglang-reshard",
+    Mismatch.__name__: "it has another protocol of sglang-reshard",
     EngineRefused.__name__: "an update of it is running, or no update of sglang-reshard has brought its weights",
 }
 
@@ -80,6 +80,7 @@ async def _shared(request: PullWeightsReq) -> SharedWeights:
     """Asks the other server to share its weights."""
     wanted = ShareWeightsReq(
         package_version=__version__,
+        protocol=PROTOCOL,
         transport=request.transport,
         bucket_bytes=request.bucket_bytes,
         timeout_s=request.timeout_s,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from sglang_reshard.errors import Mismatch, ReshardError
+from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.extras.snapshots.manifest import (
     LIST_BYTES,
     MANIFEST_BYTES,
@@ -24,6 +24,7 @@ from sglang_reshard.extras.snapshots.manifest import (
     decode_snapshot,
 )
 from sglang_reshard.extras.snapshots.names import LIST, MANIFEST, check_snapshot_name
+from sglang_reshard.nearest import nearest
 from sglang_reshard.observability.logs import get_logger
 
 logger = get_logger(__name__)
@@ -178,10 +179,16 @@ class StoredFolder:
 
 
 def folder_of(url: str | Path) -> Folder:
-    """Returns the folder at a path or URL. Raises ImportError or ValueError for a URL that fsspec does not know."""
+    """Returns the folder at a path or URL. Raises Unsupported for a URL that fsspec cannot read here."""
     import fsspec
 
-    files, root = fsspec.core.url_to_fs(str(url))
+    try:
+        files, root = fsspec.core.url_to_fs(str(url))
+    except ImportError as error:  # of the package that reads such URLs
+        raise Unsupported(f"{url} cannot be read: {error}. Install that package with pip on this host") from error
+    except ValueError as error:
+        known = fsspec.available_protocols()
+        raise Unsupported(f"{url} cannot be read: {error}{nearest(str(url).partition('://')[0], known)}") from error
     protocols = (files.protocol,) if isinstance(files.protocol, str) else files.protocol
     return LocalFolder(root) if "file" in protocols else StoredFolder(files, root)
 

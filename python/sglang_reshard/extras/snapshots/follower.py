@@ -49,6 +49,7 @@ class SnapshotFollower:
     """Keeps one server at the newest good snapshot of a folder.
 
     read_bytes  that the last `poll` has read of weights, from the folder
+    listed      the number of snapshots that the folder listed at the last `poll`
     """
 
     def __init__(
@@ -67,7 +68,12 @@ class SnapshotFollower:
         self._allow_rollback = allow_rollback
         self._refused: dict[Entry, _Refused] = {}
         self._told: dict[str, str] = {}  # what was told last of the list, and of what the server holds
-        self.read_bytes = 0
+        self.read_bytes = self.listed = 0
+
+    @property
+    def folder_exists(self) -> bool:
+        """Whether the folder exists on this host. A store has none: True."""
+        return not isinstance(self._folder, LocalFolder) or Path(self._folder.where()).is_dir()
 
     @property
     def refused(self) -> Mapping[str, Exception]:
@@ -85,6 +91,7 @@ class SnapshotFollower:
         try:
             found = listed(self._folder)
             entries = () if found is None else found.entries()
+            self.listed = len(entries)
         except Mismatch as error:
             self._refuse(Entry(LIST, 0), error)
             return None

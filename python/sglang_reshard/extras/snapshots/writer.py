@@ -26,8 +26,9 @@ import torch
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.extras.snapshots.manifest import DELTA, Entry, SnapshotFile
 from sglang_reshard.extras.snapshots.upload import SnapshotStore
-from sglang_reshard.extras.snapshots.writer_files import DEFAULT_FILE_BYTES, SnapshotFiles, write_boxes
+from sglang_reshard.extras.snapshots.writer_files import DEFAULT_FILE_BYTES, FLOATING_POINT, SnapshotFiles, write_boxes
 from sglang_reshard.extras.snapshots.writer_folder import SnapshotFolder
+from sglang_reshard.nearest import check_one_of
 from sglang_reshard.protocol.publication import next_publication
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import NamedTensors, TrainerState, describe
@@ -68,6 +69,10 @@ class SnapshotOptions:
     delta: bool = False
     upload: str | None = None
     rename: Renaming | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            check_one_of("dtype", self.dtype, FLOATING_POINT)
 
 
 class SnapshotWriter:

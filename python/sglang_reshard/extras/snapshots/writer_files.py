@@ -28,6 +28,7 @@ _SAFETENSORS = {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
+FLOATING_POINT = tuple(name for name in _SAFETENSORS if getattr(torch, name).is_floating_point)
 DEFAULT_FILE_BYTES = 5 << 30
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
+from typing import get_args
 
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.rank_info import RankGpuInfo
+from sglang_reshard.nearest import nearest
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsReq,
@@ -20,6 +22,7 @@ from sglang_reshard.protocol.messages import (
     PullWeightsReq,
     SharedWeights,
     ShareWeightsReq,
+    Verify,
 )
 from sglang_reshard.protocol.publication import MOST_PUBLICATION
 from sglang_reshard.protocol.validation.layouts import MAX_TRAINER_RANKS
@@ -43,7 +46,8 @@ _HEXADECIMAL = frozenset("0123456789abcdef")
 def check_transport(name: str) -> None:
     """Raises Mismatch for the name of a transport that does not exist."""
     if name != "auto" and name not in ROUTES:
-        raise Mismatch(f"transport {name!r} is not one of: {', '.join(('auto', *ROUTES))}")
+        known = ("auto", *ROUTES)
+        raise Mismatch(f"transport {name[:80]!r} is not one of: {', '.join(known)}{nearest(name, known)}")
 
 
 def check_request(request: DistributedUpdateWeightsReq) -> None:
@@ -58,8 +62,7 @@ def check_request(request: DistributedUpdateWeightsReq) -> None:
         )
     _check_address(request.address, invalid)
     for name, number in (("update", request.update), ("engine", request.engine), ("stock", request.stock_changes)):
-        if not 0 <= number <= _MAX_NUMBER:
-            raise invalid(f"the {name} number {_shown(number)} is out of range (0 to {_MAX_NUMBER:,})")
+        _check_number(name, number, invalid)
     _check_publication(request.publication, invalid)
     _check_options(request, invalid, MAX_TIMEOUT_S)
     if len(request.offers) not in (0, ranks):
@@ -146,11 +149,21 @@ def _check_options(
     request: DistributedUpdateWeightsReq | PullWeightsReq | ShareWeightsReq, invalid: _Invalid, longest_s: float
 ) -> None:
     _check_lengths((request.transport,), invalid)
+    if not isinstance(request, PullWeightsReq):
+        _check_number("protocol", request.protocol, invalid)
     check_transport(request.transport)
+    if request.verify not in get_args(Verify):  # of a request that was decoded it is
+        known = get_args(Verify)
+        raise invalid(f"verify={request.verify!r} is not one of: {', '.join(known)}{nearest(request.verify, known)}")
     if not 1 <= request.bucket_bytes <= MAX_BUCKET_BYTES:
         raise invalid(f"bucket_bytes={_shown(request.bucket_bytes)} is out of range (1 to {MAX_BUCKET_BYTES:,})")
     if not MIN_TIMEOUT_S <= request.timeout_s <= longest_s:  # false for NaN, too
         raise invalid(f"timeout_s={request.timeout_s} is out of range ({MIN_TIMEOUT_S} to {longest_s:.0f} seconds)")
+
+
+def _check_number(name: str, number: int, invalid: _Invalid) -> None:
+    if not 0 <= number <= _MAX_NUMBER:
+        raise invalid(f"the {name} number {_shown(number)} is out of range (0 to {_MAX_NUMBER:,})")
 
 
 def _check_publication(publication: int, invalid: _Invalid) -> None:

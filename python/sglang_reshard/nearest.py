@@ -1,0 +1,36 @@
+"""Checks values and names that a user spells, and names the known one that a misspelt one is most like."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+
+from sglang_reshard.errors import Unsupported
+
+
+def nearest(value: object, known: Iterable[str]) -> str:
+    """Returns ". Did you mean 'p2p'?" for the end of an error; "" if no known value is like this one."""
+    by_lower = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(str(value)[:100].lower(), by_lower, n=1, cutoff=0.5)
+    return f". Did you mean {by_lower[found[0]]!r}?" if found else ""
+
+
+def check_one_of(name: str, value: object, known: Collection[str]) -> None:
+    """Raises Unsupported, with all known values, for another one."""
+    if value not in known:
+        raise Unsupported(
+            f"{name}={value!r} is not supported; use {' or '.join(map(repr, known))}{nearest(value, known)}"
+        )
+
+
+def check_names(what: str, given: Iterable[str], known: Collection[str], elsewhere: Collection[str] = ()) -> None:
+    """Raises TypeError, as Python does for keyword arguments, for a name that is not known.
+
+    what       what the names are of: "a sender"
+    elsewhere  names that another call takes, which the error says
+    """
+    for name in given:
+        if name in elsewhere and name not in known:
+            raise TypeError(f"{name!r} is no option of {what}, but of its updates: pass it to update()")
+        if name not in known:
+            raise TypeError(f"{name!r} is no option of {what}; they are {', '.join(known)}{nearest(name, known)}")
