@@ -223,7 +223,7 @@ def hosts(path: Path) -> str:
     head, rows = results.load(path)
     lines = [
         f"{_measured_by(head, path)}: {rows[0]['model_bytes'] / 1e6:,.0f} MB in bfloat16. {' '.join(head['notes'])} "
-        f"Seconds are the median of {rows[0]['updates']} updates; `share` is relative to one TCP connection on that link.",
+        f"Seconds are the median of {rows[0]['updates']} updates; `share` is relative to one TCP connection there.",
         "",
         "| trainer hosts | receivers | transport | update, s | times one receiver | sent by a trainer host, MB "
         "| share | bit-exact |",

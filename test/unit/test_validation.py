@@ -155,13 +155,8 @@ REQUEST = DistributedUpdateWeightsReq(
         ({"handles": ("a",)}, "2 trainer hosts, 1 memory handles"),
         ({"handles": (), "trainer_hosts": ()}, "0 trainer hosts"),
         ({"prepared": ("r",)}, "1 prepared transfers"),
-<<<<<<< HEAD
         ({"trainer_devices": (RankGpuInfo(),)}, "1 trainer devices"),
-        ({"trainer_devices": (RankGpuInfo("x" * 5000),) * 2}, "a name of 5,000 characters"),
-=======
-        ({"trainer_devices": (RankDevice(),)}, "1 trainer devices"),
-        ({"trainer_devices": (RankDevice("x" * 5000),) * 2}, "a text of 5,000 characters"),
->>>>>>> d2447f7 (Errors and log lines are plain sentences; usage pages say who acts)
+        ({"trainer_devices": (RankGpuInfo("x" * 5000),) * 2}, "a text of 5,000 characters"),
         ({"update": -1}, "the update number -1"),
         ({"update": 1 << 64}, "the update number 18,446,744,073,709,551,616"),
         ({"update": 10**5000}, "the update number of 16,610 bits"),

@@ -58,15 +58,10 @@ def _placement(where: str, placement: Any) -> Placement:
     if kind is Shard or kind is StridedShard:
         found = Placement(int(placement.dim), int(getattr(placement, "split_factor", 1)))
         if found.dim < 0:
-<<<<<<< HEAD
-            raise Unsupported(f"{where} has the placement {placement!r}; count its dimension from the first")
-        known = Shard(found.dim) if kind is Shard else StridedShard(found.dim, split_factor=found.split_factor)
-=======
             raise Unsupported(
                 f"{where} has the placement {placement!r} with a negative dimension; use a dimension from 0 on"
             )
-        known = Shard(found.dim) if kind is Shard else _StridedShard(found.dim, split_factor=found.split_factor)
->>>>>>> d2447f7 (Errors and log lines are plain sentences; usage pages say who acts)
+        known = Shard(found.dim) if kind is Shard else StridedShard(found.dim, split_factor=found.split_factor)
         if placement == known:
             return found
     if isinstance(placement, Partial):
