@@ -31,7 +31,7 @@ from support.documents import (
 )
 
 OBSERVABILITY, OPTIONS, TROUBLESHOOTING = "docs/observability.md", "docs/usage/options.md", "docs/troubleshooting.md"
-FOLDERS = "test|benchmark|demo|docs|examples|observability|oracle|patches|pictures|python|verl_integration|release"
+FOLDERS = "test|benchmark|demo|docs|examples|observability|oracle|patches|pictures|python|verl_integration|release|website"
 TARGETS = sorted({m for d in DOCUMENTS for c in commands(d) for m in re.findall(r"\bmake ([a-z][\w-]*)", c)})
 MODULES = sorted({m for d in DOCUMENTS for c in commands(d) for m in re.findall(r"python -m ([\w.]+)", c)})
 
@@ -291,6 +291,7 @@ RUN_BY = {
     r"python -m benchmark\.block_fp8": "test/unit/test_block_fp8_updates.py",
     r"make bench.*|python -m benchmark(\.\w+)?( .*)?": "test/unit/test_benchmark.py",
     r"python -m release\.prose( .*)?": "test/unit/test_prose.py",
+    r"make docs(-serve)?|python -m website\.pages": "test/unit/test_reference_pages.py",
     r"make lock|pip (install|uninstall) .*|make (wheel|fork|test-fork)( .*)?": "test/engine/release/test_fork.py",
     r"sglang-reshard plan( .*)?": "test/engine/forecast/test_presets.py",
     r"sglang-reshard pull( .*)?|curl .*/pull_weights.*": "test/engine/live/test_pull.py",
