@@ -295,7 +295,7 @@ RUN_BY = {
     r"make lock|pip (install|uninstall) .*|make (wheel|fork|test-fork)( .*)?": "test/engine/release/test_fork.py",
     r"sglang-reshard plan( .*)?": "test/engine/forecast/test_presets.py",
     r"sglang-reshard pull( .*)?|curl .*/pull_weights.*": "test/engine/live/test_pull.py",
-    r"sglang-reshard follow .*": "test/engine/live/test_server.py",
+    r"sglang-reshard follow( .*)?": "test/engine/live/test_server.py",
     r"sglang-reshard doctor( .*)?": "test/engine/live/test_metrics_live.py",
     r"sglang-reshard doctor --side \w+|python -m sglang_reshard\.cli\.doctor": "test/installed/test_bare_venv.py",
     r"python -m sglang\.launch_server|curl .*/weights_info": "test/engine/live/test_server.py",
