@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any
 
 import griffe
 
-from website.fields import Fields, Paragraph, parts
-from website.markdown import cell
+from website.docstrings import as_markdown
 
 
 class FieldLists(griffe.Extension):
@@ -17,24 +15,3 @@ class FieldLists(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
-
-
-def as_markdown(docstring: str) -> str:
-    """Returns a docstring as Markdown: fields as a list, indented paragraphs as Python."""
-    blocks: list[str] = []
-    for part in parts(docstring):
-        if isinstance(part, Fields):
-            blocks.append(
-                "\n".join(f"- {', '.join(f'`{name}`' for name in names)}: {cell(text)}" for names, text in part.of)
-            )
-        elif _is_code(part) and blocks and blocks[-1].startswith("```"):
-            blocks[-1] = blocks[-1].removesuffix("\n```") + f"\n\n{textwrap.dedent(part.text)}\n```"
-        elif _is_code(part):
-            blocks.append(f"```python\n{textwrap.dedent(part.text)}\n```")
-        else:
-            blocks.append(cell(part.text))
-    return "\n\n".join(blocks)
-
-
-def _is_code(part: Paragraph) -> bool:
-    return all(line.startswith("    ") for line in part.text.splitlines())

@@ -38,7 +38,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if uri in _ADDRESSES or uri.startswith("docs/"):
             file.dest_uri = _ADDRESSES.get(uri, file.dest_uri.removeprefix("docs/"))
         found.append(file)
-    for uri in sorted({link for uri in documents for link in _links(uri)}.difference(documents)):
+    linked = {link for document in documents for link in _links(document)}
+    for uri in sorted(linked.difference(documents)):
         if (REPOSITORY / uri).is_file():
             found.append(_file(config, uri))
     found.append(File.generated(config, "assets/site.css", abs_src_path=str(REPOSITORY / "website/site.css")))

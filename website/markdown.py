@@ -12,12 +12,15 @@ def page(title: str, *blocks: str) -> str:
     return "\n\n".join([f"# {title}", GENERATED, *(block.strip("\n") for block in blocks)]) + "\n"
 
 
+def inline(text: str) -> str:
+    """Returns text as one line, its stars and angle brackets escaped outside of code."""
+    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    return "".join(p if p.startswith("`") else re.sub(r"(?<!\\)([<*])", r"\\\1", p) for p in parts)
+
+
 def cell(text: str) -> str:
-    """Returns text for the cell of a table: one line, its bars and angle brackets escaped outside of code."""
-    line = " ".join(text.split())
-    parts = re.split(r"(`[^`]*`)", line)
-    escaped = [p if p.startswith("`") else re.sub(r"(?<!\\)([<*])", r"\\\1", p) for p in parts]
-    return "".join(escaped).replace("|", "\\|")
+    """Returns text for the cell of a table."""
+    return inline(text).replace("|", "\\|")
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

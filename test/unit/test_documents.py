@@ -31,7 +31,9 @@ from support.documents import (
 )
 
 OBSERVABILITY, OPTIONS, TROUBLESHOOTING = "docs/observability.md", "docs/usage/options.md", "docs/troubleshooting.md"
-FOLDERS = "test|benchmark|demo|docs|examples|observability|oracle|patches|pictures|python|verl_integration|release|website"
+FOLDERS = (
+    "test|benchmark|demo|docs|examples|observability|oracle|patches|pictures|python|verl_integration|release|website"
+)
 TARGETS = sorted({m for d in DOCUMENTS for c in commands(d) for m in re.findall(r"\bmake ([a-z][\w-]*)", c)})
 MODULES = sorted({m for d in DOCUMENTS for c in commands(d) for m in re.findall(r"python -m ([\w.]+)", c)})
 

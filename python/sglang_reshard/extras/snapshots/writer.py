@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -31,7 +31,7 @@ from sglang_reshard.extras.snapshots.writer_folder import SnapshotFolder
 from sglang_reshard.protocol.publication import next_publication
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import NamedTensors, TrainerState, describe
-from sglang_reshard.sources.names import Renaming
+from sglang_reshard.sources.names import Rename, Renaming
 from sglang_reshard.trainer.gathering import Gathering
 from sglang_reshard.trainer.stages import Stages
 
@@ -68,6 +68,19 @@ class SnapshotOptions:
     delta: bool = False
     upload: str | None = None
     rename: Renaming | None = None
+
+
+class SnapshotGiven(TypedDict, total=False):
+    """The fields of `SnapshotOptions` but `name`, as they are given by name."""
+
+    dtype: str | None
+    partial: bool
+    keep: int | None
+    copy_from: str | Path | None
+    file_bytes: int
+    delta: bool
+    upload: str | None
+    rename: Rename | None
 
 
 class SnapshotWriter:
