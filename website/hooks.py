@@ -19,7 +19,7 @@ from mkdocs.structure.pages import Page
 
 REPOSITORY = Path(__file__).parents[1]
 _ADDRESSES = {"RESHARDING_GUIDE.md": "guide/index.html", "docs/README.md": "documentation/index.html"}
-_FOLDERS = {"Usage": "docs/usage", "Recipes": "docs/recipes", "How it works": "docs", "Reference": "docs/reference"}
+_FOLDERS = {"Usage": "docs/usage", "Recipes": "docs/recipes", "Concepts": "docs", "Reference": "docs/reference"}
 _PROJECT = (
     "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "examples/http/README.md", "benchmark/README.md",
 )  # fmt: skip
@@ -37,6 +37,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         file = _file(config, uri)
         if uri in _ADDRESSES or uri.startswith("docs/"):
             file.dest_uri = _ADDRESSES.get(uri, file.dest_uri.removeprefix("docs/"))
+        if uri in _PROJECT:
+            file.name = Path(file.dest_uri).parent.name  # else a README would be the index of all of them
         found.append(file)
     linked = {link for document in documents for link in _links(document)}
     for uri in sorted(linked.difference(documents)):
