@@ -90,6 +90,38 @@ $(BRIDGE_STAMP): | $(STAMP)
 	  datasets==4.0.0
 	touch $@
 
+# The site of the documents, in an environment of its own: 60 MB. mermaid draws the diagrams and comes from npm, so that
+# the site loads nothing from elsewhere; without npm, pages with diagrams load it from unpkg.com, and the build says so.
+MKDOCS := mkdocs==1.6.1 mkdocs-material==9.8.2 mkdocs-material-extensions==1.3.1 mkdocs-get-deps==0.2.2 \
+  mkdocstrings==1.0.8 mkdocstrings-python==2.0.11 mkdocs-autorefs==1.4.5 griffelib==2.4.1 ruff==0.17.5 \
+  babel==2.19.0 backrefs==8.3.1 certifi==2026.10.19.post1 charset-normalizer==3.5.3 click==8.5.1 colorama==0.4.6 \
+  ghp-import==2.1.0 idna==3.20 jinja2==3.1.6 markdown==3.11.3 markupsafe==3.0.4 mergedeep==1.3.4 packaging==26.4 \
+  paginate==0.5.7 pathspec==1.1.1 platformdirs==4.14.8 pygments==2.21.0 pymdown-extensions==13.1.2 \
+  python-dateutil==4.0.0 pyyaml==6.0.4 pyyaml-env-tag==1.1 requests==2.34.2 tzdata==2026.6 urllib3==2.8.0 watchdog==7.1.0
+MERMAID := 11.17.2
+DOCS := $(VENV)/docs
+DOCS_STAMP := $(DOCS)/.mkdocs-material-9.8.2-mermaid-$(MERMAID)
+MKDOCS_RUN := NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(DOCS)/bin/python -m mkdocs
+
+.PHONY: setup-docs docs docs-serve
+setup-docs: $(DOCS_STAMP)
+
+$(DOCS_STAMP): | $(STAMP)
+	rm -rf $(DOCS)
+	$(BIN)/uv venv --quiet --python $(BIN)/python $(DOCS)
+	VIRTUAL_ENV=$(CURDIR)/$(DOCS) $(BIN)/uv pip install --quiet --no-deps --compile-bytecode $(MKDOCS)
+	cd $(DOCS) && npm pack --silent mermaid@$(MERMAID) && tar -xzf mermaid-$(MERMAID).tgz --strip-components=2 \
+	  package/dist/mermaid.min.js; rm -f mermaid-$(MERMAID).tgz
+	touch $@
+
+# All documents as one site, build/site: it fails at a link or an anchor that leads nowhere. Half a minute.
+docs: setup-docs
+	$(MKDOCS_RUN) build --strict
+
+# The same at http://127.0.0.1:8000, built again when a document changes.
+docs-serve: setup-docs
+	$(MKDOCS_RUN) serve
+
 # The tests that run on both ends of the range of SGLang's versions; `make test` has them too.
 test-newest: setup
 	$(BIN)/python -m pytest test/engine/test_hooks.py test/engine/live/test_newest.py \
@@ -151,8 +183,8 @@ test-verl: setup
 # Everything there is: also what repeats in other cases what `make test` shows in one, marked `sweep`, and every rank of
 # every engine that the architectures are tried with. It writes benchmark/results/architectures.json and its
 # page in docs/results, and benchmark/results/test-all.json: counts, minutes and the slowest tests, unless PYTEST_ARGS
-# chooses a part.
-test-all: setup setup-bridge setup-torchrl
+# chooses a part. It builds the site of the documents, too.
+test-all: setup setup-bridge setup-torchrl docs
 	SGLANG_RESHARD_SWEEP=1 $(if $(PYTEST_ARGS),,SGLANG_RESHARD_SUMMARY=benchmark/results/test-all.json) \
 	  $(BIN)/python -m pytest $(PYTEST_ARGS)
 	$(if $(PYTEST_ARGS),,$(BIN)/python -m benchmark.pages test-all)

@@ -22,6 +22,7 @@ from transformers import Qwen3ForCausalLM
 from benchmark.deltas.training import LARGE, Trainer, config
 from benchmark.hosts.job import read, write
 from sglang_reshard import ModuleReceiver, ModuleSender
+from sglang_reshard.trainer.options import Delta
 
 _WAIT_S = 300.0
 _PORT = 29534
@@ -31,7 +32,7 @@ class Way(msgspec.Struct, frozen=True):
     """A way of sending."""
 
     transport: str
-    delta: str
+    delta: Delta
     relay: bool = False
     learning_rate: float = 1e-6
     background: bool = False

@@ -32,8 +32,11 @@ from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from sglang_reshard.extras.asynchronous.background import UpdateHandle
     from sglang_reshard.extras.probe.probe import Probe
+    from sglang_reshard.trainer.given import SenderGiven, UpdateGiven
 
 logger = get_logger(__name__)
 _SESSION = "engines"
@@ -59,7 +62,7 @@ class MultiEngineSender(InBackground):
         global_ranks: tuple[int, ...],
         relay: bool = False,
         options: SenderOptions | None = None,
-        **given: Any,
+        **given: Unpack[SenderGiven],
     ) -> None:
         self._options = SenderOptions.of(options, given)
         if relay and self._options.transport != "nixl":
@@ -115,7 +118,7 @@ class MultiEngineSender(InBackground):
         *,
         on_failure: Literal["raise", "exclude"] = "raise",
         probe: Probe | None = None,
-        **given: Any,
+        **given: Unpack[UpdateGiven],
     ) -> dict[str, UpdateReport]:
         """Updates all engines to these weights, and returns a report of each; see `WeightSender.update`. Collective.
 
@@ -140,7 +143,7 @@ class MultiEngineSender(InBackground):
         latest_only: bool = False,
         shadow_device: torch.device | None = None,
         probe: Probe | None = None,
-        **given: Any,
+        **given: Unpack[UpdateGiven],
     ) -> UpdateHandle[dict[str, UpdateReport]]:
         """Updates all engines from a copy of the shards, while the trainer continues; see `WeightSender.update_async`.
 

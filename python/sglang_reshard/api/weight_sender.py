@@ -32,8 +32,11 @@ from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 from sglang_reshard.trainer.update_sender import UpdateSender
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from sglang_reshard.extras.asynchronous.background import UpdateHandle
     from sglang_reshard.extras.probe.probe import Probe
+    from sglang_reshard.trainer.given import SenderGiven, UpdateGiven
 
 _ENGINE, _NAME = 0, "engine"  # its number in the session, and its name for a probe
 
@@ -50,7 +53,7 @@ class WeightSender(InBackground, UpdateSender):
         admin_api_key: str | None = None,
         interface: str | None = None,
         options: SenderOptions | None = None,
-        **given: Any,
+        **given: Unpack[SenderGiven],
     ) -> None:
         """Opens a session with a server. Collective over `group`.
 
@@ -81,7 +84,7 @@ class WeightSender(InBackground, UpdateSender):
         *,
         interface: str = LOOPBACK,
         options: SenderOptions | None = None,
-        **given: Any,
+        **given: Unpack[SenderGiven],
     ) -> WeightSender:
         """Opens a session with an engine to which `send` sends requests. Collective over `group`.
 
@@ -102,7 +105,7 @@ class WeightSender(InBackground, UpdateSender):
         global_ranks: tuple[int, ...],
         send: Send | None,
         options: SenderOptions | None = None,
-        **given: Any,
+        **given: Unpack[SenderGiven],
     ) -> WeightSender:
         """Uses an open session.
 
@@ -120,7 +123,7 @@ class WeightSender(InBackground, UpdateSender):
         options: UpdateOptions | None = None,
         *,
         probe: Probe | None = None,
-        **given: Any,
+        **given: Unpack[UpdateGiven],
     ) -> UpdateReport:
         """Updates the engine to these weights. Collective: all trainer ranks pass the same names in the same order.
 
@@ -147,7 +150,7 @@ class WeightSender(InBackground, UpdateSender):
         latest_only: bool = False,
         shadow_device: torch.device | None = None,
         probe: Probe | None = None,
-        **given: Any,
+        **given: Unpack[UpdateGiven],
     ) -> UpdateHandle[UpdateReport]:
         """Copies this rank's shards, and updates the engine from the copy while the trainer continues. Collective.
 

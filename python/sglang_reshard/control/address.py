@@ -12,7 +12,10 @@ from sglang_reshard.errors import Unauthorized
 class Address(msgspec.Struct, frozen=True):
     """Host and port of a control server, and one of its sessions. Any process that has it can join, so keep it private.
 
-    key  32 random bytes, as hex; omitted from every representation
+    session  name of the session
+    host     IP address or name that the control server listens on
+    port     its TCP port
+    key      32 random bytes, as hex; omitted from every representation
     """
 
     session: str

@@ -14,7 +14,7 @@ one rank: engine ranks read their parts from its memory, and have all of a versi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,11 @@ from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.session import LOOPBACK, Session
 from sglang_reshard.trainer.coordinator import Send
 from sglang_reshard.trainer.options import SenderOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from sglang_reshard.trainer.given import SenderGiven, UnversionedUpdateGiven
 
 Shape = Sequence[int]
 _TRAINER = 0  # the rank that broadcasts
@@ -44,7 +49,7 @@ class ParameterStream:
         device: torch.device | None = None,
         interface: str = LOOPBACK,
         options: SenderOptions | None = None,
-        **given: Any,
+        **given: Unpack[SenderGiven],
     ) -> None:
         """`send` sends a request to the engine and returns its answer: `Engine.update_weights_distributed`, or
         `RemoteEngine`'s.
@@ -117,7 +122,7 @@ class ParameterStream:
                 tensor.view(-1).view(torch.uint8).copy_(part)
         self._received |= set(names)
 
-    def commit(self, version: object, **options: Any) -> UpdateReport:
+    def commit(self, version: object, **options: Unpack[UnversionedUpdateGiven]) -> UpdateReport:
         """Updates the engine to a version whose parameters have all arrived; its weight_version is `version`.
 
         options  of `WeightSender.update`

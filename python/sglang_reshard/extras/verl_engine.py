@@ -39,6 +39,9 @@ from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
+    from typing_extensions import Unpack
+
+    from sglang_reshard.trainer.given import UpdateGiven
 
 
 class VerlEngine:
@@ -116,7 +119,7 @@ class VerlEngine:
         named_tensors: NamedTensors | torch.nn.Module,
         load_format: str | None = None,
         options: UpdateOptions | None = None,
-        **given: Any,
+        **given: Unpack[UpdateGiven],
     ) -> UpdateReport:
         """Updates the engine to these weights. Every rank passes its own shards.
 

@@ -106,7 +106,13 @@ class ProbeReport(msgspec.Struct, frozen=True):
 
 
 class ProbeSummary(msgspec.Struct, frozen=True):
-    """A probe's outcome as an engine's metrics show it: differences in nats, None for infinite ones, and seconds."""
+    """A probe's outcome as an engine's metrics show it.
+
+    outcome             "passed", "mismatch" or "skipped"
+    mean_difference     mean of |engine - trainer|, in nats; None if it is infinite
+    largest_difference  its maximum, likewise
+    seconds             that the probe took
+    """
 
     outcome: Outcome
     mean_difference: float | None

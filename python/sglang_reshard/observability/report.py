@@ -58,6 +58,7 @@ class Traffic(msgspec.Struct, frozen=True):
 class RankReport(msgspec.Struct, frozen=True):
     """One engine rank's part.
 
+    rank              the engine rank
     received_bytes    bytes that it received by broadcast or p2p, or read from trainer memory
     least_bytes       bytes that it lacked, in the trainer's dtypes; only deltas can be less
     peak_extra_bytes  the most memory that the update took beyond the engine's own: on CPU the rise of resident memory

@@ -50,8 +50,11 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     trainer_devices  each trainer rank's GPU; empty if no trainer rank has one
     prepared         the transfer that each trainer rank is still prepared for, by `Prepare.transfer`
     weight_version   the engine's weight_version once all ranks have the weights; None leaves it unchanged
+    transport        how the weights reach the engine ranks, see `routes`
     bucket_bytes     size of a bucket; a rank holds at most two
     timeout_s        seconds that any one wait of this update may last
+    flush_cache      flush the cache of what was computed with the old weights
+    abort_all_requests   end running requests instead of waiting for them
     ignore           fnmatch patterns of names that no engine rank needs to read
     apart            name -> why it is not its embedding bit for bit, of tensors that no engine rank may read
     frozen, only     fnmatch patterns of the engine's parameters that may stay as they are, see `trace.kept.MayStay`
@@ -161,7 +164,11 @@ class LoadSnapshotReq(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadSnapshotOutput(msgspec.Struct, frozen=True):
-    """Answers `LoadSnapshotReq`. success is False where the server holds later weights, or gets them just now."""
+    """Answers `LoadSnapshotReq`.
+
+    success  False where the server holds later weights, or gets them just now
+    message  why not; empty after a success
+    """
 
     success: bool
     message: str = ""
@@ -170,8 +177,11 @@ class LoadSnapshotOutput(msgspec.Struct, frozen=True):
 class PullWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     """Asks an engine to take the live weights of the one at `url`, whose keys are `api_key` and `admin_api_key`.
 
-    verify  "full" computes the digest of the arrived weights, and compares it with that of the other engine's last
-            update, if that is known
+    url            of the other server, as this one reaches it: http://host:port
+    api_key        its --api-key, if it has one
+    admin_api_key  its --admin-api-key, if it has one
+    verify         "full" computes the digest of the arrived weights, and compares it with that of the other engine's
+                   last update, if that is known
 
     Other fields are as in `DistributedUpdateWeightsReq`.
     """
@@ -188,12 +198,17 @@ class PullWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
 class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Reports the outcome of an update.
 
+    success       all engine ranks have the new weights
+    message       why it failed, and what to do; after a success a note, such as names that the engine does not use
     torn          the weights are partly written; only a successful update restores them
     under_way     between the engine's processes only: the step that was asked about is still running
+    transport     that moved the weights; empty if none was chosen
+    transport_reason   why this one
     digest        of all weights, see `digest.whole_model`; empty unless verify="full" compared them
     tensors       number of tensors in the source layout
     source_bytes  bytes of these
     read_bytes    trainer rank -> bytes that engine ranks read from its memory, or are sent
+    ranks         a report of each engine rank
     taken         engine ranks took the trainer ranks' offers instead of all weights
     detour        see `Traffic`
     kept          names of the engine's parameters that were left as they are

@@ -11,9 +11,9 @@ import msgspec
 
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, Mismatch, TornWeights, Unauthorized, Unsupported
 from sglang_reshard.layout.decoders import from_json
-from sglang_reshard.nearest import check_names
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.protocol.messages import (
+    DEFAULT_BUCKET_BYTES,
     DEFAULT_TIMEOUT_S,
     WAITS,
     DistributedUpdateWeightsOutput,
@@ -21,6 +21,7 @@ from sglang_reshard.protocol.messages import (
     PullWeightsReq,
     SharedWeights,
     ShareWeightsReq,
+    Verify,
     as_list,
 )
 from sglang_reshard.protocol.weights_info import WeightsInfo
@@ -84,20 +85,35 @@ class ServerClient:
         return self._decoded(self._ask("POST", "/share_weights", request), SharedWeights)
 
     def pull_weights(
-        self, url: str, *, api_key: str = "", admin_api_key: str = "", **options: Any
+        self,
+        url: str,
+        *,
+        api_key: str = "",
+        admin_api_key: str = "",
+        transport: str = "auto",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        verify: Verify = "full",
     ) -> DistributedUpdateWeightsOutput:
         """Lets the server take the live weights of the one at `url`. Returns the outcome, which may be a failure.
 
         url, api_key, admin_api_key  of the other server, as this one reaches it
-        options                      transport, bucket_bytes, timeout_s and verify, see `WeightSender`
+        transport, bucket_bytes, timeout_s, verify   see `WeightSender`
 
         Neither needs a trainer. The other server keeps generating. Raises Mismatch for a transport or a verify that
         does not exist, before anything is sent.
         """
         from sglang_reshard.protocol.validation.requests import check_pull_request
 
-        check_names("a pull", options, ("transport", "bucket_bytes", "timeout_s", "verify"))
-        request = PullWeightsReq(url=url, api_key=api_key, admin_api_key=admin_api_key, **options)
+        request = PullWeightsReq(
+            url=url,
+            api_key=api_key,
+            admin_api_key=admin_api_key,
+            transport=transport,
+            bucket_bytes=bucket_bytes,
+            timeout_s=timeout_s,
+            verify=verify,
+        )
         check_pull_request(request)
         return self._outcome("/pull_weights", request)
 

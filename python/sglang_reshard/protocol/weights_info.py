@@ -37,6 +37,7 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     session, update  the session's name (not its key), and the number of the update in it
     transport        that moved the weights
     engine_ranks     number of engine ranks that hold them
+    layout           the trainer's layout of these weights; None without an update
     kept             names of parameters that the update left as they were; the digest has their names, not their values
     paused           True while generation is paused: requests wait
     data_parallel_ranks  number of ranks among which requests are distributed

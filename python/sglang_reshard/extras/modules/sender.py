@@ -10,7 +10,7 @@ Each receiver is an engine of one rank to the sender; requests and answers go by
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -29,6 +29,11 @@ from sglang_reshard.sources import NamedTensors
 from sglang_reshard.trainer.collectives import on_first_rank
 from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from sglang_reshard.trainer.given import EnginesAsyncGiven, EnginesGiven, SenderGiven
+
 
 class ModuleSender:
     """One trainer rank's end. Receivers may come and go between updates.
@@ -43,7 +48,7 @@ class ModuleSender:
         interface: str = LOOPBACK,
         relay: bool = False,
         options: SenderOptions | None = None,
-        **given: Any,
+        **given: Unpack[SenderGiven],
     ) -> None:
         """Opens a session. Collective over `group`.
 
@@ -70,7 +75,10 @@ class ModuleSender:
         on_first_rank(lambda: self._mail.wait(count, timeout_s) if self._mail else None, self._group)
 
     def update(
-        self, named_tensors: NamedTensors | torch.nn.Module, options: UpdateOptions | None = None, **given: Any
+        self,
+        named_tensors: NamedTensors | torch.nn.Module,
+        options: UpdateOptions | None = None,
+        **given: Unpack[EnginesGiven],
     ) -> dict[str, UpdateReport]:
         """Updates all receivers to these weights, and returns a report of each once all have them. Collective.
 
@@ -80,7 +88,10 @@ class ModuleSender:
         return self._sender.update(named_tensors, options, **given) if self._meet_receivers() else {}
 
     def update_async(
-        self, named_tensors: NamedTensors | torch.nn.Module, options: UpdateOptions | None = None, **given: Any
+        self,
+        named_tensors: NamedTensors | torch.nn.Module,
+        options: UpdateOptions | None = None,
+        **given: Unpack[EnginesAsyncGiven],
     ) -> UpdateHandle[dict[str, UpdateReport]]:
         """Copies this rank's shards, and updates all receivers from the copy while the trainer continues. Collective.
 

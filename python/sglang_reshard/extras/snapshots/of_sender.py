@@ -8,7 +8,7 @@ report = snapshots.update_or_write(model, weight_version="42")   # writes if the
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -23,6 +23,12 @@ from sglang_reshard.sources import NamedTensors, TrainerState
 from sglang_reshard.sources.names import Renaming
 from sglang_reshard.trainer.options import UpdateOptions
 from sglang_reshard.trainer.update_sender import repeatable
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from sglang_reshard.extras.snapshots.writer import SnapshotGiven
+    from sglang_reshard.trainer.given import UnversionedUpdateGiven
 
 _KEPT = 3  # snapshots that stay in the folder, of those that `update_or_write` writes
 
@@ -43,11 +49,15 @@ class Snapshots:
     file_bytes  of a file of weights, at most, unless one tensor has more
     """
 
-    def __init__(self, sender: WeightSender | MultiEngineSender, folder: str | Path, **options: Any) -> None:
+    def __init__(
+        self, sender: WeightSender | MultiEngineSender, folder: str | Path, **options: Unpack[SnapshotGiven]
+    ) -> None:
         self._sender, self._folder, self._options = sender, Path(folder), options
         self._chosen("", {})  # raises TypeError for a name that is none
 
-    def write(self, named_tensors: NamedTensors | torch.nn.Module, name: str, **options: Any) -> SnapshotReport:
+    def write(
+        self, named_tensors: NamedTensors | torch.nn.Module, name: str, **options: Unpack[SnapshotGiven]
+    ) -> SnapshotReport:
         """Writes the weights to `folder`/`name`, a Hugging Face checkpoint that any engine starts from. Collective.
 
         Every trainer rank writes its own boxes; nothing is gathered. The folder gets its name, and `folder`/latest
@@ -65,7 +75,7 @@ class Snapshots:
         name: str,
         *,
         shadow_device: torch.device | None = None,
-        **options: Any,
+        **options: Unpack[SnapshotGiven],
     ) -> UpdateHandle[SnapshotReport]:
         """Copies this rank's shards, and writes them from the copy while the trainer continues. Collective.
 
@@ -83,7 +93,11 @@ class Snapshots:
         )
 
     def update_or_write(
-        self, named_tensors: NamedTensors | torch.nn.Module, *, weight_version: str, **options: Any
+        self,
+        named_tensors: NamedTensors | torch.nn.Module,
+        *,
+        weight_version: str,
+        **options: Unpack[UnversionedUpdateGiven],
     ) -> UpdateReport:
         """Updates the engine. If its server does not answer, writes a snapshot named `weight_version`. Collective.
 
@@ -117,8 +131,8 @@ class Snapshots:
         writer = SnapshotWriter(participant.session, *participant.ranks, participant.timeout_s)
         return writer.write(weights, self._folder, options)
 
-    def _chosen(self, name: str, options: dict[str, Any]) -> SnapshotOptions:
-        chosen = {**self._options, **options}
+    def _chosen(self, name: str, options: SnapshotGiven) -> SnapshotOptions:
+        chosen: dict[str, Any] = {**self._options, **options}
         if (source := chosen.get("copy_from")) is not None:
             chosen["copy_from"] = Path(source)
         return SnapshotOptions(name, **{**chosen, "rename": Renaming.of(chosen.get("rename"))})

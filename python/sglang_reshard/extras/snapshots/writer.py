@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -32,7 +32,7 @@ from sglang_reshard.nearest import check_one_of
 from sglang_reshard.protocol.publication import next_publication
 from sglang_reshard.protocol.session import Session
 from sglang_reshard.sources import NamedTensors, TrainerState, describe
-from sglang_reshard.sources.names import Renaming
+from sglang_reshard.sources.names import Rename, Renaming
 from sglang_reshard.trainer.gathering import Gathering
 from sglang_reshard.trainer.stages import Stages
 
@@ -73,6 +73,19 @@ class SnapshotOptions:
     def __post_init__(self) -> None:
         if self.dtype is not None:
             check_one_of("dtype", self.dtype, FLOATING_POINT)
+
+
+class SnapshotGiven(TypedDict, total=False):
+    """The fields of `SnapshotOptions` but `name`, as they are given by name."""
+
+    dtype: str | None
+    partial: bool
+    keep: int | None
+    copy_from: str | Path | None
+    file_bytes: int
+    delta: bool
+    upload: str | None
+    rename: Rename | None
 
 
 class SnapshotWriter:

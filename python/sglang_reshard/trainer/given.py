@@ -1,0 +1,71 @@
+"""Options that are given by name, for editors and type checkers: `**given: Unpack[UpdateGiven]`.
+
+They are those of `trainer.options`, which documents them and has their defaults. Nothing here is imported at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+import torch
+
+from sglang_reshard.protocol.messages import LoraAdapter, Verify
+from sglang_reshard.sources.names import Rename
+from sglang_reshard.trainer.options import Delta
+
+if TYPE_CHECKING:
+    from sglang_reshard.extras.probe.probe import Probe
+
+
+class SenderGiven(TypedDict, total=False):
+    """The fields of `SenderOptions`."""
+
+    transport: str
+    bucket_bytes: int
+    timeout_s: float
+    delta: Delta
+    delta_device: torch.device | None
+    lora: LoraAdapter | None
+
+
+class UnversionedGiven(TypedDict, total=False):
+    """The fields of `UpdateOptions` but `weight_version`."""
+
+    flush_cache: bool
+    abort_all_requests: bool
+    ignore: Sequence[str]
+    verify: Verify
+    staged: bool
+    unmap_after: bool
+    partial: bool
+    draft: bool
+    rename: Rename | None
+    frozen: Sequence[str]
+    only: Sequence[str]
+
+
+class UpdateGiven(UnversionedGiven, total=False):
+    """The fields of `UpdateOptions`."""
+
+    weight_version: str | None
+
+
+class UnversionedUpdateGiven(UnversionedGiven, total=False):
+    """What `WeightSender.update` takes by name but `weight_version`."""
+
+    probe: Probe | None
+
+
+class EnginesGiven(UpdateGiven, total=False):
+    """What `MultiEngineSender.update` takes by name."""
+
+    on_failure: Literal["raise", "exclude"]
+    probe: Probe | None
+
+
+class EnginesAsyncGiven(EnginesGiven, total=False):
+    """What `MultiEngineSender.update_async` takes by name."""
+
+    latest_only: bool
+    shadow_device: torch.device | None
