@@ -51,7 +51,7 @@ WRONG: dict[str, list[tuple[str, str | None, str]]] = {
         ("--deadline-s", "0", "--deadline-s"),
         ("--deadline-s", "inf", "Invalid value"),
     ],
-    "doctor": [*KEYS, *KEY_FILES],
+    "doctor": [*KEYS, *KEY_FILES, ("--side", "trainr", "Did you mean 'trainer'?")],
     "pull": [
         *KEYS,
         *KEY_FILES,
