@@ -24,7 +24,7 @@ def unfit_reason(encoded: Encoded, units: int) -> str:
     """Returns why a message of `units` is not encoded so; empty if it may be. The remaining bytes are the index."""
     kind, changed = encoded
     if not (1 if kind is not Kind.SAME else 0) <= changed <= (units if kind is not Kind.SAME else 0):
-        return f"{changed} of {units} units have changed, which does not fit a {kind.name} message"
+        return f"{changed:,} of {units:,} units have changed, which does not fit a {kind.name} message"
     if encoded.index_bytes(units) > index_room(units):
         return f"the positions of {changed:,} units take more bytes than a bit for each of {units:,}"
     return ""

@@ -134,7 +134,7 @@ class SnapshotFollower:
                 if entry == entries[-1]:
                     self._tell(
                         "held",
-                        f"{self._engine.url} holds version {info.version}, which is not older than snapshot "
+                        f"{self._engine.url} holds version {info.version!r}, which is not older than snapshot "
                         f"{entry.name}, the newest in the folder. Pass allow_rollback (--allow-rollback) to load the "
                         "snapshot",
                     )
