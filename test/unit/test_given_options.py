@@ -11,9 +11,9 @@ import typing
 import pytest
 
 from sglang_reshard import MultiEngineSender, RemoteEngine, SenderOptions, UpdateOptions, WeightSender
+from sglang_reshard.api import given
 from sglang_reshard.extras.snapshots.writer import SnapshotGiven, SnapshotOptions
 from sglang_reshard.protocol.messages import PullWeightsReq
-from sglang_reshard.trainer import given
 
 
 def declared(kind: type, *without: str) -> dict[str, object]:
@@ -67,5 +67,5 @@ def test_a_pull_takes_the_fields_of_its_request_and_their_defaults() -> None:
 
 def test_types_of_options_cost_nothing_at_run_time() -> None:
     code = "import sys, sglang_reshard as s; s.WeightSender, s.MultiEngineSender, s.ModuleSender, s.Snapshots\n"
-    code += "assert 'sglang_reshard.trainer.given' not in sys.modules"
+    code += "assert 'sglang_reshard.api.given' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -34,9 +34,9 @@ from sglang_reshard.trainer.update_sender import UpdateSender
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from sglang_reshard.api.given import SenderGiven, UpdateGiven
     from sglang_reshard.extras.asynchronous.background import UpdateHandle
     from sglang_reshard.extras.probe.probe import Probe
-    from sglang_reshard.trainer.given import SenderGiven, UpdateGiven
 
 logger = get_logger(__name__)
 _SESSION = "engines"

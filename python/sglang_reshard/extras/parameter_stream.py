@@ -29,7 +29,7 @@ from sglang_reshard.trainer.options import SenderOptions
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from sglang_reshard.trainer.given import SenderGiven, UnversionedUpdateGiven
+    from sglang_reshard.api.given import SenderGiven, UnversionedUpdateGiven
 
 Shape = Sequence[int]
 _TRAINER = 0  # the rank that broadcasts

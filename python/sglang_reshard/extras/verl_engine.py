@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
     from typing_extensions import Unpack
 
-    from sglang_reshard.trainer.given import UpdateGiven
+    from sglang_reshard.api.given import UpdateGiven
 
 
 class VerlEngine:

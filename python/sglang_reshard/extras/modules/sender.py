@@ -32,7 +32,7 @@ from sglang_reshard.trainer.options import SenderOptions, UpdateOptions
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from sglang_reshard.trainer.given import EnginesAsyncGiven, EnginesGiven, SenderGiven
+    from sglang_reshard.api.given import EnginesAsyncGiven, EnginesGiven, SenderGiven
 
 
 class ModuleSender:

@@ -27,8 +27,8 @@ from sglang_reshard.trainer.update_sender import repeatable
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from sglang_reshard.api.given import UnversionedUpdateGiven
     from sglang_reshard.extras.snapshots.writer import SnapshotGiven
-    from sglang_reshard.trainer.given import UnversionedUpdateGiven
 
 _KEPT = 3  # snapshots that stay in the folder, of those that `update_or_write` writes
 

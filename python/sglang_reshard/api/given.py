@@ -52,20 +52,20 @@ class UpdateGiven(UnversionedGiven, total=False):
 
 
 class UnversionedUpdateGiven(UnversionedGiven, total=False):
-    """What `WeightSender.update` takes by name but `weight_version`."""
+    """The keywords of `WeightSender.update` but `weight_version`."""
 
     probe: Probe | None
 
 
 class EnginesGiven(UpdateGiven, total=False):
-    """What `MultiEngineSender.update` takes by name."""
+    """The keywords of `MultiEngineSender.update`."""
 
     on_failure: Literal["raise", "exclude"]
     probe: Probe | None
 
 
 class EnginesAsyncGiven(EnginesGiven, total=False):
-    """What `MultiEngineSender.update_async` takes by name."""
+    """The keywords of `MultiEngineSender.update_async`."""
 
     latest_only: bool
     shadow_device: torch.device | None
