@@ -135,7 +135,7 @@ class SnapshotFollower:
                     self._tell(
                         "held",
                         f"{self._engine.url} holds version {info.version!r}, which is not older than snapshot "
-                        f"{entry.name}, the newest in the folder. Pass allow_rollback (--allow-rollback) to load the "
+                        f"{entry.name!r}, the newest in the folder. Pass allow_rollback (--allow-rollback) to load the "
                         "snapshot",
                     )
                 return
