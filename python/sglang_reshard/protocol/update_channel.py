@@ -340,4 +340,4 @@ def _no_call(update: int, timeout_s: float, missing: list[int]) -> str:
 
 
 def _no_answer(missing: list[int], timeout_s: float) -> str:
-    return f"trainer ranks {missing} did not send their checksums within {timeout_s:.0f} s; look at their logs"
+    return f"trainer ranks {missing} did not answer the engine's question within {timeout_s:.0f} s; look at their logs"
