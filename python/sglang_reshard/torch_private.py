@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import torch
 
-TESTED = "2.10 and 2.11"  # 2.11 by all tests, 2.10 by the unit tests of `sources`
+TESTED = "2.10 to 2.14"  # 2.11 by all tests, 2.10 and 2.14 by the unit tests of `sources`
 
 NEEDED = (
     "torch._C.DisableTorchFunctionSubclass",
