@@ -25,6 +25,7 @@ from sglang_reshard.cli.doctor.output import as_json, failed, show
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.rank_info import RankGpuInfo
 from sglang_reshard.patches.launch import TORCHRUN_VARIABLES
+from sglang_reshard.version import PROTOCOL
 from support.ready import CONTEXT
 
 KEY = "a key"
@@ -339,7 +340,7 @@ def info(*versions: str) -> dict[str, Any]:
     return {"version": "0.5.12", "internal_states": [{"reshard_version": v} if v else {} for v in versions]}
 
 
-SOUND = {"version": "42", "torn": "", "under_way": False, "package_version": __version__}
+SOUND = {"version": "42", "torn": "", "under_way": False, "package_version": __version__, "protocol": PROTOCOL}
 
 
 @pytest.mark.parametrize(
@@ -348,7 +349,14 @@ SOUND = {"version": "42", "torn": "", "under_way": False, "package_version": __v
         ({"/server_info": info(__version__), "/weights_info": SOUND}, "ok", "version 42, intact"),
         ({"/server_info": info(__version__), "/weights_info": {**SOUND, "torn": "half"}}, "fail", "torn: half"),
         ({"/server_info": info(__version__)}, "warning", "answered 404"),
-        ({"/server_info": info(__version__, "0.0.1")}, "fail", "sglang-reshard 0.0.1 there"),
+        ({"/server_info": info(__version__, "0.0.1")}, "fail", "its schedulers have sglang-reshard 0.0.1, "),
+        ({"/server_info": info("0.9.9", "0.9.9"), "/weights_info": SOUND}, "ok", "version 42, intact"),
+        ({"/server_info": info(f"{__version__} without a.b.c")}, "fail", "without a.b.c"),
+        (
+            {"/server_info": info(__version__), "/weights_info": SOUND | {"protocol": PROTOCOL + 1}},
+            "fail",
+            f"the server has protocol {PROTOCOL + 1}",
+        ),
         ({"/server_info": info("")}, "fail", "do not carry sglang-reshard"),
         ({"/server_info": {"version": "0.5.12"}}, "fail", "do not carry sglang-reshard"),
         ({}, "fail", "answered 404"),

@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 
 from sglang_reshard.cli.doctor.finding import Finding, fail, ok, warning
+from sglang_reshard.errors import Mismatch
 from sglang_reshard.protocol.server_client import client, headers
-from sglang_reshard.version import VERSION_KEY, __version__
+from sglang_reshard.version import VERSION_KEY, check_same_protocol
 
 _TIMEOUT_S = 20.0
 _AUTH = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
@@ -56,13 +57,13 @@ def _plugin(told: dict[str, Any]) -> list[Finding]:
             "install sglang-reshard with SGLang there and restart it; see 'Failed to load plugin' in its log, and "
             "SGLANG_PLUGINS in its environment",
         )
-    if others := sorted({version for version in versions if version != __version__}):
+    if len(found := sorted(set(versions))) > 1 or " without " in found[0]:
         return fail(
             "server's plugin",
-            f"sglang-reshard {', '.join(others)} there, {__version__} here",
-            f"pip install sglang-reshard=={__version__} there, or the server's version here",
+            f"its schedulers have sglang-reshard {', '.join(found)}",
+            "install the same version on every node of the server, and an SGLang of the range that it supports",
         )
-    return ok("server's plugin", f"sglang-reshard {__version__} in all of {len(versions)} schedulers that answered")
+    return ok("server's plugin", f"sglang-reshard {found[0]} in all of {len(versions)} schedulers that answered")
 
 
 def _weights(http: httpx.Client, url: str, control: dict[str, str]) -> list[Finding]:
@@ -80,6 +81,12 @@ def _weights(http: httpx.Client, url: str, control: dict[str, str]) -> list[Find
         return warning(
             name, f"GET /weights_info answered {answer.status_code}", "look at the server's log for the plugin"
         )
+    try:
+        check_same_protocol(
+            int(told.get("protocol", 0)), str(told.get("package_version", "")), theirs="the server", ours="this process"
+        )
+    except (Mismatch, TypeError, ValueError) as error:
+        return fail(name, str(error), "install a release with the same protocol on the older side")
     if why := told.get("torn"):
         return fail(name, f"torn: {why}", "repeat the update; the server refuses requests until one succeeds")
     return ok(
