@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypedDict, TypeVar, cast
 
 import msgspec
 
@@ -193,6 +193,15 @@ class PullWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     timeout_s: float = DEFAULT_TIMEOUT_S
     verify: Verify = "full"
+
+
+class PullGiven(TypedDict, total=False):
+    """The fields of `PullWeightsReq` that are given by name, but the URL and the keys."""
+
+    transport: str
+    bucket_bytes: int
+    timeout_s: float
+    verify: Verify
 
 
 class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,17 +11,17 @@ import msgspec
 
 from sglang_reshard.errors import EngineRefused, EngineUnreachable, Mismatch, TornWeights, Unauthorized, Unsupported
 from sglang_reshard.layout.decoders import from_json
+from sglang_reshard.nearest import check_names
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.protocol.messages import (
-    DEFAULT_BUCKET_BYTES,
     DEFAULT_TIMEOUT_S,
     WAITS,
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
+    PullGiven,
     PullWeightsReq,
     SharedWeights,
     ShareWeightsReq,
-    Verify,
     as_list,
 )
 from sglang_reshard.protocol.weights_info import WeightsInfo
@@ -29,6 +29,7 @@ from sglang_reshard.version import __version__, check_same_protocol
 
 if TYPE_CHECKING:
     import httpx
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 URL, API_KEY, ADMIN_API_KEY = "SGLANG_RESHARD_URL", "SGLANG_RESHARD_API_KEY", "SGLANG_RESHARD_ADMIN_API_KEY"
@@ -85,35 +86,20 @@ class ServerClient:
         return self._decoded(self._ask("POST", "/share_weights", request), SharedWeights)
 
     def pull_weights(
-        self,
-        url: str,
-        *,
-        api_key: str = "",
-        admin_api_key: str = "",
-        transport: str = "auto",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        verify: Verify = "full",
+        self, url: str, *, api_key: str = "", admin_api_key: str = "", **options: Unpack[PullGiven]
     ) -> DistributedUpdateWeightsOutput:
         """Lets the server take the live weights of the one at `url`. Returns the outcome, which may be a failure.
 
         url, api_key, admin_api_key  of the other server, as this one reaches it
-        transport, bucket_bytes, timeout_s, verify   see `WeightSender`
+        options                      transport, bucket_bytes, timeout_s and verify, see `WeightSender`
 
         Neither needs a trainer. The other server keeps generating. Raises Mismatch for a transport or a verify that
-        does not exist, before anything is sent.
+        does not exist, and TypeError for another option, before anything is sent.
         """
         from sglang_reshard.protocol.validation.requests import check_pull_request
 
-        request = PullWeightsReq(
-            url=url,
-            api_key=api_key,
-            admin_api_key=admin_api_key,
-            transport=transport,
-            bucket_bytes=bucket_bytes,
-            timeout_s=timeout_s,
-            verify=verify,
-        )
+        check_names("a pull", options, tuple(PullGiven.__annotations__))
+        request = PullWeightsReq(url=url, api_key=api_key, admin_api_key=admin_api_key, **options)
         check_pull_request(request)
         return self._outcome("/pull_weights", request)
 
