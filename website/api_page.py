@@ -29,7 +29,7 @@ GROUPS = (
     Group("Broadcast parameters", _TOP, ("ParameterStream",)),
     Group("Requests", _TOP, ("DistributedUpdateWeightsReq", "DistributedUpdateWeightsOutput")),
     Group(
-        "How a trainer holds its weights",
+        "Layouts of a trainer",
         "sglang_reshard.sources",
         (
             "ExplicitSharding",
@@ -49,7 +49,7 @@ GROUPS = (
 
 _INTRODUCTION = """\
 The names that are public: others may change in any version. The site (`make docs`) shows their signatures and
-docstrings here. Exceptions are on [a page of their own](errors.md), options in [settings](settings.md), commands under
+docstrings here. Exceptions are on [another page](errors.md), options in [settings](settings.md), commands under
 [usage](../usage/README.md)."""
 
 
