@@ -129,8 +129,9 @@ RULES = (
     Rule(
         "wants, cure",
         r"\bwants?(?= (?:a|an|the|its|no|to be|of|it|them|two|one|more|all|every|other|another)\b|[.,;])|"
-        # The doctor's JSON has a field "cure", which programs read.
-        r"(?<!\")\bcur(?:e|es|ed)\b(?!\"|  )",
+        # `cure` is a field of errors and of the doctor's JSON: renaming it would break the programs that read it. It is
+        # an identifier in code (`cure`, "cure", error.cure, cure=) and in the description of the field (two blanks).
+        r"(?<![\"`.])\bcure\b(?![\"`=]|  )|\bcure[sd]\b",
         "needs, requires; fix",
         "The version that torchrl wants.",
         "The version that torchrl requires.",

@@ -29,7 +29,7 @@ GROUPS = (
     Group("Broadcast parameters", _TOP, ("ParameterStream",)),
     Group("Requests", _TOP, ("DistributedUpdateWeightsReq", "DistributedUpdateWeightsOutput")),
     Group(
-        "Layouts of a trainer",
+        "Sources of trainer weights",
         "sglang_reshard.sources",
         (
             "ExplicitSharding",
@@ -48,9 +48,9 @@ GROUPS = (
 )
 
 _INTRODUCTION = """\
-The names that are public: others may change in any version. The site (`make docs`) shows their signatures and
-docstrings here. Exceptions are on [another page](errors.md), options in [settings](settings.md), commands under
-[usage](../usage/README.md)."""
+These names are public; all others may change in any version. The site (`make docs`) shows their signatures and
+docstrings here. See also the [exceptions](errors.md), the [options](settings.md) and the
+[commands](../usage/command-line.md)."""
 
 
 def page() -> str:

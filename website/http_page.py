@@ -81,7 +81,7 @@ ENDPOINTS = (
         SharedWeights,
         None,
         "another server, on behalf of `/pull_weights`",
-        "Opens a session for one other server, which reads the live weights. The server keeps serving requests.",
+        "Opens a session for one other server, which reads the live weights. This server keeps serving requests.",
     ),
     Endpoint(
         "POST",
@@ -106,7 +106,7 @@ ENDPOINTS = (
 _INTRODUCTION = f"""\
 The plugin adds these endpoints to SGLang's own server, at the server's own port. Nothing else of this package listens
 for HTTP: trainer ranks, engine ranks and a `ModuleReceiver` meet on a control server of trainer rank 0, which has a
-binary protocol ([architecture](../architecture.md)).
+separate protocol ([architecture](../architecture.md)).
 
 - Bodies are JSON, of at most {http_server._MAX_BODY_BYTES // 2**20} MiB. A field that is left out has its default, and
   an unknown field is ignored.

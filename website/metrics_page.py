@@ -28,7 +28,7 @@ ATTRIBUTES = {
     "version": "the `weight_version`; empty if the update leaves it unchanged",
     "transport": "how the weights were moved, after a success",
     "received_bytes": "bytes that all engine ranks received, after a success",
-    "phase": "phase of a failed update",
+    "phase": "the phase that failed, after a failure",
     "engine_rank": "the engine rank, of a span of a phase",
 }
 

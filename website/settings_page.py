@@ -52,7 +52,7 @@ VARIABLES = (
         "its own host",
         "hosts and networks, with commas",
         "a server",
-        "other hosts that it may [take weights from](../usage/replicas.md); `*` for all",
+        "other hosts that it may [take weights from](../usage/replicas.md#allowed-servers); `*` for all",
     ),
     Variable(
         "SGLANG_RESHARD_LOG",

@@ -1,9 +1,9 @@
-"""What torch keeps private and this package cannot do without, in one list, checked by name at import.
+"""Lists the private names of torch that this package needs, and checks at import that they exist.
 
-A DTensor tells its local tensor, its spec and its root mesh by private names only. Where torch has renamed one, the
+A DTensor has its local tensor, its spec and its root mesh under private names only. If torch has renamed one, the
 import fails with the name and with torch's version, and no update begins.
 
-What can be done without is read where it is used, and is missed there: FSDP1's and FSDP2's state (`sources.fsdp1`,
+Other private names are optional, and their users handle a missing one: FSDP1's and FSDP2's state (`sources.fsdp1`,
 `sources.fsdp`), the faster comparisons of `sources.memory_identity`.
 """
 # ruff: noqa: E402 (the list is checked before anything of it is imported)

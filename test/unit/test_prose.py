@@ -66,6 +66,19 @@ def test_a_possessive_is_not_of_its_own():
     assert in_document("It runs in a process of its own and ends.\n")
 
 
+def test_cure_is_a_field_in_code_and_a_word_in_prose():
+    for field in (
+        "Read `cure` of the error.",
+        "Read error.cure of it.",
+        "Pass cure= to the error.",
+        'It has a "cure".',
+    ):
+        assert not in_module(f"def f():\n    '''{field}'''\n"), field
+    assert not in_module("class E:\n    '''An error.\n\n    cure     what to do next, if anything\n    '''\n")
+    for prose_ in ("The message ends with the cure.", "A cure is printed below.", "It is cured by a restart."):
+        assert in_module(f"def f():\n    '''{prose_}'''\n"), prose_
+
+
 def test_comments_and_names_of_the_code_are_not_checked():
     assert not in_module('# beside the wheel, anew\nbeside = "anew"\n')
 

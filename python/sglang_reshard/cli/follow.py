@@ -27,7 +27,8 @@ def run(
 
     keys  api_key and admin_api_key of the server
 
-    With `once` it raises Mismatch for a folder that does not exist, and what a server raises that cannot be reached.
+    With `once` it raises Mismatch if the folder does not exist or the server has another protocol, and
+    EngineUnreachable if the server does not answer.
     """
     engine = RemoteEngine(url, api_key=keys[0], admin_api_key=keys[1])
     follower = SnapshotFollower(folder, engine, cache, allow_rollback=allow_rollback)

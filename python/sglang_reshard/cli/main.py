@@ -117,11 +117,14 @@ def doctor(
     admin_api_key: keys.AdminApiKey = None,
     admin_api_key_file: keys.AdminApiKeyFile = None,
     side: Annotated[
-        str, typer.Option(callback=one_of(SIDES), help="What this environment is for: auto, trainer, engine or verl.")
+        str,
+        typer.Option(
+            callback=one_of(SIDES), help="The side that this environment runs: auto, trainer, engine or verl."
+        ),
     ] = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check this machine, and a server, against what updates need: a line each, with the cure."""
+    """Check that this machine, and a server, can run updates. Each failed check is shown with its fix."""
     from sglang_reshard.cli.doctor import examine
     from sglang_reshard.cli.doctor.imports import side_named
     from sglang_reshard.cli.doctor.output import as_json, failed, show
@@ -198,8 +201,8 @@ def follow(
 ) -> None:
     """Let a server load each new snapshot of a folder. Trainer and server need no connection.
 
-    A failure is told once, and the command goes on; with --once it exits with 1. Without --allow-rollback it never
-    loads a snapshot that is earlier than what the server holds.
+    The command reports a failure once and goes on; with --once it exits with 1. Without --allow-rollback it never
+    loads a snapshot that is earlier than the weights of the server.
     """
     from sglang_reshard.cli.follow import run
 

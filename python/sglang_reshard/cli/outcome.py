@@ -1,4 +1,4 @@
-"""How a command ends: with an exit code, and with one line on stderr if it has failed. All errors end here."""
+"""Ends every command with an exit code, and a failed one with one line on stderr. All errors end here."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Commands(TyperGroup):
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the error as one line. What has more lines, another process's traceback, is kept in a file it names."""
+    """Returns the error as one line. It names a file with the full text if that has more lines, as a traceback has."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) < 2:
         return f"{type(error).__name__}: {''.join(lines)}"

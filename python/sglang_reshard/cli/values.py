@@ -43,7 +43,7 @@ def finite(value: float) -> float:
 
 
 def server_url(value: str) -> str:
-    """The URL of a server. Whether the server is there is another question."""
+    """Returns the URL of a server. It checks the form of the URL and does not connect."""
     from sglang_reshard.protocol.server_client import check_url
 
     try:

@@ -110,7 +110,7 @@ class ProbeSummary(msgspec.Struct, frozen=True):
 
     outcome             "passed", "mismatch" or "skipped"
     mean_difference     mean of |engine - trainer|, in nats; None if it is infinite
-    largest_difference  its maximum; None if it is infinite
+    largest_difference  maximum of |engine - trainer|, in nats; None if it is infinite
     seconds             that the probe took
     """
 

@@ -53,7 +53,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     transport        how the weights reach the engine ranks, see `routes`
     bucket_bytes     size of a bucket; a rank holds at most two
     timeout_s        seconds that any one wait of this update may last
-    flush_cache      flush the cache, which the old weights computed
+    flush_cache      flush the cache of the old weights
     abort_all_requests   end running requests instead of waiting for them
     ignore           fnmatch patterns of names that no engine rank needs to read
     apart            name -> why it is not its embedding bit for bit, of tensors that no engine rank may read

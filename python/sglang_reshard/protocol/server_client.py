@@ -251,7 +251,7 @@ def _error_text(answer: httpx.Response) -> str:
 
 
 def check_url(url: str) -> str:
-    """Returns the URL of a server without a slash at its end. Raises Unsupported for what cannot be one."""
+    """Returns the URL of a server without a slash at its end. Raises Unsupported for any other text."""
     import httpx
 
     if not url:

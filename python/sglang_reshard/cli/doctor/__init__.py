@@ -1,4 +1,4 @@
-"""`sglang-reshard doctor`: checks this machine, and a server, for what updates need; a finding per line, with its cure.
+"""`sglang-reshard doctor`: checks that this machine, and a server, can run updates. Each finding has its fix.
 
 finding    the result of one check
 imports    what an update imports on a trainer's, an engine's or verl's side
@@ -33,7 +33,7 @@ __all__ = ["Finding", "Side", "Status", "examine"]
 def examine(url: str = "", api_key: str = "", admin_api_key: str = "", side: Side | None = None) -> list[Finding]:
     """Returns all findings about this machine and, given a `url`, about that server. Leaves no process behind.
 
-    side  what this environment is for; None for what its packages tell
+    side  the side that this environment runs; None: as its packages show
     """
     found = check_imports(side or installed_side())
     for module, checks in _CHECKS.items():

@@ -1,4 +1,4 @@
-"""Checks that a side's updates can be imported: all modules of it, in a process of their own.
+"""Checks that all modules of a side's updates can be imported, in a separate process.
 
 A dependency that is missing, or that has another version than is needed, fails here and not in the first update.
 """

@@ -1,4 +1,4 @@
-"""Says in which allocations of the driver torch's CUDA allocator places tensors, if it is asked in their order."""
+"""Computes where torch's CUDA allocator places tensors that are allocated in a given order."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ _ROUND, _SMALL, _SMALL_SEGMENT, _MEDIUM, _MEDIUM_SEGMENT, _LARGE_ROUND = 512, MI
 
 
 def segments(sizes: Iterable[int]) -> Iterator[int]:
-    """Yields the number of the segment in which torch's allocator places each of these tensors (bytes); -1 for none.
+    """Yields the segment of each tensor, as a number from 0; -1 for a tensor without bytes.
 
-    Up to 1 MiB it places them in segments of 2 MiB, up to 10 MiB in segments of 20 MiB, larger ones in a segment each.
+    sizes  bytes of each tensor
+
+    A segment is an allocation of the driver. Tensors of up to 1 MiB share segments of 2 MiB. Tensors below
+    10 MiB share segments of 20 MiB, and a larger tensor has a separate segment.
     """
     rooms: dict[int, tuple[int, int]] = {}  # by size of segments: the last one, and the bytes that are left in it
     made = 0

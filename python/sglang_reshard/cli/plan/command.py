@@ -28,7 +28,7 @@ from sglang_reshard.nearest import nearest
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """How the result is shown: printed as a table or as JSON, and drawn into the file `plot`."""
+    """The format of the result: a table or JSON on stdout, and a plot in the file `plot`."""
 
     as_json: bool
     plot: Path | None
@@ -37,7 +37,7 @@ class Output:
 def run(model: str, source: str, target: str, options: dict[str, Any], output: Output) -> int:
     """Prints the plan and returns the exit code. `options` are the other fields of `PlanRequest`, except `folder`.
 
-    Raises Mismatch, and what `make_plan` raises, if no plan can be made.
+    Raises Mismatch, or an error of `make_plan`, if no plan can be made.
     """
     if output.plot is not None:
         _check_plotting(output.plot)

@@ -83,7 +83,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     predicted_seconds     predicted seconds of the transfer alone
     ways                  the transports that can be requested by name
     messages              total over all engine ranks
-    communicators         NCCL's, in which trainer ranks send to engine ranks; no GPU is twice in one
+    communicators         of NCCL, between trainer ranks and engine ranks; no GPU is twice in one
     sizing                shared memory, descriptors, mappings and the copies that options keep, of every rank
     refused               error messages if the update would be refused; there are no figures then
     remark                the message that the trainer would receive

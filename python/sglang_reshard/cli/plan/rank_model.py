@@ -58,7 +58,7 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an engine rank would refuse the update, and in which phase."""
+    """The reason why an engine rank would refuse the update, and the phase that refuses it."""
 
     phase: str
     reason: str

@@ -33,7 +33,7 @@ class TrainerSizing(msgspec.Struct, frozen=True):
     arena_bytes  in /dev/shm, for shards in the host memory of a process that uses a GPU: copied there in every update
     allocations  of its GPU that shards on a GPU are in: a CUDA IPC handle of each
     async_bytes  of the copy that `update_async` keeps
-    delta_bytes  for delta="auto": what it has sent to one engine, and what it encodes from that; 0 if it sends nothing
+    delta_bytes  for delta="auto": a copy of the tensors sent to one engine, and encoded changes; 0 if it sends none
     """
 
     storages: int

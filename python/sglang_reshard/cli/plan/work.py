@@ -1,7 +1,7 @@
 """Makes the plan, in a worker process: SGLang chooses its code paths at import, and a process can be one rank only.
 
-Every engine rank is built, traced and planned for in a fork of its own. The functions by which engine ranks choose a
-strategy then get the results of all of them.
+Every engine rank is built, traced and planned for in a separate fork. The functions that choose a strategy for engine
+ranks then get the results of all forks.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class SnapshotFollower:
 
     @property
     def folder_exists(self) -> bool:
-        """Whether the folder exists on this host. A store has none: True."""
+        """True if the folder exists on this host, and for every object store."""
         return not isinstance(self._folder, LocalFolder) or Path(self._folder.where()).is_dir()
 
     @property
