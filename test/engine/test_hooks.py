@@ -76,8 +76,8 @@ MODES = {
     "offload": "cpu_offload_gb=4: weights are kept elsewhere",
     "offload in groups": "offload_group_size=2: weights are kept elsewhere",
     "paged": "enable_paged_experts: weights are kept elsewhere",
-    "storage": "hicache_storage_backend=file: what was computed with the old weights",
-    "lmcache": "enable_lmcache: what was computed with the old weights",
+    "storage": "hicache_storage_backend=file: the cache of the old weights is kept",
+    "lmcache": "enable_lmcache: the cache of the old weights is kept",
     "torchao": "torchao_config=int8wo: weights are quantized",
 }
 

@@ -49,7 +49,7 @@ def look_at(scene, victim):
     assert told
     for ended in told:
         assert ended.kind
-        waited = "is that rank stuck? Look at its log" in ended.message
+        waited = "Is that rank stuck? Look at its log" in ended.message
         assert message_names(ended.message, victim) or waited, ended.message
 
 

@@ -284,7 +284,7 @@ class Files:
         now = np.frombuffer(self._path.read_bytes(), np.uint8)
         if refusal is not None:
             assert expected is None, f"a delta that can be applied was refused: {refusal}"
-            assert f"the delta of {self._path.name} is damaged, or of another file" in refusal
+            assert f"the delta of {self._path.name} is damaged, or belongs to another file" in refusal
             assert np.array_equal(now, self.base), "a delta was refused after it was written"
         else:
             assert expected is not None, f"a delta was accepted that no writer makes: {bytes(data[:120])!r}"

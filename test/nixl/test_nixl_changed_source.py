@@ -55,7 +55,7 @@ def serve(rank: int, size: int, requests: Any, _writable: bool) -> None:
 def test_shards_that_peers_could_write_to_are_compared_after_the_update() -> None:
     (told,), _ = run_world(1, 1, train, serve, True)
     assert (told[0], told[2]) == ("done", "done")
-    assert "the shards of trainer rank 0 have changed during update 2" in told[1]
+    assert "the shards of trainer rank 0 changed during update 2" in told[1]
     assert "Do not train on them" in told[1]
 
 

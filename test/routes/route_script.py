@@ -25,7 +25,11 @@ from support.toy import DRIFTING, ToyRank, checkpoint
 CPU = torch.device("cpu")
 BLOCKS, HIDDEN, BUCKET_BYTES = 6, 48, 64 << 10
 TRAINERS, ENGINES = 2, 4
-route_table.ROUTES["store"] = "store_route"  # a line of one's own
+
+
+def add_store_route() -> None:
+    """Adds the line of the example route, in a process of the test: other tests compare the table with documents."""
+    route_table.ROUTES["store"] = "store_route"
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ def weights_of(version: int, dtype: torch.dtype, blocks: int = BLOCKS) -> dict[s
 
 def train(trainer: Any, transport: str, options: dict[str, Any], dtype: torch.dtype, size: Size) -> list[Any]:
     use_nixl()
+    add_store_route()
     mesh = init_device_mesh("cpu", (trainer.size,))
     sender = WeightSender.over(
         trainer.group, trainer.send, bucket_bytes=size.bucket_bytes, timeout_s=20, transport=transport, **options
@@ -134,6 +139,7 @@ def serve(
     rank: int, ranks: int, requests: Any, transport: str, options: dict[str, Any], dtype: torch.dtype, size: Size
 ) -> list[Seen]:
     use_nixl()
+    add_store_route()
     model = Blocks(rank, ranks, dtype, size.blocks)
     receiver = WeightReceiver(TracedModel(model), rank, ranks, CPU)
     seen = []

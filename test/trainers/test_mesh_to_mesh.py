@@ -371,7 +371,7 @@ def shared(trainer):
     same.run(drop_source=True)  # the target uses it, so it stays
     told = torch.equal(full, expected), plan.copied_bytes, plan.received_bytes, same.copied_bytes, same.received_bytes
     halves = full[:3], full[3:]
-    with pytest.raises(ReshardError, match="trainer rank 0: a of the source lies in memory that the target is written"):
+    with pytest.raises(ReshardError, match="trainer rank 0: the source's a shares memory with the target"):
         reshard([("a", halves[0]), ("b", halves[1])], [("a", halves[1]), ("b", halves[0])])
     assert torch.equal(full, expected)
     return told
@@ -447,15 +447,15 @@ def test_what_is_refused_is_named_on_every_rank():
     told, _ = run_world(2, 0, refused, None)
     assert told[0] == told[1]
     expected = {
-        "target only": "trainer rank 1: the target has 1 tensors that no rank has in the source: b",
-        "source only": "the source has 1 tensors that no rank has in the target: b",
-        "shape": "trainer rank 1: a has the shape (4, 5) in the target and (4, 4) in the source",
-        "cast": "trainer rank 0: a is int32 in the target and float32 in the source",
+        "target only": "trainer rank 1: the target has 1 tensors that are in no trainer rank's source: b",
+        "source only": "the source has 1 tensors that are in no trainer rank's target: b",
+        "shape": "trainer rank 1: a has shape (4, 5) in the target and (4, 4) in the source",
+        "cast": "trainer rank 0: a is int32 in the target and float32 in the source, and a cast",
         "kind": "trainer rank 1: b is a str, not a torch.Tensor",
-        "half": "a is float32 (4, 4) on trainer rank 0 and float32 (2, 2) on trainer rank 1",
-        "nothing": "no rank has tensors in the source",
+        "half": "a is float32 (4, 4) on trainer rank 0, but float32 (2, 2) on trainer rank 1",
+        "nothing": "no trainer rank passed any source tensors",
         "broken": "trainer rank 1: KeyError: 'lost'",
-        "options": "trainer rank 1 has the options {'bucket_bytes': 101, 'strict': True}, trainer rank 0 has {'buck",
+        "options": "trainer rank 1 has the options {'bucket_bytes': 101, 'strict': True}, but trainer rank 0 has {'b",
     }
     for what, text in expected.items():
         assert told[0][what].startswith(text), what

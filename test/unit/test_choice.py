@@ -23,8 +23,8 @@ def test_trainer_ranks_send_between_hosts_and_are_read_on_one():
     strategy = tensor_parallel_strategy("auto", "aabb", "aabb")
     assert strategy.name == "ipc+p2p"
     assert strategy.reason == (
-        "auto: engine ranks read what they can; engine rank 2 on b needs shards that no trainer rank on this host "
-        "holds (trainer rank 0 on a does)"
+        "auto: engine ranks read what they can; engine rank 2 on b needs shards that no trainer rank on that "
+        "host holds (trainer rank 0 on a does)"
     )
     assert strategy.round_bytes.any()
 

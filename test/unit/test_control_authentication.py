@@ -141,7 +141,7 @@ def authentic(address):
 
 def test_garbage_is_refused(host, told):
     assert knock(host.address, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n") == b""
-    says(told, "it speaks another protocol, or another version of this one")
+    says(told, "it uses another protocol, or another version of it")
     assert "127.0.0.1:" in told.text
 
 

@@ -160,7 +160,7 @@ def test_a_trainer_rank_whose_shards_have_all_changed_sends_them_whole_and_the_o
 
 
 def choose(trainer: Any) -> None:
-    with pytest.raises(Unsupported, match="delta='auto' is of no use with transport='ipc'"):
+    with pytest.raises(Unsupported, match="delta='auto' has no effect with transport='ipc'"):
         WeightSender.over(trainer.group, trainer.send, transport="ipc", delta="auto")
     sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, delta="auto")
     weights = sharded(1, torch.float32)

@@ -259,5 +259,5 @@ def test_memory_outside_of_torchs_allocator_is_reported_apart(small_gpu: SmallGp
 
 def test_shadow_weights_ask_the_gpu_for_room(small_gpu: SmallGpu) -> None:
     check_room(100, 8, CPU)  # other ranks have GPUs of their own
-    with pytest.raises(Unsupported, match=r"101 bytes beside the weights.* has 100 bytes free"):
+    with pytest.raises(Unsupported, match=r"101 bytes in addition to the weights.* has 100 bytes free"):
         check_room(101, 1, CPU)

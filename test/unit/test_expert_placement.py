@@ -74,5 +74,5 @@ def serve_staged(rank: int, size: int, requests: Any, _staged: bool) -> list[boo
 def test_a_staged_update_is_refused_if_experts_have_moved_meanwhile() -> None:
     (told,), same = run_world(1, 2, train, serve_staged, True)
     assert [bool(message) for message in told] == [False, True, False, False]
-    assert "engine rank 1: experts were rebalanced since the update was staged; repeat it" in told[1]
+    assert "engine rank 1: experts were rebalanced after the update was staged; repeat the update" in told[1]
     assert same == [[False, True, False, False]] * 2

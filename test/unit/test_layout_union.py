@@ -92,7 +92,7 @@ def changed(state, **fields):
 def test_what_does_not_go_together_is_named():
     whole = blocks((4,), [Box((0,), (4,)), None])
     one, two = states_of([[("w", torch.ones(4), whole)], [("w", torch.empty(0), whole)]])
-    with pytest.raises(Mismatch, match=r"w is float32 \(4,\) on trainer rank 0 and bfloat16 \(4,\) on trainer rank 1"):
+    with pytest.raises(Mismatch, match=r"w is float32 \(4,\) on trainer rank 0, but bfloat16 \(4,\) on trainer rank 1"):
         union_of([one, changed(two, dtype="bfloat16")])
     halves = blocks((4,), [Box((0,), (2,)), Box((2,), (4,))])
     (half, _) = states_of([[("w", torch.ones(2), halves)]] * 2)

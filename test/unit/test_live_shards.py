@@ -96,7 +96,7 @@ def test_what_a_step_has_changed_in_place_is_refused_by_name():
         model.p.copy_(loaded)
         model.p.copy_(-torch.exp(model.p))
 
-    with pytest.raises(Unsupported, match=r"engine rank 0: w cannot be read .* p is computed from it in place"):
+    with pytest.raises(Unsupported, match=r"engine rank 0: w cannot be read .* the loader computes p from it in place"):
         read_back(Loader(in_place, p=(6, 4)), WEIGHTS)
 
 
@@ -105,5 +105,5 @@ def test_parts_of_a_tensor_in_several_parameters_are_refused_by_name():
         model.p.copy_(loaded[:3])
         model.q.copy_(loaded[3:])
 
-    with pytest.raises(Unsupported, match="w cannot be read from the live weights: parts of it are in p and q"):
+    with pytest.raises(Unsupported, match="w cannot be read from the live weights: its parts are in p and q"):
         read_back(Loader(split, p=(3, 4), q=(3, 4)), WEIGHTS)

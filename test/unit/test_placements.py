@@ -170,7 +170,7 @@ def test_a_mesh_with_ranks_outside_the_update_is_refused():
     with as_rank(0, 4):
         mesh = DeviceMesh("cpu", torch.arange(4))
         sharded = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)], src_data_rank=None)
-        with pytest.raises(Unsupported, match="hold 4 of its 8 elements"):
+        with pytest.raises(Unsupported, match="hold only 4 of its 8 elements"):
             describe([("w", sharded)], trainer_rank=0, global_ranks=(0, 1))
 
 

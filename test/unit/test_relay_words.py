@@ -94,7 +94,7 @@ def test_a_failure_of_an_earlier_update_says_nothing(gate, progress):
 def test_another_plan_is_not_read(gate, progress, update, check):
     progress.begin(update, check)
     progress.advance(7)
-    with pytest.raises(RelayLost, match="b has made another plan"):
+    with pytest.raises(RelayLost, match="b made a different plan"):
         opens(gate, 1)
 
 

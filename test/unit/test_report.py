@@ -97,7 +97,7 @@ def test_sums_over_ranks() -> None:
     assert made.received_bytes == 10 * 10**6
     assert made.bytes_per_second == pytest.approx(2.5e6)
     assert made.peak_extra_bytes == 2000
-    assert made.line() == "version 42, 0.010 GB to 4 engine ranks by ipc in 20.000 s"
+    assert made.line() == "version 42, 0.010 GB to 4 engine ranks with transport ipc in 20.000 s"
 
 
 def test_rich_shows_the_same_table() -> None:

@@ -282,7 +282,7 @@ def refused(parts, kind, says, tensor=None, spec=None):
 
 def test_invalid_slices_are_refused_by_name():
     refused([("a", FusedSlice((0, 0), (2, 4), (0, 1)))], Mismatch, r"w: its slice a exceeds shape \(2, 3\)")
-    refused([("a", FusedSlice((0,), (2,), (0,)))], Mismatch, "w: its slice a does not have the 2 dimensions")
+    refused([("a", FusedSlice((0,), (2,), (0,)))], Mismatch, "w: its slice a must have the 2 dimensions")
     refused([("a", FusedSlice((0, 0), (2, 3), (0,)))], Mismatch, "w: its slice a must list each dimension once")
     refused([("a", FusedSlice((0, 0), (1, 3), (1, 1)))], Mismatch, "w: its slice a must list each dimension once")
     row = FusedSlice((0, 0), (1, 3), (1,))
@@ -294,4 +294,4 @@ def test_a_slice_scattered_over_a_local_tensor_is_refused_by_name():
     ends = [(Box((0, 0), (1, 2)), (0, 0), 0), (Box((0, 2), (1, 3)), (1, 0), 0), (Box((1, 0), (2, 3)), (0, 0), 1)]
     parts = [("b", FusedSlice((1, 0), (2, 3), (1,))), ("a", FusedSlice((0, 0), (1, 3), (1,)))]
     held = ExplicitSharding((2, 3), ShardMap.of(ends))
-    refused(parts, Unsupported, "its slice a are not a box of that rank's local tensor", torch.zeros(2, 3), held)
+    refused(parts, Unsupported, "its slice a are not a box of the local tensor", torch.zeros(2, 3), held)

@@ -82,4 +82,4 @@ def test_it_is_said_when_processes_are_launched(told: pytest.LogCaptureFixture, 
 def test_arguments_that_nobody_understands_do_not_keep_an_engine_from_starting(told: pytest.LogCaptureFixture) -> None:
     engine._check_arguments(SimpleNamespace, object())
     (message,) = told.messages
-    assert "known at its first update" in message
+    assert "its first update will show it" in message

@@ -137,13 +137,13 @@ def train_incomparable(trainer, kind):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("sharding", f"{HEAD} is sharded otherwise than {EMBEDDING}"),
-        ("dtype", f"{HEAD} is bfloat16 and {EMBEDDING} float32"),
+        ("sharding", f"{HEAD} is sharded differently from {EMBEDDING}"),
+        ("dtype", f"{HEAD} is bfloat16, but {EMBEDDING} is float32"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_as_that(kind, why):
     told, found = run_world(2, 1, train_incomparable, serve, kind)
-    assert f"trainer rank 0: {why}, so that they cannot be compared, but the engine ties the two" in told[0]
+    assert f"trainer rank 0: {why}, so the two cannot be compared, but the engine ties the two" in told[0]
     assert found == [[[0]]]
 
 

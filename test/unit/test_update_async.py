@@ -118,7 +118,7 @@ def one_at_a_time(trainer: Any) -> dict[str, Any]:
     weights = fsdp(1)
     first = sender.update_async(weights.items(), weight_version="1")
     seen: dict[str, Any] = {"running": not first.done()}
-    with pytest.raises(DeadlineExceeded, match=r"version '1' has not ended within 0\.1 s; it goes on"):
+    with pytest.raises(DeadlineExceeded, match=r"version '1' has not ended within 0\.1 s and is still running"):
         first.wait(0.1)
     with pytest.raises(Mismatch, match="running in another thread"):
         sender.update(weights.items(), weight_version="9")
@@ -200,7 +200,7 @@ def _no_memory(*_: Any, **__: Any) -> torch.Tensor:
 
 def test_a_copy_that_there_is_no_memory_for_fails_on_all_ranks() -> None:
     told, seen = run_world(TRAINERS, ENGINES, no_room, serve)
-    assert all("trainer rank 1: there is no memory for a copy of its shards, " in message for message in told)
+    assert all("trainer rank 1 cannot allocate " in message for message in told)
     assert seen == [[1]] * ENGINES
 
 
@@ -225,7 +225,7 @@ def cancelled(trainer: Any) -> str:
 
 def test_a_cancelled_update_ends_on_all_ranks_and_the_next_one_succeeds() -> None:
     told, seen = run_world(TRAINERS, ENGINES, cancelled, serve)
-    assert all("trainer rank 0 has cancelled the update" in message for message in told)
+    assert all("trainer rank 0 cancelled the update" in message for message in told)
     assert [versions[-1] for versions in seen] == [2] * ENGINES
 
 

@@ -31,7 +31,7 @@ def test_nothing_need_be_set() -> None:
         ({"verify": "finite"}, ["finite", "verify"]),
         ({"bucket_bytes": "much"}, ["bucket_bytes"]),
         ({"bucket_bytes": 0}, ["bucket_bytes=0", "positive"]),
-        ({"delta": "auto", "transport": "ipc"}, ["engine_kwargs.reshard: delta='auto'", "use 'auto'"]),
+        ({"delta": "auto", "transport": "ipc"}, ["engine_kwargs.reshard: delta='auto'", "transport='auto'"]),
         ({"relay": True}, ["transport='nixl'"]),
         ({"timeout": -1}, ["timeout_s=-1", "positive"]),
     ],

@@ -190,22 +190,22 @@ def test_a_rank_that_refuses_refuses_for_all(odd, why):
 @pytest.mark.parametrize(
     ("ranks", "error", "why"),
     [
-        ([[whole("t", torch.ones(3))], []], Mismatch, "trainer rank 1 lists 0 .* trainer rank 0 1"),
+        ([[whole("t", torch.ones(3))], []], Mismatch, "trainer rank 1 lists 0 .* trainer rank 0 lists 1"),
         (
             [[whole("t", torch.ones(3))], [whole("t", torch.ones(3, dtype=torch.bfloat16))]],
             Mismatch,
-            r"t is float32 \(3,\) on trainer rank 0 and bfloat16 \(3,\) on trainer rank 1",
+            r"t is float32 \(3,\) on trainer rank 0, but bfloat16 \(3,\) on trainer rank 1",
         ),
         ([[rows("t", 0, 3)], [ABSENT]], Unsupported, r"trainer ranks \[0\] hold only 6 of the 12 elements of t"),
         (
             [[whole("experts", torch.ones(3)), whole("experts", torch.ones(3))]],
             Unsupported,
-            "experts is held by several parameters, on trainer rank 0 .* not tied",
+            "several parameters that are not tied hold experts, on trainer rank 0",
         ),
         (
             [[tied(whole("t", torch.ones(3))), ABSENT], [ABSENT, whole("t", torch.ones(3))]],
             Unsupported,
-            "t is held by several parameters, on trainer rank 1 .* not tied",
+            "several parameters that are not tied hold t, on trainer rank 1",
         ),
         (
             [
@@ -214,7 +214,7 @@ def test_a_rank_that_refuses_refuses_for_all(odd, why):
                 [ABSENT, tied(rows("t", 1, 3))],
             ],
             Unsupported,
-            r"t is held by several parameters, on trainer ranks \[0, 1, 2\], that are sharded in different ways",
+            r"several tied parameters hold t, on trainer ranks \[0, 1, 2\], but are sharded differently",
         ),
     ],
 )

@@ -23,6 +23,7 @@ from sglang_reshard.protocol.validation.requests import check_transport
 from sglang_reshard.sources.names import Rename, Renaming, patterns
 
 Delta = Literal["off", "auto"]
+_VERIFY = get_args(Verify)
 _ALMOST = 0.84  # likeness of a misspelt option; no argument of SGLang's Engine is as like one
 
 
@@ -126,7 +127,8 @@ class UpdateOptions:
     only: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        check_one_of("verify", self.verify, get_args(Verify))
+        if self.verify not in _VERIFY:  # a call for each update, and to another file, is saved
+            check_one_of("verify", self.verify, _VERIFY)
         for name in ("ignore", "frozen", "only"):
             given = getattr(self, name)
             object.__setattr__(self, name, patterns(given) if given else ())
@@ -141,8 +143,11 @@ class UpdateOptions:
     @classmethod
     def of(cls, options: UpdateOptions | None, given: Mapping[str, Any]) -> UpdateOptions:
         """Returns `options`, or the defaults, with the values in `given`. Raises TypeError for another name."""
-        check_names("an update", given, _names(UpdateOptions))
-        return dataclasses.replace(options or cls(), **given)
+        try:
+            return dataclasses.replace(options or cls(), **given)
+        except TypeError:
+            check_names("an update", given, _names(UpdateOptions))
+            raise
 
 
 def _names(kind: type[SenderOptions] | type[UpdateOptions]) -> tuple[str, ...]:
