@@ -165,7 +165,8 @@ def serve_refusing(rank, size, requests, *_):
 def test_what_ranks_disagree_about_is_named_on_all_of_them():
     told, _ = run_world(4, 2, fail, serve_refusing)
     for texts, success in told:
-        assert "embed.weight is float32 (3, 2) on trainer rank 0, but float32 (4, 2) on trainer rank 1" in texts["shape"]
+        shapes = "embed.weight is float32 (3, 2) on trainer rank 0, but float32 (4, 2) on trainer rank 1"
+        assert shapes in texts["shape"]
         assert "trainer rank 2: x is a str, not a torch.Tensor" in texts["kind"]
         assert "experts is not written completely" in texts["missing"]
         assert "trainer ranks disagree" in texts["without"]
