@@ -38,7 +38,7 @@ MISTAKES = {
     "sparse": ("Unsupported", "trainer rank 0", "model.norm.weight", "sparse", "pass a dense one"),
     "same version": ("EngineRefused", "already version '1'", "a different weight_version"),
     "offloaded": ("EngineRefused", "engine rank 0", "offloaded", "resume_memory_occupation"),
-    "a rank never shows up": ("DeadlineExceeded", "trainer ranks [1]", "within 3 s", "look at their logs"),
+    "a rank never shows up": ("DeadlineExceeded", "trainer ranks [1]", "within 3 s", "look at the logs of these ranks"),
     "another protocol": ("EngineRefused", "0.0.9", "install the same version"),
     "while another runs": ("EngineRefused", "is running", "repeat this one when it has ended"),
     "half of the mesh": ("Unsupported", "hold", "elements"),

@@ -6,6 +6,7 @@ A dependency that is missing, or that has another version than is needed, fails 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib import import_module, metadata
@@ -107,10 +108,10 @@ def cure(missing: str, error: str) -> str:
 def modules_of(side: Side) -> tuple[str, ...]:
     """Returns the modules that an update on this side imports, the ones of trainers first."""
     if side == "trainer":
-        return (*_MODULES["trainer"], *_routes())
+        return (*_declared(), *_MODULES["trainer"], *_routes())
     if side == "engine":
-        return ("sglang", *_MODULES["engine"], *_routes())
-    return ("verl", *modules_of("engine"), *_MODULES["trainer"], "sglang_reshard.verl")
+        return (*_declared(), "sglang", *_MODULES["engine"], *_routes())
+    return (*modules_of("engine"), "verl", *_MODULES["trainer"], "sglang_reshard.verl")
 
 
 def failures_of(side: Side) -> list[Failure]:
@@ -126,6 +127,16 @@ def failures_of(side: Side) -> list[Failure]:
 def missing_package(error: Exception) -> str:
     """Returns the top-level package that is not installed; empty for other errors."""
     return (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+
+
+def _declared() -> tuple[str, ...]:
+    """Returns the packages that this one requires without an extra; some are imported only when a report is shown."""
+    try:
+        required = metadata.requires("sglang-reshard") or []
+    except metadata.PackageNotFoundError:  # part of a forked SGLang, whose requirements SGLang declares
+        return ()
+    names = (re.match(r"[\w.-]+", line) for line in required if "extra ==" not in line)
+    return tuple(name.group().replace("-", "_") for name in names if name)
 
 
 def _routes() -> tuple[str, ...]:
