@@ -61,7 +61,7 @@ def test_a_value_out_of_range_is_refused_before_the_schedulers_are_asked(engine_
         (b'{"url": "\xff\xfe", "package_version": "\xff", "layout": "\xff"}', "malformed request"),
         (b'{"z":' + b"[" * 100_000, "nested too deeply"),
         (b'{"update":' + b"9" * 5000 + b"}", "malformed request"),
-        (b" " * 200_001, "more than 200,000 bytes"),
+        (b" " * 200_001, "exceeds 200,000 bytes"),
         (b"", "malformed request"),
     ],
     ids=["no-name", "no-text", "nested", "digits", "long", "empty"],
