@@ -53,7 +53,6 @@ def environment(folder: Path, tp_size: int) -> dict[str, str]:
         "RAY_ADDRESS": "local",
         # By default workers, and the engines that they start, give way to everything else on the host.
         "RAY_worker_niceness": "0",
-        "RAY_raylet_start_wait_time_s": "180",  # 30 s are not enough for a host with more to do
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
