@@ -88,7 +88,6 @@ def tiny_run(folder: Path, ranks: int, tp_size: int, steps: int = 1) -> list[str
         f"{rollout}.log_prob_micro_batch_size_per_gpu=4",
         f"{rollout}.agent.num_workers=1",
         "reward.num_workers=1",
-        "+ray_kwargs.ray_init.include_dashboard=False",  # it takes as long to start as all else of Ray
         f"reward.custom_reward_function.path={__file__}",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
         "trainer.logger=[console,file]",
