@@ -15,6 +15,11 @@ def nearest(value: object, known: Iterable[str]) -> str:
     return f". Did you mean {by_lower[found[0]]!r}?" if found else ""
 
 
+def not_one_of(what: str, value: object, known: Collection[str]) -> str:
+    """Returns the error for a value that is not known, with all known values. what: names it, and quotes it"""
+    return f"{what} is not one of: {', '.join(known)}{nearest(value, known)}"
+
+
 def check_one_of(name: str, value: object, known: Collection[str]) -> None:
     """Raises Unsupported, with all known values, for another one."""
     if value not in known:

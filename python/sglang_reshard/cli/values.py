@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import typer
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.nearest import nearest
+from sglang_reshard.nearest import not_one_of
 from sglang_reshard.route_table import ROUTES
 
 TRANSPORTS = ("auto", *ROUTES)
@@ -20,7 +20,7 @@ def one_of(known: Sequence[str]) -> Callable[[str], str]:
 
     def check(value: str) -> str:
         if value not in known:
-            raise typer.BadParameter(f"{value!r} is not one of: {', '.join(known)}{nearest(value, known)}")
+            raise typer.BadParameter(not_one_of(repr(value), value, known))
         return value
 
     return check

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -24,6 +24,7 @@ from sglang_reshard.sources.names import Rename, Renaming, patterns
 
 Delta = Literal["off", "auto"]
 _VERIFY = get_args(Verify)
+Options = TypeVar("Options", "SenderOptions", "UpdateOptions")
 _ALMOST = 0.84  # likeness of a misspelt option; no argument of SGLang's Engine is as like one
 
 
@@ -66,8 +67,7 @@ class SenderOptions:
     @classmethod
     def of(cls, options: SenderOptions | None, given: Mapping[str, Any]) -> SenderOptions:
         """Returns `options`, or the defaults, with the values in `given`. Raises TypeError for another name."""
-        check_names("a sender", given, _names(SenderOptions), elsewhere=_names(UpdateOptions))
-        return dataclasses.replace(options or cls(), **given)
+        return _with("a sender", options or cls(), given, elsewhere=UpdateOptions)
 
     @classmethod
     def split(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -143,11 +143,18 @@ class UpdateOptions:
     @classmethod
     def of(cls, options: UpdateOptions | None, given: Mapping[str, Any]) -> UpdateOptions:
         """Returns `options`, or the defaults, with the values in `given`. Raises TypeError for another name."""
-        try:
-            return dataclasses.replace(options or cls(), **given)
-        except TypeError:
-            check_names("an update", given, _names(UpdateOptions))
-            raise
+        return _with("an update", options or cls(), given)
+
+
+def _with(
+    what: str, options: Options, given: Mapping[str, Any], elsewhere: type[UpdateOptions] | None = None
+) -> Options:
+    """Returns the options with the values in `given`. It checks names only after a failure: warm updates call it."""
+    try:
+        return dataclasses.replace(options, **given)
+    except TypeError:
+        check_names(what, given, _names(type(options)), elsewhere=_names(elsewhere) if elsewhere else ())
+        raise
 
 
 def _names(kind: type[SenderOptions] | type[UpdateOptions]) -> tuple[str, ...]:

@@ -108,7 +108,7 @@ def _shard_again(module: nn.Module) -> None:
 
 def _floats(number: int, tokens: Sequence[int], logprobs: Any) -> tuple[float, ...]:
     if isinstance(logprobs, DTensor):
-        logprobs = logprobs.full_tensor()
+        logprobs = logprobs.full_tensor()  # n - 1 numbers that every trainer rank compares, and no weights
     values = torch.as_tensor(logprobs).detach().to("cpu", torch.float64)
     if values.shape != (len(tokens) - 1,):
         raise Mismatch(

@@ -13,7 +13,7 @@ from typing import get_args
 from sglang_reshard.control import Address
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.gpu.rank_info import RankGpuInfo
-from sglang_reshard.nearest import nearest
+from sglang_reshard.nearest import not_one_of
 from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsReq,
@@ -46,8 +46,7 @@ _HEXADECIMAL = frozenset("0123456789abcdef")
 def check_transport(name: str) -> None:
     """Raises Mismatch for the name of a transport that does not exist."""
     if name != "auto" and name not in ROUTES:
-        known = ("auto", *ROUTES)
-        raise Mismatch(f"transport {name[:80]!r} is not one of: {', '.join(known)}{nearest(name, known)}")
+        raise Mismatch(not_one_of(f"transport {name[:80]!r}", name, ("auto", *ROUTES)))
 
 
 def check_request(request: DistributedUpdateWeightsReq) -> None:
@@ -153,8 +152,7 @@ def _check_options(
         _check_number("protocol", request.protocol, invalid)
     check_transport(request.transport)
     if request.verify not in get_args(Verify):  # of a request that was decoded it is
-        known = get_args(Verify)
-        raise invalid(f"verify={request.verify!r} is not one of: {', '.join(known)}{nearest(request.verify, known)}")
+        raise invalid(not_one_of(f"verify={request.verify!r}", request.verify, get_args(Verify)))
     if not 1 <= request.bucket_bytes <= MAX_BUCKET_BYTES:
         raise invalid(f"bucket_bytes={_shown(request.bucket_bytes)} is out of range (1 to {MAX_BUCKET_BYTES:,})")
     if not MIN_TIMEOUT_S <= request.timeout_s <= longest_s:  # false for NaN, too
