@@ -24,9 +24,14 @@ _END_S = 120
 
 
 def free_port() -> int:
-    """One that leaves room: the server takes more ports, up to 10,000 above its own."""
+    """Returns a port for a server, which may take others up to 10,000 above it.
+
+    Where the kernel's range for clients' connections leaves room below it, no connection takes the port meanwhile.
+    """
+    first_of_clients = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    end = first_of_clients - 10_000 if first_of_clients > 21_000 else 50_000
     while True:
-        port = random.randrange(20_000, 50_000)
+        port = random.randrange(10_000, end)
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.servers import free_port
 
 from sglang_reshard.patches.launch import without_torchrun_variables
 
@@ -22,9 +22,7 @@ class UpdateGroup:
     def make(self) -> Any:
         from sglang.srt.utils import init_custom_process_group
 
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        port = free_port()
         size = 1 + self._engine.server_args.tp_size
 
         def join() -> None:
