@@ -69,40 +69,38 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Turns the bytes of one direction, split anywhere, into the bodies of frames."""
+    """Turns the bytes of one direction, split anywhere, into the bodies of frames.
+
+    unfinished_bytes  of the current frame, which is not complete; 0 if none has begun
+    """
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._next = 0
         self._buffer = bytearray()
+        self.unfinished_bytes = 0
 
     def feed(self, data: bytes | memoryview) -> list[memoryview]:
         """Returns the bodies that `data` completes. Raises ProtocolError, and cannot be used after that."""
-        self._buffer += data
+        buffer = self._buffer
+        buffer += data
         bodies = []
-        while len(self._buffer) >= _LENGTH.size and len(self._buffer) >= (length := self._length()):
-            bodies.append(self._body(self._take(length)))
+        while len(buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer)
+            if not _MIN_LENGTH <= length <= _MIN_LENGTH + MAX_FRAME_BYTES:
+                raise ProtocolError(f"a frame of {length} bytes is out of range")
+            length += _LENGTH.size
+            if len(buffer) < length:
+                break
+            if len(buffer) == length:  # a large frame is not copied
+                frame, buffer = buffer, bytearray()
+            else:
+                frame = buffer[:length]
+                del buffer[:length]
+            bodies.append(self._body(frame))
+        self._buffer = buffer
+        self.unfinished_bytes = len(buffer)
         return bodies
-
-    @property
-    def unfinished_bytes(self) -> int:
-        """Bytes of the current frame, which is not complete; 0 if none has begun."""
-        return len(self._buffer)
-
-    def _length(self) -> int:
-        """Returns the current frame's bytes, its length field included."""
-        (length,) = _LENGTH.unpack_from(self._buffer)
-        if not _MIN_LENGTH <= length <= _MIN_LENGTH + MAX_FRAME_BYTES:
-            raise ProtocolError(f"a frame of {length} bytes is out of range")
-        return _LENGTH.size + length
-
-    def _take(self, length: int) -> bytearray:
-        if len(self._buffer) == length:  # a large frame is not copied
-            frame, self._buffer = self._buffer, bytearray()
-        else:
-            frame = self._buffer[:length]
-            del self._buffer[:length]
-        return frame
 
     def _body(self, frame: bytearray) -> memoryview:
         view = memoryview(frame)

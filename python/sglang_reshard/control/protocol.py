@@ -19,7 +19,6 @@ from sglang_reshard.control.framing import ProtocolError
 from sglang_reshard.control.limits import QuotaExceeded
 from sglang_reshard.errors import Aborted
 
-T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., object])
 
 DEFERRED = object()
@@ -86,6 +85,7 @@ class Call:
 OPERATIONS: dict[str, msgspec.msgpack.Decoder[Any]] = {}  # name -> decoder of the arguments, a tuple
 _requests = msgspec.msgpack.Decoder(tuple[int, str, msgspec.Raw])
 _messages = msgspec.msgpack.Decoder(Reply | Event)
+_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def operation(method: Method) -> Method:
@@ -99,15 +99,21 @@ def operation(method: Method) -> Method:
 
 def read_request(body: bytes | memoryview) -> tuple[int, str, tuple[Any, ...]]:
     """Returns number, operation and arguments. Raises ProtocolError."""
-    number, name, arguments = _decoded(_requests, body)
-    if name not in OPERATIONS:
-        raise ProtocolError(f"unknown operation {name[:80]!r}")
-    return number, name, _decoded(OPERATIONS[name], arguments)
+    try:
+        number, name, arguments = _requests.decode(body)
+        if name not in OPERATIONS:
+            raise ProtocolError(f"unknown operation {name[:80]!r}")
+        return number, name, OPERATIONS[name].decode(arguments)
+    except _UNDECODABLE as error:
+        raise _undecodable(error) from error
 
 
 def read_message(body: bytes | memoryview) -> Reply | Event:
     """Returns what a control server sent. Raises ProtocolError."""
-    return _decoded(_messages, body)
+    try:
+        return _messages.decode(body)
+    except _UNDECODABLE as error:
+        raise _undecodable(error) from error
 
 
 def execute(owner: object, call: Call, name: str, arguments: tuple[Any, ...]) -> None:
@@ -126,8 +132,5 @@ def execute(owner: object, call: Call, name: str, arguments: tuple[Any, ...]) ->
         call.client.send(reply)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes | memoryview | msgspec.Raw) -> T:
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a message cannot be decoded: {error}") from error
+def _undecodable(error: Exception) -> ProtocolError:
+    return ProtocolError(f"a message cannot be decoded: {error}")

@@ -61,10 +61,9 @@ class CancelScopes:
         A rank that was stopped for long may be in a scope that the others have deleted since.
         """
         self.check(name)
-        within = next((scope for scope in _with_ancestors(name) if scope in self._scopes), "")
-        if name and not within:
+        if name and self._scopes.keys().isdisjoint(_with_ancestors(name)):
             raise Aborted(ended(name))
-        if within != name:  # it was never entered, or it is deleted
+        if name not in self._scopes:  # it was never entered, or it is deleted
             self.check_open(name)
 
     def check_open(self, name: str) -> None:

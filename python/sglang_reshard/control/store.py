@@ -259,9 +259,12 @@ class SessionStore:
     # -- values
 
     def _set(self, items: dict[str, bytes]) -> None:
-        grown = sum(len(value) - len(self._values.get(key, b"")) for key, value in items.items())
-        new = [key for key in items if key not in self._values]
-        self._quota.take(grown + sum(map(len, new)), len(new))
+        grown = new = 0
+        for key, value in items.items():
+            old = self._values.get(key)
+            grown += len(value) + len(key) if old is None else len(value) - len(old)
+            new += old is None
+        self._quota.take(grown, new)
         self._values.update(items)
         for key in items.keys() & self._waits.keys():
             for wait in self._waits.pop(key):
