@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.servers import free_port
 
 from sglang_reshard.patches.launch import without_torchrun_variables
+from support.servers import free_port
 
 
 class UpdateGroup:
