@@ -140,6 +140,16 @@ test: setup
 test-gpu-rules: setup
 	$(BIN)/python -m pytest test/gpu_rules $(PYTEST_ARGS)
 
+# Trainers of other Pythons and torches, servers of every SGLang release of the range, the newest one in an environment
+# of its own, unit tests on the lowest and the newest torch. It installs what it needs in .venv/matrix, writes
+# benchmark/results/matrix.json and the table in docs/compatibility.md; PYTEST_ARGS chooses a part, whose rows alone
+# change. docs/compatibility.md says how long it takes and what it installs.
+.PHONY: test-matrix
+test-matrix: setup
+	$(if $(PYTEST_ARGS),,rm -f benchmark/results/matrix.json)
+	SGLANG_RESHARD_MATRIX=benchmark/results/matrix.json $(BIN)/python -m pytest test/matrix $(PYTEST_ARGS)
+	$(BIN)/python -m benchmark.pages matrix
+
 # The part that runs on several hosts: network namespaces of this one, which need root.
 test-hosts: setup
 	$(BIN)/python -m pytest test/hosts test/verl/test_two_nodes.py $(PYTEST_ARGS)
@@ -189,7 +199,7 @@ test-all: setup setup-bridge setup-torchrl docs
 	  $(BIN)/python -m pytest $(PYTEST_ARGS)
 	$(if $(PYTEST_ARGS),,$(BIN)/python -m benchmark.pages test-all)
 
-# Ranks killed, stopped, short of memory and lied to, in every phase of an update: seventeen minutes on 2 cores. It prints
+# Ranks killed, stopped, short of memory and lied to, in every phase of an update: half an hour on 2 cores. It prints
 # a table and writes benchmark/results/faults.json and docs/results/faults.md.
 test-faults: setup
 	SGLANG_RESHARD_SWEEP=1 SGLANG_RESHARD_FAULTS_UPDATES=200 \

@@ -1,7 +1,8 @@
 """Hooks verl's driver.
 
-It refuses syncs that cannot take place, logs the metrics of colocated ones, which verl drops, lets replicas that are
-added take the weights of those that are there, and adds metrics to verl's comparison of rollout and actor.
+It syncs hybrid replicas as colocated ones, refuses syncs that cannot take place, logs the metrics of syncs, which some
+of verl's trainers drop, lets replicas that are added take the weights of those that are there, and adds metrics to
+verl's comparison of rollout and actor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from sglang_reshard.verl.hooks import around
 from sglang_reshard.verl.replica_weights import pull_weights
 from sglang_reshard.verl.settings import BACKEND
 
-_pending: dict[str, float] = {}  # of the last colocated sync, until the next call of `Tracking.log`
+_COLOCATED = "naive"  # verl's name of the sync by `ServerAdapter.update_weights`, which reshards
+_pending: dict[str, float] = {}  # of the last sync, until the next call of `Tracking.log`
 
 
 def install() -> None:
@@ -32,31 +34,34 @@ def install() -> None:
 
 
 async def _update_weights(stock: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    _check_replicas(manager)
+    _settle_backend(manager)
     metrics = await stock(manager, *args, **kwargs)
-    if manager.backend == "naive":
-        sync_metrics = await manager.actor_wg.workers[0].__ray_call__.remote(_take_metrics)
-        _pending.clear()
-        _pending.update(sync_metrics)
-        metrics = {**(metrics or {}), **sync_metrics}
+    if manager.backend == _COLOCATED:
+        metrics = {**(metrics or {}), **await manager.actor_wg.workers[0].__ray_call__.remote(_take_metrics)}
+    elif manager.backend != BACKEND:
+        return metrics
+    _pending.clear()
+    _pending.update(metrics)
     return metrics
 
 
-def _check_replicas(manager: Any) -> None:
-    """Raises Unsupported for hybrid replicas of a manager whose backend is for standalone ones.
+def _settle_backend(manager: Any) -> None:
+    """Gives a manager of hybrid replicas the backend of a colocated sync, as verl's v1 trainers do.
 
-    The trainer's workers are theirs, too. They would send, and nobody would say where the replica's server is.
+    Its workers are the trainer's, too: with the backend of standalone replicas they would send, and nobody would say
+    where the replica's server is. Raises Unsupported if other replicas are standalone.
     """
     from verl.workers.rollout.replica import RolloutMode
 
     hybrid = [replica for replica in manager.replicas if replica.rollout_mode == RolloutMode.HYBRID]
-    if manager.backend == BACKEND and hybrid:
+    if manager.backend != BACKEND or not hybrid:
+        return
+    if len(hybrid) < len(manager.replicas):
         raise Unsupported(
             f"{len(hybrid)} of the {len(manager.replicas)} replicas are hybrid (they share their workers with the "
-            f"trainer), but their CheckpointEngineManager has backend={BACKEND!r}, which is for standalone replicas. "
-            "Give it a copy of the configuration with backend='naive', as verl's own trainers do; "
-            f"rollout.checkpoint_engine.backend={BACKEND} stays as it is and selects this package for the sync"
+            "trainer), and the others are standalone. One CheckpointEngineManager cannot sync both: make one of each"
         )
+    manager.backend = _COLOCATED
 
 
 def _add_replicas(stock: Callable[..., Any], manager: Any, replicas: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import pickle
+import pkgutil
 import sys
 from importlib import metadata
 from types import SimpleNamespace
@@ -62,6 +64,7 @@ def look() -> dict[str, Any]:
         "missing": hook_check.missing_hooks(),
         "told": hook_check.installed_version(),
         "hooks": {target: sorted({kind_of(h) for h in hooks}) for target, hooks in ours(HookRegistry._hooks).items()},
+        "parameters": {target: parameters(target) for target in ours(HookRegistry._hooks)},
         "methods": [hasattr(c, "update_weights_distributed") for c in extended],
         "received": sent_and_received(),
         "unsupported": refusals(ServerArgs),
@@ -71,6 +74,11 @@ def look() -> dict[str, Any]:
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.no_such_method", hook_check.installed_version)
     HookRegistry.apply_hooks()
     return {**seen, "told of a renamed one": hook_check.installed_version()}
+
+
+def parameters(target: str) -> list[str]:
+    """Returns the names of the parameters that SGLang's own function takes, without the hooks around it."""
+    return list(inspect.signature(pkgutil.resolve_name(target)).parameters)
 
 
 def sent_and_received() -> list[str]:

@@ -29,7 +29,9 @@ ENGINE = ("look", "plan", "connect", "move", "commit", "agreed")
 TRAINER = ("publish", "announce")
 SENDING = ("plan", "connect", "move")  # of a trainer rank, where it sends
 OLD, NEW, TORN, LOST = "old weights", "new weights", "torn, declared", "engine lost"
-_WAIT_S = 4 * TIMEOUT_S + 12.0  # for all but the one that is stopped: some waits, one after the other
+# For all but the one that is stopped: some waits, one after the other, and 10 s in which an engine rank that has voted
+# asks the control server what became of the update.
+_WAIT_S = 4 * TIMEOUT_S + 22.0
 _UNTIL_S = 0.1  # about what an update takes that is planned anew
 _GROWTH = 24  # descriptors that a process may have more at the end than when it was first looked at
 Rank = tuple[str, int]  # of the trainer or of the engine

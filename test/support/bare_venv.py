@@ -46,8 +46,8 @@ def make(folder: Path, wheel: Path) -> Path:
     uv("venv", "--quiet", "--python", sys.executable, str(folder))
     python = folder / "bin" / "python"
     # torch itself is 3 GB with its libraries.
-    declared = (*_requires(wheel), *(metadata.requires("torch") or ()))
-    needed = [str(need) for need in without_extras(declared) if not need.name.startswith(_SHARED)]
+    wanted = without_extras((*declared(wheel), *(metadata.requires("torch") or ())))
+    needed = [str(need) for need in wanted if not need.name.startswith(_SHARED)]
     install = ("pip", "install", "--quiet", "--python", str(python), "--constraint", str(_LOCK))
     try:
         uv(*install, "--offline", *needed)
@@ -58,10 +58,12 @@ def make(folder: Path, wheel: Path) -> Path:
     return python
 
 
-def _requires(wheel: Path) -> list[str]:
+def declared(wheel: Path) -> list[str]:
+    """Returns what the wheel requires, without its extras."""
     with zipfile.ZipFile(wheel) as file:
         (name,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
-        return HeaderParser().parsestr(file.read(name).decode()).get_all("Requires-Dist", [])
+        found = HeaderParser().parsestr(file.read(name).decode()).get_all("Requires-Dist", [])
+    return [str(requirement) for requirement in without_extras(found)]
 
 
 def _share_torch(folder: Path) -> None:

@@ -73,10 +73,10 @@ def run_verl(command: list[str], folder: Path, variables: Mapping[str, str], tim
     return log.read_text(errors="replace")
 
 
-def run_ppo(folder: Path, *overrides: str, steps: int = 2, timeout_s: float = 900) -> PpoRun:
-    """examples/tiny_on_cpu.py: GRPO by `verl.trainer.main_ppo`; `overrides` are hydra's, and win."""
+def run_ppo(folder: Path, *overrides: str, steps: int = 2, timeout_s: float = 900, main: str | None = None) -> PpoRun:
+    """examples/tiny_on_cpu.py: GRPO by `verl.trainer.main_ppo`, or by `main`; `overrides` are hydra's, and win."""
     settings = [f"trainer.total_training_steps={steps}", f"trainer.total_epochs={steps}", *overrides]
-    log = run_driver("jobs:ppo", folder, {"overrides": settings}, tp_size=2, timeout_s=timeout_s)
+    log = run_driver("jobs:ppo", folder, {"overrides": settings, "main": main}, tp_size=2, timeout_s=timeout_s)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return PpoRun(log, [json.loads(line)["data"] for line in lines])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import sys
@@ -106,17 +107,17 @@ def in_the_background(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def ppo(order: dict[str, Any]) -> None:
-    """examples/tiny_on_cpu.py. order: `overrides`, of its settings
+    """examples/tiny_on_cpu.py. order: `overrides`, of its settings, and `main`, another of verl's programs
 
     The program that it becomes at its end is run in this process, so that a fork remains one.
     """
-    os.execve = _become  # type: ignore[assignment]
+    os.execve = functools.partial(_become, order["main"])  # type: ignore[assignment]
     sys.argv = [str(TINY), order["folder"], *order["overrides"]]
     runpy.run_path(str(TINY), run_name="__main__")
 
 
-def _become(_: str, command: list[str], environment: dict[str, str]) -> None:
+def _become(main: str | None, _: str, command: list[str], environment: dict[str, str]) -> None:
     _, module, name, *sys.argv[1:] = command
     assert module == "-m"
     os.environ.update(environment)
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    runpy.run_module(main or name, run_name="__main__", alter_sys=True)

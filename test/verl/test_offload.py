@@ -17,7 +17,7 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.runtime import CudaRuntime
 from sglang_reshard.verl import engine_shards
-from sglang_reshard.verl.driver_hooks import _update_weights
+from sglang_reshard.verl.driver_hooks import _settle_backend, _update_weights
 from sglang_reshard.verl.engine_shards import EngineShards, unsupported_reason
 from sglang_reshard.verl.training_engine_weights import TrainingEngineWeights, _get_per_tensor_param
 from support.gpu_runtime import replaced_runtime
@@ -261,27 +261,30 @@ def test_adapters_that_are_served_come_with_their_description() -> None:
 # -- the driver
 
 
-@pytest.mark.parametrize(("backend", "modes", "refused"), [
-    ("reshard", ["STANDALONE", "HYBRID"], True),
-    ("reshard", ["STANDALONE", "STANDALONE"], False),
-    ("nccl", ["HYBRID"], False),
+@pytest.mark.parametrize(("backend", "modes", "settled"), [
+    ("reshard", ["STANDALONE", "STANDALONE"], "reshard"),
+    ("reshard", ["HYBRID", "HYBRID"], "naive"),
+    ("nccl", ["HYBRID"], "nccl"),
 ])  # fmt: skip
-def test_a_manager_for_standalone_replicas_refuses_hybrid_ones_at_once(
-    backend: str, modes: list[str], refused: bool
-) -> None:
-    from verl.workers.rollout.replica import RolloutMode
+def test_hybrid_replicas_are_synced_as_colocated_ones(backend: str, modes: list[str], settled: str) -> None:
+    manager = manager_of(backend, modes)
+    _settle_backend(manager)
+    assert manager.backend == settled
 
+
+def test_a_manager_of_hybrid_and_standalone_replicas_is_refused_at_once() -> None:
     called = []
 
     async def stock(manager: Any, *args: Any) -> dict[str, float]:
         called.append(args)
         return {}
 
-    manager = SimpleNamespace(backend=backend, replicas=[SimpleNamespace(rollout_mode=RolloutMode[m]) for m in modes])
-    if not refused:
-        assert asyncio.run(_update_weights(stock, manager, 7)) == {}
-        assert called == [(7,)]
-        return
-    with pytest.raises(Unsupported, match=r"1 of the 2 replicas are hybrid .* backend='naive'"):
-        asyncio.run(_update_weights(stock, manager, 7))
+    with pytest.raises(Unsupported, match=r"1 of the 2 replicas are hybrid .*: make one of each"):
+        asyncio.run(_update_weights(stock, manager_of("reshard", ["STANDALONE", "HYBRID"]), 7))
     assert called == []
+
+
+def manager_of(backend: str, modes: list[str]) -> SimpleNamespace:
+    from verl.workers.rollout.replica import RolloutMode
+
+    return SimpleNamespace(backend=backend, replicas=[SimpleNamespace(rollout_mode=RolloutMode[m]) for m in modes])
