@@ -493,6 +493,26 @@ def test_all(path: Path) -> str:
     return "\n".join(lines)
 
 
+def matrix(path: Path) -> str:
+    """A row for each environment and release that was tried, and its day."""
+    if not path.exists():
+        return f"No run is recorded: `make test-matrix` writes benchmark/results/{path.name}."
+    head, rows = results.load(path)
+    lines = [
+        f"`{head['command']}` ([{path.name}](../benchmark/results/{path.name}), {_machine(head['host'])}) writes a row "
+        f"for each test that passed. {len(rows)} did, in {sum(r['seconds'] for r in rows) / 60:.0f} minutes without "
+        f"installations. GB are the files of an environment. {' '.join(head['notes'])}".rstrip(),
+        "",
+        "| | Python | torch | SGLang | what was run | seconds | GB | on |",
+        "|---|---|---|---|---|---:|---:|---|",
+    ]
+    for r in rows:
+        cells = [r["kind"], r["python"], r["torch"], r["sglang"] or "-", r["says"], f"{r['seconds']:.0f}"]
+        cells += [f"{r['gigabytes']:.1f}" if r["gigabytes"] else "-", r["date"]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def gpu(path: Path) -> str:
     """A row for each item of the battery, with its figures."""
     if not path.exists():
@@ -568,6 +588,7 @@ TABLES: dict[str, Table] = {
     "delta-checks": Table("docs/results/deltas.md", results.FOLDER / "delta-checks.json", delta_checks),
     "gpu": Table("docs/results/gpu.md", results.FOLDER / "gpu.json", gpu),
     "soak": Table("docs/results/soak.md", results.FOLDER / "soak.json", soak),
+    "matrix": Table("docs/compatibility.md", results.FOLDER / "matrix.json", matrix),
     "test-all": Table("docs/results/test-all.md", results.FOLDER / "test-all.json", test_all),
 }
 

@@ -20,19 +20,28 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.pluginmanager.register(Summary(Path(path)))
     if path := os.environ.get("SGLANG_RESHARD_TRAINERS"):
-        from support.trainer_rows import TrainerRows
+        from support.recorded_rows import RecordedRows
 
-        config.pluginmanager.register(TrainerRows(Path(path)))
+        order = ("trainer", "way", "transport")
+        config.pluginmanager.register(RecordedRows(Path(path), "trainer", "make test-trainers", order))
+    if path := os.environ.get("SGLANG_RESHARD_MATRIX"):
+        from support.recorded_rows import RecordedRows
+
+        order = ("kind", "sglang", "python", "torch")
+        config.pluginmanager.register(RecordedRows(Path(path), "matrix", "make test-matrix", order))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests and params marked `sweep` unless SGLANG_RESHARD_SWEEP=1."""
-    if SWEEP:
-        return
-    sweep = [item for item in items if item.get_closest_marker("sweep")]
-    if sweep:
-        config.hook.pytest_deselected(items=sweep)
-        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+    """Deselects tests and params marked `sweep` unless SGLANG_RESHARD_SWEEP=1, and those of the matrix likewise."""
+    left_out = set()
+    if not SWEEP:
+        left_out.add("sweep")
+    if "SGLANG_RESHARD_MATRIX" not in os.environ:
+        left_out.add("matrix")
+    deselected = [item for item in items if any(map(item.get_closest_marker, left_out))]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in set(deselected)]
 
 
 @pytest.fixture

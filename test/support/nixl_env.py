@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / ".venv" / "nixl"
-needs_nixl = pytest.mark.skipif(not FOLDER.exists(), reason="NIXL is not installed: make setup-nixl")
+needs_nixl = pytest.mark.skipif(
+    not FOLDER.exists() or Path(sys.prefix) != FOLDER.parent,  # it is compiled for that environment's Python
+    reason="NIXL is not installed: make setup-nixl",
+)
 
 
 def use_nixl(ways: str = "") -> None:

@@ -67,7 +67,7 @@ def copy_tiles(  # type: ignore[no-untyped-def]
         tiles_down = (last + ROWS - 1) // ROWS
         inner = tile // tiles_across % tiles_down * ROWS + tl.arange(0, ROWS)
         outer = tile // tiles_across // tiles_down
-        in_box = (inner < last) & (rows > 0)
+        in_box = inner < tl.where(rows > 0, last, 0)  # a block & a scalar is no mask in Triton 3.9's interpreter
     else:
         row = tile // tiles_across * ROWS + tl.arange(0, ROWS)
         inner, outer = row % last, row // last
