@@ -285,6 +285,7 @@ RUN_BY = {
     r"make test-all": "test/engine/architectures/test_architectures.py",
     r"make test-faults": "test/faults/test_storm.py",
     r"make test-newest": "test/engine/live/test_newest.py",
+    r"make test-matrix": "test/matrix/test_releases.py",
     r"make fuzz|python -m benchmark\.fuzz .*": "test/fuzz/test_frames.py",
     r"make fuzz-deltas|python -m benchmark\.fuzz_deltas .*": "test/fuzz/test_hostile_deltas.py",
     r"make soak|python -m benchmark\.soak .*": "test/engine/live/test_soak_short.py",
