@@ -7,6 +7,7 @@ builds from source have arbitrary ones. It does so at each call, all of them far
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Iterable
 from importlib import metadata
@@ -183,4 +184,7 @@ def online_updates_refused(model: torch.nn.Module) -> str:
             return f"{name or type(module).__name__}: {reason}"
     updater = sys.modules.get("sglang.srt.model_executor.model_runner_components.weight_updater")
     known = getattr(updater, "_unsupported_derived_weight_cache_error", None)
-    return (known(model) or "") if known is not None else ""
+    if known is None:
+        return ""
+    asked_of = (model,) if inspect.signature(known).parameters else ()  # 0.5.17 judges options alone
+    return known(*asked_of) or ""

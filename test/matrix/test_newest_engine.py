@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,11 @@ import pytest
 
 from sglang_reshard.testing import cpu_host
 from support import environments
+from support.scripts import run_script
 
 pytestmark = [pytest.mark.matrix, pytest.mark.engine]
 ROOT = Path(__file__).parents[2]
 TESTS = {
-    "architectures": ("test/engine/architectures/test_architectures.py",),
     "live engines": (
         "test/engine/live/test_reshard.py",
         "test/engine/live/test_fresh_engines.py",
@@ -29,6 +32,7 @@ TESTS = {
         "test/engine/architectures/test_started_on_dummy.py",
     ),
 }
+CASES = ROOT / "test" / "engine" / "architectures" / "architecture_cases.py"
 _DEADLINE_S = 3600.0
 
 
@@ -42,3 +46,27 @@ def test_the_engine_s_tests_pass(name: str, wheel: Path, record_property: Any) -
     assert done.returncode == 0, done.stdout[-8000:]
     counts = re.findall(r"\d+ (?:passed|skipped)", done.stdout.splitlines()[-1])
     record_property("matrix", own.row(f"tests of {name}", ", ".join(counts), time.monotonic() - began))
+
+
+@pytest.mark.timeout(2 * _DEADLINE_S)
+def test_no_architecture_fails(wheel: Path, tmp_path: Path, record_property: Any) -> None:
+    """Some engine ranks of every architecture of this registry, as `make test` tries them with 0.5.12."""
+    own, began = environments.newest_sglang(wheel), time.monotonic()
+    path = os.pathsep.join(map(str, (ROOT / "test", ROOT, own.stand_in())))
+    outcomes: Counter[str] = Counter()
+    failed = []
+    for code_paths in ("gpu", "cpu"):
+        lines = run_script(
+            CASES, code_paths, "fast", str(tmp_path / code_paths), timeout_s=_DEADLINE_S, python=own.python,
+            environment={"PYTHONPATH": path},
+        )  # fmt: skip
+        for line in lines:
+            if line.startswith("case: "):
+                case, finding = json.loads(line.removeprefix("case: "))
+                outcomes[finding["outcome"]] += 1
+                if finding["outcome"] == "failed":
+                    failed.append((*case, finding["why"]))
+    assert failed == []
+    assert outcomes["passed"] > 100
+    says = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
+    record_property("matrix", own.row("engine ranks of architectures", says, time.monotonic() - began))

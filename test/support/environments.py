@@ -44,13 +44,11 @@ class Environment:
     python     its interpreter
     versions   of Python, and of torch, SGLang and others where they are installed
     gigabytes  of its files; those that it shares with uv's cache are counted
-    seconds    that the installation took; 0.0 if it was there
     """
 
     python: Path
     versions: dict[str, str]
     gigabytes: float
-    seconds: float
 
     def variables(self, **more: str) -> dict[str, str]:
         """Returns the environment variables of a process that imports this environment's packages and no others.
@@ -128,20 +126,18 @@ def install(name: str, version: str, wheel: Path, requirements: Sequence[str], l
     """
     options = ["--resolution", "lowest-direct", *declared(wheel)] if lowest else []
     folder, wanted = FOLDER / name, json.dumps([version, *requirements, *options])
-    python, stamp, began = folder / "bin" / "python", folder / "installed.json", time.monotonic()
+    python, stamp = folder / "bin" / "python", folder / "installed.json"
     to = ("pip", "install", "--quiet", "--python", str(python))
     if stamp.exists() and stamp.read_text() == wanted:
-        seconds = 0.0
         _uv(*to, "--no-deps", "--reinstall-package", "sglang-reshard", str(wheel))
     else:
         shutil.rmtree(folder, ignore_errors=True)
         _uv("venv", "--quiet", "--python", interpreter(version), str(folder))
         _uv(*to, "--compile-bytecode", *options, str(wheel), *requirements)
         stamp.write_text(wanted)
-        seconds = time.monotonic() - began
     told = subprocess.run([python, "-c", _VERSIONS], capture_output=True, text=True, timeout=120, check=True)
     size = subprocess.run(["du", "-sk", str(folder)], capture_output=True, text=True, check=True)
-    return Environment(python, json.loads(told.stdout), int(size.stdout.split()[0]) / 1e6, round(seconds, 1))
+    return Environment(python, json.loads(told.stdout), int(size.stdout.split()[0]) / 1e6)
 
 
 def _uv(*arguments: str) -> None:

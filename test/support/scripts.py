@@ -14,13 +14,17 @@ _ANSWERS = "TEST_SCRIPT_ANSWERS"  # the file that answers go to
 
 
 def run_script(
-    script: Path, *arguments: str, timeout_s: float = 1500, environment: Mapping[str, str] | None = None
+    script: Path,
+    *arguments: str,
+    timeout_s: float = 1500,
+    environment: Mapping[str, str] | None = None,
+    python: str | Path = sys.executable,
 ) -> list[str]:
     """The answers that a script gave, one after the other. Its errors fail the test."""
     path = os.pathsep.join([str(TEST), str(TEST.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.NamedTemporaryFile("r") as answers:
         run = subprocess.run(
-            [sys.executable, str(script), *arguments],
+            [python, str(script), *arguments],
             env={**os.environ, "PYTHONPATH": path, _ANSWERS: answers.name, **(environment or {})},
             capture_output=True,
             text=True,

@@ -169,6 +169,10 @@ def test_sglang_s_own_refusals_of_online_updates(monkeypatch: pytest.MonkeyPatch
     assert sglang_versions.online_updates_refused(model) == "mHC"
     asked._unsupported_derived_weight_cache_error = lambda _: None
     assert sglang_versions.online_updates_refused(model) == ""
+    asked._unsupported_derived_weight_cache_error = lambda: "an option of 0.5.17"
+    assert sglang_versions.online_updates_refused(model) == "an option of 0.5.17"
+    asked._unsupported_derived_weight_cache_error = lambda: None
+    assert sglang_versions.online_updates_refused(model) == ""
     model[0]._derived_weight_cache_error = "packed"
     assert sglang_versions.online_updates_refused(model) == "0: packed"
 
