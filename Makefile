@@ -143,7 +143,7 @@ test-gpu-rules: setup
 # Trainers of other Pythons and torches, servers of every SGLang release of the range, the newest one in an environment
 # of its own, unit tests on the lowest and the newest torch. It installs what it needs in .venv/matrix, writes
 # benchmark/results/matrix.json and the table in docs/compatibility.md; PYTEST_ARGS chooses a part, whose rows alone
-# change. docs/compatibility.md says how long it takes and what it installs.
+# change. It installs 27 GB in .venv/matrix.
 .PHONY: test-matrix
 test-matrix: setup
 	$(if $(PYTEST_ARGS),,rm -f benchmark/results/matrix.json)

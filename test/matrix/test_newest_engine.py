@@ -20,12 +20,7 @@ from support.scripts import run_script
 pytestmark = [pytest.mark.matrix, pytest.mark.engine]
 ROOT = Path(__file__).parents[2]
 TESTS = {
-    "live engines": (
-        "test/engine/live/test_reshard.py",
-        "test/engine/live/test_fresh_engines.py",
-        "test/engine/live/test_torn.py",
-        "test/engine/live/test_mistakes.py",
-    ),
+    "live engines": ("test/engine/live/test_reshard.py", "test/engine/live/test_oracle_live.py"),
     "pipelines and moved experts": (
         "test/engine/test_pipeline.py",
         "test/engine/architectures/test_moved_experts.py",
