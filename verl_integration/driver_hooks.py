@@ -19,7 +19,7 @@ from sglang_reshard.verl.replica_weights import pull_weights
 from sglang_reshard.verl.settings import BACKEND
 
 _COLOCATED = "naive"  # verl's name of the sync by `ServerAdapter.update_weights`, which reshards
-_pending: dict[str, float] = {}  # of the last sync, until the next call of `Tracking.log`
+_pending: dict[str, float] = {}  # of the syncs since the last call of `Tracking.log`: of both kinds of replicas
 
 
 def install() -> None:
@@ -40,7 +40,6 @@ async def _update_weights(stock: Callable[..., Any], manager: Any, *args: Any, *
         metrics = {**(metrics or {}), **await manager.actor_wg.workers[0].__ray_call__.remote(_take_metrics)}
     elif manager.backend != BACKEND:
         return metrics
-    _pending.clear()
     _pending.update(metrics)
     return metrics
 

@@ -16,8 +16,7 @@ import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.gpu.runtime import CudaRuntime
-from sglang_reshard.verl import engine_shards
-from sglang_reshard.verl.driver_hooks import _settle_backend, _update_weights
+from sglang_reshard.verl import driver_hooks, engine_shards
 from sglang_reshard.verl.engine_shards import EngineShards, unsupported_reason
 from sglang_reshard.verl.training_engine_weights import TrainingEngineWeights, _get_per_tensor_param
 from support.gpu_runtime import replaced_runtime
@@ -266,10 +265,26 @@ def test_adapters_that_are_served_come_with_their_description() -> None:
     ("reshard", ["HYBRID", "HYBRID"], "naive"),
     ("nccl", ["HYBRID"], "nccl"),
 ])  # fmt: skip
-def test_hybrid_replicas_are_synced_as_colocated_ones(backend: str, modes: list[str], settled: str) -> None:
+def test_hybrid_replicas_are_synced_as_colocated_ones(
+    backend: str, modes: list[str], settled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_hooks, "_pending", {})
+    called = []
+
+    async def stock(manager: Any, *args: Any) -> dict[str, float]:
+        called.append((manager.backend, *args))
+        return {}
+
+    async def taken(_: Any) -> dict[str, float]:
+        return {"reshard/seconds": 1.0}
+
     manager = manager_of(backend, modes)
-    _settle_backend(manager)
-    assert manager.backend == settled
+    worker = SimpleNamespace(__ray_call__=SimpleNamespace(remote=taken))
+    manager.actor_wg = SimpleNamespace(workers=[worker])
+    seen = {"reshard/seconds": 1.0} if settled == "naive" else {}
+    assert asyncio.run(driver_hooks._update_weights(stock, manager, 7)) == seen
+    assert called == [(settled, 7)]
+    assert driver_hooks._pending == seen
 
 
 def test_a_manager_of_hybrid_and_standalone_replicas_is_refused_at_once() -> None:
@@ -280,7 +295,7 @@ def test_a_manager_of_hybrid_and_standalone_replicas_is_refused_at_once() -> Non
         return {}
 
     with pytest.raises(Unsupported, match=r"1 of the 2 replicas are hybrid .*: make one of each"):
-        asyncio.run(_update_weights(stock, manager_of("reshard", ["STANDALONE", "HYBRID"]), 7))
+        asyncio.run(driver_hooks._update_weights(stock, manager_of("reshard", ["STANDALONE", "HYBRID"]), 7))
     assert called == []
 
 
