@@ -141,9 +141,9 @@ test-gpu-rules: setup
 	$(BIN)/python -m pytest test/gpu_rules $(PYTEST_ARGS)
 
 # Trainers of other Pythons and torches, servers of every SGLang release of the range, the newest one in an environment
-# of its own, unit tests on the lowest and the newest torch. It installs what it needs in .venv/matrix, writes
+# of its own, unit tests on the lowest and the newest torch. It installs 27 GB in .venv/matrix, writes
 # benchmark/results/matrix.json and the table in docs/compatibility.md; PYTEST_ARGS chooses a part, whose rows alone
-# change. It installs 27 GB in .venv/matrix.
+# change.
 .PHONY: test-matrix
 test-matrix: setup
 	$(if $(PYTEST_ARGS),,rm -f benchmark/results/matrix.json)

@@ -33,15 +33,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects tests and params marked `sweep` unless SGLANG_RESHARD_SWEEP=1, and those of the matrix likewise."""
-    left_out = set()
-    if not SWEEP:
-        left_out.add("sweep")
-    if "SGLANG_RESHARD_MATRIX" not in os.environ:
-        left_out.add("matrix")
-    deselected = [item for item in items if any(map(item.get_closest_marker, left_out))]
+    runs = {"sweep": SWEEP, "matrix": "SGLANG_RESHARD_MATRIX" in os.environ}
+    left_out = [marker for marker, chosen in runs.items() if not chosen]
+    kept: list[pytest.Item] = []
+    deselected: list[pytest.Item] = []
+    for item in items:
+        (deselected if any(map(item.get_closest_marker, left_out)) else kept).append(item)
     if deselected:
         config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if item not in set(deselected)]
+        items[:] = kept
 
 
 @pytest.fixture

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ from packaging.version import Version
 from sglang_reshard.patches.sglang_versions import NEWEST, OLDEST
 from sglang_reshard.version import __version__
 from support.server_args_page import listed
-from support.sglangs import ENDS, environment
+from support.sglangs import ENDS, chosen, hooks_seen
 
 pytestmark = pytest.mark.engine
 HOOKS_PAGE = Path(__file__).parents[2] / "docs" / "hooks.md"
@@ -23,17 +20,8 @@ HOOKS_PAGE = Path(__file__).parents[2] / "docs" / "hooks.md"
 
 @pytest.fixture(scope="module", params=ENDS)
 def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("hooks_look.py"))],
-        env=environment(request.param),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("seen: ")]
-    assert run.returncode == 0, run.stderr[-6000:]
-    return {"end": request.param, "log": run.stderr, **json.loads(lines[0].removeprefix("seen: "))}
+    with chosen(request.param):
+        return {"end": request.param, **hooks_seen()}
 
 
 def test_these_are_the_ends_of_the_range(seen: dict[str, Any]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -13,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from sglang_reshard.testing import cpu_host
 from support import environments
+from support.environments import ROOT
 from support.scripts import run_script
 
 pytestmark = [pytest.mark.matrix, pytest.mark.engine]
-ROOT = Path(__file__).parents[2]
 TESTS = {
     "live engines": ("test/engine/live/test_reshard.py", "test/engine/live/test_oracle_live.py"),
     "pipelines and moved experts": (
@@ -35,12 +32,8 @@ _DEADLINE_S = 3600.0
 @pytest.mark.parametrize("name", TESTS)
 def test_the_engine_s_tests_pass(name: str, wheel: Path, record_property: Any) -> None:
     own, began = environments.newest_sglang(wheel), time.monotonic()
-    command = [own.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS[name]]
-    variables = own.variables(**{**cpu_host.environment(1), "PYTHONPATH": str(own.stand_in())})
-    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=_DEADLINE_S)
-    assert done.returncode == 0, done.stdout[-8000:]
-    counts = re.findall(r"\d+ (?:passed|skipped)", done.stdout.splitlines()[-1])
-    record_property("matrix", own.row(f"tests of {name}", ", ".join(counts), time.monotonic() - began))
+    counts = own.run_tests(TESTS[name], own.engine_variables(1), _DEADLINE_S)
+    record_property("matrix", own.row(f"tests of {name}", counts, time.monotonic() - began))
 
 
 @pytest.mark.timeout(2 * _DEADLINE_S)

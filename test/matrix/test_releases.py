@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +20,7 @@ from sglang_reshard.testing import cpu_host
 from sglang_reshard.version import __version__
 from support import environments
 from support.servers import launch, serving
+from support.sglangs import hooks_seen, importing
 from support.trainers import run_trainers
 
 pytestmark = [pytest.mark.matrix, pytest.mark.engine]
@@ -37,7 +36,6 @@ OTHER_PARAMETERS = {
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._init_req_state",
 }
 SESSIONS = "sglang.srt.managers.tokenizer_manager.TokenizerManager.begin_weight_update"  # from 0.5.21
-LOOK = Path(__file__).parents[1] / "engine" / "hooks_look.py"
 
 
 @pytest.fixture(scope="module", params=RELEASES)
@@ -50,26 +48,8 @@ def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="module")
-def pinned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return look(None)
-
-
-def look(release: Path | None) -> dict[str, Any]:
-    """Returns what hooks_look.py finds in this release; None for the installed one."""
-    done = subprocess.run(
-        [sys.executable, str(LOOK)], env=variables(release), capture_output=True, text=True, timeout=240, check=False
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("seen: ")]
-    assert done.returncode == 0, done.stderr[-6000:]
-    return json.loads(lines[0].removeprefix("seen: "))
-
-
-def variables(release: Path | None) -> dict[str, str]:
-    """Returns the environment of a process that imports this release on a host without a GPU."""
-    found = {**os.environ, **cpu_host.environment(TP)}
-    if release is not None:
-        found["PYTHONPATH"] = os.pathsep.join([str(release), found["PYTHONPATH"]])
-    return found
+def pinned() -> dict[str, Any]:
+    return hooks_seen()
 
 
 def test_the_range_has_no_other_release() -> None:
@@ -84,7 +64,9 @@ def test_the_range_has_no_other_release() -> None:
 
 
 def test_the_hooks_find_their_targets(release: Path, pinned: dict[str, Any], record_property: Any) -> None:
-    began, seen = time.monotonic(), look(release)
+    began = time.monotonic()
+    with importing(release):
+        seen = hooks_seen()
     assert seen["missing"] == []
     assert seen["told"] == __version__
     assert all(seen["methods"])
@@ -106,7 +88,9 @@ def test_a_server_takes_updates(release: Path, tmp_path: Path, record_property: 
     began = time.monotonic()
     tiny_model.save(tmp_path / "model", TP, TP)
     command = launch(tmp_path / "model", TP, "--admin-api-key", KEY)
-    with serving(command, variables(release), tmp_path / "log") as url:
+    with importing(release):
+        variables = cpu_host.environment(TP)
+    with serving(command, variables, tmp_path / "log") as url:
         seen, _ = run_trainers(2, "server_job:update_a_server", tmp_path, url=url, key=KEY, target_tp=TP)
         told = httpx.get(f"{url}/server_info", headers={"Authorization": f"Bearer {KEY}"}, trust_env=False).json()
     assert seen["before"] != seen["expected"]

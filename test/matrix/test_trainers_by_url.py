@@ -20,14 +20,13 @@ from demo import text, tiny_model
 from demo.reference import greedy_tokens
 from sglang_reshard.testing import cpu_host
 from support import environments, nixl_env
-from support.environments import Environment
+from support.environments import NIXL, Environment
 from support.servers import launch, serving
 from support.sweep import sweep
 
 pytestmark = [pytest.mark.matrix, pytest.mark.engine]
 RANKS, TP, KEY, PROMPTS = 2, 2, "the admin's key", [[5, 6, 7, 8], [100, 200]]
 TRANSPORTS = ("ipc", "p2p", "broadcast")
-NIXL = ("nixl>=1.5,<1.6",)
 # Python, requirements, and whether to take the lowest versions that the wheel declares.
 TRAINERS = {
     "3.10, lowest": ("3.10", (), True),
@@ -89,7 +88,7 @@ def server(request: pytest.FixtureRequest, model: Path, wheel: Path) -> Iterator
     else:
         own = environments.newest_sglang(wheel)
         command[0] = str(own.python)
-        variables = own.variables(**{**variables, "PYTHONPATH": str(own.stand_in())})
+        variables = own.engine_variables(TP)
     with serving(command, variables, model.with_name("log")) as url:
         headers = {"Authorization": f"Bearer {KEY}"}
         told = httpx.get(f"{url}/server_info", headers=headers, trust_env=False).json()

@@ -6,7 +6,6 @@ Tests of documents, benchmarks and releases are about the checkout, and run in i
 from __future__ import annotations
 
 import re
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 from support import environments
 
 pytestmark = pytest.mark.matrix
-ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = {
     "3.10, lowest": ("3.10", environments.TESTS, True),
     "3.13, newest": ("3.13", environments.TESTS, False),
@@ -27,7 +25,7 @@ _DEADLINE_S = 3600.0
 
 
 def of_the_package() -> list[str]:
-    files = sorted((ROOT / "test" / "unit").glob("test_*.py"))
+    files = sorted((environments.ROOT / "test" / "unit").glob("test_*.py"))
     return [str(f) for f in files if not (_OF_THE_CHECKOUT.search(f.read_text()) or _PAGES.match(f.name))]
 
 
@@ -38,9 +36,5 @@ def test_the_unit_tests_pass(name: str, wheel: Path, record_property: Any) -> No
     folder = f"units-{name.replace(', ', '-')}"
     environment = environments.install(folder, python, wheel, requirements, lowest)
     began = time.monotonic()
-    command = [environment.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *of_the_package()]
-    variables = environment.variables()
-    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=_DEADLINE_S)
-    assert done.returncode == 0, done.stdout[-8000:]
-    counts = re.findall(r"\d+ (?:passed|skipped)", done.stdout.splitlines()[-1])
-    record_property("matrix", environment.row("unit tests", ", ".join(counts), time.monotonic() - began))
+    counts = environment.run_tests(of_the_package(), environment.variables(), _DEADLINE_S)
+    record_property("matrix", environment.row("unit tests", counts, time.monotonic() - began))

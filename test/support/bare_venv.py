@@ -46,7 +46,7 @@ def make(folder: Path, wheel: Path) -> Path:
     uv("venv", "--quiet", "--python", sys.executable, str(folder))
     python = folder / "bin" / "python"
     # torch itself is 3 GB with its libraries.
-    wanted = without_extras((*declared(wheel), *(metadata.requires("torch") or ())))
+    wanted = (*declared(wheel), *without_extras(metadata.requires("torch") or ()))
     needed = [str(need) for need in wanted if not need.name.startswith(_SHARED)]
     install = ("pip", "install", "--quiet", "--python", str(python), "--constraint", str(_LOCK))
     try:
@@ -58,12 +58,11 @@ def make(folder: Path, wheel: Path) -> Path:
     return python
 
 
-def declared(wheel: Path) -> list[str]:
+def declared(wheel: Path) -> list[Requirement]:
     """Returns what the wheel requires, without its extras."""
     with zipfile.ZipFile(wheel) as file:
         (name,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
-        found = HeaderParser().parsestr(file.read(name).decode()).get_all("Requires-Dist", [])
-    return [str(requirement) for requirement in without_extras(found)]
+        return without_extras(HeaderParser().parsestr(file.read(name).decode()).get_all("Requires-Dist", []))
 
 
 def _share_torch(folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -21,9 +22,12 @@ from typing import Any
 import pytest
 
 from sglang_reshard.patches.sglang_versions import NEWEST
+from sglang_reshard.testing import cpu_host
 from support.bare_venv import UV, declared
 
-FOLDER = Path(__file__).parents[2] / ".venv" / "matrix"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".venv" / "matrix"
+NIXL = ("nixl>=1.5,<1.6",)
 # What the tests of this project import, but for the packages of an engine.
 TESTS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "safetensors>=0.4", "cryptography>=42",
          "opentelemetry-sdk>=1.25", "opentelemetry-proto>=1.25", "pyyaml>=6")  # fmt: skip
@@ -64,6 +68,17 @@ class Environment:
         (found,) = self.python.parents[1].glob("lib/python*/site-packages/sglang_reshard/testing/cpu_host/stand_in")
         return found
 
+    def engine_variables(self, tp_size: int) -> dict[str, str]:
+        """Returns `variables` of an engine on a host without a GPU."""
+        return self.variables(**{**cpu_host.environment(tp_size), "PYTHONPATH": str(self.stand_in())})
+
+    def run_tests(self, files: Sequence[str], variables: dict[str, str], timeout_s: float) -> str:
+        """Returns how many tests of these files passed or were skipped. Fails the test if one does."""
+        command = [self.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+        done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+        assert done.returncode == 0, done.stdout[-8000:]
+        return ", ".join(re.findall(r"\d+ (?:passed|skipped)", done.stdout.splitlines()[-1]))
+
     def row(self, kind: str, says: str, seconds: float, sglang: str = "") -> dict[str, Any]:
         """Returns a row of the matrix, see `row_of`; `sglang` is by default this environment's own."""
         own = {**self.versions, "sglang": sglang} if sglang else self.versions
@@ -103,7 +118,7 @@ def unpack(requirement: str, folder: Path) -> None:
 
 def newest_sglang(wheel: Path) -> Environment:
     """Returns the newest SGLang that the patches are tested with, all that it requires, NIXL, and what tests import."""
-    return install(f"sglang-{NEWEST}", "3.12", wheel, (f"sglang=={NEWEST}", "nixl>=1.5,<1.6", *TESTS))
+    return install(f"sglang-{NEWEST}", "3.12", wheel, (f"sglang=={NEWEST}", *NIXL, *TESTS))
 
 
 def interpreter(version: str) -> str:
@@ -124,7 +139,7 @@ def install(name: str, version: str, wheel: Path, requirements: Sequence[str], l
 
     Skips the test if uv reaches no index. Fails it if there is no solution.
     """
-    options = ["--resolution", "lowest-direct", *declared(wheel)] if lowest else []
+    options = ["--resolution", "lowest-direct", *map(str, declared(wheel))] if lowest else []
     folder, wanted = FOLDER / name, json.dumps([version, *requirements, *options])
     python, stamp = folder / "bin" / "python", folder / "installed.json"
     to = ("pip", "install", "--quiet", "--python", str(python))

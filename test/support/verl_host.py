@@ -17,6 +17,8 @@ from support import descendants, zygote
 
 TEST = Path(__file__).parent.parent
 _TAIL_CHARACTERS = 12_000
+# Steps so large that one that never reached the engine cannot be overlooked.
+LARGE_STEPS = "actor_rollout_ref.actor.optim.lr=1e-2"
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from support.verl_host import run_ppo, verl_folder
+from support.verl_host import LARGE_STEPS, run_ppo, verl_folder
 
 pytestmark = [pytest.mark.verl, pytest.mark.usefixtures("forks")]
-LARGE_STEPS = "actor_rollout_ref.actor.optim.lr=1e-2"
 # Else these trainers take the rollout's log-probabilities for the actor's, and compare nothing.
 COMPARED = [
     "actor_rollout_ref.rollout.calculate_log_probs=True",
@@ -29,8 +28,6 @@ FULLY_ASYNC = [
     "async_training.trigger_parameter_sync_step=1",
     "rollout.total_rollout_steps=12",
 ]
-
-
 VERIFIED = "+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.reshard.verify=full"
 FULLY_ASYNC_MAIN = "verl.experimental.fully_async_policy.fully_async_main"
 

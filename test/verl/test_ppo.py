@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from support.verl_host import run_ppo, verl_folder
+from support.verl_host import LARGE_STEPS, run_ppo, verl_folder
 
 pytestmark = [pytest.mark.verl, pytest.mark.usefixtures("forks")]
-# Steps so large that one that never reached the engine cannot be overlooked.
-LARGE_STEPS = "actor_rollout_ref.actor.optim.lr=1e-2"
 # Answers to a prompt that all have the same reward teach nothing, and of two that is not rare.
 FOUR_ANSWERS = "actor_rollout_ref.rollout.n=4"
 LOSE_ONE = "actor_rollout_ref.model.external_lib=drop_sync"
