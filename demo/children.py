@@ -49,8 +49,17 @@ def run(command: list[str], environment: dict[str, str], log: Path, deadline: fl
 
 
 def tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
+    lines = _without_torchrun(log.read_text(errors="replace").splitlines())
     return "\n".join([f"The end of {log}:", *(f"  {line}" for line in lines[-_TAIL_LINES:])])
+
+
+def _without_torchrun(lines: list[str]) -> list[str]:
+    """Leaves out the traceback with which torchrun itself ends: 40 lines that say only that a rank failed."""
+    for number, line in enumerate(lines):
+        if line.startswith("torch.distributed.elastic.multiprocessing.errors.ChildFailedError"):
+            begin = max((i for i in range(number) if lines[i].startswith("Traceback ")), default=number)
+            return lines[:begin]
+    return lines
 
 
 class _Family:

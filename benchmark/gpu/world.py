@@ -197,12 +197,12 @@ def listen(here: Here) -> str:
 
 
 def serve(here: Here, model: Model, rank: int, size: int, check_every: int) -> dict[str, Any]:
-    """Answers requests until there are no more. Returns what was wrong, and the memory after each update."""
+    """Answers requests until there are no more. Returns what was wrong, and the most memory that an update took."""
     engine = EngineRank(model, rank, size)
     receiver = WeightReceiver(TracedModel(engine), rank, size, DEVICE)
     addresses = [p.data_ptr() for p in engine.parameters()]
     link = here.kept["listener"].accept()
-    wrong, failed, free, peaks = list[str](), list[str](), list[int](), list[int]()
+    wrong, failed, peaks = list[str](), list[str](), list[int]()
     while data := link.recv_bytes():
         request = decode(data, DistributedUpdateWeightsReq)
         torch.cuda.reset_peak_memory_stats(DEVICE)
@@ -215,11 +215,11 @@ def serve(here: Here, model: Model, rank: int, size: int, check_every: int) -> d
             wrong += [
                 f"version {request.weight_version}: {name}" for name in engine.wrong(int(request.weight_version or 0))
             ]
-        free.append(free_bytes())
+        free_bytes()  # so that torch keeps nothing of what it was compared with, see `World.free_bytes`
         link.send_bytes(encode(output))
     if addresses != [p.data_ptr() for p in engine.parameters()]:
         wrong.append("parameters have moved")
-    return {"wrong": wrong, "failed": failed, "free": free, "allocator_peak": max(peaks, default=0)}
+    return {"wrong": wrong, "failed": failed, "allocator_peak": max(peaks, default=0)}
 
 
 # -- both
@@ -254,6 +254,16 @@ class World:
         """Returns the figures of trainer rank 0."""
         found: dict[str, Any] = everywhere(self.trainers, update, version, options)[0]
         return found
+
+    def free_bytes(self) -> int:
+        """Returns what all processes leave of the GPU between two updates, when none of them computes."""
+        everywhere(self.trainers, _free)
+        found: int = self.trainers[0].call(_free)
+        return found
+
+
+def _free(here: Here) -> int:
+    return free_bytes()
 
 
 def everywhere(peers: list[Peer], function: Any, *arguments: Any, ranked: bool = False) -> list[Any]:

@@ -1,0 +1,1 @@
+"""A real SGLang engine on one GPU, which trainer ranks share with it."""
