@@ -288,6 +288,12 @@ GPU_VERSION ?= 3.12
 gpu-bundle: setup
 	$(BIN)/python -m benchmark.gpu.bundle --python $(GPU_VERSION)
 
+# A SGLang engine that shares one GPU with its trainer ranks; see docs/results/one-gpu.md.
+.PHONY: bench-one-gpu
+bench-one-gpu: setup
+	$(BIN)/python -m benchmark.one_gpu
+	$(BIN)/python -m benchmark.pages one-gpu
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

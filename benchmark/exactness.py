@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from benchmark import gather
 from benchmark.weights import FINAL_VERSION, Weights
 from oracle.digests import read_live_digests
 
@@ -46,10 +47,9 @@ def stock_load(weights: Weights, engine: Any, model_path: Path, folder: Path) ->
     weights.become(FINAL_VERSION)
     whole: dict[str, torch.Tensor] = {}
     for name, tensor in weights.named():
-        with torch.no_grad():
-            full = tensor.full_tensor()
+        gathered = gather.whole(tensor)
         if engine is not None:
-            whole[name] = full.cpu().contiguous()
+            whole[name] = gathered.cpu().contiguous()
     found: Digests = []
     if engine is not None:
         save_file(whole, model_path / "model.safetensors", metadata={"format": "pt"})

@@ -43,8 +43,14 @@ def run(cases: Sequence[Case], effort: Effort, console: Console) -> Found:
             found.notes.append(f"{case.name}: skipped, it needs {gib}")
             continue
         paths = PATHS
-        if available < case.needed_bytes + case.stock_bytes:
+        if device == "cuda" and torch.cuda.device_count() < case.trainers:
             paths = tuple(path for path in PATHS if path != STOCK)
+            found.notes.append(
+                f"{case.name}: without SGLang's own path, since trainer ranks share a GPU: its `full_tensor` ends the "
+                "process with gloo, and NCCL needs a GPU for each rank"
+            )
+        if available < case.needed_bytes + case.stock_bytes:
+            paths = tuple(path for path in paths if path != STOCK)
             found.notes.append(
                 f"{case.name}: without SGLang's own path, which takes {case.stock_bytes / 2**30:.0f} GiB more than the "
                 f"{case.needed_bytes / 2**30:.0f} GiB that the others do"

@@ -516,32 +516,80 @@ def matrix(path: Path) -> str:
 
 
 def gpu(path: Path) -> str:
-    """A row for each item of the battery, with its figures."""
+    """A row for each item of the battery; the file has all figures."""
     head, rows = results.load(path)
     host = head["host"]
     lines = [
         f"{_measured_by(head, path)}, {host['gpu_memory_gib']} GiB, driver {host['driver']}, torch {host['torch']}, "
         f"NCCL {host['nccl']}, copies by {host['copies']}, commit {head['commit']}: {head['verdict']}.",
         "",
-        "| item | | expected | verdict | s | seen |",
-        "|---:|---|---|---|---:|---|",
+        "| item | | expected | verdict | s |",
+        "|---:|---|---|---|---:|",
     ]
     for row in rows:
         verdict = f"{row['verdict']}: {row['why']}" if row["why"] else row["verdict"]
-        cells = [
-            str(row["number"]),
-            row["name"],
-            row["expected"],
-            verdict,
-            f"{row['seconds']:.1f}",
-            _figures(row["seen"]),
-        ]
+        cells = [str(row["number"]), row["name"], row["expected"], verdict, f"{row['seconds']:.1f}"]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join([*lines, *_gpu_replays(rows), *_gpu_copies(rows)])
+
+
+def _gpu_replays(rows: results.Rows) -> list[str]:
+    """Recorded loaders, compared with one copy of as many bytes."""
+    lines = [
+        "",
+        "| loader, read from another process's memory | GB | reads | launches | ms | of one copy | TB/s, both ways |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        if "program" in (seen := row["seen"]):
+            cells = [seen["program"], f"{seen['bytes'] / 1e9:.2f}", f"{seen['reads']:,}", str(seen["launches"])]
+            cells += [f"{seen['seconds'] * 1e3:.2f}", f"{seen['ratio']:.2f}", f"{seen['tb_per_s_both_ways']:.2f}"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _gpu_copies(rows: results.Rows) -> list[str]:
+    """Lists of copies as this package runs them and as torch does, relative to one copy of as many bytes."""
+    lines = [
+        "",
+        "| copies of 96 x 2,048 elements of bfloat16 | one copy of the bytes, ms | this package "
+        "| `torch._foreach_copy_` | `copy_`, one by one | CUDA graph of `_foreach_copy_` |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        for name, seen in row["seen"].items():
+            if isinstance(seen, dict) and "one_copy" in seen:
+                count, shape = name.split("_")
+                cells = [f"{int(count):,} {shape}", f"{seen['one_copy'] * 1e3:.2f}"]
+                cells += [
+                    f"{seen[way] / seen['one_copy']:.2f}" if way in seen else ""
+                    for way in ("ours", "foreach", "one_by_one", "graph")
+                ]
+                lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def one_gpu(path: Path) -> str:
+    head, rows = results.load(path)
+    versions = head["versions"]
+    lines = [
+        f"{_measured_by(head, path)}, sglang {versions['sglang']}, torch {versions['torch']}, commit {head['commit']}. "
+        + " ".join(f"{note[0].upper()}{note[1:]}." for note in head["notes"]),
+        "",
+        "| case | step | ms | | right |",
+        "|---|---|---:|---|---|",
+    ]
+    for row in rows:
+        figures = {k: v for k, v in row.items() if k not in ("case", "step", "right", "seconds")}
+        if "phases" in figures:
+            figures["phases"] = {f"{name}_ms": round(s * 1e3, 2) for name, s in figures["phases"].items()}
+        took = f"{row['seconds'] * 1e3:,.1f}" if "seconds" in row else ""
+        lines.append("| " + " | ".join([row["case"], row["step"], took, _figures(figures), _yes(row["right"])]) + " |")
     return "\n".join(lines)
 
 
 def _figures(seen: dict[str, Any]) -> str:
-    """Returns an item's figures as "name value", nested ones in parentheses."""
+    """Returns figures as "name value", nested ones in parentheses."""
     parts = []
     for name, value in seen.items():
         text = f"({_figures(value)})" if isinstance(value, dict) else _figure(value)
@@ -587,6 +635,7 @@ TABLES: dict[str, Table] = {
     "fuzz-deltas": Table("docs/results/fuzz.md", results.FOLDER / "fuzz-deltas.json", fuzz_deltas),
     "delta-checks": Table("docs/results/deltas.md", results.FOLDER / "delta-checks.json", delta_checks),
     "gpu": Table("docs/results/gpu.md", results.FOLDER / "gpu.json", gpu, "`make test-gpu` on a host with a GPU"),
+    "one-gpu": Table("docs/results/one-gpu.md", results.FOLDER / "one-gpu.json", one_gpu, "`make bench-one-gpu`"),
     "soak": Table("docs/results/soak.md", results.FOLDER / "soak.json", soak),
     "matrix": Table("docs/compatibility.md", results.FOLDER / "matrix.json", matrix, "`make test-matrix`"),
     "test-all": Table("docs/results/test-all.md", results.FOLDER / "test-all.json", test_all, "`make test-all`"),

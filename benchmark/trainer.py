@@ -96,7 +96,7 @@ def join(kind: str, trainers: int) -> torch.device:
         dist.init_process_group("cpu:gloo")
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    # NCCL wants a GPU for each rank; where ranks share one, gloo gathers for stock.
+    # NCCL wants a GPU for each rank. Where ranks share one, gloo gathers, in host memory: see `gather`.
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus >= trainers else "cpu:gloo,cuda:gloo")
     device = torch.device("cuda", dist.get_rank() % gpus)
     torch.cuda.set_device(device)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmark import exactness, stock
+from benchmark import exactness, gather, stock
 from benchmark.one_gpu.job import Job
 from benchmark.paths import ReshardPath
 from benchmark.trainer import join
@@ -40,7 +40,7 @@ class Steps:
         torch.zeros(1, device=self.device)  # a mesh would choose another GPU otherwise
         stock.prepare()
         self.model_path, self.rows = self.folder / "model", list[dict[str, Any]]()
-        self.engine = self._start() if dist.get_rank() == 0 else None
+        self.engine: Any = self._start() if dist.get_rank() == 0 else None
         dist.barrier()
         self.weights = Weights(job.model.shapes(), init_device_mesh(job.device, (job.trainers,)))
         self.path = ReshardPath(self.engine, "auto")
@@ -80,7 +80,7 @@ class Steps:
     def saw(self, step: str, right: bool = True, **figures: Any) -> None:
         if dist.get_rank() == 0:
             self.rows.append({"case": self.job.case, "step": step, "right": right, **figures})
-            print(json.dumps(self.rows[-1], default=str), flush=True)
+            (self.folder / "seen.json").write_bytes(msgspec.json.encode(self.rows))  # should a later step not end
 
     def run(self) -> None:
         first, _ = self._update(1)
@@ -89,8 +89,9 @@ class Steps:
         ours, said = exactness.live(self.engine, self.folder / "digests"), self._said()
         loaded = exactness.stock_load(self.weights, self.engine, self.model_path, self.folder / "digests")
         after_load = self._said()
-        self.saw("compared with a stock load from disk", ours == loaded and said == after_load, tensors=self._count(ours),
-                 different=exactness.differing(ours, loaded)[:5], log_probabilities_equal=said == after_load)  # fmt: skip
+        different = exactness.differing(ours, loaded)
+        self.saw("compared with a stock load from disk", ours == loaded and said == after_load, tensors=_count(ours),
+                 different=different[:5], log_probabilities_equal=said == after_load)  # fmt: skip
         whole = self._whole()
         self._stock_updates(whole)
         self._memory_saver(loaded, said)
@@ -142,10 +143,9 @@ class Steps:
         """Gathers the model on trainer rank 0."""
         found = {}
         for name, tensor in self.weights.named():
-            with torch.no_grad():
-                full = tensor.full_tensor()
+            gathered = gather.whole(tensor)
             if self.engine is not None:
-                found[name] = full
+                found[name] = gathered.to(self.device)
         return found
 
     def _stock_updates(self, whole: dict[str, torch.Tensor]) -> None:
@@ -200,18 +200,16 @@ class Steps:
                      largest_difference=max(differences), same_tokens=same, tokens=len(differences))  # fmt: skip
         dist.barrier()
 
-    @staticmethod
-    def _count(digests: exactness.Digests) -> int:
-        return sum(map(len, digests))
-
     def close(self) -> None:
-        if self.engine is not None:
-            (self.folder / "seen.json").write_bytes(msgspec.json.encode(self.rows))
         self.path.close()
         if self.engine is not None:
             end(self.engine)
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _count(digests: exactness.Digests) -> int:
+    return sum(map(len, digests))
 
 
 def _fill(state: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:

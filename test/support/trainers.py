@@ -45,7 +45,7 @@ def run_trainers(
         children.run(command, variables, folder / "log", time.monotonic() + deadline_s, lambda: None)
     except ReshardError as error:
         errors = "\n".join(f.read_text() for f in sorted(results.glob("*.error")))
-        raise AssertionError(f"{errors}\n{error}") from error
+        raise AssertionError(f"{error}\n{errors}") from error  # the end of a long message is what is seen
     return [json.loads((results / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
