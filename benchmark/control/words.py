@@ -114,7 +114,7 @@ def engine_rank(update: int, engine: int, rank: int, ranks: int, verify: bool) -
             if rank == 0:
                 channel.ask(_request(ranks))
             channel.answer(_request(ranks), Checksums, rank, TIMEOUT_S)
-        vote = Vote(report=_rank_report(rank), read_bytes=dict.fromkeys(range(8), 1 << 30))
+        vote = Vote(report=_rank_report(rank))
         if rank == 0:
             channel.put_outcome(_output(vote))
         channel.all_gather("commit", rank, ranks, vote, TIMEOUT_S, WRITTEN)
@@ -133,8 +133,11 @@ def _part(engine_ranks: int) -> ChecksumPart:
     return ChecksumPart.of(PartialChecksums(np.zeros((engine_ranks, num_groups(_TENSORS)), np.uint64), 1))
 
 
+_READ = dict.fromkeys(range(8), 1 << 30)
+
+
 def _rank_report(rank: int) -> RankReport:
-    return RankReport(rank, 1 << 34, 1 << 34, 1 << 27, dict.fromkeys(_PHASES, 0.123456789))
+    return RankReport(rank, 1 << 34, 1 << 34, 1 << 27, dict.fromkeys(_PHASES, 0.123456789), read_bytes=_READ)
 
 
 def _output(vote: Vote) -> DistributedUpdateWeightsOutput:
@@ -145,7 +148,6 @@ def _output(vote: Vote) -> DistributedUpdateWeightsOutput:
         transport="nixl",
         transport_reason="requested",
         tensors=_TENSORS,
-        read_bytes=vote.read_bytes,
         ranks=(vote.report,),
     )
 

@@ -74,7 +74,14 @@ class State:
 
 
 def assert_told_alike(of_trainer_ranks: list[list[UpdateReport]]) -> None:
-    """Asserts that all trainer ranks have the reports of trainer rank 0, which alone has rows of trainer ranks."""
+    """Asserts that all trainer ranks have the reports of trainer rank 0, which alone has bytes by trainer rank."""
     first, *others = of_trainer_ranks
-    short = [replace(report, trainer_ranks=()) for report in first]
+    for report in first:
+        read = [sum(engine_rank.read_bytes.get(rank.rank, 0) for engine_rank in report.engine_ranks)
+                for rank in report.trainer_ranks]  # fmt: skip
+        assert read == [rank.sent_bytes for rank in report.trainer_ranks]
+    short = [
+        replace(report, trainer_ranks=(), engine_ranks=tuple(replace(r, read_bytes={}) for r in report.engine_ranks))
+        for report in first
+    ]
     assert others == [short] * len(others), "trainer ranks were told different things"

@@ -18,6 +18,7 @@ from sglang_reshard.cli.plan import command
 from sglang_reshard.cli.plan.forked_jobs import ChildFailed
 from sglang_reshard.cli.values import TRANSPORTS, VERIFY
 from sglang_reshard.errors import EngineRefused, Mismatch
+from sglang_reshard.observability.report import UpdateReport
 from sglang_reshard.protocol.messages import Verify
 from sglang_reshard.version import PROTOCOL, __version__
 from support.documents import table
@@ -30,7 +31,9 @@ RIGHT = {
     "pull": ["--from", NOWHERE, "--to", NOWHERE],
     "follow": [".", "--to", NOWHERE, "--once"],
     "plan": ["qwen3-8b", "--source", "tp=4", "--target", "tp=8"],
+    "report": ["-", "--out", "/dev/null"],
 }
+UPDATE = UpdateReport.failed("", None).json()  # what `report` reads from standard input
 KEYS = [(f"--{prefix}{kind}", value, "HTTP header") for prefix in ("", "admin-") for kind, value in (("api-key", "ü"),)]
 KEY_FILES = [(f"--{prefix}api-key-file", "/no/such/file", "cannot be read") for prefix in ("", "admin-")]
 FROM_KEYS = [(option.replace("--", "--from-"), *rest) for option, *rest in (*KEYS, *KEY_FILES)]
@@ -108,6 +111,14 @@ WRONG: dict[str, list[tuple[str, str | None, str]]] = {
         ("--processes", "0", "--processes"),
         ("--deadline-s", "nan", "Invalid value"),
     ],
+    "report": [
+        ("FILE", "/no/such/file", "No such file or directory"),
+        ("FILE", "/dev", "Is a directory"),
+        ("--update", "-1", "--update"),
+        ("--update", "2", "has 1 reports, not 2"),
+        ("--out", "/no/such/folder/page.html", "No such file or directory"),
+        ("--trace", "/no/such/folder/trace.json", "No such file or directory"),
+    ],
 }
 TAKES_ANYTHING = {"--ignore", "--url", "--help"}  # doctor reports a wrong URL as a finding, with exit code 1
 
@@ -121,7 +132,7 @@ def is_flag(parameter: Any) -> bool:
 
 
 def run(*arguments: str, **environment: str) -> Result:
-    return CliRunner().invoke(app, list(arguments), env=environment)
+    return CliRunner().invoke(app, list(arguments), input=UPDATE, env=environment)
 
 
 def told(result: Result, code: int) -> str:

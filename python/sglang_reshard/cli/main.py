@@ -269,5 +269,23 @@ def plan(
     raise typer.Exit(run(model, source, target, options, Output(as_json, plot)))
 
 
+@app.command()
+def report(
+    file: Annotated[
+        Path,
+        typer.Argument(help="report.json() of an update, or a line for each update; - for standard input."),
+    ],
+    update: Annotated[int, typer.Option(min=0, help="Number of the line, from 1 on; 0 for the last one.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="HTML page to write; by default FILE with .html, or update.html.")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Also write a trace that ui.perfetto.dev opens.")] = None,
+) -> None:
+    """Draw one update: a timeline by rank and phase, bytes between ranks, memory, and the choice of the transport."""
+    from sglang_reshard.cli.report.command import run
+
+    typer.echo(run(file, update, out, trace))
+
+
 if __name__ == "__main__":
     app()

@@ -63,7 +63,7 @@ class Vote(msgspec.Struct, frozen=True):
     plan               plan: digest of the strategy, which must be the same on all ranks
     landing            plan: see `Landing.tells`
     kept               plan: names of the parameters that this rank leaves as they are
-    report, read_bytes commit: see `RankReport` and `DistributedUpdateWeightsOutput`
+    report             commit: see `RankReport`
     digest             commit: of all weights, by engine rank 0
     detour             commit: see `Traffic`
     remark             commit: for the trainer's report
@@ -78,7 +78,6 @@ class Vote(msgspec.Struct, frozen=True):
     landing: str = ""
     kept: tuple[str, ...] = ()
     report: RankReport | None = None
-    read_bytes: dict[int, int] = {}
     digest: str = ""
     detour: str = ""
     remark: str = ""

@@ -194,7 +194,6 @@ class UpdateExecutor:
         vote = Vote(
             error,
             report=report,
-            read_bytes=traffic.read_bytes,
             digest=context.digest,
             detour=traffic.detour,
             remark="" if self._remarked == (target.signature, target.layout) else left_alone_remark(target.program),
@@ -415,15 +414,10 @@ def _torn(request: DistributedUpdateWeightsReq) -> str:
 
 
 def _with_votes(output: DistributedUpdateWeightsOutput, votes: list[Vote]) -> DistributedUpdateWeightsOutput:
-    read_bytes: dict[int, int] = {}
-    for vote in votes:
-        for trainer_rank, n in vote.read_bytes.items():
-            read_bytes[trainer_rank] = read_bytes.get(trainer_rank, 0) + n
     return msgspec.structs.replace(
         output,
         message="; ".join(dict.fromkeys(filter(None, (output.message, *(vote.remark for vote in votes))))),
         digest=votes[0].digest,
-        read_bytes=read_bytes,
         detour=next((vote.detour for vote in votes if vote.detour), ""),
         ranks=tuple(vote.report for vote in votes if vote.report is not None),
     )

@@ -51,6 +51,7 @@ class Traffic(msgspec.Struct, frozen=True):
             relayed_bytes=self.relayed_bytes,
             compared=self.compared,
             changed=self.changed,
+            read_bytes=self.read_bytes,
             **others,
         )
 
@@ -71,6 +72,7 @@ class RankReport(msgspec.Struct, frozen=True):
     changed           of these, elements that changed
     foreign_bytes     growth of the GPU's memory outside of torch's allocator (contexts, NCCL), from before the update
                       until its end: an upper bound, as other processes on the GPU count too; 0 on CPU
+    read_bytes        trainer rank -> bytes of its memory that this rank read or was sent
     """
 
     rank: int
@@ -83,6 +85,7 @@ class RankReport(msgspec.Struct, frozen=True):
     relayed_bytes: int = 0
     compared: int = 0
     changed: int = 0
+    read_bytes: dict[int, int] = {}
 
 
 def received_bytes(ranks: Iterable[RankReport]) -> int:
@@ -130,7 +133,8 @@ class TrainerRankReport(msgspec.Struct, frozen=True):
 class UpdateReport(msgspec.Struct, frozen=True):
     """One update of one engine. `print(report)` shows it as a table, for any number of ranks.
 
-    The same on every trainer rank, except `trainer_ranks`, which only trainer rank 0 has.
+    The same on every trainer rank, except `trainer_ranks` and the `read_bytes` of engine ranks, which only trainer
+    rank 0 has.
 
     verified  how the received weights were compared with the trainer's: "off", "sample" or "full"
     delta     only changed elements were sent

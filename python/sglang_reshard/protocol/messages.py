@@ -216,7 +216,6 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     digest        of all weights, see `digest.whole_model`; empty unless verify="full" compared them
     tensors       number of tensors in the source layout
     source_bytes  bytes of these
-    read_bytes    trainer rank -> bytes that engine ranks read from its memory, or are sent
     ranks         a report of each engine rank
     taken         engine ranks took the trainer ranks' offers instead of all weights
     detour        see `Traffic`
@@ -233,7 +232,6 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
     tensors: int = 0
     source_bytes: int = 0
-    read_bytes: dict[int, int] = {}
     ranks: tuple[RankReport, ...] = ()
     taken: bool = False
     detour: str = ""

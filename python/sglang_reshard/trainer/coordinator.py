@@ -6,6 +6,7 @@ import contextlib
 import functools
 import glob
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 
@@ -246,9 +247,10 @@ def _report(
     config: SenderOptions,
     seconds: dict[str, float],
 ) -> UpdateReport:
-    trainer_ranks = tuple(
-        TrainerRankReport(rank, nbytes, output.read_bytes.get(rank, 0)) for rank, nbytes in enumerate(shard_bytes)
-    )
+    sent = Counter[int]()
+    for rank_report in output.ranks:
+        sent.update(rank_report.read_bytes)
+    trainer_ranks = tuple(TrainerRankReport(rank, nbytes, sent[rank]) for rank, nbytes in enumerate(shard_bytes))
     remarks = output.message, output.detour
     return UpdateReport(
         success=True,
@@ -268,6 +270,9 @@ def _report(
 
 
 def _for_all(result: Outcome[UpdateReport]) -> Outcome[UpdateReport]:
-    """Returns what all trainer ranks are sent: a row for each trainer rank, to each of them, would be too much."""
+    """Returns what all trainer ranks are sent: rows and pairs of trainer ranks, to each of them, would be too much."""
     report = result.value
-    return result if report is None else Outcome(msgspec.structs.replace(report, trainer_ranks=()))
+    if report is None:
+        return result
+    ranks = tuple(msgspec.structs.replace(rank, read_bytes={}) for rank in report.engine_ranks)
+    return Outcome(msgspec.structs.replace(report, trainer_ranks=(), engine_ranks=ranks))

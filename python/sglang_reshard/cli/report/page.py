@@ -1,0 +1,124 @@
+"""Writes a report as one HTML page that needs no other file and runs no script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from sglang_reshard.cli.report import drawing
+from sglang_reshard.cli.report.timeline import spans
+from sglang_reshard.observability.report import RankReport, UpdateReport, format_bytes
+
+_STYLE = """
+:root { color-scheme: light dark; --text: #1d2733; --faint: #5c6b7a; --line: #d5dce3; --back: #fff; --cell: #0b62c4; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e4eaf0; --faint: #93a1b0; --line: #35424f; --back: #12181f; --cell: #5cabff; }
+}
+body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: var(--back); color: var(--text);
+       font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+.timeline { min-width: 40rem; } svg { max-width: 100%; height: auto; font-size: 12px; } svg text { fill: var(--text); }
+svg text.faint, p.faint { fill: var(--faint); color: var(--faint); }
+.cell { fill: var(--cell); stroke: var(--line); }
+table { border-collapse: collapse; } td, th { padding: .2rem .8rem .2rem 0; text-align: left; vertical-align: top; }
+.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+tr { border-bottom: 1px solid var(--line); }
+.scroll { overflow-x: auto; } .key span { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 1rem; }
+"""
+# Colours that differ for people who do not tell red from green (Okabe and Ito).
+_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a200", "#7a7a7a")
+
+
+def page(report: UpdateReport) -> str:
+    """Returns the page: the choice, a timeline by rank and phase, bytes by pair of ranks, memory."""
+    title = f"Update to version {report.weight_version}" if report.weight_version is not None else "Update"
+    colours = "\n".join(
+        f".c{number} {{ fill: {colour}; background: {colour}; }}" for number, colour in enumerate(_COLOURS)
+    )
+    body = [f"<h1>{escape(title)}</h1>", _table((), _overview(report)), *_timeline(report), *_pairs(report)]
+    body += ["<h2>Engine ranks</h2>", *_engine_ranks(report.engine_ranks)]
+    if report.trainer_ranks:
+        rows = [(r.rank, format_bytes(r.shard_bytes), format_bytes(r.sent_bytes)) for r in report.trainer_ranks]
+        heads = "trainer rank", "holds", "sent, or read from its memory"
+        body += ["<h2>Trainer ranks</h2>", _scrolling(_table(heads, rows))]
+    head = (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}{colours}</style></head>'
+    )
+    return "\n".join([head, "<body>", *body, "</body></html>", ""])
+
+
+def _overview(report: UpdateReport) -> list[tuple[str, str]]:
+    verified = f"{report.verified}, digest {report.digest}" if report.digest else report.verified
+    rows = [
+        ("outcome", "all engine ranks have the weights" if report.success else "failed"),
+        ("transport", report.transport),
+        ("why", report.transport_reason),
+        ("verified", verified),
+        ("received", f"{format_bytes(report.received_bytes)} by {len(report.engine_ranks)} engine ranks"),
+        ("seconds", f"{report.seconds.get('total', 0.0):.4f}"),
+        ("rate", f"{format_bytes(report.bytes_per_second)}/s during the slowest rank's move"),
+        ("bucket", format_bytes(report.bucket_bytes)),
+    ]
+    if report.changed_share is not None:
+        rows.append(("changed", f"{report.changed_share:.2%} of the elements; only these were sent"))
+    if report.kept:
+        rows.append(("kept", f"{len(report.kept)} parameters: {', '.join(report.kept[:8])}"))
+    if report.probe is not None:
+        rows.append(("probe", report.probe.line()))
+    if report.message:
+        rows.append(("note", report.message))
+    return rows
+
+
+def _timeline(report: UpdateReport) -> list[str]:
+    found = spans(report)
+    if not found:
+        return []
+    key = "".join(f'<span class="c{number}"></span>{escape(phase)}' for phase, number in drawing.phases(found).items())
+    note = "A report has durations. The phases of an engine rank are drawn after each other, from the end of publish."
+    if len(report.engine_ranks) >= drawing.MOST_RANKS:
+        note += f" The {drawing.MOST_RANKS} slowest ranks are drawn."
+    drawn = _scrolling(f'<div class="timeline">{drawing.timeline(found)}</div>')
+    return ["<h2>Timeline</h2>", drawn, f'<p class="key">{key}</p>', f'<p class="faint">{note}</p>']
+
+
+def _pairs(report: UpdateReport) -> list[str]:
+    trainers = max((trainer + 1 for rank in report.engine_ranks for trainer in rank.read_bytes), default=0)
+    if not trainers:
+        why = "The report has no bytes by pair of ranks: only that of trainer rank 0 has them."
+        return ["<h2>Bytes between ranks</h2>", f'<p class="faint">{why}</p>']
+    drawn = drawing.pairs(report.engine_ranks, max(trainers, len(report.trainer_ranks)))
+    note = "Columns are trainer ranks. Move the pointer over a square for its bytes."
+    return ["<h2>Bytes between ranks</h2>", _scrolling(drawn), f'<p class="faint">{note}</p>']
+
+
+def _engine_ranks(ranks: Sequence[RankReport]) -> list[str]:
+    heads = "engine rank", "received", "least possible", "peak extra memory", "staged", "outside of torch", "seconds"
+    rows = [
+        (
+            rank.rank,
+            *map(format_bytes, (rank.received_bytes, rank.least_bytes, rank.peak_extra_bytes)),
+            *map(format_bytes, (rank.staged_bytes, rank.foreign_bytes)),
+            f"{sum(rank.seconds.values()):.4f}",
+        )
+        for rank in ranks
+    ]
+    return [_scrolling(_table(heads, rows))]
+
+
+def _scrolling(content: str) -> str:
+    return f'<div class="scroll">{content}</div>'
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Returns a table. Below heads, all columns but the first one are numbers."""
+    numbers = bool(heads)
+    lines = [_row("td", row, numbers) for row in rows]
+    return f"<table>{''.join([_row('th', heads, numbers), *lines] if heads else lines)}</table>"
+
+
+def _row(tag: str, cells: Sequence[object], numbers: bool) -> str:
+    kinds = [' class="number"' if numbers and column else "" for column in range(len(cells))]
+    found = (f"<{tag}{kind}>{escape(str(cell))}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
+    return f"<tr>{''.join(found)}</tr>"
