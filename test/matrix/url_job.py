@@ -24,7 +24,7 @@ seen = []
 for transport, path in job["weights"]:
     whole = torch.load(path, weights_only=True)
     weights = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
-    sender = WeightSender(job["url"], mesh.get_group(), admin_api_key=job["key"], timeout_s=60, transport=transport)
+    sender = WeightSender(job["url"], mesh.get_group(), admin_api_key=job["key"], timeout_s=180, transport=transport)
     version = f"{job['environment']}, {transport}"
     reports = [sender.update(weights, weight_version=f"{version}, {turn}", verify="full") for turn in ("first", "warm")]
     sender.close()

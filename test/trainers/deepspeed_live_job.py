@@ -39,7 +39,7 @@ class Job:
         cpu_host.activate(job["engine"]["tp_size"])
         self.engine = VerlEngine(
             device_mesh_cpu=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)),
-            timeout_s=90,
+            timeout_s=180,
             model_path=str(self.folder / "1"),
             load_format="dummy",
             skip_tokenizer_init=True,

@@ -75,7 +75,7 @@ class Job:
         cpu_host.activate(job["tp_size"])
         self.engine = VerlEngine(
             device_mesh_cpu=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)),
-            timeout_s=90,
+            timeout_s=180,
             model_path=str(self.folder / "model"),
             skip_tokenizer_init=True,
             custom_weight_loader=[LOADER],

@@ -41,7 +41,7 @@ class Job:
         self.engine = VerlEngine(
             device_mesh_cpu=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",)),
             bucket_bytes=1 << 20,
-            timeout_s=90,
+            timeout_s=180,
             model_path=str(self.folder / "1"),
             load_format="dummy",
             skip_tokenizer_init=True,

@@ -77,7 +77,7 @@ def gathered(deepspeed, engine):
 
 def train(trainer, kind, transport, dtype, folder):
     deepspeed, engine = engine_of(kind, dtype)
-    sender = WeightSender.over(trainer.group, trainer.send, transport=transport, bucket_bytes=500, timeout_s=60)
+    sender = WeightSender.over(trainer.group, trainer.send, transport=transport, bucket_bytes=500, timeout_s=180)
     told = []
     for version in range(VERSIONS):
         torch.save(gathered(deepspeed, engine), f"{folder}/{version}.{trainer.rank}")

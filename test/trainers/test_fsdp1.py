@@ -184,7 +184,7 @@ VERSIONS = 3
 
 def train(trainer, kind, orig, transport, dtype, folder):
     model = make(kind, orig, trainer.size, ToyModel(dtype))
-    sender = WeightSender.over(trainer.group, trainer.send, transport=transport, bucket_bytes=500, timeout_s=30)
+    sender = WeightSender.over(trainer.group, trainer.send, transport=transport, bucket_bytes=500, timeout_s=90)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     told = []
     for version in range(VERSIONS):

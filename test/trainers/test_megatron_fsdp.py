@@ -119,7 +119,7 @@ def train(trainer, layout):
     reshard(back.items(), state.items())
     again = gathered_by_megatron(state)
     seen["moved back"] = all(torch.equal(again[name], wholes[name] + 1) for name in again)
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=60)
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=180)
     for version in range(VERSIONS):
         for name, new in megatron_state(layout, version).items():
             state[name]._local_tensor.copy_(new._local_tensor)

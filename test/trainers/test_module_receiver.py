@@ -80,7 +80,7 @@ def share(trainer, update, collect, *args):
     """Runs `update` on the trainer ranks, the first ones, and `collect` with a receiver on the others."""
     group = dist.new_group(list(range(TRAINERS)))
     if trainer.rank < TRAINERS:
-        sender = ModuleSender(group, timeout_s=30)
+        sender = ModuleSender(group, timeout_s=90)
         metadata_of(sender)
         model = Policy()
         fully_shard(model, mesh=dist.device_mesh.DeviceMesh.from_group(group, "cpu"))

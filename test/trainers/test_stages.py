@@ -76,7 +76,7 @@ def write(tensors, version):
 
 
 def train(trainer, stages, transport):
-    sender = WeightSender.over(trainer.group, trainer.send, transport=transport, bucket_bytes=500, timeout_s=30)
+    sender = WeightSender.over(trainer.group, trainer.send, transport=transport, bucket_bytes=500, timeout_s=90)
     tensors = stage_tensors(trainer, stages)
     told = []
     for version in (1, 2, 3):

@@ -68,7 +68,7 @@ def updates(job: dict[str, Any]) -> dict[str, Any]:
             parameter.mul_(1.5)
     for number, trainer in enumerate(trainers):
         trainer.save_checkpoint(folder / f"checkpoint-{number}")
-    sender = WeightSender.over(dist.group.WORLD, engine.update_weights_distributed, timeout_s=60)
+    sender = WeightSender.over(dist.group.WORLD, engine.update_weights_distributed, timeout_s=180)
     first, second = (list(trainer.model.named_parameters()) for trainer in trainers)
     only_the_draft = [(f"draft.{name}", tensor) for name, tensor in second]
     seen: dict[str, Any] = {"before": live("before")}

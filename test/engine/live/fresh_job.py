@@ -30,7 +30,7 @@ def updates(job: dict[str, Any]) -> list[dict[str, Any]]:
     folder, image = Path(job["folder"]), job["image"]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     cpu_host.activate(1)
-    engine = VerlEngine(device_mesh_cpu=mesh, timeout_s=90, **arguments(folder / "1", image, load_format="dummy"))
+    engine = VerlEngine(device_mesh_cpu=mesh, timeout_s=180, **arguments(folder / "1", image, load_format="dummy"))
 
     def digests(number: int) -> list[dict[str, str]]:
         return [] if engine.engine is None else read_live_digests(engine.engine, folder / f"digests-{number}")

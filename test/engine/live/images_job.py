@@ -26,7 +26,7 @@ def two_updates(job: dict[str, Any]) -> dict[str, Any]:
     cpu_host.activate(sizes["tp_size"])
     engine = VerlEngine(
         device_mesh_cpu=mesh,
-        timeout_s=90,
+        timeout_s=180,
         model_path=str(folder / "1"),
         load_format="dummy",
         custom_weight_loader=[LOADER],

@@ -30,7 +30,7 @@ def update_a_server_that_counts(job: dict[str, Any]) -> dict[str, Any]:
     ranks = dist.get_world_size()
     trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), init_device_mesh("cpu", (ranks,)))
     trainer.save_checkpoint(folder / "checkpoint")
-    sender = WeightSender(url, timeout_s=60)
+    sender = WeightSender(url, timeout_s=180)
     seen = {"before": _metrics(url)}
     named = dict(trainer.model.named_parameters())
     probe = Probe(SEQUENCES, trainer.model)

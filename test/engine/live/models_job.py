@@ -49,7 +49,7 @@ class Job:
         self.engine = VerlEngine(
             device_mesh_cpu=self.mesh,
             bucket_bytes=1 << 20,
-            timeout_s=90,
+            timeout_s=180,
             model_path=str(self.checkpoint("1")),
             load_format="dummy",
             skip_tokenizer_init=True,

@@ -48,7 +48,7 @@ def updates(job: dict[str, Any]) -> dict[str, Any]:
             )
     trainer = Trainer(tiny_model.config(1, 1), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
     session = Session.host()
-    sender = MultiEngineSender(session.address, trainer_rank=0, global_ranks=(0,), timeout_s=60)
+    sender = MultiEngineSender(session.address, trainer_rank=0, global_ranks=(0,), timeout_s=180)
     sender.set_engines({mode: engine.update_weights_distributed for mode, engine in engines.items()})
     live = []
     for number in range(2):

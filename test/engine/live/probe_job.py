@@ -30,7 +30,7 @@ class ProbedJob(Job):
             tp_size=tp,
             dp_size=dp,
             bucket_bytes=1 << 20,
-            timeout_s=60,
+            timeout_s=180,
             model_path=str(self.model_path),
             load_format="dummy",
             dtype=self.job["dtype"],

@@ -37,7 +37,7 @@ def updates(job: dict[str, Any]) -> dict[str, Any]:
     engine = started(model, "dummy")
     trainer = Trainer(tiny_model.config(1, 2), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
     trainer.model.to(torch.bfloat16)
-    sender = WeightSender.over(dist.group.WORLD, engine.update_weights_distributed, timeout_s=60)
+    sender = WeightSender.over(dist.group.WORLD, engine.update_weights_distributed, timeout_s=180)
     snapshots = Snapshots(sender, folder, copy_from=model)
     live, reports = [], []
     for number, options in enumerate(OPTIONS):

@@ -48,7 +48,7 @@ class Job:
             tp_size=target_tp,
             transport=self.job.get("transport", "auto"),
             bucket_bytes=self.job["bucket_bytes"],
-            timeout_s=60,
+            timeout_s=180,
             model_path=str(self.model_path),
             load_format="dummy",
             dtype=self.job["dtype"],

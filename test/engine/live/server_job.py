@@ -58,8 +58,8 @@ def stage(job: dict[str, Any]) -> dict[str, Any]:
     url, rank, ranks = job["url"], dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), mesh)
-    send = RemoteEngine(url, api_key=job["key"], timeout_s=60).update_weights_distributed if rank == 0 else None
-    sender = WeightSender.over(mesh.get_group(), send, timeout_s=60, transport="p2p")
+    send = RemoteEngine(url, api_key=job["key"], timeout_s=180).update_weights_distributed if rank == 0 else None
+    sender = WeightSender.over(mesh.get_group(), send, timeout_s=180, transport="p2p")
     sender.update(trainer.model.named_parameters(), weight_version="settled")
     moving: list[float] = []
     go = P2pSender.send
@@ -99,7 +99,7 @@ def under_load(job: dict[str, Any]) -> dict[str, Any]:
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     trainer = Trainer(tiny_model.config(mesh.size(), 1), mesh)
     server = RemoteEngine(job["url"], admin_api_key=job["key"])
-    sender = WeightSender(job["url"], mesh.get_group(), admin_api_key=job["key"], timeout_s=60)
+    sender = WeightSender(job["url"], mesh.get_group(), admin_api_key=job["key"], timeout_s=180)
     sender.update(trainer.model.named_parameters(), weight_version="0")
     clients = [Client(job["url"], job["key"]) for _ in range(3)] if rank == 0 else []
     for client in clients:
@@ -140,7 +140,7 @@ def update_a_server(job: dict[str, Any]) -> dict[str, Any]:
     trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), mesh)
     trainer.save_checkpoint(folder / "checkpoint")
     dist.barrier()
-    sender = WeightSender(job["url"], mesh.get_group(), admin_api_key=job["key"], timeout_s=60)
+    sender = WeightSender(job["url"], mesh.get_group(), admin_api_key=job["key"], timeout_s=180)
     before = tokens()
     report = sender.update(trainer.model.named_parameters(), weight_version="from afar").as_dict()
     after = tokens()
@@ -169,13 +169,13 @@ def one_script_two_engines(job: dict[str, Any]) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), mesh)
     refused = refusal_of(lambda: VerlEngine(mesh, backend="server", url=job["url"], admin_api_key="wrong"))
-    of_server = VerlEngine(mesh, backend="server", url=job["url"], admin_api_key=job["key"], timeout_s=60)
+    of_server = VerlEngine(mesh, backend="server", url=job["url"], admin_api_key=job["key"], timeout_s=180)
     seen = {"wrong key": refused, "server": calls(of_server, trainer)}
     cpu_host.activate(1)
     embedded = VerlEngine(
         mesh,
         tp_size=1,
-        timeout_s=60,
+        timeout_s=180,
         model_path=job["model"],
         load_format="dummy",
         dtype="float32",
@@ -233,7 +233,7 @@ def stream_parameters(job: dict[str, Any]) -> dict[str, Any]:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # torchrun's store is another one
         group = init_custom_process_group(init_method=f"tcp://127.0.0.1:{job['port']}", rank=0, **at)
     else:
-        stream = ParameterStream(server.update_weights_distributed, timeout_s=60)
+        stream = ParameterStream(server.update_weights_distributed, timeout_s=180)
         stream.init_broadcast_group("127.0.0.1", job["port"], rank_offset=1, **at)
     seen: dict[str, Any] = {"reports": []}
     for version, factor, together in (("first", 0.5, 0), ("second", 1.0, 1 << 20)):
@@ -262,9 +262,9 @@ def write_for_a_follower(job: dict[str, Any]) -> dict[str, Any]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     trainer = Trainer(tiny_model.config(ranks, job["target_tp"]), mesh)
-    nobody = RemoteEngine("http://127.0.0.1:1", timeout_s=60)
+    nobody = RemoteEngine("http://127.0.0.1:1", timeout_s=180)
     send = nobody.update_weights_distributed if rank == 0 else None
-    sender = WeightSender.over(mesh.get_group(), send, timeout_s=60, transport="p2p")
+    sender = WeightSender.over(mesh.get_group(), send, timeout_s=180, transport="p2p")
     server = RemoteEngine(job["url"], admin_api_key=job["key"])
     folder = Path(job["folder"], "run")
     follow = [sys.executable, "-m", "sglang_reshard.cli.main", "follow", str(folder), "--to", job["url"], "--once"]
@@ -290,7 +290,7 @@ def write_for_a_follower(job: dict[str, Any]) -> dict[str, Any]:
     dist.barrier()
     seen["expected"], _ = greedy_tokens(Path(job["folder"], "checkpoint"), PROMPTS, text.NEW_TOKENS, "float32")
     sender.close()
-    direct = WeightSender(job["url"], mesh.get_group(), admin_api_key=job["key"], timeout_s=60)
+    direct = WeightSender(job["url"], mesh.get_group(), admin_api_key=job["key"], timeout_s=180)
     direct.update(trainer.model, weight_version="5")
     direct.close()
     if rank == 0:

@@ -43,13 +43,13 @@ def servers(model: Path) -> Iterator[list[RemoteEngine]]:
         for tp, key in zip(SIZES, KEYS, strict=True):
             command = launch(model, tp, "--admin-api-key", key)
             url = stack.enter_context(serving(command, cpu_host.environment(tp), model.parent / f"log.{tp}"))
-            found.append(RemoteEngine(url, api_key="", admin_api_key=key, timeout_s=60))
+            found.append(RemoteEngine(url, api_key="", admin_api_key=key, timeout_s=180))
         yield found
 
 
 def train(server: RemoteEngine, weights: dict[str, torch.Tensor], version: str) -> Any:
     send = server.update_weights_distributed
-    sender = WeightSender.within(Session.host(), trainer_rank=0, global_ranks=(0,), send=send, timeout_s=60)
+    sender = WeightSender.within(Session.host(), trainer_rank=0, global_ranks=(0,), send=send, timeout_s=180)
     try:
         return sender.update(weights.items(), weight_version=version, verify="full")
     finally:
@@ -156,10 +156,10 @@ def test_a_server_does_not_pull_from_itself(servers: list[RemoteEngine]) -> None
 
 def test_wrong_keys_and_urls_are_told(servers: list[RemoteEngine]) -> None:
     first, second = servers
-    wrong = first.pull_weights(second.url, admin_api_key="wrong", timeout_s=60)
+    wrong = first.pull_weights(second.url, admin_api_key="wrong", timeout_s=180)
     assert not wrong.success
     assert "did not accept the key" in wrong.message
-    nowhere = first.pull_weights("http://127.0.0.1:9", timeout_s=60)
+    nowhere = first.pull_weights("http://127.0.0.1:9", timeout_s=180)
     assert "did not answer" in nowhere.message
     answer = httpx.post(f"{first.url}/share_weights", content=b"{}")
     assert answer.status_code == 401
