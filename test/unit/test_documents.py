@@ -271,6 +271,7 @@ RUN_BY = {
     r"make test PYTEST_ARGS=test/unit": ".ci/run",
     r"(.* )?make demo( .*)?|(\.venv/bin/)?sglang-reshard demo( .*)?": "test/engine/test_demo_run.py",
     r"sglang-reshard (--version|COMMAND --help)": "test/unit/test_command_line.py",
+    r"sglang-reshard report( .*)?": "test/unit/test_report_page.py",
     r"make test-verl|\.venv/bin/python -m pytest test/verl/.*": "test/verl/test_megatron.py",
     r"make setup-torchrl": "test/trainers/test_torchrl.py",
     r"make setup-bridge|.*pytest test/verl/test_megatron_bridge\.py": "test/verl/test_megatron_bridge.py",
