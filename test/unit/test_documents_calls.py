@@ -57,7 +57,8 @@ def test_a_command_line_is_one_that_the_command_takes(line: str) -> None:
     if is_mention(line):  # of a command, or of one of its options
         command: Any = typer.main.get_command(app)
         of = command.commands.get(arguments[0], command)
-        known = {option for parameter in of.params for option in parameter.opts} | set(command.commands) | {"COMMAND"}
+        known = {name for parameter in of.params for name in (*parameter.opts, parameter.name.upper())}
+        known |= set(command.commands) | {"COMMAND"}
         assert set(arguments) <= known | {"--help"}
         return
     parse(arguments)
