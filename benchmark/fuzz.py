@@ -36,6 +36,10 @@ SHARES = {
     "test_pieces_are_the_tensor": 0.03,
     "test_a_server_goes_on_serving_whatever_strangers_say": 0.02,
     "test_a_server_goes_on_serving_whatever_those_say_who_know_the_key": 0.02,
+    "test_updates": 0.01,
+    "test_shares": 0.01,
+    "test_probes": 0.01,
+    "test_pulls": 0.005,
 }
 _COLLECT_S, _DEADLINE_S = 300.0, 7200.0
 _TEST = re.compile(rf"^({FOLDER}/\S+?::\w+):$")
