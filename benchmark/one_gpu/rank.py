@@ -68,7 +68,7 @@ class Steps:
                 "mem_fraction_static": 0.4,
                 "max_total_tokens": 4096,
                 "cuda_graph_max_bs": 4,
-                "attention_backend": "triton",  # needs no kernels beside torch's and SGLang's own
+                "attention_backend": "triton",  # needs the fewest compiled kernels
                 "sampling_backend": "pytorch",
             }
         begin = time.perf_counter()
@@ -87,6 +87,7 @@ class Steps:
         self.saw("first update", seconds=first, bytes=self.job.model.bytes, tensors=self.job.model.tensors)
         self._warm_updates()
         ours, said = exactness.live(self.engine, self.folder / "digests"), self._said()
+        self._update(UPDATES)  # a load that does nothing would be noticed
         loaded = exactness.stock_load(self.weights, self.engine, self.model_path, self.folder / "digests")
         after_load = self._said()
         different = exactness.differing(ours, loaded)
@@ -141,12 +142,8 @@ class Steps:
 
     def _whole(self) -> dict[str, torch.Tensor]:
         """Gathers the model on trainer rank 0."""
-        found = {}
-        for name, tensor in self.weights.named():
-            gathered = gather.whole(tensor)
-            if self.engine is not None:
-                found[name] = gathered.to(self.device)
-        return found
+        gathered = ((name, gather.whole(tensor)) for name, tensor in self.weights.named())
+        return {name: tensor.to(self.device) for name, tensor in gathered if self.engine is not None}
 
     def _stock_updates(self, whole: dict[str, torch.Tensor]) -> None:
         """SGLang's own update, of tensors that are whole already: gathering them is not timed."""

@@ -258,6 +258,7 @@ def test_groups_are_of_neighbours_and_there_are_not_many():
         RegionKind("bfloat16", (-1, 0), (2, 64), (1, 1)),
         RegionKind("bfloat16", (0, 0), (11, 64), (3, 1)),
         RegionKind("bfloat16", (0, 0), (2, 64), (0, 1)),
+        RegionKind("bfloat16", (6, 0), (1, 64), (1 << 63, 1)),
         RegionKind("bfloat16", (0, 0), (0, 64), (1, 1)),
         RegionKind("tensor", (0, 0), (21, 64), (1, 1)),
         RegionKind("bfloat16", (0, 0), (21, 64), (1, 1), 0),

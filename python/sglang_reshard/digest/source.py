@@ -15,7 +15,7 @@ from sglang_reshard.digest.regions import RegionKind, RegionSet, groups_of, num_
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.whole_model import region_coefficients
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout.regions import ITEM_BYTES, Box, LocalRegion, Region
+from sglang_reshard.layout.regions import ITEM_BYTES, MAX_STEP, Box, LocalRegion, Region
 from sglang_reshard.layout.shard_map import ShardBox
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import TensorIndex
@@ -155,4 +155,4 @@ def _is_region_of(kind: RegionKind, of: TensorClass) -> bool:
     if not len(kind.start) == len(kind.count) == len(kind.step) == len(of.shape):
         return False
     dims = zip(kind.start, kind.count, kind.step, of.shape, strict=True)
-    return all(a >= 0 and n >= 1 and s >= 1 and a + (n - 1) * s < length for a, n, s, length in dims)
+    return all(a >= 0 and n >= 1 and 1 <= s <= MAX_STEP and a + (n - 1) * s < length for a, n, s, length in dims)

@@ -16,6 +16,9 @@ import msgspec
 if TYPE_CHECKING:
     import torch
 
+# Largest step of a region from another process. With one element along a dimension, any step stays within the tensor,
+# but its product with a stride has to fit into 64 bits.
+MAX_STEP = 1 << 31
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,

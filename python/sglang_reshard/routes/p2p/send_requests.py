@@ -7,12 +7,11 @@ import math
 import numpy as np
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout.regions import ITEM_BYTES, LocalRegion
+from sglang_reshard.layout.regions import ITEM_BYTES, MAX_STEP, LocalRegion
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.routes.p2p.messages import SendRequest
 
 MAX_REPEATS = 16  # how often an element may be requested; loaders read it once
-MAX_STEP = 1 << 31  # for a single element it may exceed the shard's length, but not what torch can multiply
 
 
 def check_send_request(request: SendRequest, layout: SourceLayout, trainer_rank: int, engine_rank: int) -> None:
