@@ -16,7 +16,7 @@ def whole(tensor: DTensor) -> torch.Tensor:
     SIGSEGV (pytorch/pytorch#152645).
     """
     with torch.no_grad():
-        if tensor.device.type == "cuda" and not gathers_on_gpu(tensor.device_mesh):
+        if tensor.device.type == "cuda" and not _gathers_on_gpu(tensor.device_mesh):
             local, mesh = tensor.to_local().cpu(), _on_hosts(tensor.device_mesh)
             tensor = DTensor.from_local(
                 local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
@@ -25,7 +25,7 @@ def whole(tensor: DTensor) -> torch.Tensor:
     return found
 
 
-def gathers_on_gpu(mesh: DeviceMesh) -> bool:
+def _gathers_on_gpu(mesh: DeviceMesh) -> bool:
     return str(mesh.get_group()._get_backend(torch.device("cuda")).name()) == "nccl"
 
 

@@ -43,18 +43,9 @@ def run(cases: Sequence[Case], effort: Effort, console: Console) -> Found:
             found.notes.append(f"{case.name}: skipped, it needs {gib}")
             continue
         paths = PATHS
-        if device == "cuda" and torch.cuda.device_count() < case.trainers:
+        if why := _without_stock(case, device, available):
             paths = tuple(path for path in PATHS if path != STOCK)
-            found.notes.append(
-                f"{case.name}: without SGLang's own path, since trainer ranks share a GPU: its `full_tensor` ends the "
-                "process with gloo, and NCCL needs a GPU for each rank"
-            )
-        if available < case.needed_bytes + case.stock_bytes:
-            paths = tuple(path for path in paths if path != STOCK)
-            found.notes.append(
-                f"{case.name}: without SGLang's own path, which takes {case.stock_bytes / 2**30:.0f} GiB more than the "
-                f"{case.needed_bytes / 2**30:.0f} GiB that the others do"
-            )
+            found.notes.append(f"{case.name}: without SGLang's own path, {why}")
         console.print(f"{case.name}: {case.model.tensors:,} tensors, {case.model.bytes / 1e6:,.0f} MB, on {device}")
         begin = time.monotonic()
         try:
@@ -64,6 +55,21 @@ def run(cases: Sequence[Case], effort: Effort, console: Console) -> Found:
             found.notes.append(f"{case.name}: failed, {str(error).splitlines()[0]}")
             console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
     return found
+
+
+def _without_stock(case: Case, device: str, available: int) -> str:
+    """Returns why SGLang's own path cannot run; empty if it can."""
+    if device == "cuda" and torch.cuda.device_count() < case.trainers:
+        return (
+            "since trainer ranks share a GPU: its `full_tensor` ends the process with gloo, and NCCL needs a GPU for "
+            "each rank"
+        )
+    if available < case.needed_bytes + case.stock_bytes:
+        return (
+            f"which takes {case.stock_bytes / 2**30:.0f} GiB more than the {case.needed_bytes / 2**30:.0f} GiB that "
+            "the others do"
+        )
+    return ""
 
 
 def _one(case: Case, paths: Sequence[str], effort: Effort, device: str, found: Found) -> None:

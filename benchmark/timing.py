@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -17,6 +17,8 @@ from benchmark.paths import UpdatePath
 from benchmark.weights import Weights, version_of
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.observability.report import UpdateReport
+
+T = TypeVar("T")
 
 
 class Timed(msgspec.Struct, frozen=True):
@@ -65,7 +67,7 @@ def measure(
         if update == last:
             before = exactness.live(engine, folder)
         weights.become(version_of(update, last + 1))
-        took, rise, report = _one(path, weights, device)
+        took, rise, report = one_update(path, weights, device)
         seconds.append(took)
         if update >= warmups:
             peak = max(peak, rise)
@@ -75,18 +77,22 @@ def measure(
     return Timed(name, seconds[0], seconds[warmups:], reports, peak, before, after)
 
 
-def _one(path: UpdatePath, weights: Weights, device: torch.device) -> tuple[float, int, UpdateReport | None]:
-    """Seconds and extra bytes, of whichever trainer rank had more of each."""
+def one_update(path: UpdatePath, weights: Weights, device: torch.device) -> tuple[float, int, UpdateReport | None]:
     named = weights.named()
+    return timed(lambda: path.update(named), device)
+
+
+def timed(call: Callable[[], T], device: torch.device) -> tuple[float, int, T]:
+    """Seconds and extra bytes of a call, of whichever trainer rank had more of each, and what it returns here."""
     rise = Rise(device)
     _synchronize(device)
     dist.barrier()
     started = time.perf_counter()
-    report = path.update(named)
+    value = call()
     _synchronize(device)
     mine = torch.tensor([time.perf_counter() - started, rise.bytes()], dtype=torch.float64)
     dist.all_reduce(mine, dist.ReduceOp.MAX)
-    return float(mine[0]), int(mine[1]), report
+    return float(mine[0]), int(mine[1]), value
 
 
 def _synchronize(device: torch.device) -> None:

@@ -52,14 +52,17 @@ def main(job: Job) -> None:
 
 
 @contextmanager
-def engine_and_weights(job: Job, loader: str) -> Iterator[tuple[Any, Weights]]:
-    """Yields the engine, on rank 0 only, and this rank's weights. The engine may be asked to use `loader`."""
+def engine_and_weights(job: Job, loader: str, **on_gpu: Any) -> Iterator[tuple[Any, Weights]]:
+    """Yields the engine, on rank 0 only, and this rank's weights. The engine may be asked to use `loader`.
+
+    on_gpu: arguments of an engine on a GPU
+    """
     case, model_path = job.case, Path(job.folder) / "model"
     engine = None
     if dist.get_rank() == 0:
         model_path.mkdir()
         (model_path / "config.json").write_text(json.dumps(case.model.config()))
-        engine = _start_engine(model_path, job, loader)
+        engine = _start_engine(model_path, job, loader, on_gpu)
     dist.barrier()
     try:
         yield engine, Weights(case.model.shapes(), init_device_mesh(job.device, (case.trainers,)))
@@ -100,10 +103,11 @@ def join(kind: str, trainers: int) -> torch.device:
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus >= trainers else "cpu:gloo,cuda:gloo")
     device = torch.device("cuda", dist.get_rank() % gpus)
     torch.cuda.set_device(device)
+    torch.zeros(1, device=device)  # a mesh would choose a GPU by the local rank otherwise, also one that is not there
     return device
 
 
-def _start_engine(model_path: Path, job: Job, loader: str) -> Any:
+def _start_engine(model_path: Path, job: Job, loader: str, on_gpu: dict[str, Any]) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
     arguments: dict[str, Any] = {
@@ -119,7 +123,7 @@ def _start_engine(model_path: Path, job: Job, loader: str) -> Any:
     if job.device == "cpu":
         arguments = cpu_host.engine_arguments(**arguments)
     else:
-        arguments |= {"mem_fraction_static": 0.3, "max_total_tokens": 2048, "disable_cuda_graph": True}
+        arguments |= {"mem_fraction_static": 0.3, "max_total_tokens": 2048, "disable_cuda_graph": True, **on_gpu}
     with without_torchrun_variables():
         return Engine(**arguments)
 

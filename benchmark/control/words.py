@@ -37,6 +37,7 @@ class Word(NamedTuple):
 Words = list[Word]
 TIMEOUT_S = 60.0
 _TENSORS = 1000
+_READ = dict.fromkeys(range(8), 1 << 30)  # trainer rank -> bytes that an engine rank reads
 _DIGEST = "0123456789abcdef" * 4
 _STATUS = Outcome(TrainerStatus("c0ffee" * 8, _DIGEST, _DIGEST))
 _PHASES = ("prepare", "move", "verify", "commit")
@@ -131,9 +132,6 @@ def _parts(engine_ranks: int, ranks: int) -> list[bytes]:
 
 def _part(engine_ranks: int) -> ChecksumPart:
     return ChecksumPart.of(PartialChecksums(np.zeros((engine_ranks, num_groups(_TENSORS)), np.uint64), 1))
-
-
-_READ = dict.fromkeys(range(8), 1 << 30)
 
 
 def _rank_report(rank: int) -> RankReport:

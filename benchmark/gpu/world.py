@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmark.gpu import sharing
 from benchmark.gpu.item import Bench
 from benchmark.gpu.peer import Here, Peer
 from benchmark.gpu.place import DEVICE, free_bytes
@@ -256,14 +257,11 @@ class World:
         return found
 
     def free_bytes(self) -> int:
-        """Returns what all processes leave of the GPU between two updates, when none of them computes."""
-        everywhere(self.trainers, _free)
-        found: int = self.trainers[0].call(_free)
-        return found
+        """Returns what all processes leave of the GPU between two updates, when none of them computes.
 
-
-def _free(here: Here) -> int:
-    return free_bytes()
+        The last trainer rank that returns its unused memory sees the most.
+        """
+        return max(everywhere(self.trainers, sharing.free))
 
 
 def everywhere(peers: list[Peer], function: Any, *arguments: Any, ranked: bool = False) -> list[Any]:

@@ -12,17 +12,16 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from benchmark import results
-from benchmark.environment import environment
-from benchmark.one_gpu.job import CASES, TINY, Job
-from demo import children
+from benchmark import launcher, results
+from benchmark.cases import ONE_GPU_CASES, TINY_CASES, Case, Effort
+from benchmark.trainer import Job
 from sglang_reshard.errors import ReshardError
 
 RESULTS = results.FOLDER / "one-gpu.json"
@@ -45,26 +44,24 @@ def main() -> int:
     if not options.rehearse and not torch.cuda.is_available():
         raise SystemExit("this host has no GPU; pass --rehearse")
     found = Found()
-    for job in TINY if options.rehearse else CASES:
-        if options.only in job.case:
-            _run(msgspec.structs.replace(job, device="cpu" if options.rehearse else "cuda"), options.deadline_s, found)
+    device = "cpu" if options.rehearse else "cuda"
+    for case, tiny in zip(ONE_GPU_CASES, TINY_CASES, strict=True):
+        if options.only in case.kind:
+            _run(replace(case, model=tiny.model) if options.rehearse else case, device, options.deadline_s, found)
             if not options.rehearse:  # after each, should the next one not end
                 head = results.header(" ".join(["python -m benchmark.one_gpu", *sys.argv[1:]]), found.notes)
                 results.save(RESULTS, head, found.rows)
     return 0 if found.rows and not found.notes and all(row["right"] for row in found.rows) else 1
 
 
-def _run(job: Job, deadline_s: float, found: Found) -> None:
+def _run(case: Case, device: str, deadline_s: float, found: Found) -> None:
     folder = Path(tempfile.mkdtemp(prefix="sglang-reshard-one-gpu-"))
-    job = msgspec.structs.replace(job, folder=str(folder))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.trainers}",
-               "-m", "benchmark.one_gpu.rank", msgspec.json.encode(job).decode()]  # fmt: skip
-    variables = environment(folder, 1, job.device, "qwen3", "qwen3_moe")
+    job = Job(case, (), Effort(), device, str(folder))
     try:
-        children.run(command, variables, folder / "log", time.monotonic() + deadline_s, lambda: None)
+        launcher.run_ranks("benchmark.one_gpu.rank", job, time.monotonic() + deadline_s, lambda: None)
     except ReshardError as error:
         print(error, file=sys.stderr)
-        found.notes.append(f"{job.case}: {str(error).splitlines()[0]}")
+        found.notes.append(f"{case.kind}: {str(error).splitlines()[0]}")
     finally:
         seen = folder / "seen.json"
         rows: list[dict[str, Any]] = msgspec.json.decode(seen.read_bytes()) if seen.exists() else []

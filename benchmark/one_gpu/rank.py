@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -13,78 +12,47 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from benchmark import exactness, gather, stock
-from benchmark.one_gpu.job import Job
+from benchmark import exactness, gather, stock, timing
 from benchmark.paths import ReshardPath
-from benchmark.trainer import join
+from benchmark.trainer import Job, engine_and_weights, join
 from benchmark.weights import FINAL_VERSION, Weights
 from oracle.digests import LOADER
 from sglang_reshard.errors import ReshardError
-from sglang_reshard.patches.engine import end
-from sglang_reshard.patches.launch import without_torchrun_variables
-from sglang_reshard.testing import cpu_host
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
 NEW_TOKENS = 16
 UPDATES, STOCK_UPDATES = 10, 3
 
 
+ON_GPU = {
+    "enable_memory_saver": True,
+    "mem_fraction_static": 0.4,
+    "max_total_tokens": 4096,
+    "disable_cuda_graph": False,
+    "cuda_graph_max_bs": 4,
+    "attention_backend": "triton",  # needs the fewest compiled kernels
+    "sampling_backend": "pytorch",
+}
+
+
 class Steps:
     """Runs the steps of a case, and collects a row for each; `engine` is None on all trainer ranks but the first."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.folder = job, Path(job.folder)
-        self.device = join(job.device, job.trainers)
-        torch.zeros(1, device=self.device)  # a mesh would choose another GPU otherwise
-        stock.prepare()
+    def __init__(self, job: Job, engine: Any, weights: Weights, device: torch.device) -> None:
+        self.case, self.folder = job.case, Path(job.folder)
+        self.engine, self.weights, self.device = engine, weights, device
         self.model_path, self.rows = self.folder / "model", list[dict[str, Any]]()
-        self.engine: Any = self._start() if dist.get_rank() == 0 else None
-        dist.barrier()
-        self.weights = Weights(job.model.shapes(), init_device_mesh(job.device, (job.trainers,)))
-        self.path = ReshardPath(self.engine, "auto")
-
-    def _start(self) -> Any:
-        from sglang.srt.entrypoints.engine import Engine
-
-        self.model_path.mkdir()
-        (self.model_path / "config.json").write_text(json.dumps(self.job.model.config()))
-        arguments: dict[str, Any] = {
-            "model_path": str(self.model_path),
-            "tp_size": 1,
-            "load_format": "dummy",
-            "dtype": "bfloat16",
-            "skip_tokenizer_init": True,
-            "context_length": 256,
-            "custom_weight_loader": [LOADER],
-            "log_level": "warning",
-        }
-        if self.job.device == "cpu":
-            arguments = cpu_host.engine_arguments(**arguments)
-        else:
-            arguments |= {
-                "enable_memory_saver": True,
-                "mem_fraction_static": 0.4,
-                "max_total_tokens": 4096,
-                "cuda_graph_max_bs": 4,
-                "attention_backend": "triton",  # needs the fewest compiled kernels
-                "sampling_backend": "pytorch",
-            }
-        begin = time.perf_counter()
-        with without_torchrun_variables():
-            engine = Engine(**arguments)
-        self.saw("start", seconds=time.perf_counter() - begin)
-        return engine
+        self.path = ReshardPath(engine, "auto")
 
     def saw(self, step: str, right: bool = True, **figures: Any) -> None:
         if dist.get_rank() == 0:
-            self.rows.append({"case": self.job.case, "step": step, "right": right, **figures})
+            self.rows.append({"case": self.case.kind, "step": step, "right": right, **figures})
             (self.folder / "seen.json").write_bytes(msgspec.json.encode(self.rows))  # should a later step not end
 
     def run(self) -> None:
         first, _ = self._update(1)
-        self.saw("first update", seconds=first, bytes=self.job.model.bytes, tensors=self.job.model.tensors)
+        self.saw("first update", seconds=first, bytes=self.case.model.bytes, tensors=self.case.model.tensors)
         self._warm_updates()
         ours, said = exactness.live(self.engine, self.folder / "digests"), self._said()
         self._update(UPDATES)  # a load that does nothing would be noticed
@@ -101,19 +69,8 @@ class Steps:
     def _update(self, version: int) -> tuple[float, Any]:
         """Returns the seconds of the slowest trainer rank, and the report."""
         self.weights.become(version)
-        named = self.weights.named()
-        took, report = self._timed(lambda: self.path.update(named))
+        took, _, report = timing.one_update(self.path, self.weights, self.device)
         return took, report
-
-    def _timed(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        dist.barrier()
-        begin = time.perf_counter()
-        value = call()
-        took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        return float(took), value
 
     def _warm_updates(self) -> None:
         seen = [self._update(version) for version in [*range(2, UPDATES + 1), FINAL_VERSION]][1:]
@@ -150,7 +107,7 @@ class Steps:
         seconds = []
         for _ in range(STOCK_UPDATES + 1):
             call = lambda: self.engine.update_weights_from_tensor(list(whole.items()))  # noqa: E731
-            seconds.append(self._timed(call if self.engine is not None else lambda: None)[0])
+            seconds.append(timing.timed(call if self.engine is not None else lambda: None, self.device)[0])
         self.saw("stock update of whole tensors", seconds=statistics.median(seconds[1:]), first_seconds=seconds[0])
 
     def _memory_saver(self, loaded: exactness.Digests, said: list[Any]) -> None:
@@ -197,13 +154,6 @@ class Steps:
                      largest_difference=max(differences), same_tokens=same, tokens=len(differences))  # fmt: skip
         dist.barrier()
 
-    def close(self) -> None:
-        self.path.close()
-        if self.engine is not None:
-            end(self.engine)
-        dist.barrier()
-        dist.destroy_process_group()
-
 
 def _count(digests: exactness.Digests) -> int:
     return sum(map(len, digests))
@@ -222,9 +172,14 @@ def _fill(state: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> No
 
 
 def main(job: Job) -> None:
-    steps = Steps(job)
-    steps.run()
-    steps.close()
+    device = join(job.device, job.case.trainers)
+    stock.prepare()
+    begin = time.perf_counter()
+    with engine_and_weights(job, LOADER, **ON_GPU) as (engine, weights):
+        steps = Steps(job, engine, weights, device)
+        steps.saw("start", seconds=time.perf_counter() - begin)
+        steps.run()
+        steps.path.close()
 
 
 if __name__ == "__main__":

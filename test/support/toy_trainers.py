@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from msgspec.structs import replace
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from sglang_reshard.observability.report import UpdateReport
+from support.reports import of_others
 from support.toy import HIDDEN, checkpoint
 from support.toy_fused import STACKED, fused, stacked
 
@@ -80,8 +81,6 @@ def assert_told_alike(of_trainer_ranks: list[list[UpdateReport]]) -> None:
         read = [sum(engine_rank.read_bytes.get(rank.rank, 0) for engine_rank in report.engine_ranks)
                 for rank in report.trainer_ranks]  # fmt: skip
         assert read == [rank.sent_bytes for rank in report.trainer_ranks]
-    short = [
-        replace(report, trainer_ranks=(), engine_ranks=tuple(replace(r, read_bytes={}) for r in report.engine_ranks))
-        for report in first
-    ]
-    assert others == [short] * len(others), "trainer ranks were told different things"
+    short = [of_others(json.loads(report.json())) for report in first]
+    told = [[json.loads(report.json()) for report in reports] for reports in others]
+    assert told == [short] * len(others), "trainer ranks were told different things"

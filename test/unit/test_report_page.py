@@ -15,8 +15,6 @@ from sglang_reshard.cli.report.timeline import TRAINER, spans
 from sglang_reshard.errors import Mismatch
 from sglang_reshard.observability.report import RankReport, TrainerRankReport, UpdateReport
 
-_EMPTY_TAGS = {"meta", "rect"}
-
 
 def report(engines: int = 4, trainers: int = 4, **changes: object) -> UpdateReport:
     of = dict(

@@ -15,7 +15,7 @@ from sglang_reshard.digest.regions import RegionKind, RegionSet, groups_of, num_
 from sglang_reshard.digest.selection import Selection
 from sglang_reshard.digest.whole_model import region_coefficients
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout.regions import ITEM_BYTES, MAX_STEP, Box, LocalRegion, Region
+from sglang_reshard.layout.regions import ITEM_BYTES, Box, LocalRegion, Region, is_within
 from sglang_reshard.layout.shard_map import ShardBox
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import TensorIndex
@@ -152,7 +152,4 @@ def _are_below(numbers: np.ndarray, end: int) -> bool:
 def _is_region_of(kind: RegionKind, of: TensorClass) -> bool:
     if kind.dtype not in ITEM_BYTES or not _is_copied(kind):
         return False
-    if not len(kind.start) == len(kind.count) == len(kind.step) == len(of.shape):
-        return False
-    dims = zip(kind.start, kind.count, kind.step, of.shape, strict=True)
-    return all(a >= 0 and n >= 1 and 1 <= s <= MAX_STEP and a + (n - 1) * s < length for a, n, s, length in dims)
+    return is_within(kind.start, kind.count, kind.step, of.shape)

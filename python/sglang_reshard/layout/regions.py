@@ -7,7 +7,7 @@ stop`, with one entry per tensor dimension; a zero-dimensional tensor has one el
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -152,6 +152,14 @@ class LocalRegion:
         """Returns the region as a view of the local tensor."""
         offset, strides = self.memory(local.stride())
         return local.as_strided(self.count, strides, int(local.storage_offset()) + offset)
+
+
+def is_within(start: Sequence[int], count: Sequence[int], step: Sequence[int], shape: Sequence[int]) -> bool:
+    """Returns whether a region from another process lies in a tensor of `shape` (elements)."""
+    if not len(start) == len(count) == len(step) == len(shape):
+        return False
+    dims = zip(start, count, step, shape, strict=True)
+    return all(a >= 0 and n >= 1 and 1 <= s <= MAX_STEP and a + (n - 1) * s < length for a, n, s, length in dims)
 
 
 def split(box: Box, max_elements: int) -> Iterator[Box]:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from sglang_reshard.errors import Mismatch
-from sglang_reshard.layout.regions import ITEM_BYTES, MAX_STEP, LocalRegion
+from sglang_reshard.layout.regions import ITEM_BYTES, MAX_STEP, LocalRegion, is_within
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.routes.p2p.messages import SendRequest
 
@@ -70,10 +70,7 @@ def _is_within(region: LocalRegion, shape: tuple[int, ...]) -> bool:
         if any(n < 1 or not 1 <= s <= MAX_STEP for n, s in steps):
             return False
         return 0 <= region.start[0] < shape[0] - sum((n - 1) * s for n, s in steps)
-    if not len(region.start) == len(region.count) == len(region.step) == len(shape):
-        return False
-    bounds = zip(region.start, region.count, region.step, shape, strict=True)
-    return all(a >= 0 and n >= 1 and 1 <= s <= MAX_STEP and a + (n - 1) * s < length for a, n, s, length in bounds)
+    return is_within(region.start, region.count, region.step, shape)
 
 
 def _invalid(who: str, why: str) -> Mismatch:
