@@ -24,4 +24,4 @@ def replay(program: Program, weights: Mapping[str, torch.Tensor], derived: Deriv
         landing.arrived(0)
     program.run_steps()
     if derived is not None:
-        derived.renew()
+        derived.renew(model_ran=True)

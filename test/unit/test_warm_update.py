@@ -1,10 +1,17 @@
-"""A warm update by ipc runs few files of ours on the trainer's side, on the engine's and between them."""
+"""A warm update by ipc runs few files of ours on the trainer's side, on the engine's and between them.
+
+No warm update runs Python code for each tensor.
+"""
 
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import sglang_reshard
 from sglang_reshard.api.weight_sender import WeightSender
@@ -22,38 +29,42 @@ BY_THE_CLOCK = {"control/sockets.py"}  # looks every second whether a peer is si
 
 
 class Passed:
-    """The files of the package whose functions run, in any thread started after this was made."""
+    """The files of the package whose functions run, in any thread started after this was made, and the calls of each:
+    those of its functions and those that it makes of functions in C.
+    """
 
     def __init__(self):
-        self.files = set()
+        self.files = Counter()
         self.recording = False
         threading.setprofile(self._see)
         sys.setprofile(self._see)
 
     def _see(self, frame, event, _):
-        if self.recording and event == "call":
-            self.files.add(frame.f_code.co_filename)
+        if self.recording and event in ("call", "c_call"):
+            self.files[frame.f_code.co_filename] += 1
 
     def of_package(self):
-        return sorted(str(Path(f).relative_to(PACKAGE)) for f in self.files if Path(f).is_relative_to(PACKAGE))
+        return {
+            str(Path(file).relative_to(PACKAGE)): calls
+            for file, calls in self.files.items()
+            if Path(file).is_relative_to(PACKAGE)
+        }
 
 
-def train(trainer):
+def update(trainer, given, transport):
     passed = Passed()
-    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport="ipc")
-    state = State((2,), "fsdp", torch.float32)
+    sender = WeightSender.over(trainer.group, trainer.send, timeout_s=30, transport=transport)
     for version in range(1, WARM_UPDATE + 1):
-        state.become(version)
         passed.recording = version == WARM_UPDATE
-        sender.update(state.given, weight_version=str(version))
+        sender.update(given, weight_version=str(version))
         passed.recording = False
     sender.close()
     return passed.of_package()
 
 
-def serve(rank, size, requests):
+def receive(model, rank, size, requests):
     passed = Passed()
-    receiver = WeightReceiver(TracedModel(ToyRank(rank, size, torch.float32)), rank, size, torch.device("cpu"))
+    receiver = WeightReceiver(TracedModel(model), rank, size, torch.device("cpu"))
     for version, request in enumerate(requests, start=1):
         passed.recording = version == WARM_UPDATE
         output = receiver.update(request)
@@ -62,8 +73,46 @@ def serve(rank, size, requests):
     return passed.of_package()
 
 
+def train(trainer):
+    return update(trainer, State((2,), "fsdp", torch.float32).given, "ipc")
+
+
+def serve(rank, size, requests):
+    return receive(ToyRank(rank, size, torch.float32), rank, size, requests)
+
+
 def test_a_warm_update_by_ipc_passes_few_files():
     trainers, engines = run_world(2, 2, train, serve)
     files = sorted({file for ranks in (trainers, engines) for files in ranks for file in files} - BY_THE_CLOCK)
     assert len(files) <= MOST_FILES, "\n".join(files)
     assert "routes/ipc.py" in files, "the transport asked for is not among the files seen"
+
+
+class Layers(torch.nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(layers))
+
+    def load_weights(self, weights):
+        parameters = dict(self.named_parameters())
+        for name, loaded in weights:
+            parameters[name].data.copy_(loaded)
+
+
+def train_layers(trainer, layers, transport):
+    mesh = init_device_mesh("cpu", (1,))
+    given = [(name, distribute_tensor(p, mesh, [Shard(0)])) for name, p in Layers(layers).named_parameters()]
+    return update(trainer, given, transport)
+
+
+def serve_layers(rank, size, requests, layers, _transport):
+    return receive(Layers(layers), rank, size, requests)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "p2p", "broadcast"])
+def test_a_warm_update_runs_no_python_for_each_tensor(transport):
+    few, many = (run_world(1, 1, train_layers, serve_layers, layers, transport) for layers in (20, 200))
+    for side, of_few, of_many in zip(("trainer", "engine"), few, many, strict=True):
+        (calls,), (more,) = of_few, of_many
+        grown = {file: (calls.get(file, 0), n) for file, n in more.items() if n > calls.get(file, 0) + 40}
+        assert not grown, f"{side}: calls in a file, with 40 tensors and with 400"

@@ -71,10 +71,15 @@ class DerivedState:
             self._others = self._fingerprint_of_others()
         return signature
 
-    def renew(self) -> None:
-        """Must be called when new weights are live: drops what is made of the old ones, or makes it again in place."""
+    def renew(self, *, model_ran: bool) -> None:
+        """Must be called when new weights are live: drops what is made of the old ones, or makes it again in place.
+
+        model_ran  code of the model may have run since `signature` dropped it: a staged update has served requests,
+                   a first one has traced the loader
+        """
         self._set_by_loading = {label(flag) for flag in self._flags if flag.is_set}
-        self.signature()  # a staged update has served requests meanwhile
+        if model_ran:
+            self.signature()
         for remake in self._remakes:
             remake.run()
 

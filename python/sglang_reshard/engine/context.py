@@ -88,6 +88,7 @@ class UpdateContext:
     """The state of one update on engine rank `rank` of `size`.
 
     kept_bytes  bytes of buffers that an earlier update left
+    reused      the transfer is an earlier update's
     taken       engine ranks take the trainer ranks' offers instead of all weights
     seconds     phase -> seconds
     phase       the phase that was entered last
@@ -101,6 +102,7 @@ class UpdateContext:
     size: int
     memory: PeakMemory
     kept_bytes: int = 0
+    reused: bool = False
     taken: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     phase: Phase = Phase.PREPARE

@@ -42,8 +42,11 @@ class Target(Protocol):
     def names_read(self, specs: Sequence[TensorSpec]) -> NamesRead:
         """Returns which of these names a program would read."""
 
-    def renew(self) -> None:
-        """Must be called when new weights are live."""
+    def renew(self, *, model_ran: bool) -> None:
+        """Must be called when new weights are live.
+
+        model_ran  code of the model may have run since `signature` was called
+        """
 
 
 class TracedModel:
@@ -81,9 +84,9 @@ class TracedModel:
     def names_read(self, specs: Sequence[TensorSpec]) -> NamesRead:
         return names_read(self._model, specs)
 
-    def renew(self) -> None:
+    def renew(self, *, model_ran: bool) -> None:
         """Drops what forward passes have derived from the old weights, or computes it again."""
-        self._derived.renew()
+        self._derived.renew(model_ran=model_ran)
 
 
 class ReceivedAdapter:
@@ -127,5 +130,5 @@ class ReceivedAdapter:
     def names_read(self, specs: Sequence[TensorSpec]) -> NamesRead:
         return NamesRead(frozenset(spec.name for spec in specs), "")
 
-    def renew(self) -> None:
+    def renew(self, *, model_ran: bool) -> None:
         """Nothing is computed from these tensors but by `use`."""

@@ -85,6 +85,7 @@ class UpdateExecutor:
         if not reusable and _names_are_open(votes):
             votes = self._find_names(context)
         context.check_votes(Phase.PREPARE, votes)
+        context.reused = reusable
         if reusable:
             context.taken = all([v.accepts for v in votes])
             context.kept_bytes = self.transfer.held_bytes
@@ -130,7 +131,7 @@ class UpdateExecutor:
             with context.enter(Phase.COMMIT):
                 landing.commit()
                 target.program.run_steps()
-                self._target.renew()
+                self._target.renew(model_ran=context.request.staged or not context.reused)
                 self._synchronize()
         except Exception as failure:
             error = context.abort_because(failure)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -78,7 +79,7 @@ class Arrival(Protocol):
         """Returns what converts `members`, one after the other in `memory` (bytes), and writes them to `targets`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """One engine rank's loader.
 
@@ -116,7 +117,7 @@ class Program:
         )
         return cls(tuple(copies), targets, steps)
 
-    @property
+    @cached_property  # every update reports it, and there are as many targets as parameters
     def scratch_bytes(self) -> int:
         """Bytes of the tensors that only hold operands of expressions."""
         return sum(t.numel() * t.element_size() for n, t in self.targets.items() if n.startswith("scratch/"))
