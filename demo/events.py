@@ -46,7 +46,7 @@ class Updated(msgspec.Struct, frozen=True, tag="updated"):
     dtype       the engine's
     checkpoint  folder of the trainer's weights at this step
     reference   tokens of transformers with that checkpoint
-    before      tokens of the engine before the update
+    before      tokens of the engine before the update; none before its first one
     after       tokens of the engine after the update
     lead        the smallest lead of a chosen token's logit in `reference` over the next best
     live        per engine rank, tensor name -> digest of what is in its memory after the update

@@ -1,7 +1,7 @@
 """The demo as one would tell it; every trainer rank runs it in step.
 
 For each precision an engine starts on dummy weights. Then, for each update: the trainer takes one optimizer step,
-transformers says what the new weights say, the engine is seen to say something else (it has dummy weights,
+transformers says what the new weights say, the engine is seen to say something else or nothing (it has dummy weights,
 or those of the step before), the update runs, and the engine is seen to say the same.
 """
 
@@ -19,6 +19,7 @@ from demo.events import EventWriter, Tokens, Updated
 from demo.reference import greedy_tokens
 from demo.trainer import Trainer
 from sglang_reshard import VerlEngine, WeightSender
+from sglang_reshard.errors import WeightsMissing
 from sglang_reshard.observability.report import UpdateReport
 
 # Name of the engine's hook that writes digests of its memory; the engine has to be started with it.
@@ -89,7 +90,7 @@ class Sequence:
             reference, lead = self._refer(checkpoint, dtype)
         # After the step: the trainer's memory must not be the engine's.
         with self._events.phase(f"generate before update {version}"):
-            before = self._say(engine)
+            before = self._say_if_served(engine)
         with self._events.phase(f"reshard {version}: TP={self._mesh.size()} -> TP={self._target_tp}") as notes:
             report = self._update(engine, transport, version)
             notes.append(f"{report.transport}, {sum(r.received_bytes for r in report.engine_ranks) / 1e6:.1f} MB")
@@ -124,6 +125,13 @@ class Sequence:
             return sender.update(named, weight_version=version)
         finally:
             sender.close()
+
+    def _say_if_served(self, engine: VerlEngine) -> Tokens:
+        """Returns nothing before the first update: the engine started on dummy weights, which it does not serve."""
+        try:
+            return self._say(engine)
+        except WeightsMissing:
+            return []
 
     def _say(self, engine: VerlEngine) -> Tokens:
         outputs = engine.generate(

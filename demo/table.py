@@ -14,7 +14,7 @@ MIB = 1024 * 1024
 _CLAIMS = {
     "updated": "every update reached every engine rank",
     "tokens_equal": "float32: after each update the engine says what transformers says with the trainer's weights",
-    "told_apart": "before each update it said something else: dummy weights, or the step before",
+    "told_apart": "before each update it said something else: nothing on dummy weights, or the step before",
     "unmoved": "the trainer's step alone changes nothing in the engine",
     "bit_exact": "every tensor on every engine rank is bit for bit what a stock load of the checkpoint puts there",
     "rank_0_own_shard": "engine rank 0 received no more than trainer rank 0 holds: nothing was gathered",

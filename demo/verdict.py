@@ -20,7 +20,7 @@ class UpdateVerdict(msgspec.Struct, frozen=True):
     """One update, judged.
 
     tokens_equal   after it the engine says what transformers says with the trainer's weights
-    told_apart     before it the engine said something else, so the comparison can fail
+    told_apart     before it the engine said something else, or refused the request, so the comparison can fail
     unmoved        before it the engine still said what it said after the last update of the same engine,
                    although the trainer had taken a step since; None for an engine's first update
     differing      "rank N: name" of each tensor that is not bit for bit what a stock load puts there

@@ -4,13 +4,14 @@ A request of an update passes:
 
     engine.py, http_server.py   Engine.update_weights_distributed, POST /update_weights_distributed, GET /weights_info
     update_observer.py          log line, metrics (metrics.py) and span
-    torn_weights.py             refuses all requests from a failed write until the next successful update
+    request_gate.py             refuses all requests while the weights are torn, or missing
+    torn_weights.py             from a failed write until the next successful update
     embedded_engine_guard.py    keeps the trainer alive, and raises EngineDied, if a process of its engine dies
     tokenizer_manager.py        validation, pause and writer locks, weight_version
     schedulers.py               asks the schedulers, and waits for the answer of all
     weights_info.py             records which weights are live
     snapshot_loads.py           POST /load_snapshot: a snapshot of a folder, never an earlier one than is live
-    stock_weights.py            notes when SGLang itself loads or releases them all
+    stock_weights.py            notes when SGLang itself loads or releases them all, and when there are none yet
     weights_sharing.py          POST /pull_weights and /share_weights: from one server to another, without a trainer
     scheduler.py                checks the scheduler's state; flushes the cache; catches all exceptions
     pipeline.py                 lets all stages of a pipelined engine handle it together
@@ -29,9 +30,9 @@ custom_group.py joins the groups that trainers broadcast over.
 
 Nothing that SGLang defines is replaced; pipeline.py wraps two methods of a pipelined engine's schedulers. One list is
 appended to (the tokenizer manager's communicators), and some methods get hooks before, after or around them through
-SGLang's own hook registry (entry-point group `sglang.srt.plugins`): all but those in torn_weights.py, weights_info.py,
-snapshot_loads.py, engine_start.py and memory_saver.py run after. Everything else is new methods and routes, and a
-middleware of the server that passes everything through while the weights are sound.
+SGLang's own hook registry (entry-point group `sglang.srt.plugins`): all but those in request_gate.py, torn_weights.py,
+weights_info.py, snapshot_loads.py, engine_start.py and memory_saver.py run after. Everything else is new methods and
+routes, and a middleware of the server that passes everything through while the weights are sound.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def install() -> None:
         metrics,
         model_runner,
         repacking,
+        request_gate,
         scheduler,
         sglang_versions,
         snapshot_loads,
@@ -72,6 +74,7 @@ def install() -> None:
         scheduler,
         tokenizer_manager,
         torn_weights,
+        request_gate,
         snapshot_loads,
         metrics,
         weights_info,

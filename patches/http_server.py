@@ -1,4 +1,4 @@
-"""sglang.srt.entrypoints.http_server: adds endpoints to a server, and a middleware for torn weights.
+"""sglang.srt.entrypoints.http_server: adds endpoints to a server, and a middleware for requests that are refused.
 
     POST /update_weights_distributed    an update
     POST /pull_weights                  take the live weights of another server, see `weights_sharing`
@@ -6,7 +6,7 @@
     GET  /weights_info                  which weights are live
     POST /load_snapshot                 load a snapshot of a folder, unless later weights are live
     POST /record_probe                  what a trainer's probe has found, for the metrics
-    503                                 in place of any answer that depends on torn weights
+    503                                 in place of any answer that depends on torn or missing weights
 
 Their client is `sglang_reshard.protocol.server_client`. All require the admin key, or the API key if there is no admin
 key, as SGLang's own control endpoints do.
@@ -26,7 +26,7 @@ import msgspec
 from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.layout.decoders import from_json
 from sglang_reshard.observability.probe_report import ProbeSummary
-from sglang_reshard.patches import metrics, snapshot_loads, torn_weights, weights_info
+from sglang_reshard.patches import metrics, request_gate, snapshot_loads, weights_info
 from sglang_reshard.protocol.messages import (
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
@@ -76,9 +76,9 @@ def _extend(_result: Any, manager: TokenizerManager, *_: Any, **__: Any) -> None
         return
     _add_routes(server.app, manager)
     if server.app.middleware_stack is None:
-        server.app.add_middleware(TornWeightsMiddleware, manager=manager)
+        server.app.add_middleware(RefusalMiddleware, manager=manager)
     else:
-        logger.warning("The server is already running, so it answers 500 instead of 503 while its weights are torn")
+        logger.warning("The server is already running, so it answers 500 instead of 503 while it has no sound weights")
 
 
 def _add_routes(app: Any, manager: TokenizerManager) -> None:
@@ -191,8 +191,8 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-class TornWeightsMiddleware:
-    """Answers HTTP 503 with the reason when an endpoint raises TornWeights.
+class RefusalMiddleware:
+    """Answers HTTP 503 with the reason when an endpoint raises TornWeights or WeightsMissing.
 
     {"error": {"message": reason, "type": "TornWeights", "code": 503}}
 
@@ -207,24 +207,25 @@ class TornWeightsMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
-        elif (reason := torn_weights.reason(self._manager)) and _path(scope) in _HEALTH:
-            await _refuse(reason, send)  # they ignore the outcome of the request they make
+            return
+        request = request_gate.HttpRequest()
+        request_gate.http_request.set(request)
+        if _path(scope) in _HEALTH and (refusal := request_gate.refusal(self._manager)) is not None:
+            await _refuse(refusal, send)  # they ignore the outcome of the request they make
         else:
-            await self._watch(scope, receive, send)
+            await self._watch(request, scope, receive, send)
 
-    async def _watch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = torn_weights.HttpRequest()
-        torn_weights.http_request.set(request)
+    async def _watch(self, request: request_gate.HttpRequest, scope: Scope, receive: Receive, send: Send) -> None:
         start: Message | None = None
         started = refused = False
 
-        async def send_unless_torn(message: Message) -> None:
+        async def send_unless_refused(message: Message) -> None:
             nonlocal start, started, refused
             if refused:
                 return
-            if request.torn_reason and not started:
+            if request.refusal is not None and not started:
                 refused = True
-                await _refuse(request.torn_reason, send)
+                await _refuse(request.refusal, send)
             elif message["type"] == "http.response.start":
                 start = message
             else:
@@ -234,12 +235,12 @@ class TornWeightsMiddleware:
                 await send(message)
 
         try:
-            await self.app(scope, receive, send_unless_torn)
+            await self.app(scope, receive, send_unless_refused)
         except Exception:
-            if started or not request.torn_reason:
+            if started or request.refusal is None:
                 raise
             if not refused:
-                await _refuse(request.torn_reason, send)
+                await _refuse(request.refusal, send)
 
 
 def _interface(request: Request) -> str:
@@ -252,9 +253,10 @@ def _path(scope: Scope) -> str:
     return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
-async def _refuse(reason: str, send: Send) -> None:
+async def _refuse(refusal: ReshardError, send: Send) -> None:
     status = HTTPStatus.SERVICE_UNAVAILABLE
-    body = msgspec.json.encode({"error": {"message": reason, "type": "TornWeights", "code": status.value}})
+    error = {"message": str(refusal), "type": type(refusal).__name__, "code": status.value}
+    body = msgspec.json.encode({"error": error})
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status.value, "headers": headers})
     await send({"type": "http.response.body", "body": body})

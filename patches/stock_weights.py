@@ -1,15 +1,18 @@
-"""Tells engine ranks when SGLang itself has loaded or released all weights, which they do not see.
+"""Notes which weights an engine has when no update has brought them: none, SGLang's own, or lost ones.
 
-    stock_weights.loaded(manager)      # from disk
+    stock_weights.loaded(manager)      # SGLang has loaded all weights, from disk
     stock_weights.released(manager)    # by release_memory_occupation
+    stock_weights.written(manager)     # an update has written weights, ours or SGLang's
+    stock_weights.missing(manager)     # why the engine has none that may answer a request
     request = stock_weights.told(manager, request)
 
-An update that leaves parameters as they are (`frozen=`, `only=`) is refused where nothing has brought them, see
-`engine.sound_weights`.
+Engine ranks are told, who do not see what SGLang itself does: an update that leaves parameters as they are (`frozen=`,
+`only=`) is refused where nothing has brought them, see `engine.sound_weights`.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,7 +22,9 @@ from sglang_reshard.protocol.messages import DistributedUpdateWeightsReq
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+SERVE_DUMMY = "SGLANG_RESHARD_SERVE_DUMMY"
 _CHANGES = "_reshard_stock_changes"  # on the manager: how often, and whether the last time weights were loaded
+_WRITTEN = "_reshard_written"  # on the manager: after how many of these changes an update has written weights
 
 
 def loaded(manager: TokenizerManager) -> None:
@@ -31,6 +36,28 @@ def released(manager: TokenizerManager) -> None:
     args = manager.server_args
     if getattr(args, "enable_memory_saver", False) and not getattr(args, "enable_weights_cpu_backup", False):
         _change(manager, False)
+
+
+def written(manager: TokenizerManager) -> None:
+    """Notes that an update has written weights. SGLang's own may have written some of them; it does not say which is
+    the last one.
+    """
+    setattr(manager, _WRITTEN, _changes(manager)[0])
+    if getattr(manager, "initial_weights_loaded", True) is False:  # its server waits for weights before it is ready
+        manager.initial_weights_loaded = True
+
+
+def missing(manager: TokenizerManager) -> str:
+    """Returns why the engine has no weights that may answer a request; empty if it has."""
+    changes, last = _changes(manager)
+    if last or getattr(manager, _WRITTEN, 0) == changes or os.environ.get(SERVE_DUMMY) == "1":
+        return ""
+    if not hasattr(manager, _CHANGES):
+        return (
+            "the engine started on dummy weights, and no update has brought others yet; update it, or set "
+            f"{SERVE_DUMMY}=1 in its environment to serve dummy weights"
+        )
+    return "the engine has released its weights, and no update has brought new ones since; update it"
 
 
 def told(manager: TokenizerManager, request: DistributedUpdateWeightsReq) -> DistributedUpdateWeightsReq:

@@ -188,6 +188,7 @@ async def _write(
         if output.success:
             if request.lora is None:
                 torn_weights.heal(self)
+                stock_weights.written(self)
                 weights_info.record(self, request, output)
             else:
                 await lora_names.updated(self, request.lora)

@@ -39,13 +39,14 @@ _END_S = 5.0  # until one that was ended has ended
 _PUBLICATION = "_reshard_publication"  # on the manager: the latest that it holds or has held
 _LIVE = "_reshard_live"  # on the manager: request and output of the update that wrote the live weights
 _MANAGER = "sglang.srt.managers.tokenizer_manager"
+_BEGIN = "begin_weight_update"  # writes nothing itself
 # The methods by which SGLang itself changes weights. Not all of its versions have all of them.
 _STOCK_UPDATES = (
     "update_weights_from_disk",
     "update_weights_from_distributed",
     "update_weights_from_tensor",
     "update_weights_from_ipc",
-    "begin_weight_update",
+    _BEGIN,
 )
 
 
@@ -55,7 +56,8 @@ def apply() -> None:
 
     for method in _STOCK_UPDATES:
         if hasattr(TokenizerManager, method):
-            HookRegistry.register(f"{_MANAGER}.TokenizerManager.{method}", _around_write, HookType.AROUND)
+            around = _around_write if method == _BEGIN else _around_update
+            HookRegistry.register(f"{_MANAGER}.TokenizerManager.{method}", around, HookType.AROUND)
     HookRegistry.register(f"{_MANAGER}.TokenizerManager.release_memory_occupation", _around_release, HookType.AROUND)
 
 
@@ -158,6 +160,7 @@ def current(manager: TokenizerManager) -> WeightsInfo:
         package_version=__version__,
         protocol=PROTOCOL,
         torn=torn_reason,
+        missing=stock_weights.missing(manager),
         under_way=bool(under_way(manager)),
         paused=bool(manager.is_pause),
         data_parallel_ranks=manager.server_args.dp_size,
@@ -196,6 +199,13 @@ async def _around_write(stock: Stock, manager: TokenizerManager, *args: Any, **k
         return await stock(manager, *args, **kwargs)
     finally:
         clear(manager)
+
+
+async def _around_update(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
+    outcome = await _around_write(stock, manager, *args, **kwargs)
+    if outcome[0]:
+        stock_weights.written(manager)
+    return outcome
 
 
 async def _around_release(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:

@@ -34,6 +34,11 @@ AFTERWARDS = {
         "Repeat the update, on all trainer ranks. The first one that succeeds restores the engine. With `staged=True` "
         "a failure in transfer leaves the old weights.",
     ),
+    "WeightsMissing": (
+        "none: the engine refuses requests until it has some",
+        "Update the engine. To have [dummy weights](../reliability.md#no-weights-yet) answer requests, set "
+        "`SGLANG_RESHARD_SERVE_DUMMY=1` in its environment.",
+    ),
     "EngineRefused": (
         "old",
         'Read the engine\'s message and its log. `MultiEngineSender.update(on_failure="exclude")` goes on without it.',
@@ -79,7 +84,7 @@ raises on every trainer rank. The message says what is wrong, which tensor or ra
 [troubleshooting](../troubleshooting.md) lists messages. `TypeError` is raised for an option that does not exist, and
 `ValueError` for the arguments of a `Probe` that cannot be probed.
 
-`RemoteEngine` raises `TornWeights`, `Unauthorized`, `Unsupported` or `EngineRefused` for the
+`RemoteEngine` raises `TornWeights`, `WeightsMissing`, `Unauthorized`, `Unsupported` or `EngineRefused` for the
 [status codes](http.md#status-codes) of a server, and `EngineUnreachable` if there is no answer."""
 
 

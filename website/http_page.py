@@ -122,10 +122,10 @@ _STATUS = """\
 | 400 | `"success": false`, or an error | the request is malformed, was refused, or failed; `message` says why |
 | 401, 403 | SGLang's | the key is wrong or missing |
 | 404 | SGLang's | the plugin is not loaded there: see [troubleshooting](../troubleshooting.md) |
-| 503 | an error of type `TornWeights` | the weights are torn, and the answer would depend on them |
+| 503 | an error of type `TornWeights` or `WeightsMissing` | the answer would depend on weights that are torn or missing |
 
-503 is also the answer of SGLang's own endpoints while the weights are torn: those that generate, `/health` and
-`/health_generate`. The next successful update ends it.
+503 is also the answer of SGLang's own endpoints while the weights are torn or there are none: those that
+generate, `/health` and `/health_generate`. The next successful update ends it.
 
 An error is in the format of SGLang's:
 
@@ -133,8 +133,8 @@ An error is in the format of SGLang's:
 {"error": {"message": "what is wrong; what to do", "type": "TornWeights", "code": 503}}
 ```
 
-`type` is the name of the [exception](errors.md) on the server. `RemoteEngine` raises `TornWeights` for that one,
-`Unauthorized` for 401 and 403, `Unsupported` for 404, and `EngineRefused` for all else."""
+`type` is the name of the [exception](errors.md) on the server. `RemoteEngine` raises `TornWeights` and
+`WeightsMissing` for those, `Unauthorized` for 401 and 403, `Unsupported` for 404, and `EngineRefused` for all else."""
 
 
 def page() -> str:

@@ -55,6 +55,13 @@ VARIABLES = (
         "other hosts that it may [take weights from](../usage/replicas.md#allowed-servers); `*` for all",
     ),
     Variable(
+        "SGLANG_RESHARD_SERVE_DUMMY",
+        "off",
+        "",
+        "an engine",
+        "`1`: serve requests [without weights](../reliability.md#no-weights-yet), too",
+    ),
+    Variable(
         "SGLANG_RESHARD_LOG",
         "text",
         "",

@@ -70,7 +70,8 @@ class Server:
             while time.monotonic() < end:
                 self.check()
                 with contextlib.suppress(httpx.TransportError):
-                    if client.get(f"{self.url}/health").status_code == httpx.codes.OK:
+                    # Its /health answers 503 until the first update has replaced the dummy weights.
+                    if client.get(f"{self.url}/model_info").status_code == httpx.codes.OK:
                         return
                 time.sleep(_POLL_S)
         raise DeadlineExceeded(f"the server was not healthy after {_START_S:.0f} s.\n{children.tail(self._log)}")

@@ -38,6 +38,10 @@ class TornWeights(ReshardError):
     """An update failed while weights were being written. The engine serves nothing until an update succeeds."""
 
 
+class WeightsMissing(ReshardError):
+    """An engine that has no weights yet was asked for tokens: it started on dummy weights, or has released its own."""
+
+
 class EngineRefused(ReshardError):
     """The engine reported a failure; the message is the engine's. The old weights keep serving."""
 

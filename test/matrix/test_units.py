@@ -20,7 +20,7 @@ ENVIRONMENTS = {
     "3.13, newest": ("3.13", environments.TESTS, False),
 }
 _OF_THE_CHECKOUT = re.compile(r"^\s*(from|import) (benchmark|demo|release|sgl_kernel|sglang|website)\b", re.MULTILINE)
-_PAGES = re.compile(r"test_(documents|pages|released_pages|server_args_page|verl|doctor)")
+_PAGES = re.compile(r"test_(documents|pages|released_pages|server_args_page|summary|verl|doctor)")
 _DEADLINE_S = 3600.0
 
 

@@ -52,7 +52,7 @@ class Engine:
         self._reshard_checked = True
         self.app = FastAPI()
         http_server._add_routes(self.app, self)
-        self.app.add_middleware(http_server.TornWeightsMiddleware, manager=self)
+        self.app.add_middleware(http_server.RefusalMiddleware, manager=self)
         add_api_key_middleware(self.app, api_key=None, admin_api_key=ADMIN_KEY)
 
     def client(self) -> httpx.AsyncClient:

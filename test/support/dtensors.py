@@ -19,15 +19,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, placement_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
-from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.sources import describe
 
+# Without an underscore in torch 2.10.
+MaskPartial = getattr(placement_types, "_MaskPartial", None) or placement_types.MaskPartial
 SAME, REFUSED, WRONG = "same", "refused", "wrong"
 SHAPES = ((7, 5), (13,), (8, 4), (1, 6), (0, 3), (2, 3, 5))  # uneven, even, some ranks have none, no elements
 MESHES = ((2,), (3,), (2, 2), (3, 2), (2, 2, 2), (2, 2, 2, 2))
@@ -205,7 +207,7 @@ def viewed(mesh: DeviceMesh) -> Iterator[Case]:
 
 def reduced(mesh: DeviceMesh) -> Iterator[Case]:
     """Placements whose shards have to be reduced."""
-    masked = _MaskPartial(offset_shape=torch.Size((8, 4)), offset_dim=0)
+    masked = MaskPartial(offset_shape=torch.Size((8, 4)), offset_dim=0)
     kinds = [Partial("sum"), Partial("avg"), Partial("max"), masked]
     for partial, place in itertools.product(kinds, range(mesh.ndim)):
         placements = [Replicate()] * mesh.ndim
@@ -216,7 +218,7 @@ def reduced(mesh: DeviceMesh) -> Iterator[Case]:
             everywhere = LocalTensor({rank: whole.clone() for rank in range(dist.get_world_size())})
             return DTensor(everywhere, DTensorSpec(mesh, placements, meta), requires_grad=False)
 
-        family = "_MaskPartial" if isinstance(partial, _MaskPartial) else "Partial"
+        family = "MaskPartial" if isinstance(partial, MaskPartial) else "Partial"
         yield _case(family, mesh, (8, 4), placements, make)
 
 

@@ -41,7 +41,11 @@ class Places:
         return "\n".join(f"{log.name}:\n{log.read_text()[-3000:]}" for log in self._logs.values())
 
     def await_health(self, host: Host, url: str, servers: list[subprocess.Popen[str]], deadline: float) -> None:
-        probe = f"import httpx, sys; sys.exit(httpx.get('{url}/health', timeout=5).status_code != 200)"
+        # WeightsMissing: of servers that start on dummy weights.
+        probe = (
+            f"import httpx, sys; health = httpx.get('{url}/health', timeout=5); "
+            "sys.exit(health.status_code != 200 and 'WeightsMissing' not in health.text)"
+        )
         command = host.command([sys.executable, "-c", probe])
         while subprocess.run(command, capture_output=True, check=False).returncode:
             for server in servers:

@@ -10,7 +10,7 @@ from support.dtensor_rows import NAMED
 from support.dtensors import REFUSED, SAME
 from support.sweep import only
 
-REFUSED_FAMILIES = {"Partial": "Partial", "_MaskPartial": "_MaskPartial", "complex dtypes": "complex"}
+REFUSED_FAMILIES = {"Partial": "Partial", "MaskPartial": "MaskPartial", "complex dtypes": "complex"}
 
 
 @pytest.mark.parametrize("mesh", only(NAMED, {"2", "2x2"}.__contains__))

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -65,6 +66,7 @@ def test_a_draft_with_a_checkpoint_of_its_own_gets_that(tmp_path):
 
 
 def test_what_is_not_known_says_why(tmp_path, monkeypatch):
+    pytest.importorskip("huggingface_hub")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     assert "has no safetensors" in engine_start(runner_on(tmp_path), []).unknown
     elsewhere = engine_start(runner_on("nobody/has-this-model"), [])

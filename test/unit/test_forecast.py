@@ -74,13 +74,19 @@ def test_targets():
         (["qwen3-8b", "--layers", "37", *QUESTION], "the model has 36"),
         (["qwen3-8b", "--source", "pp=2", "--target", "tp=8"], "fsdp=8,tp=8"),
         (["qwen3-8b", "--transport", "pigeon", *QUESTION], "pigeon"),
-        (["qwen3-8b", "--plot", "/no/such/folder/a.png", *QUESTION], "the folder /no/such/folder does not exist"),
     ],
 )
 def test_a_question_that_there_is_no_answer_to(arguments, words):
     said = CliRunner().invoke(app, ["plan", *arguments])
     assert said.exit_code == 2
     assert words in " ".join(said.output.split())
+
+
+def test_a_folder_that_does_not_exist_gets_no_plot():
+    pytest.importorskip("matplotlib")
+    said = CliRunner().invoke(app, ["plan", "qwen3-8b", "--plot", "/no/such/folder/a.png", *QUESTION])
+    assert said.exit_code == 2
+    assert "the folder /no/such/folder does not exist" in " ".join(said.output.split())
 
 
 def test_plotting_without_matplotlib_says_what_to_install(monkeypatch):

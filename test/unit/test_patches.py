@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from sglang_reshard.errors import TornWeights
-from sglang_reshard.patches import lora_names, repacking, torn_weights
+from sglang_reshard.patches import lora_names, repacking, request_gate, torn_weights
 from sglang_reshard.patches.embedded_engine_guard import EngineDied, EngineProcess, EngineProcesses, _WatchedLoop
-from sglang_reshard.patches.http_server import TornWeightsMiddleware
+from sglang_reshard.patches.http_server import RefusalMiddleware
 from sglang_reshard.protocol.messages import LoraAdapter
 from sglang_reshard.trace.repack import repacked_modules
 
@@ -112,7 +112,7 @@ def test_reordered_weights_are_reordered_again(attributes, says):
 
 
 def manager(reason=""):
-    it = SimpleNamespace(enable_metrics=False, is_pause=False)
+    it = SimpleNamespace(enable_metrics=False, is_pause=False, server_args=SimpleNamespace(load_format="auto"))
     if reason:
         torn_weights.mark(it, reason)
     return it
@@ -126,7 +126,7 @@ async def answered(app, of, path="/generate"):
         sent.append(message)
 
     try:
-        await TornWeightsMiddleware(app, of)({"type": "http", "path": path, "root_path": ""}, None, send)
+        await RefusalMiddleware(app, of)({"type": "http", "path": path, "root_path": ""}, None, send)
         error = None
     except Exception as raised:
         error = raised
@@ -170,7 +170,7 @@ def test_a_refusal_becomes_503_whatever_the_endpoint_makes_of_it():
     of = manager("half of update 7")
 
     async def raises(scope, receive, send):
-        torn_weights._refuse(of)
+        request_gate._refuse_on_arrival(of)
 
     async def in_a_stream(scope, receive, send):
         await send(start())
@@ -178,7 +178,7 @@ def test_a_refusal_becomes_503_whatever_the_endpoint_makes_of_it():
 
     async def says_500(scope, receive, send):
         with pytest.raises(TornWeights):
-            torn_weights._refuse(of)
+            request_gate._refuse_on_arrival(of)
         await send(start(500))
         await send(body(b"something"))
 
@@ -194,7 +194,7 @@ def test_a_stream_that_has_begun_is_broken_off():
         await send(start())
         await send(body(b"tokens", more=True))
         torn_weights.mark(of, "half of update 7")
-        torn_weights._refuse(of)
+        request_gate._refuse_on_arrival(of)
 
     statuses, data, error = asked(endpoint, of)
     assert (statuses, data) == ([200], b"tokens")

@@ -19,7 +19,10 @@ OK = "HTTP/1.1 200 OK\r\n"
 async def pulled(serve, timeout_s=10.0):
     """Returns what a pull raises from a server that calls `serve(writer)` for each request that has arrived."""
 
+    handlers = []
+
     async def handle(reader, writer):
+        handlers.append(asyncio.current_task())
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"POST /share_weights HTTP")
         try:
@@ -39,6 +42,8 @@ async def pulled(serve, timeout_s=10.0):
         request = PullWeightsReq(url=f"http://127.0.0.1:{port}", admin_api_key="k", timeout_s=timeout_s)
         with pytest.raises(Exception) as raised:  # noqa: PT011 it is the tests that say which
             await pull(request, update)
+        for handler in handlers:  # from Python 3.12 on the server's end waits for them
+            handler.cancel()
     return raised.value
 
 

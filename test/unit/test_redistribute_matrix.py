@@ -17,10 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
-from torch.distributed.tensor.placement_types import _MaskPartial
 
 from sglang_reshard import ReshardPlan, reshard
 from sglang_reshard.errors import ReshardError
+from support.dtensors import MaskPartial
 from support.sweep import sweep
 from support.world import run_world
 
@@ -179,7 +179,7 @@ def refused(trainer):
     mesh = DeviceMesh("cpu", list(range(trainer.size)))
     whole = values((8, 4))
     partials = [Partial("sum"), Partial("avg"), Partial("max"), Partial("min")]
-    partials.append(_MaskPartial(offset_shape=whole.shape, offset_dim=0))
+    partials.append(MaskPartial(offset_shape=whole.shape, offset_dim=0))
     sources = {repr(p): DTensor.from_local(whole.clone(), mesh, [p], run_check=False) for p in partials}
     for dtype in (torch.complex64, torch.complex128):
         sources[str(dtype)] = distribute_tensor(whole.to(dtype), mesh, [Shard(0)], src_data_rank=None)

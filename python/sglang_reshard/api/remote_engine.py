@@ -24,7 +24,7 @@ class RemoteEngine(ServerClient):
     """A client of one server: this package's endpoints, see `ServerClient`, and SGLang's own."""
 
     def generate(self, prompt: list[str] | str | None = None, **arguments: Any) -> Any:
-        """Calls SGLang's `Engine.generate`; tuples in its output become lists. Raises TornWeights.
+        """Calls SGLang's `Engine.generate`; tuples in its output become lists. Raises TornWeights and WeightsMissing.
 
         Raises Unsupported for images that cannot be sent over HTTP: pass URLs, paths on the server's host or base64.
         """

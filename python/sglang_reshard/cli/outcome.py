@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from sglang_reshard.errors import EngineRefused, ReshardError, TornWeights, Unauthorized
+from sglang_reshard.errors import EngineRefused, ReshardError, TornWeights, Unauthorized, WeightsMissing
 
 DONE, REFUSED, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 130
 EXIT_CODES = {
@@ -23,7 +23,7 @@ EXIT_CODES = {
 }
 
 _UsageError: type[Exception] = typer.BadParameter.mro()[1]  # typer has its own click since 0.26
-_REFUSALS = (EngineRefused, TornWeights, Unauthorized)
+_REFUSALS = (EngineRefused, TornWeights, Unauthorized, WeightsMissing)
 
 
 class Commands(TyperGroup):

@@ -152,8 +152,9 @@ class VerlEngine:
     ) -> Any:
         """Calls SGLang's `Engine.generate` on the first rank; tensors in its output become lists.
 
-        Raises TornWeights if the weights are torn, and Mismatch while paused. The other ranks wait for the output; the
-        group's own timeout bounds that.
+        Raises TornWeights if the weights are torn, WeightsMissing before the first update of an engine that started on
+        dummy weights, and Mismatch while paused. The other ranks wait for the output; the group's own timeout bounds
+        that.
         """
         if self._paused:
             raise Mismatch("generation is paused; call continue_generation first")

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from sglang_reshard.errors import EngineRefused, EngineUnreachable, Mismatch, TornWeights, Unauthorized, Unsupported
+from sglang_reshard.errors import (
+    EngineRefused,
+    EngineUnreachable,
+    Mismatch,
+    TornWeights,
+    Unauthorized,
+    Unsupported,
+    WeightsMissing,
+)
 from sglang_reshard.layout.decoders import from_json
 from sglang_reshard.nearest import check_names
 from sglang_reshard.observability.probe_report import ProbeSummary
@@ -32,6 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 T = TypeVar("T")
+_REFUSALS = {kind.__name__: kind for kind in (TornWeights, WeightsMissing)}  # by what the server calls them
 URL, API_KEY, ADMIN_API_KEY = "SGLANG_RESHARD_URL", "SGLANG_RESHARD_API_KEY", "SGLANG_RESHARD_ADMIN_API_KEY"
 
 _CONNECT_S = 10.0
@@ -182,8 +191,9 @@ class ServerClient:
             )
         if answer.is_success:
             return
-        if (error := error_of(answer.content)) is not None and error.type == TornWeights.__name__:
-            raise TornWeights(error.message)
+        error = error_of(answer.content)
+        if error is not None and (kind := _REFUSALS.get(error.type)) is not None:
+            raise kind(error.message)
         raise EngineRefused(f"{self.url}{path} answered {status}: {_error_text(answer)}")
 
 

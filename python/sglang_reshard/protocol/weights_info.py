@@ -29,7 +29,9 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     version          SGLang's weight_version
     package_version  of sglang-reshard on the server
     protocol         of the server; a trainer's must be the same. 0 of a release that tells none
-    torn             why no request is served; empty while the weights are sound
+    torn             why no request is served; empty unless a failed update has left weights of two versions
+    missing          why no request is served; empty unless the engine started on dummy weights, or released its
+                     weights, and nothing has brought any since
     under_way        True while an update is running
     digest           of all weights, see `digest.whole_model`: equal for equal weights, independent of the
                      parallelism of trainer and engine. Empty unless the update had verify="full"
@@ -49,6 +51,7 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     package_version: str
     protocol: int = 0
     torn: str = ""
+    missing: str = ""
     under_way: bool = False
     digest: str = ""
     verified: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from oracle.digests import LOADER, read_live_digests
 from sglang_reshard import VerlEngine
+from sglang_reshard.patches.stock_weights import SERVE_DUMMY
 from sglang_reshard.testing import cpu_host
 from support.tiny_qwen3_vl import PROMPT, greedy_answer
 
@@ -37,6 +39,8 @@ def two_updates(job: dict[str, Any]) -> dict[str, Any]:
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder / "1")
     for layer in (*model.model.language_model.layers, *model.model.visual.blocks, model):
         fully_shard(layer, mesh=mesh)
+
+    os.environ[SERVE_DUMMY] = "1"  # what it says first is compared, too
 
     def said() -> list[int]:
         options = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}

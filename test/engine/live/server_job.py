@@ -141,7 +141,13 @@ def update_a_server(job: dict[str, Any]) -> dict[str, Any]:
     trainer.save_checkpoint(folder / "checkpoint")
     dist.barrier()
     sender = WeightSender(job["url"], mesh.get_group(), admin_api_key=job["key"], timeout_s=180)
-    before = tokens()
+    health = httpx.get(f"{job['url']}/health", timeout=60)
+    before = {
+        "tokens": refusal_of(tokens),
+        "missing": server.weights_info().missing,
+        "health": [health.status_code, health.text],
+    }
+    dist.barrier()
     report = sender.update(trainer.model.named_parameters(), weight_version="from afar").as_dict()
     after = tokens()
     if rank == 0:

@@ -37,7 +37,11 @@ def server(model: Path) -> Iterator[str]:
 def test_a_trainer_updates_a_server_by_url(server: str, tmp_path: Path) -> None:
     ranks = run_trainers(2, "server_job:update_a_server", tmp_path, url=server, key=KEY, target_tp=TP)
     seen = ranks[0]
-    assert seen["before"] != seen["expected"]
+    before = seen["before"]
+    assert before["missing"].startswith("the engine started on dummy weights, and no update has brought others yet")
+    assert before["tokens"] == ["WeightsMissing", before["missing"]]
+    assert before["health"][0] == 503
+    assert before["missing"] in before["health"][1]
     assert seen["after"] == seen["expected"]
     assert ranks[1]["report"] == of_others(seen["report"])
     assert seen["paused"]["success"]

@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from demo import tiny_model
+from sglang_reshard.patches.stock_weights import SERVE_DUMMY
 from sglang_reshard.testing import cpu_host
 from support.servers import launch, serving
 from support.trainers import run_trainers
@@ -188,7 +189,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     Qwen3ForCausalLM(tiny_model.config(TP, TP)).save_pretrained(folder / "checkpoint")
     program = [str(Path(__file__).with_name("torn_server.py"))]
     command = launch(folder / "model", TP, "--chat-template", "chatml", "--enable-metrics", program=program)
-    with serving(command, cpu_host.environment(TP), folder / "log") as url:
+    with serving(command, {**cpu_host.environment(TP), SERVE_DUMMY: "1"}, folder / "log") as url:
         yield Server(url, folder / "checkpoint")
 
 

@@ -19,6 +19,7 @@ from sglang_reshard import DistributedUpdateWeightsReq, VerlEngine
 from sglang_reshard.control import Address
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.patches import torn_weights
+from sglang_reshard.patches.stock_weights import SERVE_DUMMY
 from sglang_reshard.testing import cpu_host
 from support.refusals import refusal_of
 
@@ -33,6 +34,7 @@ def start(folder: Path) -> VerlEngine:
     if not (folder / "model").exists():
         tiny_model.save(folder / "model", TP, TP)
     cpu_host.activate(TP)
+    os.environ[SERVE_DUMMY] = "1"  # no update comes before what this looks at
     return VerlEngine(
         device_mesh_cpu=init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)),
         tp_size=TP,

@@ -1,0 +1,128 @@
+"""An engine that started on dummy weights, or has released its own, answers no request until it gets others."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_reshard.errors import TornWeights, WeightsMissing
+from sglang_reshard.patches import request_gate, stock_weights, torn_weights, weights_info
+from test_patches import asked, body, start
+
+STARTING, UP = SimpleNamespace(name="Starting"), SimpleNamespace(name="Up")
+
+
+def manager(load_format="dummy", status=UP, **more):
+    server_args = SimpleNamespace(load_format=load_format, enable_memory_saver=True)
+    it = SimpleNamespace(enable_metrics=False, is_pause=False, server_args=server_args, server_status=status)
+    vars(it).update(more)
+    return it
+
+
+def release(it):
+    asyncio.run(weights_info._around_release(stock, it, SimpleNamespace(tags=["weights"])))
+
+
+async def stock(*_, **__):
+    return True, "", None
+
+
+async def fails(*_, **__):
+    return False, "no", None
+
+
+def kind(it):
+    return type(request_gate.refusal(it))
+
+
+def test_an_engine_on_dummy_weights_refuses_until_an_update_has_written():
+    it = manager()
+    with pytest.raises(WeightsMissing, match="started on dummy weights"):
+        request_gate._refuse_on_arrival(it)
+    stock_weights.written(it)
+    request_gate._refuse_on_arrival(it)
+
+
+def test_an_engine_with_a_checkpoint_refuses_once_it_has_released_its_weights():
+    it = manager("auto")
+    assert request_gate.refusal(it) is None
+    release(it)
+    with pytest.raises(WeightsMissing, match="has released its weights"):
+        request_gate._refuse_on_arrival(it)
+    stock_weights.written(it)
+    assert request_gate.refusal(it) is None
+    release(it)
+    assert kind(it) is WeightsMissing
+
+
+@pytest.mark.parametrize("load", [torn_weights._update_from_disk, weights_info._around_update])
+def test_updates_of_sglang_bring_weights_if_they_succeed(load):
+    it = manager()
+    asyncio.run(load(fails, it))
+    assert kind(it) is WeightsMissing
+    asyncio.run(load(stock, it))
+    assert request_gate.refusal(it) is None
+
+
+def test_a_session_of_sglang_that_only_begins_brings_none():
+    it = manager()
+    asyncio.run(weights_info._around_write(stock, it))
+    assert kind(it) is WeightsMissing
+
+
+def test_a_switch_serves_dummy_weights(monkeypatch):
+    monkeypatch.setenv(stock_weights.SERVE_DUMMY, "1")
+    assert request_gate.refusal(manager()) is None
+
+
+def test_torn_weights_come_before_missing_ones():
+    it = manager()
+    torn_weights.mark(it, "half of update 1")
+    assert kind(it) is TornWeights
+    torn_weights.heal(it)
+    assert kind(it) is WeightsMissing
+
+
+@pytest.mark.parametrize("waits", [{"is_pause": True}, {weights_info._RUNNING: "update 1"}])
+def test_requests_that_wait_for_an_update_are_refused_only_if_it_brings_nothing(waits):
+    it = manager(**waits, rid_to_state={"r": None})
+    request_gate._refuse_on_arrival(it)
+    with pytest.raises(WeightsMissing):
+        request_gate._refuse_registered(it, SimpleNamespace(rid="r"))
+    assert it.rid_to_state == {}
+
+
+def requesting(it):
+    async def endpoint(_scope, _receive, send):
+        request_gate._refuse_on_arrival(it)
+        for message in (start(), body(b"token")):
+            await send(message)
+
+    return endpoint
+
+
+@pytest.mark.parametrize("path", ["/generate", "/health", "/health_generate"])
+def test_a_server_answers_503_until_it_has_weights(path):
+    it = manager()
+    statuses, data, error = asked(requesting(it), it, path)
+    told = json.loads(data)["error"]
+    assert (statuses, told["type"], error) == ([503], "WeightsMissing", None)
+    assert stock_weights.SERVE_DUMMY in told["message"]
+    stock_weights.written(it)
+    assert asked(requesting(it), it, path) == ([200], b"token", None)
+
+
+def test_the_first_request_of_a_server_that_starts_passes():
+    it = manager(status=STARTING)
+    assert asked(requesting(it), it) == ([200], b"token", None)
+    with pytest.raises(WeightsMissing):  # not by HTTP: an embedded engine's status stays as it is
+        request_gate._refuse_on_arrival(it)
+
+
+def test_a_server_that_waits_for_weights_before_it_is_ready_is_told_of_them():
+    it = manager(status=STARTING, initial_weights_loaded=False)
+    assert asked(requesting(it), it)[0] == [503]
+    stock_weights.written(it)
+    assert it.initial_weights_loaded
+    assert asked(requesting(it), it) == ([200], b"token", None)
