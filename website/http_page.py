@@ -122,7 +122,7 @@ _STATUS = """\
 | 400 | `"success": false`, or an error | the request is malformed, was refused, or failed; `message` says why |
 | 401, 403 | SGLang's | the key is wrong or missing |
 | 404 | SGLang's | the plugin is not loaded there: see [troubleshooting](../troubleshooting.md) |
-| 503 | an error of type `TornWeights` or `WeightsMissing` | the answer would depend on weights that are torn or missing |
+| 503 | an error of type `TornWeights` or `WeightsMissing` | it would depend on weights that are torn or missing |
 
 503 is also the answer of SGLang's own endpoints while the weights are torn or there are none: those that
 generate, `/health` and `/health_generate`. The next successful update ends it.

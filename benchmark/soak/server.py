@@ -19,6 +19,7 @@ from benchmark.world import free_port
 from demo import children, tiny_model
 from oracle.digests import LOADER
 from sglang_reshard.errors import DeadlineExceeded, ReshardError
+from sglang_reshard.patches.stock_weights import SERVE_DUMMY
 from sglang_reshard.testing import cpu_host
 
 _START_S = 300.0
@@ -37,8 +38,9 @@ class Server:
         self._log = log
         self._stop = threading.Event()
         self._error: ReshardError | None = None
+        served = {**environment, SERVE_DUMMY: "1"}  # clients ask before the first update, too
         self._thread = threading.Thread(
-            target=self._serve, args=(_command(model, self._port), dict(environment), deadline), name="server"
+            target=self._serve, args=(_command(model, self._port), served, deadline), name="server"
         )
 
     def __enter__(self) -> Server:
@@ -70,8 +72,7 @@ class Server:
             while time.monotonic() < end:
                 self.check()
                 with contextlib.suppress(httpx.TransportError):
-                    # Its /health answers 503 until the first update has replaced the dummy weights.
-                    if client.get(f"{self.url}/model_info").status_code == httpx.codes.OK:
+                    if client.get(f"{self.url}/health").status_code == httpx.codes.OK:
                         return
                 time.sleep(_POLL_S)
         raise DeadlineExceeded(f"the server was not healthy after {_START_S:.0f} s.\n{children.tail(self._log)}")

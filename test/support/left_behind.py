@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -26,6 +27,12 @@ _SETTLE_S = 30.0  # for the kernel, and threads that end, on a busy host
 def torch_segments() -> set[str]:
     """Names of shared memory that torch has made, in any process of this host."""
     return {name for name in os.listdir(_SHM) if name.startswith("torch")}
+
+
+def connections(kind: str) -> list[Any]:
+    """Returns the sockets of this process. The method has its name from psutil 6 on."""
+    me = psutil.Process()
+    return list((getattr(me, "net_connections", None) or me.connections)(kind))
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class Belongings:
         return cls(
             frozenset(child.pid for child in me.children(recursive=True)),
             len(os.listdir("/proc/self/fd")),
-            frozenset(c.laddr.port for c in me.net_connections("inet") if c.status == psutil.CONN_LISTEN),
+            frozenset(c.laddr.port for c in connections("inet") if c.status == psutil.CONN_LISTEN),
         )
 
 

@@ -22,6 +22,7 @@ from sglang_reshard.observability.probe_report import ProbeSummary
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq
 from sglang_reshard.protocol.weights_info import LayoutInfo, WeightsInfo
 from sglang_reshard.version import PROTOCOL, __version__
+from support.left_behind import connections
 
 REQUEST = DistributedUpdateWeightsReq(
     address=Address("s", "127.0.0.1", 1, "ab"), update=1, layout="l", handles=("h",), trainer_hosts=("t",)
@@ -252,5 +253,5 @@ def test_many_calls_leave_no_connection_open(server):
         engine.flush_cache()
     assert len(server.asked) == 20
     port = server.server.server_port
-    ours = [c for c in psutil.Process().net_connections("tcp") if c.raddr and c.raddr.port == port]
+    ours = [c for c in connections("tcp") if c.raddr and c.raddr.port == port]
     assert [c for c in ours if c.status == psutil.CONN_ESTABLISHED] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,6 +15,7 @@ from models_job import sharded
 from oracle.digests import LOADER, read_live_digests
 from sglang_reshard import VerlEngine
 from sglang_reshard.errors import ReshardError
+from sglang_reshard.patches.stock_weights import SERVE_DUMMY
 from sglang_reshard.testing import cpu_host
 from support.tiny_qwen3_vl import PROMPT
 
@@ -30,6 +32,7 @@ def updates(job: dict[str, Any]) -> list[dict[str, Any]]:
     folder, image = Path(job["folder"]), job["image"]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     cpu_host.activate(1)
+    os.environ[SERVE_DUMMY] = "1"  # what it says before the first update is compared, too
     engine = VerlEngine(device_mesh_cpu=mesh, timeout_s=180, **arguments(folder / "1", image, load_format="dummy"))
 
     def digests(number: int) -> list[dict[str, str]]:

@@ -6,6 +6,7 @@ the checkpoint has.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from demo.reference import greedy_tokens
 from oracle.digests import LOADER, read_live_digests
 from sglang_reshard import VerlEngine
+from sglang_reshard.patches.stock_weights import SERVE_DUMMY
 from sglang_reshard.testing import cpu_host
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
@@ -46,6 +48,7 @@ class Job:
         sizes = job["engine"]
         replicas = 1 if "enable_dp_attention" in sizes else sizes.get("dp_size", 1)
         cpu_host.activate(sizes["tp_size"], replicas * sizes.get("pp_size", 1))
+        os.environ[SERVE_DUMMY] = "1"  # what it says before the first update is compared, too
         self.engine = VerlEngine(
             device_mesh_cpu=self.mesh,
             bucket_bytes=1 << 20,
