@@ -14,6 +14,7 @@ A request of an update passes:
     stock_weights.py            notes when SGLang itself loads or releases them all, and when there are none yet
     weights_sharing.py          POST /pull_weights and /share_weights: from one server to another, without a trainer
     scheduler.py                checks the scheduler's state; flushes the cache; catches all exceptions
+    cache_versions.py           or keeps what the cache has of each version apart
     pipeline.py                 lets all stages of a pipelined engine handle it together
     tp_worker.py                forwards to the model runner
     model_runner.py             the live parameters: `sglang_reshard.engine.receiver.WeightReceiver`
@@ -45,6 +46,7 @@ def install() -> None:
     """Entry point. Idempotent. SGLang logs what it raises, and `Engine` then lacks the methods of this package."""
     from sglang_reshard.observability.logs import configure
     from sglang_reshard.patches import (
+        cache_versions,
         engine,
         engine_start,
         http_server,
@@ -72,6 +74,7 @@ def install() -> None:
         memory_saver,
         tp_worker,
         scheduler,
+        cache_versions,
         tokenizer_manager,
         torn_weights,
         request_gate,

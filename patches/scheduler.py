@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sglang_reshard.observability.logs import get_logger
-from sglang_reshard.patches import draft_models, hook_check, metrics, sglang_versions
+from sglang_reshard.patches import cache_versions, draft_models, hook_check, metrics, sglang_versions
 from sglang_reshard.patches.engine_rank import engine_rank
 from sglang_reshard.patches.io_struct import UpdateWeightsDistributedReqInput, UpdateWeightsDistributedReqOutput
 from sglang_reshard.patches.pipeline import PipelineStage
 from sglang_reshard.protocol.messages import (
+    BY_VERSION,
     DistributedUpdateWeightsOutput,
     DistributedUpdateWeightsReq,
     ShareWeightsReq,
@@ -51,7 +52,10 @@ def _report_version(output: Any, *_: Any, **__: Any) -> None:
 def update_weights_distributed(
     self: Scheduler, envelope: UpdateWeightsDistributedReqInput
 ) -> UpdateWeightsDistributedReqOutput:
-    """Updates, then flushes the cache; or shares. Raises nothing: an exception here would end the server."""
+    """Updates, then flushes the cache or begins a version of it; or shares.
+
+    Raises nothing: an exception here would end the server.
+    """
     try:
         if envelope.step == "share":
             return UpdateWeightsDistributedReqOutput.of(_share(self, envelope.open_share()))
@@ -62,7 +66,9 @@ def update_weights_distributed(
         output = self.tp_worker.update_weights_distributed(request, envelope.step, refusal, drafts)
         if writes and output.success:
             sglang_versions.record_weight_version(self, request.weight_version)
-            if request.flush_cache:
+            if request.flush_cache == BY_VERSION:
+                cache_versions.begin(self)
+            elif request.flush_cache:
                 _flush_cache(self)
     except Exception as error:
         logger.exception("update_weights_distributed failed")
@@ -85,14 +91,16 @@ def _refusal(scheduler: Scheduler, request: DistributedUpdateWeightsReq, writes:
         return refusal
     if request.draft and (refusal := draft_models.unknown_reason(scheduler)):
         return refusal
+    if writes and request.flush_cache == BY_VERSION:
+        return cache_versions.refusal(scheduler)
     _drop_finished_requests(scheduler)
     with _without_waiting_requests(scheduler):
         idle = scheduler.is_fully_idle()
     if writes and request.flush_cache and not idle:
         return (
             f"the cache cannot be flushed: {_running_requests(scheduler)} requests are running. Pause with "
-            "mode='abort' or mode='retract', pass abort_all_requests=True, or pass flush_cache=False to keep the "
-            "cache of the old weights"
+            "mode='abort' or mode='retract', pass abort_all_requests=True, or pass flush_cache='by_version', with "
+            "which running requests alone keep the cache of the old weights"
         )
     return ""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 import torch
 
-from sglang_reshard.protocol.messages import LoraAdapter, Verify
+from sglang_reshard.protocol.messages import FlushCache, LoraAdapter, Verify
 from sglang_reshard.sources.names import Rename
 from sglang_reshard.trainer.options import Delta
 
@@ -32,7 +32,7 @@ class SenderGiven(TypedDict, total=False):
 class UnversionedGiven(TypedDict, total=False):
     """The fields of `UpdateOptions` but `weight_version`."""
 
-    flush_cache: bool
+    flush_cache: FlushCache
     abort_all_requests: bool
     ignore: Sequence[str]
     verify: Verify

@@ -19,6 +19,8 @@ DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 300.0
 WAITS = 8  # an update waits at most this many times, each time for up to `timeout_s`
 Verify = Literal["off", "sample", "full"]
+BY_VERSION: Literal["by_version"] = "by_version"
+FlushCache = bool | Literal["by_version"]
 PauseMode = Literal["abort", "retract", "in_place"]  # of SGLang's pause_generation
 # What an engine rank executes: a whole update, a part of one, or the other side of another engine's.
 Step = Literal["update", "stage", "staged", "commit", "share"]
@@ -53,7 +55,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     transport        how the weights reach the engine ranks, see `routes`
     bucket_bytes     size of a bucket; a rank holds at most two
     timeout_s        seconds that any one wait of this update may last
-    flush_cache      flush the cache of the old weights
+    flush_cache      flush the cache of the old weights; "by_version": only requests that hold some of it keep it
     abort_all_requests   end running requests instead of waiting for them
     ignore           fnmatch patterns of names that no engine rank needs to read
     apart            name -> why it is not its embedding bit for bit, of tensors that no engine rank may read
@@ -85,7 +87,7 @@ class DistributedUpdateWeightsReq(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = "auto"
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     timeout_s: float = DEFAULT_TIMEOUT_S
-    flush_cache: bool = True
+    flush_cache: FlushCache = True
     abort_all_requests: bool = False
     ignore: tuple[str, ...] = ()
     apart: dict[str, str] = {}

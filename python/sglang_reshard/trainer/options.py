@@ -18,7 +18,14 @@ import torch
 
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.nearest import check_names, check_one_of
-from sglang_reshard.protocol.messages import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT_S, LoraAdapter, Verify
+from sglang_reshard.protocol.messages import (
+    BY_VERSION,
+    DEFAULT_BUCKET_BYTES,
+    DEFAULT_TIMEOUT_S,
+    FlushCache,
+    LoraAdapter,
+    Verify,
+)
 from sglang_reshard.protocol.validation.requests import check_transport
 from sglang_reshard.sources.names import Rename, Renaming, patterns
 
@@ -89,7 +96,8 @@ class UpdateOptions:
     """Options of one update. Where patterns are taken, a string is one pattern.
 
     weight_version      the engine's weight_version from now on; None leaves it unchanged
-    flush_cache         flush the cache of the old weights
+    flush_cache         flush the prefix cache of the old weights. "by_version" keeps it for requests that hold some of
+                        it, as a pause in place leaves them: no other request reads it. False serves it to all
     abort_all_requests  end running requests instead of waiting for them
     ignore              fnmatch patterns ("model.layers.61.*") of names that the engine need not read. Any other name
                         that it does not read is refused, unless it is tied to a tensor that is sent
@@ -110,11 +118,11 @@ class UpdateOptions:
                         nothing that is sent reaches them. Those that do are the report's `kept`
     only                fnmatch patterns of the engine's parameters that must be written; others are treated as `frozen`
 
-    Raises Mismatch for an invalid `rename`, and Unsupported for an unknown `verify`.
+    Raises Mismatch for an invalid `rename`, and Unsupported for an unknown `verify` or `flush_cache`.
     """
 
     weight_version: str | None = None
-    flush_cache: bool = True
+    flush_cache: FlushCache = True
     abort_all_requests: bool = False
     ignore: Sequence[str] = ()
     verify: Verify = "off"
@@ -129,6 +137,8 @@ class UpdateOptions:
     def __post_init__(self) -> None:
         if self.verify not in _VERIFY:  # a call for each update, and to another file, is saved
             check_one_of("verify", self.verify, _VERIFY)
+        if self.flush_cache not in (True, False, BY_VERSION):
+            raise Unsupported(f"flush_cache={self.flush_cache!r} is not supported; use True, False or {BY_VERSION!r}")
         for name in ("ignore", "frozen", "only"):
             given = getattr(self, name)
             object.__setattr__(self, name, patterns(given) if given else ())

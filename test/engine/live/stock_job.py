@@ -112,7 +112,10 @@ def pauses(run: Job, first: Any) -> dict[str, Any]:
 
 
 def cache(run: Job, first: Any) -> dict[str, Any]:
-    """A long prompt before and after an update that flushes, and after one that does not."""
+    """A long prompt before and after an update that flushes, one that does not, and two that keep versions apart.
+
+    The second of these finds a request that is paused in place.
+    """
 
     def ask() -> list[Any]:
         if first is None:
@@ -126,6 +129,13 @@ def cache(run: Job, first: Any) -> dict[str, Any]:
     seen["after"] = ask()
     to_weights(run, "1", flush_cache=False)
     seen["without a flush"] = ask()
+    to_weights(run, "2", flush_cache="by_version")
+    seen["by version"] = [ask(), ask()]
+    flight = Flight(first, LONG[0], IN_FLIGHT) if first else None
+    had = flight.pause("in_place") if flight else 0
+    to_weights(run, "1", flush_cache="by_version")
+    flown = flight.go_on() if flight else {}
+    seen["beside one in place"] = [had, flown, ask(), ask()]
     return seen
 
 

@@ -131,7 +131,7 @@ def test_a_request_paused_in_place_keeps_its_cache_if_the_trainer_says_so(seen: 
     kind, message = in_place["refusal"]
     assert kind == "EngineRefused"
     assert "1 requests are running" in message
-    assert "flush_cache=False" in message
+    assert "flush_cache='by_version'" in message
     assert len(in_place["tokens"]) == IN_FLIGHT
 
 
@@ -145,3 +145,17 @@ def test_no_token_of_the_old_weights_is_served_from_the_cache(seen: dict[str, An
     # What the line above would have caught.
     assert cache["without a flush"][0] > 0
     assert cache["without a flush"][1] != long["1"]
+
+
+def test_versions_of_the_cache_are_kept_apart(seen: dict[str, Any]) -> None:
+    cache, long = seen["cache"], seen["long"]
+    cold, warm = cache["by version"]
+    assert cold == [0, long["2"]], "it starts with what an update without a flush left"
+    assert warm[0] > 0
+    assert warm[1] == long["2"]
+    had, flown, cold, warm = cache["beside one in place"]
+    assert 0 < had < IN_FLIGHT
+    assert len(flown["tokens"]) == IN_FLIGHT, "it goes on with the cache that it holds"
+    assert cold == [0, long["1"]]
+    assert warm[0] > 0
+    assert warm[1] == long["1"]

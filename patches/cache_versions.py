@@ -1,0 +1,63 @@
+"""sglang.srt.managers.schedule_batch: keeps what the prefix cache holds of each weight version apart.
+
+    cache_versions.begin(scheduler)    # new weights are live
+
+After an update with flush_cache="by_version" a request that holds no KV cache yet gets a mark in SGLang's `extra_key`,
+by which the radix cache keeps namespaces apart. It reads and extends only what new weights have computed. Requests that
+hold cache, which a pause in place leaves, go on with it, and leave it under the mark that they began with. Nobody reads
+that again, so SGLang's least recently used policy evicts it first.
+
+Every engine rank marks alike: an update reaches all schedulers of an engine between the same two requests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang_reshard.patches import sglang_versions
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+
+_MARK = "_reshard_cache_version"  # on a request: what its `extra_key` ends with, or has before what SGLang adds
+_version = 0  # of this scheduler's process
+
+
+def apply() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.managers.schedule_batch.Req.init_next_round_input", _mark, HookType.BEFORE)
+
+
+def refusal(scheduler: Scheduler) -> str:
+    """Returns why this scheduler's cache cannot be kept apart by version; empty if it can."""
+    args = scheduler.server_args
+    if args.pp_size > 1:
+        why = f"pp_size={args.pp_size}: pipeline stages admit a request at different times"
+    elif args.disaggregation_mode != "null":
+        why = f"disaggregation_mode={args.disaggregation_mode}: the cache of a request comes from another server"
+    elif getattr(args, "enable_streaming_session", False):
+        why = "enable_streaming_session: a session keeps its cache outside of the radix cache"
+    elif type(scheduler.tree_cache).__name__ == "RadixCacheCpp":
+        why = "SGLang's radix cache in C++ does not keep requests with different keys apart"
+    else:
+        return ""
+    return f"flush_cache='by_version' is not supported with {why}; flush the cache"
+
+
+def begin(scheduler: Scheduler) -> None:
+    """Requests that hold no cache now, and all later ones, are of a new version."""
+    global _version
+    _version += 1
+    sglang_versions.clear_embedding_cache()
+
+
+def _mark(request: Req, *_: Any, **__: Any) -> None:
+    if not _version or sglang_versions.holds_kv_cache(request):
+        return
+    before, now = vars(request).get(_MARK, ""), f"|weights {_version}"
+    if before != now:
+        key = request.extra_key or ""
+        request.extra_key = key.replace(before, now) if before else key + now
+        setattr(request, _MARK, now)

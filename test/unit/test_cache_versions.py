@@ -1,0 +1,82 @@
+"""Requests that hold no cache get the mark of the live weights; those that hold some keep their own."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.patches import cache_versions, scheduler
+from sglang_reshard.protocol.messages import BY_VERSION
+from sglang_reshard.trainer.options import UpdateOptions
+
+
+@pytest.fixture(autouse=True)
+def _first(monkeypatch):
+    monkeypatch.setattr(cache_versions, "_version", 0)
+
+
+def request(key=None, pool=None):
+    return SimpleNamespace(extra_key=key, req_pool_idx=pool)
+
+
+def marked(it):
+    cache_versions._mark(it)
+    return it.extra_key
+
+
+def test_nothing_is_marked_before_an_update_asks_for_it():
+    assert marked(request()) is None
+    assert marked(request("salt")) == "salt"
+
+
+def test_requests_without_cache_are_of_the_live_weights():
+    waiting, salted = request(), request("salt")
+    cache_versions.begin(None)
+    assert (marked(waiting), marked(salted)) == ("|weights 1", "salt|weights 1")
+    assert marked(waiting) == "|weights 1"
+    salted.extra_key += "|elastic"  # added by SGLang
+    cache_versions.begin(None)
+    assert (marked(waiting), marked(salted)) == ("|weights 2", "salt|weights 2|elastic")
+
+
+def test_a_request_that_holds_cache_keeps_its_version_until_it_is_retracted():
+    it = request()
+    cache_versions.begin(None)
+    marked(it)
+    it.req_pool_idx = 7
+    cache_versions.begin(None)
+    assert marked(it) == "|weights 1"
+    it.req_pool_idx = None
+    assert marked(it) == "|weights 2"
+
+
+class RadixCacheCpp:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("options", "cache", "says"),
+    [
+        ({"pp_size": 2}, None, "pp_size=2"),
+        ({"disaggregation_mode": "decode"}, None, "disaggregation_mode=decode"),
+        ({"enable_streaming_session": True}, None, "enable_streaming_session"),
+        ({}, RadixCacheCpp(), "in C++"),
+        ({}, None, ""),
+    ],
+)
+def test_engines_whose_cache_cannot_be_kept_apart_refuse(monkeypatch, options, cache, says):
+    for name in ("_offloaded", "_session_open"):
+        monkeypatch.setattr(scheduler, name, lambda _: "")
+    server_args = SimpleNamespace(**{"pp_size": 1, "disaggregation_mode": "null", **options})
+    it = SimpleNamespace(server_args=server_args, tree_cache=cache)
+    asked = SimpleNamespace(draft=False, flush_cache=BY_VERSION)
+    refusal = scheduler._refusal(it, asked, True)
+    assert says in refusal
+    assert bool(refusal) == bool(says)
+
+
+def test_a_misspelt_value_is_refused_with_all_of_them():
+    for value in (True, False, BY_VERSION):
+        assert UpdateOptions(flush_cache=value).flush_cache == value
+    with pytest.raises(Unsupported, match=r"'by version' is not supported; use True, False or 'by_version'"):
+        UpdateOptions(flush_cache="by version")
