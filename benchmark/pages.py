@@ -111,6 +111,22 @@ def async_updates(path: Path) -> str:
     return "\n".join(lines)
 
 
+def cache_versions(path: Path) -> str:
+    head, rows = results.load(path)
+    lines = [
+        f"{_measured_by(head, path)}; one engine rank, conversations of several turns, an update every few seconds.",
+        "",
+        "| way | updates | turns per minute | tokens read from the cache when a turn begins "
+        "| tokens computed in prefills, per turn | paused for an update, ms | says what a cold engine says |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for r in rows:
+        cells = [r["way"], str(r["updates"]), f"{r['turns'] / r['seconds'] * 60:.0f}"]
+        cells += [f"{r['cached_tokens'] / r['prompt_tokens']:.0%}", f"{r['computed_tokens'] / r['turns']:.0f}"]
+        lines.append("| " + " | ".join([*cells, f"{r['pause_seconds'] * 1e3:.0f}", _yes(r["cold"])]) + " |")
+    return "\n".join(lines)
+
+
 def profile(path: Path) -> str:
     head, rows = results.load(path)
     return f"{_measured_by(head, path)}.\n\n{profile_lines(rows)}"
@@ -614,6 +630,7 @@ TABLES: dict[str, Table] = {
     "digest": Table("docs/results/digest.md", results.FOLDER / "digest.json", digest),
     "mesh-to-mesh": Table("docs/results/mesh-to-mesh.md", results.FOLDER / "mesh_to_mesh.json", mesh_to_mesh),
     "async-updates": Table("docs/results/async-updates.md", results.FOLDER / "async-updates.json", async_updates),
+    "cache-versions": Table("docs/results/cache-versions.md", results.FOLDER / "cache-versions.json", cache_versions),
     "deltas": Table("docs/results/deltas.md", results.FOLDER / "deltas.json", deltas),
     "parameter-stream": Table(
         "docs/results/parameter-stream.md", results.FOLDER / "parameter-stream.json", parameter_stream

@@ -14,7 +14,7 @@ A request of an update passes:
     stock_weights.py            notes when SGLang itself loads or releases them all, and when there are none yet
     weights_sharing.py          POST /pull_weights and /share_weights: from one server to another, without a trainer
     scheduler.py                checks the scheduler's state; flushes the cache; catches all exceptions
-    cache_versions.py           or keeps what the cache has of each version apart
+    cache_versions.py           or keeps the cache of each weight version apart
     pipeline.py                 lets all stages of a pipelined engine handle it together
     tp_worker.py                forwards to the model runner
     model_runner.py             the live parameters: `sglang_reshard.engine.receiver.WeightReceiver`

@@ -1,9 +1,9 @@
-"""sglang.srt.managers.schedule_batch: keeps what the prefix cache holds of each weight version apart.
+"""sglang.srt.managers.schedule_batch: keeps the prefix caches of weight versions apart.
 
     cache_versions.begin(scheduler)    # new weights are live
 
 After an update with flush_cache="by_version" a request that holds no KV cache yet gets a mark in SGLang's `extra_key`,
-by which the radix cache keeps namespaces apart. It reads and extends only what new weights have computed. Requests that
+the namespace of a request in the radix cache. It reads and extends only what new weights have computed. Requests that
 hold cache, which a pause in place leaves, go on with it, and leave it under the mark that they began with. Nobody reads
 that again, so SGLang's least recently used policy evicts it first.
 

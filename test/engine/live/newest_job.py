@@ -27,6 +27,10 @@ def updates_and_mistakes(job: dict[str, Any]) -> dict[str, Any]:
         seen["ours"][version] = run.live_digests(version)
         seen["expected"][version] = run.expected_tokens(version)
     seen["said"] = said_version(run)
+    seen["cached"] = [cached_tokens(run), cached_tokens(run)]
+    run.update("the same", flush_cache="by_version")
+    seen["cached"] += [cached_tokens(run), cached_tokens(run)]
+    run.update("2")
     seen["same version"] = run.refusal("2")
     if first is not None:
         assert first.begin_weight_update()[0]
@@ -51,6 +55,12 @@ def said_version(run: Job) -> str:
     """The version of the weights that an answer says it comes from."""
     (output,) = run.engine.generate(input_ids=PROMPTS[:1], sampling_params={"temperature": 0, "max_new_tokens": 2})
     return output["meta_info"]["weight_version"]
+
+
+def cached_tokens(run: Job) -> int:
+    """Of a long prompt."""
+    (output,) = run.engine.generate(input_ids=[list(range(1000, 1064))], sampling_params={"max_new_tokens": 2})
+    return output["meta_info"]["cached_tokens"]
 
 
 def tear(engine: Any) -> None:

@@ -69,6 +69,13 @@ def test_a_mistake_is_refused_by_name(ranks: list[dict[str, Any]], mistake: str,
         assert says in message
 
 
+def test_versions_of_the_cache_are_kept_apart(seen: dict[str, Any]) -> None:
+    first, second, of_new_weights, again = seen["cached"]
+    assert (first, of_new_weights) == (0, 0)
+    assert second > 0
+    assert again > 0
+
+
 def test_torn_weights_serve_nobody_until_an_update_succeeds(seen: dict[str, Any]) -> None:
     assert seen["while torn"] == ["TornWeights", REASON]
     assert seen["tokens"]["healed"] == seen["tokens"]["2"]
