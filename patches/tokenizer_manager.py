@@ -189,7 +189,7 @@ async def _write(
             if request.lora is None:
                 torn_weights.heal(self)
                 stock_weights.written(self)
-                weights_info.record(self, request, output)
+                output = weights_info.record(self, request, output)
             else:
                 await lora_names.updated(self, request.lora)
             self._update_weight_version_if_provided(request.weight_version)

@@ -1,6 +1,6 @@
 """Records which weights are live in the tokenizer manager, for `GET /weights_info`.
 
-    weights_info.record(manager, request, output)    # after a successful update, inside its lock
+    output = weights_info.record(manager, request, output)    # after a successful update, inside its lock
     weights_info.current(manager)
     weights_info.under_way(manager)                  # what an update in progress says to another one
 
@@ -38,6 +38,8 @@ _READ_S = 30.0  # until all of them have the weights
 _END_S = 5.0  # until one that was ended has ended
 _PUBLICATION = "_reshard_publication"  # on the manager: the latest that it holds or has held
 _LIVE = "_reshard_live"  # on the manager: request and output of the update that wrote the live weights
+_VERSIONS = "_reshard_versions"  # on the manager: parameter -> weight_version, where it is not the live one
+_DRAFTS = "draft.*"
 _MANAGER = "sglang.srt.managers.tokenizer_manager"
 _BEGIN = "begin_weight_update"  # writes nothing itself
 # The methods by which SGLang itself changes weights. Not all of its versions have all of them.
@@ -63,10 +65,24 @@ def apply() -> None:
 
 def record(
     manager: TokenizerManager, request: DistributedUpdateWeightsReq, output: DistributedUpdateWeightsOutput
-) -> None:
-    """Records a successful update as the origin of the live weights."""
+) -> DistributedUpdateWeightsOutput:
+    """Records a successful update as the origin of the live weights, before SGLang's weight_version changes.
+
+    Returns the output with the versions of the parameters that the update has left.
+    """
+    before: dict[str, str] = getattr(manager, _VERSIONS, {})
+    left = [*output.kept, *([] if request.draft or not _has_drafts(manager) else [_DRAFTS])]
+    versions = {name: before.get(name, str(sglang_versions.weight_version(manager) or "")) for name in left}
+    by_version = {v: tuple(n for n in versions if versions[n] == v) for v in dict.fromkeys(versions.values())}
+    output = msgspec.structs.replace(output, kept_versions=by_version)
+    setattr(manager, _VERSIONS, versions)
     setattr(manager, _LIVE, (request, output))
     set_publication(manager, max(request.publication, publication(manager)))
+    return output
+
+
+def _has_drafts(manager: TokenizerManager) -> bool:
+    return bool(getattr(manager.server_args, "speculative_algorithm", None))
 
 
 def publication(manager: TokenizerManager) -> int:
@@ -151,6 +167,7 @@ def _shares(manager: TokenizerManager) -> dict[asyncio.Task[None], Share]:
 
 def clear(manager: TokenizerManager) -> None:
     setattr(manager, _LIVE, None)
+    setattr(manager, _VERSIONS, {})  # all that SGLang brings is of its weight_version
 
 
 def current(manager: TokenizerManager) -> WeightsInfo:
@@ -183,6 +200,7 @@ def _with(
         engine_ranks=len(output.ranks),
         layout=LayoutInfo(request.layout, len(request.trainer_hosts), output.tensors, output.source_bytes),
         kept=output.kept,
+        kept_versions=output.kept_versions,
     )
 
 

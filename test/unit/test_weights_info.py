@@ -217,3 +217,36 @@ def test_more_engines_than_there_is_room_for_are_refused(manager):
         await last.task
 
     asyncio.run(many())
+
+
+def left(manager, version, kept=(), draft=True):
+    """What an update to this version says of the parameters that it left."""
+    request = msgspec.structs.replace(REQUEST, weight_version=version, draft=draft)
+    output = weights_info.record(manager, request, msgspec.structs.replace(OUTPUT, kept=tuple(kept)))
+    manager.server_args.weight_version = version  # as SGLang does afterwards
+    assert weights_info.current(manager).kept_versions == output.kept_versions
+    return output.kept_versions
+
+
+def test_parameters_that_updates_leave_keep_their_version(manager):
+    assert left(manager, "43", ["a", "b"]) == {"42": ("a", "b")}
+    assert left(manager, "44", ["b", "c"]) == {"42": ("b",), "43": ("c",)}
+    assert left(manager, "45", ["a", "b", "c"]) == {"44": ("a",), "42": ("b",), "43": ("c",)}
+    assert left(manager, "46") == {}
+    assert left(manager, "47", ["b"]) == {"46": ("b",)}
+
+
+def test_what_sglang_brings_is_of_its_version(manager):
+    left(manager, "43", ["a"])
+    asyncio.run(weights_info._around_write(succeeds, manager))
+    manager.server_args.weight_version = "from disk"
+    assert weights_info.current(manager).kept_versions == {}
+    assert left(manager, "44", ["a"]) == {"from disk": ("a",)}
+
+
+def test_draft_models_and_their_target_have_versions_of_their_own(manager):
+    assert left(manager, "43", draft=False) == {}, "it has none"
+    manager.server_args.speculative_algorithm = "EAGLE"
+    assert left(manager, "44", draft=False) == {"43": ("draft.*",)}
+    assert left(manager, "45", ["a"], draft=False) == {"44": ("a",), "43": ("draft.*",)}
+    assert left(manager, "46", ["a"]) == {"44": ("a",)}

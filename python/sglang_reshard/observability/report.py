@@ -142,6 +142,8 @@ class UpdateReport(msgspec.Struct, frozen=True):
               unless verified == "full"
     message   a note to the trainer, such as names that the engine does not use
     kept      names of the engine's parameters that were not sent and keep their values: `frozen`
+    kept_versions  weight_version -> names of the kept parameters that have it, and "draft.*" of draft models that were
+              left; empty if an engine does not number its weights
     seconds   phase -> seconds: `publish`, `total` and `probe` (not part of `total`) on trainer rank 0, the
               others on the slowest engine rank
     probe     what a probe found, see `probe.Probe`; None without one
@@ -160,6 +162,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     digest: str = ""
     delta: bool = False
     kept: tuple[str, ...] = ()
+    kept_versions: dict[str, tuple[str, ...]] = {}
     probe: ProbeReport | None = None
 
     @classmethod

@@ -222,6 +222,8 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     taken         engine ranks took the trainer ranks' offers instead of all weights
     detour        see `Traffic`
     kept          names of the engine's parameters that were left as they are
+    kept_versions  weight_version -> names of the kept parameters that have it, and "draft.*" of draft models that were
+                  left; added by the engine's tokenizer manager
     phase         of the failed update, see `engine.context.Phase`; empty if it succeeded, or failed before
     """
 
@@ -238,6 +240,7 @@ class DistributedUpdateWeightsOutput(msgspec.Struct, frozen=True, kw_only=True):
     taken: bool = False
     detour: str = ""
     kept: tuple[str, ...] = ()
+    kept_versions: dict[str, tuple[str, ...]] = {}
     phase: str = ""
 
 

@@ -41,6 +41,8 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     engine_ranks     number of engine ranks that hold them
     layout           the trainer's layout of these weights; None without an update
     kept             names of parameters that the update left as they were; the digest has their names, not their values
+    kept_versions    weight_version -> names of the kept parameters that have it, and "draft.*" of draft models that the
+                     update left. All others have `version`
     paused           True while generation is paused: requests wait
     data_parallel_ranks  number of ranks among which requests are distributed
     publication  the latest that the server holds or has held, see `protocol.publication`; 0 if none. Weights that
@@ -61,6 +63,7 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     engine_ranks: int = 0
     layout: LayoutInfo | None = None
     kept: tuple[str, ...] = ()
+    kept_versions: dict[str, tuple[str, ...]] = {}
     paused: bool = False
     data_parallel_ranks: int = 1
     publication: int = 0

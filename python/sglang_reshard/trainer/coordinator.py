@@ -262,6 +262,7 @@ def _report(
         digest=output.digest,
         delta=output.taken,
         kept=output.kept,
+        kept_versions=output.kept_versions,
         bucket_bytes=config.bucket_bytes,
         seconds=seconds | slowest_seconds(output.ranks),
         engine_ranks=output.ranks,

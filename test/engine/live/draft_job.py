@@ -72,14 +72,20 @@ def updates(job: dict[str, Any]) -> dict[str, Any]:
     first, second = (list(trainer.model.named_parameters()) for trainer in trainers)
     only_the_draft = [(f"draft.{name}", tensor) for name, tensor in second]
     seen: dict[str, Any] = {"before": live("before")}
-    sender.update(first, draft=False)
+    left = [sender.update(first, draft=False, weight_version=version).kept_versions for version in ("1", "2")]
     seen["target alone"] = live("target alone")
-    sender.update([*first, *only_the_draft])
+    left.append(sender.update([*first, *only_the_draft], weight_version="3").kept_versions)
     seen["each its own"] = live("each its own")
     seen["same"] = refusal_of(lambda: sender.update([*first, *only_the_draft[:-1]]))
     seen["refused"] = live("refused")
     sender.update(second, verify="full", staged=True)
     seen["both"] = live("both")
+    own = [(f"draft.{name}", tensor) for name, tensor in first]
+    report = sender.update(own, frozen=["*"], weight_version="4")
+    seen["live"] = engine.weights_info().kept_versions  # the next line changes weights by SGLang's own method
+    seen["draft alone"] = live("draft alone")
+    seen["left"] = [*left, report.kept_versions]
+    seen["kept"] = report.kept
     sender.close()
     end(engine)
     return seen

@@ -29,3 +29,7 @@ def test_drafts_follow_in_the_same_update_or_stay(tmp_path: Path) -> None:
     assert "draft_models.0." in seen["same"][1]
     assert seen["refused"] == seen["each its own"]
     assert weights("both") == [second, second]
+    assert weights("draft alone") == [first, second]
+    assert seen["left"] == [{"default": ["draft.*"]}, {"default": ["draft.*"]}, {}, {"3": seen["kept"]}]
+    assert seen["live"] == seen["left"][-1]
+    assert not any(name.startswith("draft") for name in seen["kept"])
