@@ -26,7 +26,7 @@ from support.left_behind import Belongings, Watch
 from support.orchestra import Orchestra
 from support.player import Hang
 from support.scenes import DETECT_S, message_names, wait_until
-from support.servers import free_port, launch
+from support.servers import free_port, is_up, launch
 
 pytestmark = [pytest.mark.engine]
 TP, DEADLINE_S = 2, 8.0
@@ -117,7 +117,7 @@ class Serving:
         if self.ended():
             pytest.fail(f"the server ended:\n{(self.folder / 'log').read_text()[-6000:]}")
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+            return is_up(httpx.get(f"{self.url}/health", timeout=5))
         return False
 
 

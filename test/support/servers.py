@@ -63,12 +63,16 @@ def serving(command: Sequence[str], environment: Mapping[str, str], log: Path) -
             _end(process)
 
 
+def is_up(health: httpx.Response) -> bool:
+    """Returns whether a server that answers so has started. One that started on dummy weights waits for others."""
+    return health.status_code == 200 or "WeightsMissing" in health.text
+
+
 def _await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     end = time.monotonic() + _START_S
     while time.monotonic() < end and process.poll() is None:
         with contextlib.suppress(httpx.TransportError):
-            health = httpx.get(f"{url}/health", timeout=5)
-            if health.status_code == 200 or "WeightsMissing" in health.text:  # of one that started on dummy weights
+            if is_up(httpx.get(f"{url}/health", timeout=5)):
                 return
         time.sleep(0.5)
     pytest.fail(f"the server did not come up:\n{log.read_text()[-6000:]}")
