@@ -147,7 +147,7 @@ def _computed_tokens() -> int:
     return int(sum(s.value for s in samples if s.name == _COUNTER and s.labels["mode"] == "prefill_compute"))
 
 
-def run(ways: Sequence[str], seconds: float = SECONDS, every_s: float = UPDATE_EVERY_S) -> list[Row]:
+def run(ways: Sequence[str], seconds: float, every_s: float) -> list[Row]:
     """Starts one engine, and measures one way after the other."""
     import torch
     import torch.distributed as dist
@@ -188,11 +188,14 @@ def run(ways: Sequence[str], seconds: float = SECONDS, every_s: float = UPDATE_E
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.cache_versions", description=__doc__)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each way")
+    parser.add_argument("--every-s", type=float, default=UPDATE_EVERY_S, help="an update")
+    parser.add_argument("--out", type=Path, default=RESULT, help="other than the default: no document is written")
     chosen = parser.parse_args(arguments)
-    rows = run(tuple(WAYS), chosen.seconds)
-    results.save(RESULT, results.header("python -m benchmark.cache_versions", []), rows)
-    pages.write("cache-versions")
-    print(pages.TABLES["cache-versions"].text())
+    rows = run(tuple(WAYS), chosen.seconds, chosen.every_s)
+    results.save(chosen.out, results.header("python -m benchmark.cache_versions", []), rows)
+    if chosen.out == RESULT:
+        pages.write("cache-versions")
+    print(pages.cache_versions(chosen.out))
     return 0 if all(row.cold for row in rows if row.way != "keep") else 1
 
 

@@ -221,7 +221,7 @@ async def _around_write(stock: Stock, manager: TokenizerManager, *args: Any, **k
 
 async def _around_update(stock: Stock, manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
     outcome = await _around_write(stock, manager, *args, **kwargs)
-    if outcome[0]:
+    if isinstance(outcome, tuple) and outcome and outcome[0] is True:  # and then a message
         stock_weights.written(manager)
     return outcome
 

@@ -1,0 +1,35 @@
+"""Under conversations and updates, caches of versions are kept apart, and less is computed again than after a flush."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmark import results
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.engine
+@pytest.mark.sweep
+def test_requests_go_on_with_their_cache_and_nobody_reads_an_old_one(tmp_path):
+    out = tmp_path / "rows.json"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmark.cache_versions",
+        "--seconds",
+        "9",
+        "--every-s",
+        "1.5",
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = {row["way"]: row for row in results.load(out)[1]}
+    assert all(row["updates"] > 2 and row["turns"] > 10 for row in rows.values())
+    assert all(row["cold"] for way, row in rows.items() if way != "keep")
+    computed = {way: row["computed_tokens"] / row["turns"] for way, row in rows.items()}
+    assert computed["by version"] < computed["flush"] / 2
