@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from demo.reference import greedy_tokens
 from oracle.digests import LOADER, read_live_digests
 from sglang_reshard import VerlEngine
+from sglang_reshard.patches.stock_weights import SERVE_DUMMY
 from sglang_reshard.protocol.messages import decode, encode
 from sglang_reshard.testing import cpu_host
 from sglang_reshard.verl.megatron import Megatron
@@ -84,6 +86,7 @@ def two_updates(job: dict[str, Any]) -> dict[str, Any]:
 
     source = Megatron(exchange)
     hf_config = reference(run.case).config
+    os.environ[SERVE_DUMMY] = "1"  # what it says before the first update is compared, too
     seen: dict[str, Any] = {"reports": [], "digests": [], "tokens": [run.tokens()], "expected": [], "logits": 0}
     with parallel(run.case):
         models = megatron_models(run.case, run.exported["1"])

@@ -145,6 +145,7 @@ def be_interrupted(metadata):
     receiver = ModuleReceiver(module)
     receiver.init(metadata)
     interrupted_once = threading.Event()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
 
     def interrupt():
         """Again after some seconds: Python drops what a signal raises within a `__del__`."""
