@@ -8,7 +8,8 @@ by version  pause "in_place", flush_cache="by_version": running requests go on w
 both        pause "retract", flush_cache="by_version"
 keep        pause "in_place", flush_cache=False: everybody reads what old weights have computed
 
-At the end the engine answers two prompts that it has in its cache, and answers them again with an empty cache.
+After a last update, to weights that are new, the engine answers two prompts that were in its cache before, and answers
+them again with an empty cache.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Clients:
 
 
 def measure(engine: Any, states: Sequence[Any], way: str, seconds: float, every_s: float) -> Row:
-    """engine: a `VerlEngine`; states: the weights that updates alternate between"""
+    """engine: a `VerlEngine`; states: two that updates alternate between, and those of the last one"""
     mode, flush_cache = WAYS[way]
     first = engine.engine
     engine.update_weights_from_tensor(states[0].items(), flush_cache=True)
@@ -117,8 +118,9 @@ def measure(engine: Any, states: Sequence[Any], way: str, seconds: float, every_
     took = time.monotonic() - began
     computed = _computed_tokens() - computed
     prompts = [clients.system, clients.system[: SYSTEM_TOKENS // 2]]
+    engine.update_weights_from_tensor(states[2].items(), flush_cache=flush_cache)
     warm = _answers(engine, prompts)
-    engine.update_weights_from_tensor(states[len(pauses) % 2].items(), flush_cache=True)  # the same weights
+    engine.update_weights_from_tensor(states[2].items(), flush_cache=True)
     return Row(
         way=way,
         seconds=took,
@@ -162,7 +164,7 @@ def run(ways: Sequence[str], seconds: float, every_s: float) -> list[Row]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         tiny_model.save(Path(folder, "model"), 1, 1)
         states = []
-        for seed in (1, 2):
+        for seed in (1, 2, 3):
             torch.manual_seed(seed)
             states.append(dict(Qwen3ForCausalLM(tiny_model.config(1, 1)).named_parameters()))
         cpu_host.activate(1)
