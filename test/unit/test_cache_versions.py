@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.patches import cache_versions, scheduler
+from sglang_reshard.patches import cache_versions
 from sglang_reshard.protocol.messages import BY_VERSION
 from sglang_reshard.trainer.options import UpdateOptions
 
@@ -64,13 +64,10 @@ class RadixCacheCpp:
         ({}, None, ""),
     ],
 )
-def test_engines_whose_cache_cannot_be_kept_apart_refuse(monkeypatch, options, cache, says):
-    for name in ("_offloaded", "_session_open"):
-        monkeypatch.setattr(scheduler, name, lambda _: "")
+def test_engines_whose_cache_cannot_be_kept_apart_refuse(options, cache, says):
     server_args = SimpleNamespace(**{"pp_size": 1, "disaggregation_mode": "null", **options})
     it = SimpleNamespace(server_args=server_args, tree_cache=cache)
-    asked = SimpleNamespace(draft=False, flush_cache=BY_VERSION)
-    refusal = scheduler._refusal(it, asked, True)
+    refusal = cache_versions.refusal(it)
     assert says in refusal
     assert bool(refusal) == bool(says)
 
