@@ -17,7 +17,7 @@ from benchmark import deepseek_v3
 from sglang_reshard.cli.plan.models import presets
 from sglang_reshard.layout.source_layout import SourceLayout
 from sglang_reshard.plan import RankLocation, TensorIndex, plan_reads
-from support import zygote
+from support import sglangs, zygote
 
 pytestmark = [pytest.mark.engine]
 
@@ -31,17 +31,26 @@ SIDES = {
 DEADLINE_S = 900
 
 
-def plan(*arguments: str) -> tuple[int, str, str]:
+def plan(*arguments: str, end: str = "pinned") -> tuple[int, str, str]:
     command = [sys.executable, "-m", "sglang_reshard.cli.main", "plan", *arguments]
-    environment = {**os.environ, zygote.VARIABLE: "gpu"}  # plans are made on the code paths of GPUs
+    # Plans are made on the code paths of GPUs.
+    environment = {**os.environ, **sglangs.environment(end)} | ({zygote.VARIABLE: "gpu"} if end == "pinned" else {})
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
-def planned(*arguments: str) -> dict[str, Any]:
-    code, out, err = plan(*arguments, "--json")
+def planned(*arguments: str, end: str = "pinned") -> dict[str, Any]:
+    code, out, err = plan(*arguments, "--json", end=end)
     assert code == 0, err
     return json.loads(out)
+
+
+def test_the_newest_sglang_has_the_same_plan() -> None:
+    preset = "qwen3-30b-a3b"
+    source, target, layers = SIDES[preset]
+    arguments = (preset, "--source", source, "--target", target, "--layers", str(layers))
+    newest, pinned = (planned(*arguments, end=end) | {"seconds_by_step": {}} for end in ("newest", "pinned"))
+    assert newest == pinned
 
 
 def test_all_presets_are_tried() -> None:

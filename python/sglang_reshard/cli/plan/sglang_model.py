@@ -8,9 +8,11 @@ SGLang keeps its groups and server arguments in globals.
 from __future__ import annotations
 
 import importlib.machinery
+import inspect
 import os
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,7 +80,7 @@ def build_rank(
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
     from sglang.srt.model_loader import get_model
-    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+    from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
 
     defaults: dict[str, Any] = {
@@ -97,9 +99,9 @@ def build_rank(
             | server_args
         )
     )
-    set_global_server_args_for_scheduler(args)
-    initialize_moe_config(args)
-    initialize_fp8_gemm_config(args)
+    _publish(args, tp_rank, pp_rank)
+    _with_known(initialize_moe_config, server_args=args)
+    _with_known(initialize_fp8_gemm_config, server_args=args)
     _join_fake_world(
         tp_size=tp_size,
         ep_size=ep_size,
@@ -111,7 +113,7 @@ def build_rank(
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         # As ModelRunner does on a CPU: heads that the ranks do not divide are padded, not repeated.
         config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(load_format="dummy"), tp_size)
-    initialize_dp_attention(server_args=args, model_config=config)
+    _with_known(initialize_dp_attention, server_args=args, model_config=config)
     device, load = DeviceConfig("cpu", 0), LoadConfig(load_format=args.load_format)
     if weightless:
         build_on_meta(device)
@@ -119,8 +121,30 @@ def build_rank(
         config.model_path = weights
     model = get_model(model_config=config, load_config=load, device_config=device)
     # What ModelRunner does next; it changes the length of a buffer.
-    reserve_rope_cache_for_long_sequences(model, args, config)
+    _with_known(reserve_rope_cache_for_long_sequences, model=model, server_args=args, model_config=config)
     return model
+
+
+def _publish(args: Any, tp_rank: int, pp_rank: int) -> None:
+    """Makes the arguments those of this process. Newer versions want the rank of the process, too."""
+    try:
+        from sglang.srt import runtime_context
+
+        runtime_context.SpawnRanks  # noqa: B018
+    except (ImportError, AttributeError):
+        from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+        set_global_server_args_for_scheduler(args)
+        return
+    world_rank = runtime_context.spawn_world_rank(args, tp_rank=tp_rank, pp_rank=pp_rank)
+    ranks = runtime_context.SpawnRanks(world_rank=world_rank, gpu_id=0)
+    runtime_context.publish(args, role="scheduler", ranks=ranks)
+
+
+def _with_known(function: Callable[..., Any], **given: Any) -> None:
+    """Calls a function with those arguments that it has: newer versions read some from what was published."""
+    parameters = inspect.signature(function).parameters
+    function(**{name: value for name, value in given.items() if name in parameters})
 
 
 def _join_fake_world(*, tp_size: int, ep_size: int, pp_size: int, attention_dp_size: int, rank: int) -> None:
@@ -141,7 +165,8 @@ def _join_fake_world(*, tp_size: int, ep_size: int, pp_size: int, attention_dp_s
     world_size = tp_size * pp_size
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     parallel_state.init_distributed_environment(world_size=world_size, rank=rank, local_rank=0, backend="fake")
-    parallel_state.initialize_model_parallel(
+    _with_known(
+        parallel_state.initialize_model_parallel,
         tensor_model_parallel_size=tp_size,
         expert_model_parallel_size=ep_size,
         pipeline_model_parallel_size=pp_size,
