@@ -142,7 +142,7 @@ def _publish(args: Any, tp_rank: int, pp_rank: int) -> None:
 
 
 def _with_known(function: Callable[..., Any], **given: Any) -> None:
-    """Calls a function with those arguments that it has: newer versions read some from what was published."""
+    """Calls a function with those arguments that it has: newer versions read some from the published configuration."""
     parameters = inspect.signature(function).parameters
     function(**{name: value for name, value in given.items() if name in parameters})
 
