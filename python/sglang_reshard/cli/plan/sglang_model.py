@@ -126,7 +126,7 @@ def build_rank(
 
 
 def _publish(args: Any, tp_rank: int, pp_rank: int) -> None:
-    """Makes the arguments those of this process. Newer versions want the rank of the process, too."""
+    """Makes the arguments those of this process. Newer versions need the rank of the process, too."""
     try:
         from sglang.srt import runtime_context
 
