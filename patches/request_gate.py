@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_reshard.errors import ReshardError, TornWeights, WeightsMissing
 from sglang_reshard.patches import sglang_versions, stock_weights, torn_weights, weights_info
@@ -62,20 +62,17 @@ def _refuse_on_arrival(manager: TokenizerManager, *_: Any, **__: Any) -> None:
     found = refusal(manager)
     waits = manager.is_pause or weights_info.under_way(manager)
     if found is not None and not (waits and isinstance(found, WeightsMissing)):
-        _raise(manager, found)
+        _raise(found)
 
 
 def _refuse_registered(manager: TokenizerManager, batch: Any, *_: Any, **__: Any) -> None:
     """Refuses requests that the manager has registered already: unless sent, they would stay registered forever."""
     if (found := refusal(manager)) is not None:
-        try:
-            _raise(manager, found)
-        except ReshardError:
-            sglang_versions.drop_unsent_requests(manager, _request_ids(batch))
-            raise
+        sglang_versions.drop_unsent_requests(manager, _request_ids(batch))
+        _raise(found)
 
 
-def _raise(manager: TokenizerManager, found: ReshardError) -> None:
+def _raise(found: ReshardError) -> NoReturn:
     if request := http_request.get():
         request.refusal = found
     raise found

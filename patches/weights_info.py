@@ -71,8 +71,9 @@ def record(
     Returns the output with the versions of the parameters that the update has left.
     """
     before: dict[str, str] = getattr(manager, _VERSIONS, {})
+    now = str(sglang_versions.weight_version(manager) or "")
     left = [*output.kept, *([] if request.draft or not _has_drafts(manager) else [_DRAFTS])]
-    versions = {name: before.get(name, str(sglang_versions.weight_version(manager) or "")) for name in left}
+    versions = {name: before.get(name, now) for name in left}
     by_version = {v: tuple(n for n in versions if versions[n] == v) for v in dict.fromkeys(versions.values())}
     output = msgspec.structs.replace(output, kept_versions=by_version)
     setattr(manager, _VERSIONS, versions)

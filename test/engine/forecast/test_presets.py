@@ -33,8 +33,8 @@ DEADLINE_S = 900
 
 def plan(*arguments: str, end: str = "pinned") -> tuple[int, str, str]:
     command = [sys.executable, "-m", "sglang_reshard.cli.main", "plan", *arguments]
-    # Plans are made on the code paths of GPUs.
-    environment = {**os.environ, **sglangs.environment(end)} | ({zygote.VARIABLE: "gpu"} if end == "pinned" else {})
+    # With the pinned one plans are made on the code paths of GPUs.
+    environment = sglangs.environment(end) if end == "newest" else {**os.environ, zygote.VARIABLE: "gpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     return done.returncode, done.stdout, done.stderr
 

@@ -128,17 +128,14 @@ def build_rank(
 def _publish(args: Any, tp_rank: int, pp_rank: int) -> None:
     """Makes the arguments those of this process. Newer versions need the rank of the process, too."""
     try:
-        from sglang.srt import runtime_context
-
-        runtime_context.SpawnRanks  # noqa: B018
-    except (ImportError, AttributeError):
+        from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
+    except ImportError:
         from sglang.srt.server_args import set_global_server_args_for_scheduler
 
         set_global_server_args_for_scheduler(args)
         return
-    world_rank = runtime_context.spawn_world_rank(args, tp_rank=tp_rank, pp_rank=pp_rank)
-    ranks = runtime_context.SpawnRanks(world_rank=world_rank, gpu_id=0)
-    runtime_context.publish(args, role="scheduler", ranks=ranks)
+    world_rank = spawn_world_rank(args, tp_rank=tp_rank, pp_rank=pp_rank)
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, gpu_id=0))
 
 
 def _with_known(function: Callable[..., Any], **given: Any) -> None:
