@@ -24,13 +24,15 @@ class UpdatePath(Protocol):
 class ReshardPath:
     """`WeightSender` with one transport. `engine` is None on all trainer ranks but the first."""
 
-    def __init__(self, engine: Any, transport: str) -> None:
+    def __init__(self, engine: Any, transport: str, **options: Any) -> None:
+        """options: of every update"""
         send = engine.update_weights_distributed if engine is not None else None
         assert dist.group.WORLD is not None
         self._sender = WeightSender.over(dist.group.WORLD, send, transport=transport)
+        self._options = options
 
     def update(self, named: list[tuple[str, DTensor]]) -> UpdateReport:
-        return self._sender.update(named)
+        return self._sender.update(named, **self._options)
 
     def close(self) -> None:
         self._sender.close()

@@ -26,10 +26,10 @@ _FEWER = 128
 _COST_S = 30.0  # after which nothing is measured that is not judged
 
 
-def judge(bench: Bench, launched: int, ratio: float, most: float, what: str) -> None:
-    """Compares the seconds of copies, as a ratio to those of one copy of their bytes, if kernels were launched."""
+def judge(bench: Bench, launched: int | bool, ratio: float, most: float, what: str) -> None:
+    """Compares seconds, as a ratio to those of one copy of the bytes, if kernels were launched."""
     if not launched:
-        bench.leave_open("copies are made by torch, one by one, as Triton cannot be used: the rate is not judged")
+        bench.leave_open("torch works tensor by tensor, as Triton cannot be used: the rate is not judged")
     elif not bench.place.rehearsed:
         bench.check(ratio <= most, f"{what}: {ratio:.2f} times the seconds of one copy; the goal is {most}")
 

@@ -2,7 +2,8 @@
 
 It needs SGLang and one GPU. The engine has one rank, CUDA graphs and SGLang's memory saver; the trainer ranks have
 FSDP2 shards. Every weight of the engine is compared with a stock load from disk, and log-probabilities with those of
-transformers. On a host without a GPU, `--rehearse` runs the same steps with a tiny model and prints what it sees.
+transformers. Another engine has a prefix cache in host memory, too. On a host without a GPU, `--rehearse` runs the same
+steps with a tiny model and prints what it sees.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 import torch
 
 from benchmark import launcher, results
-from benchmark.cases import ONE_GPU_CASES, TINY_CASES, Case, Effort
+from benchmark.cases import HOST_CACHE_CASE, ONE_GPU_CASES, TINY_CASES, Case, Effort
 from benchmark.trainer import Job
 from sglang_reshard.errors import ReshardError
 
@@ -45,7 +46,8 @@ def main() -> int:
         raise SystemExit("this host has no GPU; pass --rehearse")
     found = Found()
     device = "cpu" if options.rehearse else "cuda"
-    for case, tiny in zip(ONE_GPU_CASES, TINY_CASES, strict=True):
+    cases = (*ONE_GPU_CASES, HOST_CACHE_CASE)
+    for case, tiny in zip(cases, (*TINY_CASES, TINY_CASES[0]), strict=True):
         if options.only in case.kind:
             _run(replace(case, model=tiny.model) if options.rehearse else case, device, options.deadline_s, found)
             if not options.rehearse:  # after each, should the next one not end
@@ -58,7 +60,8 @@ def _run(case: Case, device: str, deadline_s: float, found: Found) -> None:
     folder = Path(tempfile.mkdtemp(prefix="sglang-reshard-one-gpu-"))
     job = Job(case, (), Effort(), device, str(folder))
     try:
-        launcher.run_ranks("benchmark.one_gpu.rank", job, time.monotonic() + deadline_s, lambda: None)
+        module = "host_cache" if case.kind == HOST_CACHE_CASE.kind else "rank"
+        launcher.run_ranks(f"benchmark.one_gpu.{module}", job, time.monotonic() + deadline_s, lambda: None)
     except ReshardError as error:
         print(error, file=sys.stderr)
         found.notes.append(f"{case.kind}: {str(error).splitlines()[0]}")

@@ -54,6 +54,7 @@ class Steps:
         first, _ = self._update(1)
         self.saw("first update", seconds=first, bytes=self.case.model.bytes, tensors=self.case.model.tensors)
         self._warm_updates()
+        self._verified_updates()
         ours, said = exactness.live(self.engine, self.folder / "digests"), self._said()
         self._update(UPDATES)  # a load that does nothing would be noticed
         loaded = exactness.stock_load(self.weights, self.engine, self.model_path, self.folder / "digests")
@@ -66,10 +67,10 @@ class Steps:
         self._memory_saver(loaded, said)
         self._transformers(whole, said)
 
-    def _update(self, version: int) -> tuple[float, Any]:
+    def _update(self, version: int, path: ReshardPath | None = None) -> tuple[float, Any]:
         """Returns the seconds of the slowest trainer rank, and the report."""
         self.weights.become(version)
-        took, _, report = timing.one_update(self.path, self.weights, self.device)
+        took, _, report = timing.one_update(path or self.path, self.weights, self.device)
         return took, report
 
     def _warm_updates(self) -> None:
@@ -79,6 +80,15 @@ class Steps:
         self.saw("warm update", seconds=statistics.median(took for took, _ in seen), transport=str(last.transport),
                  reason=last.transport_reason, phases=last.seconds, received_bytes=rank.received_bytes,
                  peak_extra_bytes=rank.peak_extra_bytes)  # fmt: skip
+
+    def _verified_updates(self) -> None:
+        for verify in ("sample", "full"):
+            path = ReshardPath(self.engine, "auto", verify=verify)
+            seen = [self._update(version, path) for version in [*range(2, UPDATES), FINAL_VERSION]]
+            self.saw(f"warm update with checksums, verify={verify!r}", bool(seen[-1][1].verified),
+                     seconds=statistics.median(took for took, _ in seen[1:]), first_seconds=seen[0][0],
+                     phases=seen[-1][1].seconds)  # fmt: skip
+            path.close()
 
     def _said(self) -> list[Any]:
         """What the engine generates greedily: for each prompt its tokens and their log-probabilities."""

@@ -12,6 +12,8 @@ STEPS = {
     "start",
     "first update",
     "warm update",
+    "warm update with checksums, verify='sample'",
+    "warm update with checksums, verify='full'",
     "compared with a stock load from disk",
     "stock update of whole tensors",
     "update after the weights were released",
@@ -27,3 +29,4 @@ def test_every_step_of_a_dense_model_and_of_experts_ends_and_is_right():
     assert done.returncode == 0, done.stderr[-4000:]
     for case in ("dense", "MoE"):
         assert {row["step"] for row in rows if row["case"] == case and row["right"]} == STEPS
+    assert [row["right"] for row in rows if row["case"] == "host cache"] == [True, True]

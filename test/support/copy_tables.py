@@ -11,8 +11,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -20,13 +19,14 @@ from unittest import mock
 import numpy as np
 import torch
 
-import sglang_reshard.copying
 from sglang_reshard.copying import copy_list as copies
 from sglang_reshard.copying import kernel_copies
 from sglang_reshard.copying.copy_table import CASTS, Launch, Pair, TileKind, launches_of
+from sglang_reshard.digest import checksum, kernel_sums
 from sglang_reshard.gpu.runtime import CudaRuntime
 
 _KERNEL = "sglang_reshard.copying.copy_kernel"
+_KERNELS = (_KERNEL, "sglang_reshard.digest.checksum_kernel")  # which uses the other
 
 
 class InterpretedGpu(CudaRuntime):
@@ -48,23 +48,26 @@ class InterpretedGpu(CudaRuntime):
 
 
 @functools.cache
-def interpreted_kernel() -> ModuleType:
-    """Returns the kernel's module as it is with TRITON_INTERPRET=1, whatever other code made of Triton before.
+def interpreted_kernel(name: str = _KERNEL) -> ModuleType:
+    """Returns a kernel's module as it is with TRITON_INTERPRET=1, whatever other code made of Triton before.
 
     The interpreter runs one launch at a time.
     """
-    path = Path(sglang_reshard.copying.__file__).with_name("copy_kernel.py")
-    spec = importlib.util.spec_from_file_location(_KERNEL, path)
+    spec = importlib.util.find_spec(name)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
         spec.loader.exec_module(module)
+    if hasattr(module, "_plus"):
+        import triton.language as tl
+
+        module._plus = tl.standard._sum_combine  # type: ignore[attr-defined]  # numpy then sums, not Python
     lock, launch = threading.Lock(), module.launch
 
     def launch_alone(*args: Any) -> None:
         with lock, warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of infinities and NaN
+            warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of infinities and NaN, and of integers that wrap
             launch(*args)
 
     module.launch = launch_alone  # type: ignore[attr-defined]
@@ -73,20 +76,23 @@ def interpreted_kernel() -> ModuleType:
 
 @contextlib.contextmanager
 def interpreted(gpu: InterpretedGpu | None = None) -> Iterator[InterpretedGpu]:
-    """Copy lists take the GPU's way inside the block, and nothing else does."""
+    """Copy lists and checksums take the GPU's way inside the block, and nothing else does."""
     gpu = gpu or InterpretedGpu()
-    known = sys.modules.get(_KERNEL)  # and not mock.patch.dict, which forgets what the block imports
-    sys.modules[_KERNEL] = interpreted_kernel()
-    with (
-        mock.patch.object(copies, "runtime", return_value=gpu),
-        mock.patch.object(kernel_copies, "runtime", return_value=gpu),
-    ):
+    known = {name: sys.modules.get(name) for name in _KERNELS}  # and not mock.patch.dict, which forgets imports
+    with contextlib.ExitStack() as patches:
+        for name in _KERNELS:
+            sys.modules[name] = interpreted_kernel(name)
+        for user in (copies, kernel_copies, checksum, kernel_sums):
+            patches.enter_context(mock.patch.object(user, "runtime", return_value=gpu))
+        kernel_sums.can_compile.cache_clear()
         try:
             yield gpu
         finally:
-            del sys.modules[_KERNEL]
-            if known is not None:
-                sys.modules[_KERNEL] = known
+            kernel_sums.can_compile.cache_clear()
+            for name, module in known.items():
+                del sys.modules[name]
+                if module is not None:
+                    sys.modules[name] = module
 
 
 def run_in_numpy(launch: Launch, memory: torch.Tensor) -> None:
@@ -161,22 +167,10 @@ def ptx_of(capability: int) -> dict[str, Any]:
     Returns how many instructions of each thread move data, by pair and by name without hints; the names of those that
     have no hint; and whether any kernel flushes subnormals.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from sglang_reshard.copying import copy_kernel
 
     def ptx(kind: TileKind) -> str:
-        constants = copy_kernel.constants(kind)
-        names = copy_kernel.copy_tiles.arg_names
-        signature = {"boxes": "*i64", "tiles": "*i64", **dict.fromkeys(names[2:], "constexpr")}
-        values = {(2 + i,): value for i, value in enumerate(constants)}
-        aligned = {(i,): [["tt.divisibility", 16]] for i in range(2)}
-        source = ASTSource(copy_kernel.copy_tiles, signature, values, aligned)
-        options = {"num_warps": copy_kernel.WARPS}
-        found: str = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
-        return found
+        return ptx_of_kernel(copy_kernel.copy_tiles, copy_kernel.constants(kind), copy_kernel.WARPS, capability)
 
     def kind_of(pair: Pair) -> TileKind:
         ((launch,), _) = launches_of([pair])
@@ -192,3 +186,28 @@ def ptx_of(capability: int) -> dict[str, Any]:
     matrices = {dtype: torch.empty(4, 1024, dtype=dtype)[:, :512] for dtype in CASTS}
     texts += [ptx(kind_of((matrices[a], matrices[b]))) for a in CASTS for b in CASTS if a != b]
     return {"moves": moves, "unhinted": unhinted, "flushes_subnormals": any(".ftz" in text for text in texts)}
+
+
+def checksum_ptx_of(capability: int, source: str, target: str, *constants: Any) -> str:
+    """Compiles the kernel of checksums, with these constants, for GPUs of this compute capability."""
+    import triton.language as tl
+
+    from sglang_reshard.digest import checksum_kernel as kernel
+
+    constants = (getattr(tl, source), getattr(tl, target), *constants)
+    return ptx_of_kernel(kernel.sum_tiles, constants, kernel.WARPS, capability)
+
+
+def ptx_of_kernel(kernel: Any, constants: Sequence[Any], warps: int, capability: int) -> str:
+    """Compiles a kernel that is given two tables of int64, then constants."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {**dict.fromkeys(kernel.arg_names[:2], "*i64"), **dict.fromkeys(kernel.arg_names[2:], "constexpr")}
+    values = {(2 + i,): value for i, value in enumerate(constants)}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(2)}
+    source = ASTSource(kernel, signature, values, aligned)
+    target = GPUTarget("cuda", capability, 32)
+    found: str = triton.compile(source, target=target, options={"num_warps": warps}).asm["ptx"]
+    return found

@@ -106,7 +106,7 @@ def copy_tiles(  # type: ignore[no-untyped-def]
             destination += first_column
         values = tl.load(source + (from_row[:, None] + from_column[None, :]), mask=mask, eviction_policy="evict_first")
         if from_dtype != to_dtype:
-            values = _cast(values, from_dtype, to_dtype)
+            values = cast_values(values, from_dtype, to_dtype)
         tl.store(destination + (to_row[:, None] + to_column[None, :]), values, mask=mask, eviction_policy="evict_first")
 
 
@@ -148,7 +148,7 @@ def _copy_ends(source, destination, nbytes, in_box):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def _cast(values, from_dtype: tl.constexpr, to_dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def cast_values(values, from_dtype: tl.constexpr, to_dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Casts as torch does: by way of float32, rounding to nearest, ties to even."""
     if from_dtype == tl.bfloat16:
         values = (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)

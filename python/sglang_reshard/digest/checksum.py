@@ -1,6 +1,7 @@
-"""Computes checksums of views of tensors: chunk by chunk, on the device of the views.
+"""Computes checksums of views of tensors, on the device of the views.
 
-A CPU's chunk fits its cache. On another device nothing is synchronized before the end of `RegionBatch.checksums`.
+On a GPU a kernel reads all views that are alike (`kernel_sums`), and nothing is synchronized before the end of
+`RegionBatch.checksums`. On a CPU, and without Triton, they are read chunk by chunk; a CPU's chunk fits its cache.
 """
 
 from __future__ import annotations
@@ -12,8 +13,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from sglang_reshard.digest.coefficients import MODULUS, WORD_BYTES, column_coefficients, row_coefficients, total
+from sglang_reshard.digest.coefficients import (
+    MODULUS,
+    WORD_BYTES,
+    ColumnCoefficients,
+    column_coefficients,
+    row_coefficients,
+    total,
+)
+from sglang_reshard.digest.kernel_sums import kernel_sums
 from sglang_reshard.digest.selection import Selection
+from sglang_reshard.gpu.runtime import runtime
 from sglang_reshard.layout.regions import Box, Region, split
 
 _ALL = slice(None)
@@ -41,30 +51,31 @@ class RegionSpec:
         return cls(shape, region, dtype, cast) if shape else cls((1,), Region((0,), (1,), (1,)), dtype, cast)
 
 
+_Alike = tuple[RegionSpec, torch.dtype, torch.device, tuple[int, ...]]  # and strides
+
+
 class RegionBatch:
     """Views of many tensors, grouped by their base. Holds the views, but no other memory."""
 
     def __init__(self) -> None:
-        self._alike: dict[tuple[RegionSpec, torch.dtype, torch.device], tuple[list[torch.Tensor], list[int]]] = {}
+        self._alike: dict[_Alike, tuple[list[torch.Tensor], list[int]]] = {}
 
     def add(self, spec: RegionSpec, view: torch.Tensor, row: int) -> None:
         """Adds a view of the elements of `spec`, cast or not, to those whose sum is number `row` of the result."""
-        views, rows = self._alike.setdefault((spec, view.dtype, view.device), ([], []))
-        views.append(readable(view.detach().view(spec.region.count), spec.cast))
+        view = readable(view.detach().view(spec.region.count), spec.cast)
+        views, rows = self._alike.setdefault((spec, view.dtype, view.device, view.stride()), ([], []))
+        views.append(view)
         rows.append(row)
 
     def checksums(self, rows: int, selection: Selection) -> np.ndarray:
         """Returns uint64 [rows]: the sums over the selected elements of the views, as they are now."""
         found = np.zeros(rows, np.uint64)
         on_device: dict[torch.device, tuple[list[int], list[torch.Tensor]]] = {}
-        for (spec, _, device), (views, own) in self._alike.items():
+        for (spec, _, device, _), (views, own) in self._alike.items():
             narrowed = selection.narrow(spec.shape, spec.region)
-            if narrowed is None:
+            if narrowed is None or not narrowed[0].numel:
                 continue
-            region, slices = narrowed
-            chunk = CHUNK if device.type == "cpu" else DEVICE_CHUNK
-            for now, part, cut in _chunks(replace(spec, region=region), len(views), chunk):
-                counted, sums = _checksums(_sliced(_sliced(views[now], slices), cut), part)
+            for now, counted, sums in _sums(_sliced(views, narrowed[1]), replace(spec, region=narrowed[0])):
                 np.add.at(found, own[now], np.uint64(counted))
                 if device.type == "cpu":
                     np.add.at(found, own[now], sums.numpy().view(np.uint64))
@@ -75,6 +86,32 @@ class RegionBatch:
         for numbers, parts in on_device.values():
             np.add.at(found, numbers, torch.cat(parts).cpu().numpy().view(np.uint64))
         return found
+
+
+def _sums(views: list[torch.Tensor], spec: RegionSpec) -> Iterator[tuple[slice, int, torch.Tensor]]:
+    """Yields some of the views, what the elements of each contribute by their number, and by their bits: int64."""
+    device = views[0].device
+    if runtime().is_gpu(device):
+        rows, columns = _coefficients(spec)
+        sums = kernel_sums(views, spec.dtype if spec.cast else None, rows, columns)
+        if sums is not None:
+            yield slice(None), _counted(rows, columns), sums
+            return
+    for now, part, cut in _chunks(spec, len(views), CHUNK if device.type == "cpu" else DEVICE_CHUNK):
+        rows, columns = _coefficients(part)
+        bits = units(_sliced(views[now], cut), part.dtype, part.cast, columns.packed)
+        yield now, _counted(rows, columns), sum_words(bits, rows, columns.values)
+
+
+def _coefficients(spec: RegionSpec) -> tuple[np.ndarray, ColumnCoefficients]:
+    """Returns those of a region's rows and columns."""
+    region = spec.region
+    columns = column_coefficients(region.start[-1], region.count[-1], region.step[-1], spec.dtype.itemsize)
+    return row_coefficients(spec.shape, region), columns
+
+
+def _counted(rows: np.ndarray, columns: ColumnCoefficients) -> int:
+    return total(rows) * columns.total % MODULUS
 
 
 def _sliced(views: list[torch.Tensor], slices: tuple[slice, ...]) -> list[torch.Tensor]:
@@ -93,8 +130,8 @@ def _chunks(spec: RegionSpec, views: int, chunk: int) -> Iterator[tuple[slice, R
     """
     region = spec.region
     if region.numel <= chunk:
-        together = chunk // max(1, region.numel)
-        for first in range(0, views if region.numel else 0, together):
+        together = chunk // region.numel
+        for first in range(0, views, together):
             yield slice(first, min(first + together, views)), spec, ()
         return
     for box in split(Box.whole(region.count), chunk):
@@ -102,15 +139,6 @@ def _chunks(spec: RegionSpec, views: int, chunk: int) -> Iterator[tuple[slice, R
         part = replace(spec, region=Region(start, box.shape, region.step))
         for number in range(views):
             yield slice(number, number + 1), part, box.slices()
-
-
-def _checksums(views: Sequence[torch.Tensor], spec: RegionSpec) -> tuple[int, torch.Tensor]:
-    """Returns what each view's elements contribute by their number, and by their bits: int64 [views]."""
-    region = spec.region
-    rows = row_coefficients(spec.shape, region)
-    columns = column_coefficients(region.start[-1], region.count[-1], region.step[-1], spec.dtype.itemsize)
-    bits = units(views, spec.dtype, spec.cast, columns.packed)
-    return total(rows) * columns.total % MODULUS, sum_words(bits, rows, columns.values)
 
 
 def sum_words(bits: torch.Tensor, rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:
