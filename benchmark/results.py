@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
+from benchmark.commit import commit
 from demo import host
 
 REPOSITORY = Path(__file__).parents[1]
@@ -36,7 +36,7 @@ def header(command: str, notes: Sequence[str]) -> dict[str, Any]:
             "python": platform.python_version(),
             **{name: facts[name] for name in ("torch", "sglang", "sglang-reshard")},
         },
-        "commit": _commit(),
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "command": command,
         "notes": list(notes),
@@ -59,10 +59,3 @@ def load(path: Path) -> tuple[dict[str, Any], Rows]:
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:
     """Six significant digits say more than two runs have in common."""
     return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in row.items()}
-
-
-def _commit() -> str:
-    """With a plus when the tree has changes; empty outside a repository."""
-    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    return run.stdout.strip()

@@ -14,7 +14,8 @@ import sys
 import tarfile
 from pathlib import Path
 
-from benchmark.gpu.facts import REPOSITORY, commit
+from benchmark.commit import commit
+from benchmark.gpu.facts import REPOSITORY
 from benchmark.gpu.packages import FOLDER, NAMES
 
 ARCHIVE = REPOSITORY / "build" / "gpu-bundle.tar.gz"

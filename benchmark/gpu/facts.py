@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
+from benchmark.commit import commit
 from benchmark.gpu.item import Row
 from benchmark.gpu.peer import Here, Peer
 from benchmark.gpu.place import DEVICE, GIB, Place
@@ -124,13 +125,3 @@ def passed(path: Path, host: dict[str, Any]) -> list[Row]:
     if (head["commit"], head["host"]["gpus"]) != (commit(), host["gpus"]):
         raise SystemExit(f"{path} is of commit {head['commit']} on {head['host']['gpus']}; run without --resume")
     return [row for row in msgspec.convert(rows, list[Row]) if row.verdict == "pass"]
-
-
-def commit() -> str:
-    """With a plus when the tree has changes; what a bundle says of itself outside a repository."""
-    said = REPOSITORY / "COMMIT"
-    if said.exists():
-        return said.read_text().strip()
-    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    return run.stdout.strip()
