@@ -546,7 +546,7 @@ def gpu(path: Path) -> str:
         verdict = f"{row['verdict']}: {row['why']}" if row["why"] else row["verdict"]
         cells = [str(row["number"]), row["name"], row["expected"], verdict, f"{row['seconds']:.1f}"]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-    return "\n".join([*lines, *_gpu_replays(rows), *_gpu_copies(rows)])
+    return "\n".join([*lines, *_gpu_replays(rows), *_gpu_copies(rows), *_gpu_checksums(rows)])
 
 
 def _gpu_replays(rows: results.Rows) -> list[str]:
@@ -574,7 +574,7 @@ def _gpu_copies(rows: results.Rows) -> list[str]:
     ]
     for row in rows:
         for name, seen in row["seen"].items():
-            if isinstance(seen, dict) and "one_copy" in seen:
+            if isinstance(seen, dict) and "launches" in seen:
                 count, shape = name.split("_")
                 cells = [f"{int(count):,} {shape}", f"{seen['one_copy'] * 1e3:.2f}"]
                 cells += [
@@ -583,6 +583,24 @@ def _gpu_copies(rows: results.Rows) -> list[str]:
                 ]
                 lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _gpu_checksums(rows: results.Rows) -> list[str]:
+    """Checksums of all elements and of a sample, relative to one copy of as many bytes; none before they were timed."""
+    lines = [
+        "",
+        "| checksums of | GB | one copy of the bytes, ms | of all elements | GB/s | of one in 64 |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        for name, seen in row["seen"].items():
+            if isinstance(seen, dict) and "sample" in seen:
+                rate = seen["bytes"] / seen["ours"] / 1e9
+                cells = [name, f"{seen['bytes'] / 1e9:.2f}", f"{seen['one_copy'] * 1e3:.2f}"]
+                cells += [f"{seen['ours'] / seen['one_copy']:.2f}", f"{rate:,.0f}"]
+                cells += [f"{seen['sample'] / seen['one_copy']:.2f}"]
+                lines.append("| " + " | ".join(cells) + " |")
+    return lines if len(lines) > 3 else []
 
 
 def one_gpu(path: Path) -> str:
@@ -652,6 +670,7 @@ TABLES: dict[str, Table] = {
     "fuzz-deltas": Table("docs/results/fuzz.md", results.FOLDER / "fuzz-deltas.json", fuzz_deltas),
     "delta-checks": Table("docs/results/deltas.md", results.FOLDER / "delta-checks.json", delta_checks),
     "gpu": Table("docs/results/gpu.md", results.FOLDER / "gpu.json", gpu, "`make test-gpu` on a host with a GPU"),
+    "gpu-h100": Table("docs/results/gpu.md", results.FOLDER / "gpu-h100.json", gpu, "the same, on another GPU"),
     "one-gpu": Table("docs/results/one-gpu.md", results.FOLDER / "one-gpu.json", one_gpu, "`make bench-one-gpu`"),
     "soak": Table("docs/results/soak.md", results.FOLDER / "soak.json", soak),
     "matrix": Table("docs/compatibility.md", results.FOLDER / "matrix.json", matrix, "`make test-matrix`"),

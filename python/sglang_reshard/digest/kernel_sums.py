@@ -24,7 +24,7 @@ _UNITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}  # by bytes
 
 
 class _Kind(NamedTuple):
-    """What the kernel is compiled for, besides its tile.
+    """A variant of the kernel, which Triton compiles.
 
     source    dtype of a unit in memory
     target    dtype whose bits are summed
@@ -104,7 +104,7 @@ def _read_as(
 def _levels(view: torch.Tensor) -> tuple[int, int, int] | None:
     """Returns (inner, outer stride, inner stride): row r begins at r // inner and r % inner times these strides.
 
-    None if the rows have more than two dimensions with strides of their own.
+    None if the rows have more than two dimensions with separate strides.
     """
     found: list[tuple[int, int]] = []  # size and stride of dimensions, the last one first
     for size, stride in zip(view.shape[-2::-1], view.stride()[-2::-1], strict=True):
