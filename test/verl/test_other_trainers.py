@@ -1,4 +1,4 @@
-"""verl's other trainers: the one before v1, one step off policy, and the fully asynchronous ones."""
+"""verl's other trainers: the one before v1, the colocated asynchronous one, one step off policy, and the fully asynchronous ones."""
 
 from __future__ import annotations
 
@@ -38,6 +38,17 @@ def test_the_legacy_trainer_gets_every_update() -> None:
         run = run_ppo(folder, LARGE_STEPS, *COMPARED[:1], "trainer.use_v1=False", steps=2)
     assert min(run.correlations) > 0.99
     assert run.steps[0]["reshard/bytes_per_rank"] > 0
+
+
+@pytest.mark.sweep
+def test_a_colocated_asynchronous_trainer_gets_every_update() -> None:
+    """Without batches that it samples ahead, from older weights."""
+    mode = ["trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=0"]
+    with verl_folder() as folder:
+        run = run_ppo(folder, LARGE_STEPS, *mode, steps=3)
+    assert min(run.correlations) > 0.99
+    assert max(step["reshard/logprob_diff_mean"] for step in run.steps) < 0.05
+    assert [step["reshard/logprob_diff_max_version"] for step in run.steps] == [0, 1, 2]
 
 
 @pytest.mark.sweep

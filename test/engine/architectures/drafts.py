@@ -10,6 +10,7 @@ import torch
 
 from sglang_reshard.patches.draft_models import OWN, TargetAndDrafts
 from support.checkpoints import DRAFT, read_weights
+from support.sglang_state import published_arguments
 
 
 def with_draft(target: torch.nn.Module, folder: str) -> torch.nn.Module:
@@ -32,9 +33,8 @@ def draft_of(target: Any, folder: str) -> torch.nn.Module:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_loader import get_model
     from sglang.srt.model_loader.utils import get_model_architecture
-    from sglang.srt.server_args import get_global_server_args
 
-    config = ModelConfig.from_server_args(get_global_server_args(), model_path=folder, is_draft_model=True)
+    config = ModelConfig.from_server_args(published_arguments(), model_path=folder, is_draft_model=True)
     # Of a draft of several layers, each of which is a model.
     takes_number = "draft_model_idx" in inspect.signature(get_model_architecture(config)[0]).parameters
     load = LoadConfig(load_format="dummy", draft_model_idx=0 if takes_number else None)

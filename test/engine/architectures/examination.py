@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from support.live_memory import differing, fill_with_garbage
 
 Weights = dict[str, torch.Tensor]
 Start = Callable[[], EngineStart] | None
+VERL_FOLDER = "SGLANG_RESHARD_TEST_VERL"  # of another environment, if this one has no verl
 # What the trace says of an engine that has never loaded a checkpoint.
 _LOAD_ONCE = "load a checkpoint from disk once first"
 _NEVER_WRITTEN = "is not written by the loader at all"
@@ -236,7 +238,8 @@ def _quantized_on_arrival(model: torch.nn.Module, weights: Weights, start: Start
 def verl_quantizer() -> Any:
     """verl's own, in torch, from its file: verl itself imports Ray."""
     (folder,) = importlib.util.find_spec("verl").submodule_search_locations  # type: ignore[union-attr, misc]
-    spec = importlib.util.spec_from_file_location("fp8_kernel", Path(folder) / "utils" / "kernel" / "fp8_kernel.py")
+    file = Path(os.environ.get(VERL_FOLDER, folder)) / "utils" / "kernel" / "fp8_kernel.py"
+    spec = importlib.util.spec_from_file_location("fp8_kernel", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

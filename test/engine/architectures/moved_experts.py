@@ -25,6 +25,7 @@ from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights, write_checkpoint
 from support.live_memory import differing, fill_with_garbage
 from support.scripts import answer
+from support.sglang_state import place_experts, published_arguments, with_arguments
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
 EP, REDUNDANT, DEADLINE_S = 2, 2, 400
@@ -53,15 +54,13 @@ def main() -> None:
 def updates(folder: str, rank: int) -> list[str]:
     """What is wrong after updates with experts in order, and twice elsewhere."""
     build = {"tp_size": EP, "ep_size": EP, "tp_rank": rank, "ep_num_redundant_experts": REDUNDANT}
-    from sglang.srt.eplb import expert_location
-
     model = built(folder, True, build)
     weights = read_weights(folder)
     specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
     complaints: list[str] = []
     placements, experts = set(), []
     for seed in (0, 1, 2):
-        vars(expert_location)["_global_expert_location_metadata"] = metadata(seed, rank)
+        place_experts(metadata(seed, rank))
         placements.add(placement())
         fill_with_garbage(model)
         replay(trace(model, specs), weights)
@@ -85,11 +84,10 @@ def metadata(seed: int, rank: int) -> Any:
     """
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.eplb.expert_location import ExpertLocationMetadata
-    from sglang.srt.server_args import get_global_server_args
 
-    arguments = get_global_server_args()
+    arguments = published_arguments()
     config = ModelConfig.from_server_args(arguments)
-    trivial = ExpertLocationMetadata.init_trivial(arguments, config, moe_ep_rank=rank)
+    trivial = with_arguments(ExpertLocationMetadata.init_trivial, config, moe_ep_rank=rank)
     if not seed:
         return trivial
     generator = torch.Generator().manual_seed(seed)
@@ -99,7 +97,7 @@ def metadata(seed: int, rank: int) -> Any:
         while any(len(part.unique()) < len(part) for part in shuffled.chunk(EP)):
             shuffled = row[torch.randperm(len(row), generator=generator)]
         rows.append(shuffled)
-    return ExpertLocationMetadata.init_by_mapping(arguments, config, torch.stack(rows), moe_ep_rank=rank)
+    return with_arguments(ExpertLocationMetadata.init_by_mapping, config, torch.stack(rows), moe_ep_rank=rank)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from sglang_reshard.patches import repacking
 from support.checkpoints import tiny_checkpoints, write_checkpoint
 from support.checkpoints.tiny_configs import IN_BLOCKS
 from support.scripts import answer
+from support.sglang_state import published_arguments
 
 DEADLINE_S = 1400
 MODELS = {"dense": "Qwen3ForCausalLM", "experts": "Qwen3MoeForCausalLM"}
@@ -230,9 +231,8 @@ def _started_on(folder: Path) -> torch.nn.Module:
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_loader import get_model
-    from sglang.srt.server_args import get_global_server_args
 
-    config = ModelConfig.from_server_args(get_global_server_args())
+    config = ModelConfig.from_server_args(published_arguments())
     load_config, device = LoadConfig(load_format="auto"), DeviceConfig("cpu", 0)
     return get_model(model_config=config, load_config=load_config, device_config=device)
 

@@ -29,6 +29,7 @@ from support.checkpoints import read_weights, write_checkpoint
 from support.checkpoints.tiny_checkpoints import write_weights
 from support.live_memory import differing
 from support.scripts import answer
+from support.sglang_state import published_arguments
 
 TP, SEEDS, DEADLINE_S = 2, (1, 2), 500
 SHARES_INDEXERS, SCALARS, NORMALIZER, BIASES = (
@@ -37,6 +38,7 @@ SHARES_INDEXERS, SCALARS, NORMALIZER, BIASES = (
     "Gemma2ForCausalLM",
     "WhisperForConditionalGeneration",
 )
+UNREAD_INDEXER = ".layers.2.self_attn.indexer."  # no checkpoint has it
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     SHARES_INDEXERS: {"index_topk_freq": 2, "num_hidden_layers": 4},
     SCALARS: {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64},
@@ -58,7 +60,7 @@ def write(root: Path, name: str) -> None:
         if name == SHARES_INDEXERS:  # as published, which transformers' tiny one is not
             path = folder / "config.json"
             path.write_text(json.dumps(json.loads(path.read_text()) | {"index_topk_freq": 2}))
-            kept = {n: t for n, t in read_weights(folder).items() if not (".layers.2." in n and "indexer" in n)}
+            kept = {n: t for n, t in read_weights(folder).items() if UNREAD_INDEXER not in n}
             write_weights(kept, folder)
 
 
@@ -76,7 +78,6 @@ def updated(root: Path, name: str, rank: int) -> dict[str, Any]:
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.plugins.hook_registry import HookRegistry
-    from sglang.srt.server_args import get_global_server_args
 
     from sglang_reshard.patches import engine_start
 
@@ -84,7 +85,7 @@ def updated(root: Path, name: str, rank: int) -> dict[str, Any]:
     HookRegistry.apply_hooks()
     folders = [folder_of(root, name, seed) for seed in SEEDS]
     model = built(str(folders[0]), True, {"tp_size": TP, "tp_rank": rank})
-    arguments = get_global_server_args()
+    arguments = published_arguments()
     config, load = ModelConfig.from_server_args(arguments), LoadConfig(load_format="dummy")
     runner: Any = SimpleNamespace(model=model, server_args=arguments, load_config=load, model_config=config)
     start = functools.cache(functools.partial(engine_start.engine_start, runner, []))
@@ -97,7 +98,8 @@ def updated(root: Path, name: str, rank: int) -> dict[str, Any]:
         program = trace(model, specs_of(weights), start)
         replay(program, weights)
         left_alone = program.left_alone
-    return {"refused": refused, "left_alone": left_alone, "digests": digests(model)}
+    unread = [name for name, _ in model.named_parameters() if UNREAD_INDEXER in name]
+    return {"refused": refused, "left_alone": left_alone, "unread": unread, "digests": digests(model)}
 
 
 def refusal(model: torch.nn.Module, weights: dict[str, torch.Tensor], start: Any) -> str:
@@ -116,7 +118,7 @@ def work(root: Path, job: tuple[str, int, bool]) -> dict[str, Any]:
             return updated(root, name, rank)
         return {"digests": started(folder_of(root, name, SEEDS[-1]), rank)}
     except (Exception, SystemExit) as error:
-        return {"cannot": said(error, str(root))}
+        return {"cannot" if updates else "stock_cannot": said(error, str(root))}
 
 
 def main() -> None:

@@ -6,11 +6,13 @@ The reference is a start on the checkpoint by SGLang alone. One on dummy weights
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang_reshard.patches.sglang_versions import OLDEST
 from started_on_dummy import ARCHITECTURES, BIASES, NORMALIZER, SCALARS, SHARES_INDEXERS, TP
 from support.scripts import run_script
 
@@ -25,15 +27,21 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dic
 
 
 def of(found: dict[tuple[str, int], dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    return [found[name, rank] for rank in range(TP)]
+    """Returns what was seen of an architecture on each engine rank. Skips the test if stock SGLang cannot start it."""
+    seen = [found[name, rank] for rank in range(TP)]
+    if any("stock_cannot" in one for one in seen) and metadata.version("sglang") != str(OLDEST):
+        pytest.skip(seen[0]["stock_cannot"])
+    return seen
 
 
 def test_every_defined_tensor_is_that_of_a_rank_started_on_the_checkpoint(
     found: dict[tuple[str, int], dict[str, Any]],
 ) -> None:
-    assert [seen for seen in found.values() if "cannot" in seen] == []
+    started = {case: seen for case, seen in found.items() if "stock_cannot" not in seen}
+    assert [seen for seen in started.values() if "cannot" in seen] == []
     assert len(found) == TP * len(ARCHITECTURES)
-    for (name, _), seen in found.items():
+    assert len(started) == len(found) or metadata.version("sglang") != str(OLDEST)
+    for (name, _), seen in started.items():
         assert seen["of"] > 50
         # Memory that stock SGLang never writes differs from start to start, where nothing reads it.
         undefined = seen["left_alone"] if name == BIASES else [n for n in seen["left_alone"] if "k_norm" not in n]
@@ -58,9 +66,9 @@ def test_layers_without_an_indexer_of_their_own_are_taken_as_stock_takes_them(
     found: dict[tuple[str, int], dict[str, Any]],
 ) -> None:
     for seen in of(found, SHARES_INDEXERS):
-        assert len(seen["left_alone"]) == 5
-        assert all("layers.2.self_attn.indexer." in name for name in seen["left_alone"])
-        assert "indexer.wq_b.weight is not written by the loader" in seen["refused"][1]
+        assert sorted(seen["left_alone"]) == sorted(seen["unread"])
+        if seen["unread"]:  # SGLang 0.5.23 builds none
+            assert "indexer.wq_b.weight is not written by the loader" in seen["refused"][1]
 
 
 def test_half_a_bias_may_be_left_alone(found: dict[tuple[str, int], dict[str, Any]]) -> None:

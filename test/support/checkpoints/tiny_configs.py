@@ -114,7 +114,7 @@ def _changes(standard: Any, sizes: Sizes) -> dict[str, Any]:
     values = standard.to_dict()
     layers = getattr(standard, "num_hidden_layers", None)
     for key, value in values.items():
-        part = getattr(standard, key, None)
+        part = getattr(standard, key, None) if isinstance(value, dict) else None
         small = _small(key, sizes)
         if isinstance(part, PreTrainedConfig):
             changes[key] = _changes(part, sizes)
