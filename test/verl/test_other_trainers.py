@@ -1,4 +1,4 @@
-"""verl's other trainers: the one before v1, the colocated asynchronous one, one step off policy, and the fully asynchronous ones."""
+"""verl's other trainers: the one before v1, asynchronous colocated ones, one step off policy, and fully asynchronous."""
 
 from __future__ import annotations
 
