@@ -1,4 +1,4 @@
-"""verl's other trainers: the one before v1, asynchronous colocated ones, one step off policy, and fully asynchronous."""
+"""verl's other trainers: the one before v1, asynchronous ones, colocated and apart, and one step off policy."""
 
 from __future__ import annotations
 
