@@ -18,6 +18,7 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import ExplicitSharding
 from sglang_reshard.verl.host_copies import HostCopies
+from sglang_reshard.verl.megatron_experts import Finish, finish_of, stacked_experts, stacking_converter
 from sglang_reshard.verl.shard_exchange import AllGather
 from sglang_reshard.verl.traced_parameters import Conversion, TracedParameters
 
@@ -55,7 +56,13 @@ class Megatron:
     def _traced(self, engine: Any) -> TracedParameters:
         if self._parameters is None:
             _check(engine)
-            self._parameters = TracedParameters(_conversions(engine), self._all_gather)
+            copies = HostCopies(engine.module)
+
+            def values(parameter: torch.Tensor) -> torch.Tensor:
+                found = copies.values(parameter)
+                return parameter.data if found is None else found
+
+            self._parameters = TracedParameters(_conversions(engine), self._all_gather, values)
         return self._parameters
 
 
@@ -74,44 +81,38 @@ def _check(engine: Any) -> None:
 def _conversions(engine: Any) -> Iterator[Conversion]:
     """Yields every parameter of all pipeline stages; Megatron-Bridge lists them in the same order on all ranks."""
     vocabulary = engine.model_config.hf_config.get_text_config().vocab_size
-    finish = _finish(engine.bridge)
-    for task in engine.bridge.get_conversion_tasks(engine.module):
+    tasks = engine.bridge.get_conversion_tasks(engine.module)
+    own = [task for task in tasks if task is not None and task.param_weight is not None]
+    stacked = stacked_experts(own)
+    finish = finish_of(engine.bridge)
+    for task in tasks:
         if task is None or task.param_weight is None:  # not in the checkpoint, or of another pipeline stage
             yield Conversion("", None, _nothing)
+        elif experts := stacked.get(id(task)):
+            convert = stacking_converter(engine.bridge, task, experts)
+            yield Conversion(task.global_param_name, task.param_weight, convert, part=True)
         else:
             # Megatron-Core marks what it keeps equal over pipeline stages, by adding up the gradients.
             tied = getattr(task.param_weight, "shared_embedding", False)
-            yield Conversion(task.global_param_name, task.param_weight, _converter(task, finish, vocabulary), tied)
+            whole = not getattr(task.param_weight, "tensor_model_parallel", False)
+            convert = _converter(task, finish, vocabulary)
+            yield Conversion(task.global_param_name, task.param_weight, convert, tied, whole=whole)
 
 
 def _nothing(shard: torch.Tensor) -> Mapping[str, torch.Tensor]:
     return {}
 
 
-def _finish(bridge: Any) -> Callable[[Any, Any], Mapping[str, torch.Tensor]]:
-    """Returns the architecture bridge's function that modifies the converted tensors of a task."""
-    hook = getattr(getattr(bridge, "_model_bridge", None), "maybe_modify_converted_hf_weight", None)
-    if hook is None:
-        return lambda task, tensors: tensors
-    checkpoint = getattr(bridge.hf_pretrained, "state", {})
-    return lambda task, tensors: hook(task, tensors, checkpoint)
-
-
-def _converter(
-    task: Any, finish: Callable[[Any, Any], Mapping[str, torch.Tensor]], vocabulary: int
-) -> Callable[[torch.Tensor], Mapping[str, torch.Tensor]]:
+def _converter(task: Any, finish: Finish, vocabulary: int) -> Callable[[torch.Tensor], Mapping[str, torch.Tensor]]:
     def convert(shard: torch.Tensor) -> Mapping[str, torch.Tensor]:
         from verl.workers.engine.megatron.delta_export import make_probe
 
-        if getattr(task.mapping, "is_grouped_export", False):
-            raise Unsupported(
-                "the bridge fuses it with other experts into one checkpoint tensor, which is not supported"
-            )
         converted = make_probe(task.mapping, task.megatron_module).megatron_to_hf(shard, task.megatron_module)
         tensors = finish(task, converted)
-        if converted and not tensors:  # kept for later, until all experts are there
+        if converted and not tensors:  # kept for later
             raise Unsupported(
-                "the bridge fuses it with other parameters into one checkpoint tensor, which is not supported"
+                "the bridge fuses it with other parameters into one checkpoint tensor, which is supported for experts "
+                "only"
             )
         if task.global_param_name.endswith(_PADDED_VOCABULARY):
             return {name: tensor[:vocabulary] for name, tensor in tensors.items()}

@@ -41,12 +41,14 @@ class RankShards(msgspec.Struct, frozen=True):
     rows   for each parameter in a list that all ranks have: the checkpoint tensors that this rank's shard of it belongs
            to, and the index of their boxes in `boxes`, which thousands of experts have in common
     tied   indices in `rows` of the parameters that the trainer keeps equal to others, as tied embeddings
+    parts  the same as a row, for all parameters that are joined: other ranks have other experts, in other rows
     error  why this rank cannot take part; sent to all ranks, which would wait otherwise
     """
 
     rows: tuple[tuple[tuple[str, int], ...], ...] = ()
     boxes: tuple[LocalBoxes, ...] = ()
     tied: tuple[int, ...] = ()
+    parts: tuple[tuple[str, int], ...] = ()
     error: str = ""
 
 
@@ -100,7 +102,7 @@ class _Holder(NamedTuple):
 
 def _ordered(ranks: Sequence[RankShards]) -> Iterator[tuple[str, _Holder]]:
     """Yields (name, holder) in an order that is the same on all ranks."""
-    for row, of_ranks in enumerate(zip(*(shards.rows for shards in ranks), strict=True)):
+    for row, of_ranks in enumerate(zip(*((*shards.rows, shards.parts) for shards in ranks), strict=True)):
         for rank, tensors in enumerate(of_ranks):
             for name, number in tensors:
                 yield name, _Holder(row, rank, number)

@@ -48,7 +48,12 @@ class _ForGPUs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Empty(ModuleType):
+    __version__ = "2.9.0"  # which is compared
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (), {}) if name[0].isupper() else _Empty(f"{self.__name__}.{name}")
+
+    def __call__(self, *_: Any, **__: Any) -> Any:  # functions, whose parameters are looked at
+        raise NotImplementedError(f"{self.__name__} needs a GPU")

@@ -7,6 +7,7 @@ converters of `megatron_bridge`, which go the other way. That both models give t
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from unittest import mock
@@ -22,6 +23,8 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+STACKED = "qwen3_vl_moe"  # whose text model is Qwen3-MoE's, in a checkpoint that stacks experts
+
 
 @dataclass(frozen=True)
 class Case:
@@ -29,6 +32,7 @@ class Case:
 
     tp, pp, ep, etp  sizes: tensor, pipeline, expert and expert tensor parallel
     vp               model chunks of a pipeline stage
+    flat             all parameters of a chunk are in one buffer, the last one first, as Megatron's optimizer has them
     groups           heads with a key and value of their own
     head, mlp        widths in elements, of a head and of a dense layer or an expert
     """
@@ -39,6 +43,7 @@ class Case:
     vp: int = 1
     ep: int = 1
     etp: int = 1
+    flat: bool = False
     groups: int = 2
     tied: bool = False
     layers: int = 2
@@ -51,7 +56,7 @@ class Case:
 
     @property
     def experts(self) -> int | None:
-        return 4 if self.kind == "qwen3_moe" else None
+        return 4 if self.kind in ("qwen3_moe", STACKED) else None
 
 
 def reference(case: Case, seed: int = 7) -> transformers.PreTrainedModel:
@@ -83,6 +88,26 @@ def reference(case: Case, seed: int = 7) -> transformers.PreTrainedModel:
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2)
     return model.eval()
+
+
+def published(case: Case, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the checkpoint as it is published: of the wrapped text model with experts in one tensor, transposed."""
+    if case.kind != STACKED:
+        return tensors
+    found, stacked = {}, defaultdict(dict[int, dict[str, torch.Tensor]])
+    for name, tensor in tensors.items():
+        layer, is_expert, rest = name.replace("model.", "model.language_model.", 1).partition(".experts.")
+        if is_expert:
+            expert, part, _ = rest.split(".")
+            stacked[layer].setdefault(int(expert), {})[part] = tensor
+        else:
+            found[layer] = tensor
+    for layer, experts in stacked.items():
+        in_order = [experts[number] for number in range(len(experts))]
+        both = [torch.cat([of["gate_proj"], of["up_proj"]]).t() for of in in_order]
+        found[f"{layer}.experts.gate_up_proj"] = torch.stack(both)
+        found[f"{layer}.experts.down_proj"] = torch.stack([of["down_proj"].t() for of in in_order])
+    return found
 
 
 def checkpoint(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -141,7 +166,18 @@ def megatron_models(case: Case, tensors: dict[str, torch.Tensor]) -> list[GPTMod
     """This rank's part of a Megatron-Core model with the weights of a checkpoint, by model chunks."""
     models = initial_models(case)
     load(case, models, tensors)
+    for model in models if case.flat else ():
+        _flatten(model)
     return models
+
+
+def _flatten(model: GPTModel) -> None:
+    parameters = list(model.parameters())[::-1]
+    buffer, begin = torch.empty(sum(p.numel() for p in parameters)), 0
+    for parameter in parameters:
+        end = begin + parameter.numel()
+        parameter.data = buffer[begin:end].view(parameter.shape).copy_(parameter.data)
+        begin = end
 
 
 def initial_models(case: Case) -> list[GPTModel]:

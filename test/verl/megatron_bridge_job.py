@@ -13,6 +13,7 @@ from support import megatron_bridge_env
 def main(cases: list[dict[str, Any]]) -> None:
     megatron_bridge_env.use()
     import megatron_job  # with the transformers of that environment
+    from support.megatron_models import STACKED
     from support.transformer_engine_names import rename
 
     AutoBridge = megatron_bridge_env.auto_bridge()
@@ -20,6 +21,9 @@ def main(cases: list[dict[str, Any]]) -> None:
     def bridge(case: Any, model: Any, models: list[Any]) -> Any:
         for chunk in models if case.kind != "llama" else ():
             rename(chunk)
+        if case.kind == STACKED:
+            models[:] = [wrapped(chunk) for chunk in models]
+            model = with_images(case)
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             made = AutoBridge.from_hf_pretrained(folder)
@@ -27,6 +31,34 @@ def main(cases: list[dict[str, Any]]) -> None:
         return made
 
     megatron_job.main([(megatron_job.Case(**case), bridge) for case in cases])
+
+
+def wrapped(text: Any) -> Any:
+    """Returns a model with images, as far as its text model goes."""
+    from torch import nn
+
+    model = nn.Module()
+    model.language_model, model.config = text, text.config
+    return model
+
+
+def with_images(case: Any) -> Any:
+    """Returns the transformers model of that architecture, whose names and config Megatron-Bridge reads."""
+    import transformers
+
+    text = {
+        "vocab_size": case.vocabulary, "hidden_size": case.hidden, "intermediate_size": case.mlp,
+        "moe_intermediate_size": case.mlp, "num_hidden_layers": case.layers, "num_attention_heads": case.heads,
+        "num_key_value_heads": case.groups, "head_dim": case.head, "num_experts": case.experts,
+        "num_experts_per_tok": 2, "tie_word_embeddings": case.tied,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+    }  # fmt: skip
+    images = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": case.hidden,
+        "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+    }  # fmt: skip
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=images)
+    return transformers.Qwen3VLMoeForConditionalGeneration(config)
 
 
 if __name__ == "__main__":

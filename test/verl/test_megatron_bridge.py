@@ -26,8 +26,12 @@ CASES = {
     "pp4 vp2 tied": {"kind": "qwen2", "pp": 4, "vp": 2, "layers": 8, "tied": True},
     "tp2 ep2 etp2": {"kind": "qwen3_moe", "tp": 2, "ep": 2, "etp": 2},
     "pp2 ep2": {"kind": "qwen3_moe", "pp": 2, "ep": 2},
+    "stacked, tp2 ep2 etp2": {"kind": "qwen3_vl_moe", "tp": 2, "ep": 2, "etp": 2, "flat": True},
+    "stacked, pp2 ep2": {"kind": "qwen3_vl_moe", "pp": 2, "ep": 2, "flat": True},
+    "stacked, ep4": {"kind": "qwen3_vl_moe", "ep": 4, "flat": True},
+    "stacked, tp4": {"kind": "qwen3_vl_moe", "tp": 4, "etp": 4, "flat": True},
 }
-OF_LAYER = {"llama": 9, "qwen3": 11, "qwen2": 12, "qwen3_moe": 9 + 3 * 4}
+OF_LAYER = {"llama": 9, "qwen3": 11, "qwen2": 12, "qwen3_moe": 9 + 3 * 4, "qwen3_vl_moe": 9 + 2}
 
 
 @pytest.fixture(scope="module")

@@ -290,16 +290,122 @@ def test_engines_without_probes_are_refused(engine, change, why):
         Megatron(alone).tensors(engine)
 
 
-def test_experts_that_the_checkpoint_stacks_are_refused(engine):
-    engine.tasks.append(engine.task("experts.fc1.weight0", torch.ones(2, 2), is_grouped_export=True))
-    with pytest.raises(
-        Unsupported, match=r"trainer rank 0: experts.fc1.weight0 .* fuses it with other experts into one"
-    ):
-        Megatron(alone).tensors(engine)
+class Stacks:
+    """A bridge of an architecture that keeps experts, [in, out], until it has all, and then stacks them, transposed."""
+
+    def __init__(self, experts, ep_size):
+        self.experts, self.ep_size, self.kept = experts, ep_size, {}
+
+    def maybe_modify_converted_hf_weight(self, task, tensors, checkpoint):
+        number = getattr(task, "local_number", None)
+        if number is None:
+            return tensors
+        ((name, tensor),) = tensors.items()
+        for rank, expert in enumerate(tensor if self.ep_size > 1 else [tensor]):
+            self.kept[number + rank * self.experts // self.ep_size] = expert.t()
+        if len(self.kept) < self.experts:
+            return {}
+        return {name: torch.stack([self.kept.pop(i) for i in range(self.experts)])}
+
+
+class ExpertMapping:
+    """Has no communication, as verl's probe of a mapping."""
+
+    is_expert, hf_param, ep_size = True, "experts.down", 2
+
+    def __init__(self, ep_rank):
+        self.ep_rank = ep_rank
+
+    def gather_from_ep_ranks(self, shard, module, name):
+        raise AssertionError("a probe must not gather")
+
+    def megatron_to_hf(self, shard, module):
+        return self.gather_from_ep_ranks(shard, module, self.hf_param)
+
+
+def expert_engine(engine, ep_rank, parameters):
+    """The engine with two experts on each of two expert parallel ranks."""
+    engine.tasks[:] = [
+        SimpleNamespace(
+            global_param_name=f"experts.fc2.weight{2 * ep_rank + i}", mapping=ExpertMapping(ep_rank),
+            param_weight=parameter, megatron_module=torch.nn.Module(), local_number=i,
+        )
+        for i, parameter in enumerate(parameters)
+    ]  # fmt: skip
+    bridge = SimpleNamespace(
+        get_conversion_tasks=lambda module: engine.tasks,
+        _model_bridge=Stacks(4, 2),
+        hf_pretrained=SimpleNamespace(state={}, config=None),
+    )
+    return SimpleNamespace(**{**vars(engine), "tasks": list(engine.tasks), "bridge": bridge})
+
+
+def in_one_buffer(values):
+    """Parameters in one buffer, the last one first, as Megatron's optimizer has them."""
+    return list(values.flip(0))[::-1]
+
+
+def apart(values):
+    return [value.clone() for value in values]
+
+
+@pytest.mark.parametrize("place", [in_one_buffer, apart])
+def test_experts_that_the_checkpoint_stacks_are_joined(engine, place):
+    """In place if they are in one buffer, and else as a copy in the same memory, which follows the parameters."""
+    experts = torch.arange(24.0).view(4, 2, 3)
+    engines = [expert_engine(engine, rank, place(experts[2 * rank : 2 * rank + 2])) for rank in range(2)]
+    messages = []
+    for one in engines:
+        engine.tasks[:] = one.tasks
+        with contextlib.suppress(_MessageTaken):
+            Megatron(lambda message, kind: taking(message, kind, messages)).tensors(one)
+    for rank, one in enumerate(engines):
+        engine.tasks[:] = one.tasks
+        source = Megatron(lambda message, kind: messages)
+        ((name, tensor, held),) = source.tensors(one)
+        assert (name, held.shape) == ("experts.down", (4, 3, 2))
+        for factor in (1, 3):
+            for task, value in zip(one.tasks, experts[2 * rank :], strict=False):
+                task.param_weight.copy_(value * factor)
+            ((_, again, _),) = source.tensors(one)
+            for piece in held.shard_map.shards_of(rank):
+                inside = tuple(slice(a, a + n) for a, n in zip(piece.local_start, piece.box.shape, strict=True))
+                assert torch.equal(again[inside], experts.transpose(1, 2)[piece.box.slices()] * factor)
+            assert again.data_ptr() == tensor.data_ptr()
+        own = {task.param_weight.untyped_storage().data_ptr() for task in one.tasks}
+        assert (tensor.untyped_storage().data_ptr() in own) == (place is in_one_buffer)
+        assert sum(piece.box.numel for piece in held.shard_map.shards_of(rank)) == 12
+
+
+def taking(message, kind, messages):
+    messages.append(decode(encode(message), kind))
+    raise _MessageTaken
+
+
+def test_what_is_computed_of_a_whole_parameter_is_sent_as_a_copy():
+    """As of norms that a trainer stores less one."""
+    weight = torch.arange(3.0)
+    (parameters,) = on_ranks([Conversion("norm", weight, lambda shard: {"t": shard + 1}, whole=True)])
+    ((_, first, held),) = parameters.tensors()
+    assert torch.equal(first, torch.tensor([1.0, 2, 3]))
+    assert held.shard_map.shards == (ShardBox(Box((0,), (3,)), (0,), (0,)),)
+    weight.mul_(10)
+    ((_, second, _),) = parameters.tensors()
+    assert torch.equal(second, torch.tensor([1.0, 11, 21]))
+    assert second.data_ptr() == first.data_ptr()
+    assert parameters.parameters == [weight]
+
+
+def test_what_is_computed_with_elements_of_other_ranks_is_refused():
+    def convert(shard):
+        return {"t": torch.cat([shard, torch.full_like(shard, float("nan"))]) + 1}
+
+    with pytest.raises(Unsupported, match=r"trainer rank 0: norm .* with elements of other trainer ranks"):
+        on_ranks([Conversion("norm", torch.ones(3), convert, whole=True)])
 
 
 def test_parameters_that_the_architecture_collects_are_refused(engine):
     collects = SimpleNamespace(maybe_modify_converted_hf_weight=lambda task, tensors, checkpoint: {})
-    engine.bridge._model_bridge, engine.bridge.hf_pretrained = collects, SimpleNamespace(state={})
+    engine.bridge._model_bridge, engine.bridge.hf_pretrained = collects, SimpleNamespace(state={}, config=None)
     with pytest.raises(Unsupported, match=r"embedding.* fuses it with other parameters into one checkpoint tensor"):
         Megatron(alone).tensors(engine)

@@ -1,0 +1,102 @@
+"""Converts experts that a checkpoint stacks in one tensor, each of which is a parameter of Megatron-Core.
+
+Megatron-Bridge converts one expert after the other, keeps the results, and stacks them when it has all. Here all
+experts of a layer go through its code, and only one of them is followed: the elements of the others are placeholders.
+So the bridge alone decides on the order of experts, on transposition and on how gate and up are joined.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from sglang_reshard.errors import Unsupported
+
+# An architecture bridge's function that modifies the converted tensors of a task; empty while experts are missing.
+Finish: TypeAlias = Callable[[Any, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+_EXPERT_NUMBER = re.compile(r"\bexperts\.\d")
+
+
+def stacked_experts(tasks: Sequence[Any]) -> dict[int, list[Any]]:
+    """Returns, by id of a task of this rank, the tasks of all its experts that go into the same checkpoint tensors."""
+    groups: dict[tuple[str, ...], list[Any]] = {}
+    for task in tasks:
+        if not getattr(task.mapping, "is_expert", False):
+            continue
+        names = _checkpoint_names(task.mapping)
+        if not any(map(_EXPERT_NUMBER.search, names)):
+            groups.setdefault(names, []).append(task)
+    return {id(task): group for group in groups.values() for task in group}
+
+
+def stacking_converter(
+    bridge: Any, task: Any, experts: Sequence[Any]
+) -> Callable[[torch.Tensor], Mapping[str, torch.Tensor]]:
+    """Returns the converter of one expert to the tensors that all experts of its layer are in."""
+
+    def convert(shard: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        finish, tensors = finish_of(bridge), dict[str, torch.Tensor]()
+        for expert in experts:
+            given = shard if expert is task else _placeholder(expert.param_weight.shape, shard)
+            tensors |= finish(expert, _probe(expert).megatron_to_hf(given, expert.megatron_module))
+        if not tensors:
+            raise Unsupported("the bridge fuses it with parameters that are no experts of its layer")
+        return tensors
+
+    return convert
+
+
+def finish_of(bridge: Any) -> Finish:
+    """Returns what the bridge does with the converted tensors of each task of one export."""
+    model_bridge: Any = getattr(bridge, "_model_bridge", None)  # another object each time
+    modify = getattr(model_bridge, "maybe_modify_converted_hf_weight", None)
+    if model_bridge is not None:
+        pretrained = bridge.hf_pretrained
+        model_bridge.hf_config = getattr(pretrained, "config", pretrained)  # as its export does before
+    kept: dict[str, dict[int, torch.Tensor]] = {}
+
+    def finish(task: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        checkpoint = getattr(getattr(bridge, "hf_pretrained", None), "state", {})
+        if getattr(task.mapping, "is_grouped_export", False):  # newer bridges, in place of the function above
+            config = task.mapping._get_config(task.megatron_module)
+            return model_bridge._accumulate_grouped_export(task, tensors, config, kept, checkpoint) or {}
+        return tensors if modify is None else modify(task, tensors, checkpoint)
+
+    return finish
+
+
+def _checkpoint_names(mapping: Any) -> tuple[str, ...]:
+    names = mapping.hf_param
+    return tuple(names.values()) if isinstance(names, Mapping) else (str(names),)
+
+
+def _placeholder(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return torch.full(tuple(shape), float("nan"), dtype=like.dtype, device=like.device)
+
+
+def _probe(task: Any) -> Any:
+    """Returns verl's probe of a task, which has no communication, with as many expert parallel ranks as there are."""
+    from verl.workers.engine.megatron.delta_export import make_probe
+
+    probe = make_probe(task.mapping, task.megatron_module)
+    _gather_experts(probe)
+    return probe
+
+
+def _gather_experts(mapping: Any) -> None:
+    """The ranks' experts of one place have one name. Megatron-Bridge then stacks them, and verl's probe does not."""
+    for value in vars(mapping).values():
+        if hasattr(type(value), "gather_from_ep_ranks"):
+            _gather_experts(value)
+    size, rank = mapping.ep_size, mapping.ep_rank
+    if size > 1:
+
+        def gather(shard: torch.Tensor, module: Any, name: Any) -> dict[str, torch.Tensor]:
+            of_ranks = [_placeholder(shard.shape, shard)] * size
+            of_ranks[rank] = shard
+            return {str(name): torch.stack(of_ranks)}
+
+        mapping.gather_from_ep_ranks = gather
