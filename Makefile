@@ -75,19 +75,28 @@ $(TORCHRL_STAMP): | $(STAMP)
 	  torchrl==$(TORCHRL) tensordict==0.14.3 hoptorch==0.1.4 pyvers==0.2.3
 	touch $@
 
-# Megatron-Bridge with the transformers that it wants, for the tests of its converters: 137 MB, without the packages for
-# GPUs. `make test-all` runs them.
+# Megatron-Bridge for the tests of its converters, without the packages for GPUs: the last one for Python 3.11, with the
+# transformers that it wants (137 MB), and the newest, with its Megatron-Core (30 MB). `make test-all` runs them.
 BRIDGE := 0.3.1
 BRIDGE_STAMP := $(VENV)/megatron-bridge/.$(BRIDGE)
+NEWEST_BRIDGE := 0.6.2
+NEWEST_BRIDGE_STAMP := $(VENV)/megatron-bridge-newest/.$(NEWEST_BRIDGE)
 
 .PHONY: setup-bridge
-setup-bridge: $(BRIDGE_STAMP)
+setup-bridge: $(BRIDGE_STAMP) $(NEWEST_BRIDGE_STAMP)
 
 $(BRIDGE_STAMP): | $(STAMP)
 	rm -rf $(VENV)/megatron-bridge
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --no-deps --compile-bytecode \
 	  --target $(VENV)/megatron-bridge megatron-bridge==$(BRIDGE) transformers==4.57.3 huggingface-hub==0.36.2 \
 	  datasets==4.0.0
+	touch $@
+
+# It asks for Python 3.12; the tests give Python 3.11 the one name that it lacks.
+$(NEWEST_BRIDGE_STAMP): | $(STAMP)
+	rm -rf $(VENV)/megatron-bridge-newest
+	$(BIN)/uv pip install --quiet --no-deps --python-version 3.12 --python-platform x86_64-manylinux_2_34 \
+	  --target $(VENV)/megatron-bridge-newest megatron-bridge==$(NEWEST_BRIDGE) megatron-core==0.19.2
 	touch $@
 
 # The site of the documents, in an environment of its own: 60 MB. mermaid draws the diagrams and comes from npm, so that

@@ -8,7 +8,8 @@ So the bridge alone decides on the order of experts, on transposition and on how
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -61,11 +62,43 @@ def finish_of(bridge: Any) -> Finish:
     def finish(task: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         checkpoint = getattr(getattr(bridge, "hf_pretrained", None), "state", {})
         if getattr(task.mapping, "is_grouped_export", False):  # newer bridges, in place of the function above
-            config = task.mapping._get_config(task.megatron_module)
-            return model_bridge._accumulate_grouped_export(task, tensors, config, kept, checkpoint) or {}
+            config, shapes = task.mapping._get_config(task.megatron_module), CheckpointShapes(checkpoint)
+            return model_bridge._accumulate_grouped_export(task, tensors, config, kept, shapes) or {}
         return tensors if modify is None else modify(task, tensors, checkpoint)
 
     return finish
+
+
+class CheckpointShapes(Mapping[str, torch.Tensor]):
+    """The tensors of a bridge's checkpoint, without data: a bridge only compares their shapes.
+
+    checkpoint  the bridge's own, which would read a whole tensor from the disk
+    """
+
+    def __init__(self, checkpoint: Any) -> None:
+        self._checkpoint = checkpoint
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._checkpoint
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.empty(self._shape(name), device="meta")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        source = getattr(self._checkpoint, "source", None)
+        file = getattr(source, "key_to_filename_map", {}).get(name)
+        if file is None:
+            return tuple(self._checkpoint[name].shape)
+        from safetensors import safe_open
+
+        with safe_open(Path(source.path, file), "pt") as tensors:  # type: ignore[union-attr]
+            return tuple(tensors.get_slice(name).get_shape())
 
 
 def _checkpoint_names(mapping: Any) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
-"""Megatron-Bridge in an environment of its own, beside the project's: `make setup-bridge`.
+"""Two releases of Megatron-Bridge, in folders next to the project's environment: `make setup-bridge`.
 
-It wants an older transformers than SGLang, which is in the same folder, and packages for GPUs, which its converters do
-not call: in their place are modules in which every name is an empty class, or a module like them.
+The older one wants an older transformers than SGLang, the newer one a newer Megatron-Core; both are in its folder. Both
+want packages for GPUs, which their converters do not call: in their place are modules in which every name is an empty
+class, or a module like them.
 """
 
 from __future__ import annotations
@@ -9,19 +10,24 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-FOLDER = Path(__file__).parents[2] / ".venv" / "megatron-bridge"
+import typing_extensions
+
+_FOLDERS = Path(__file__).parents[2] / ".venv"
+FOLDERS = {"0.3.1": _FOLDERS / "megatron-bridge", "0.6.2": _FOLDERS / "megatron-bridge-newest"}
 FOR_GPUS = ("transformer_engine", "mamba_ssm", "causal_conv1d")
 
 
-def use() -> None:
-    """For a process of its own, before it imports transformers or Megatron-Core."""
-    sys.path.insert(0, str(FOLDER))
-    sys.modules["kernels"] = None  # type: ignore[assignment]  # that of the newer transformers; this one does without
+def use(release: str) -> None:
+    """For a separate process, before it imports transformers or Megatron-Core."""
+    sys.path.insert(0, str(FOLDERS[release]))
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # that of the newer transformers; both do without
+    vars(typing).setdefault("override", typing_extensions.override)  # Python 3.12's, which the newer release imports
 
 
 def auto_bridge() -> Any:

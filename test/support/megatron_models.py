@@ -91,7 +91,10 @@ def reference(case: Case, seed: int = 7) -> transformers.PreTrainedModel:
 
 
 def published(case: Case, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the checkpoint as it is published: of the wrapped text model with experts in one tensor, transposed."""
+    """Returns the checkpoint as transformers writes it: of the wrapped text model, with experts in one tensor.
+
+    transformers 4 keeps them transposed, as the published checkpoints are.
+    """
     if case.kind != STACKED:
         return tensors
     found, stacked = {}, defaultdict(dict[int, dict[str, torch.Tensor]])
@@ -102,11 +105,13 @@ def published(case: Case, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
             stacked[layer].setdefault(int(expert), {})[part] = tensor
         else:
             found[layer] = tensor
+    turned = transformers.__version__.startswith("4.")
     for layer, experts in stacked.items():
         in_order = [experts[number] for number in range(len(experts))]
-        both = [torch.cat([of["gate_proj"], of["up_proj"]]).t() for of in in_order]
-        found[f"{layer}.experts.gate_up_proj"] = torch.stack(both)
-        found[f"{layer}.experts.down_proj"] = torch.stack([of["down_proj"].t() for of in in_order])
+        both = torch.stack([torch.cat([of["gate_proj"], of["up_proj"]]) for of in in_order])
+        down = torch.stack([of["down_proj"] for of in in_order])
+        found[f"{layer}.experts.gate_up_proj"] = both.mT if turned else both
+        found[f"{layer}.experts.down_proj"] = down.mT if turned else down
     return found
 
 

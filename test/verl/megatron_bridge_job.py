@@ -10,8 +10,8 @@ from typing import Any
 from support import megatron_bridge_env
 
 
-def main(cases: list[dict[str, Any]]) -> None:
-    megatron_bridge_env.use()
+def main(release: str, cases: list[dict[str, Any]]) -> None:
+    megatron_bridge_env.use(release)
     import megatron_job  # with the transformers of that environment
     from support.megatron_models import STACKED
     from support.transformer_engine_names import rename
@@ -24,10 +24,10 @@ def main(cases: list[dict[str, Any]]) -> None:
         if case.kind == STACKED:
             models[:] = [wrapped(chunk) for chunk in models]
             model = with_images(case)
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
-            made = AutoBridge.from_hf_pretrained(folder)
-            made.get_conversion_tasks(models)  # reads the names in the folder, and keeps them
+        folder = tempfile.TemporaryDirectory()
+        model.save_pretrained(folder.name)
+        made = AutoBridge.from_hf_pretrained(folder.name)
+        made.folder = folder  # as long as the bridge, which reads names and shapes in it
         return made
 
     megatron_job.main([(megatron_job.Case(**case), bridge) for case in cases])
@@ -62,4 +62,4 @@ def with_images(case: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(sys.argv[1], json.loads(sys.argv[2]))
