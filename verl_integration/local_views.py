@@ -67,7 +67,7 @@ class JoinedParts:
 
 
 class Computed:
-    """What a converter computes of a parameter: a copy, in the same memory each time."""
+    """The result of a converter that computes: a copy, in the same memory each time."""
 
     def __init__(self, parameter: torch.Tensor, convert: Convert, name: str) -> None:
         self.parameters = (parameter,)

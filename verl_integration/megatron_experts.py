@@ -1,4 +1,4 @@
-"""Converts experts that a checkpoint stacks in one tensor, each of which is a parameter of Megatron-Core.
+"""Converts experts that a checkpoint stacks in one tensor, and Megatron-Core keeps as a parameter each.
 
 Megatron-Bridge converts one expert after the other, keeps the results, and stacks them when it has all. Here all
 experts of a layer go through its code, and only one of them is followed: the elements of the others are placeholders.

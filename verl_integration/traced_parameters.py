@@ -50,8 +50,8 @@ class TracedParameters:
     """One trainer rank's parameters. Construction is collective: it calls `all_gather` once.
 
     Parameters that are parts of one checkpoint tensor are joined along its first dimension: to a view of their memory,
-    if they lie at equal distances in one storage, as in Megatron's flat buffers, and else to a copy, in every update.
-    A copy is also sent of what a converter computes, of a parameter that the rank has whole, as a norm's weight.
+    if they lie at equal distances in one storage, as in Megatron's flat buffers. Else every update copies them.
+    A converter that computes, as of a norm's weight, is run in every update, if the rank has the whole parameter.
 
     values  returns the memory that has a parameter's elements now; it tells in which order parts lie
 
