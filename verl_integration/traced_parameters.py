@@ -53,7 +53,7 @@ class TracedParameters:
     if they lie at equal distances in one storage, as in Megatron's flat buffers. Else every update copies them.
     A converter that computes, as of a norm's weight, is run in every update, if the rank has the whole parameter.
 
-    values  returns the memory that has a parameter's elements now; it tells in which order parts lie
+    values  returns the memory that has a parameter's elements now; parts are joined in its order
 
     Raises Unsupported on all ranks, naming parameter and rank, if one of them cannot determine where elements go: the
     conversion computes with them, or several parameters hold one checkpoint tensor and are neither tied nor parts.
