@@ -1,8 +1,8 @@
 """Run by test_megatron_layers.py: single layers of Qwen3.5 under Megatron-Bridge's own converters, over four ranks.
 
-Its model cannot be built without a GPU. So parameters have the names, classes and shapes of Megatron-Core's modules, the
-bridge's import fills them from checkpoint tensors, and the shards that its traced export finds are put together again.
-Answers, as JSON, for every case what is wrong on any rank.
+Its model cannot be built without a GPU. So parameters have the names, classes and shapes of Megatron-Core's modules.
+The bridge's import fills them from checkpoint tensors, and the shards that its traced export finds are put together
+again. Answers, as JSON, for every case what is wrong on any rank.
 """
 
 from __future__ import annotations
