@@ -42,9 +42,9 @@ def write_slots(model: nn.Module, named_tensors: Any) -> None:
     write_json(list(slots.values()), named_tensors)
 
 
-def peft_model(rank: int = 4) -> PeftModel:
+def peft_model(rank: int = 4, **options: Any) -> PeftModel:
     torch.manual_seed(0)
-    config = LoraConfig(r=rank, lora_alpha=8, target_modules=MODULES, init_lora_weights=False)
+    config = LoraConfig(r=rank, lora_alpha=8, target_modules=MODULES, init_lora_weights=False, **options)
     return get_peft_model(Qwen3ForCausalLM(CONFIG).float(), config)
 
 
@@ -113,6 +113,17 @@ class Job:
             found.append(said[0, len(prompt) :].tolist())
         return found
 
+    def log_probs(self, adapter: str) -> list[list[float]]:
+        """What the engine says of the prompts' tokens, but the first."""
+        outputs = self.engine.generate(
+            input_ids=PROMPTS,
+            sampling_params={"temperature": 0, "max_new_tokens": 1},
+            return_logprob=True,
+            logprob_start_len=0,
+            lora_path=[adapter] * len(PROMPTS),
+        )
+        return [[row[0] for row in output["meta_info"]["input_token_logprobs"][1:]] for output in outputs]
+
     def load_by_stock(self, name: str) -> None:
         """SGLang's own load of the adapter that PEFT has saved."""
         if self.engine.engine is not None:
@@ -152,8 +163,30 @@ def two_versions(job: dict[str, Any]) -> dict[str, Any]:
     seen["after"] = run.tokens("policy")
     seen["torn"] = torn(run, policy)
     seen["healed"] = run.tokens("policy")
+    seen["rooted"] = scaled_by_the_root(run)
     run.engine.shutdown()
     return seen
+
+
+def log_probs_of(model: PeftModel) -> list[list[float]]:
+    found = []
+    for prompt in PROMPTS:
+        with torch.no_grad():
+            scores = model(input_ids=torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        found.append(scores.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist())
+    return found
+
+
+def scaled_by_the_root(run: Job) -> dict[str, Any]:
+    """The adapter's tensors under rsLoRA's configuration: what the engine says of the prompts, and PEFT with both."""
+    model = peft_model(use_rslora=True).eval()
+    model.load_state_dict(run.reference.state_dict())
+    run.engine.lora_adapter("rooted", adapter_config(model)).update(adapter_tensors(run.model))
+    return {
+        "served": run.log_probs("rooted"),
+        "expected": log_probs_of(model),
+        "otherwise": log_probs_of(run.reference),
+    }
 
 
 def refused(call: Callable[[], Any]) -> str:

@@ -1,12 +1,14 @@
 """LoRA adapters that PEFT trains over FSDP, served as adapters by a real engine: only the adapter's tensors move.
 
-Compared with SGLang's own load of the adapter that PEFT has saved, slot by slot, and with PEFT's greedy tokens.
+Compared with SGLang's own load of the adapter that PEFT has saved, slot by slot, and with PEFT's greedy tokens; with
+rsLoRA, whose scaling SGLang's own load does not know, with PEFT's log-probabilities.
 """
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.sglangs import chosen
 from support.trainer_rows import shown
@@ -50,6 +52,9 @@ def test_an_engine_serves_the_adapter(strategy: str, sglang: str, tmp_path: Path
     assert "loaded: policy" in torn["request"]
     assert torn["base"] == without_adapter
     assert seen["healed"] == seen["after"]
+    rooted = {said: torch.tensor([p for prompt in found for p in prompt]) for said, found in seen["rooted"].items()}
+    torch.testing.assert_close(rooted["served"], rooted["expected"], rtol=1e-4, atol=1e-4)
+    assert (rooted["otherwise"] - rooted["expected"]).abs().max() > 0.1
     record_property("trainer", shown(f"{strategy}, PEFT", "adapter_tensors", "auto", "run", 1.0))
 
 

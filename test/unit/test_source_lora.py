@@ -65,11 +65,22 @@ def test_the_configuration_is_what_sglang_computes_with():
     assert json.loads(adapter_config(PLAIN | {"target_modules": "all-linear"}))["target_modules"] == "all-linear"
 
 
+@pytest.mark.parametrize("rank", [1, 2, 4, 6, 64, 100])
+@pytest.mark.parametrize("alpha", [1, 8, 12.5, 32])
+def test_of_rslora_sglangs_scaling_is_pefts(rank, alpha):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha, use_rslora=True, target_modules=["up"])
+    model = peft.get_peft_model(nn.ModuleDict({"up": nn.Linear(2, 3)}), config)
+    given = json.loads(adapter_config(model))
+    # As SGLang's LoRAAdapter computes it; its batches then have it in float32.
+    scaling = torch.tensor(given["lora_alpha"] / given["r"], dtype=torch.float32)
+    assert scaling == torch.tensor(model.base_model.model["up"].scaling["default"], dtype=torch.float32)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"use_dora": True}, "use_dora=True: SGLang does not serve DoRA"),
-        ({"use_rslora": True}, "by lora_alpha / r"),
         ({"rank_pattern": {"up": 8}}, "ranks that differ"),
         ({"modules_to_save": ["head"]}, "whole modules"),
         ({"bias": "all"}, "bias='all'"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,7 +22,6 @@ _OF_ADAPTER = re.compile(r"(?P<matrix>.*\.lora_(?:embedding_)?[AB])\.(?P<adapter
 # Of PEFT's configuration: what SGLang does not compute, and would serve as if it were not there.
 _NOT_SERVED = {
     "use_dora": "DoRA's magnitudes",
-    "use_rslora": "a scaling by the root of the rank: SGLang scales by lora_alpha / r",
     "lora_bias": "biases",
     "rank_pattern": "ranks that differ between modules",
     "alpha_pattern": "scalings that differ between modules",
@@ -86,6 +86,9 @@ def _checkpoint_name(name: str, adapter: str | None) -> str:
 def adapter_config(config: Any, adapter: str = "default") -> str:
     """Returns what SGLang has to know of an adapter, in JSON.
 
+    SGLang scales every adapter by lora_alpha / r. For rsLoRA the result has the lora_alpha that makes this PEFT's
+    scaling.
+
     config   a PEFT model, its `peft_config[adapter]`, or that as a mapping
 
     Raises Unsupported, naming the option, for an adapter that SGLang would not compute as PEFT does.
@@ -114,11 +117,14 @@ def adapter_config(config: Any, adapter: str = "default") -> str:
         raise Unsupported(
             f"target_modules={modules!r} is a pattern, and SGLang does not serve patterns; list the modules"
         )
+    rank, alpha = int(options["r"]), options["lora_alpha"]
+    if options.get("use_rslora"):
+        alpha *= math.sqrt(rank)  # SGLang scales by lora_alpha / r, and rsLoRA by lora_alpha / sqrt(r)
     return json.dumps(
         {
             "peft_type": kind,
-            "r": int(options["r"]),
-            "lora_alpha": options["lora_alpha"],
+            "r": rank,
+            "lora_alpha": alpha,
             "target_modules": modules if isinstance(modules, str) else sorted(modules),
         }
     )
