@@ -40,6 +40,8 @@ GROUPS = (
             "FlatMember",
             "adapter_config",
             "adapter_tensors",
+            "megatron_adapter_config",
+            "megatron_adapter_tensors",
         ),
     ),
     Group("Boxes", "sglang_reshard.layout.regions", ("Box",)),

@@ -156,7 +156,7 @@ def parallel(case: Case) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _on_cpu() -> Iterator[None]:
+def on_cpu() -> Iterator[None]:
     """Where Megatron-Core takes the current GPU of its own accord, it gets the CPU."""
     with (
         mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
@@ -189,7 +189,7 @@ def initial_models(case: Case) -> list[GPTModel]:
     """This rank's part of a Megatron-Core model as its constructor leaves it, by model chunks."""
     initialize_rng_tracker(inference_rng_tracker=True)
     config = _config(case)
-    with _on_cpu():
+    with on_cpu():
         return [_model(case, config, stage if case.vp > 1 else None) for stage in range(case.vp)]
 
 
@@ -303,7 +303,7 @@ def logits(case: Case, models: Sequence[GPTModel], tokens: torch.Tensor) -> torc
     stage, rank = mpu.get_pipeline_model_parallel_rank(), dist.get_rank()
     apart = dist.get_world_size() // case.pp  # ranks from one pipeline stage to the next
     first = rank - stage * apart
-    with torch.no_grad(), _on_cpu():
+    with torch.no_grad(), on_cpu():
         for number, model in enumerate(models):
             place = number * case.pp + stage  # of the chunk in the whole model
             if place:

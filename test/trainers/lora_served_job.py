@@ -22,6 +22,7 @@ from sglang_reshard import VerlEngine, WeightSender
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.sources import adapter_config, adapter_tensors, base_tensors
 from sglang_reshard.testing import cpu_host
+from support.log_probs import log_probs, served_log_probs
 from support.tiny_qwen3 import tiny_qwen3
 
 PROMPTS = [[5, 6, 7, 8], [100, 200], [300, 17, 44, 9, 2]]
@@ -113,17 +114,6 @@ class Job:
             found.append(said[0, len(prompt) :].tolist())
         return found
 
-    def log_probs(self, adapter: str) -> list[list[float]]:
-        """What the engine says of the prompts' tokens, but the first."""
-        outputs = self.engine.generate(
-            input_ids=PROMPTS,
-            sampling_params={"temperature": 0, "max_new_tokens": 1},
-            return_logprob=True,
-            logprob_start_len=0,
-            lora_path=[adapter] * len(PROMPTS),
-        )
-        return [[row[0] for row in output["meta_info"]["input_token_logprobs"][1:]] for output in outputs]
-
     def load_by_stock(self, name: str) -> None:
         """SGLang's own load of the adapter that PEFT has saved."""
         if self.engine.engine is not None:
@@ -169,12 +159,8 @@ def two_versions(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def log_probs_of(model: PeftModel) -> list[list[float]]:
-    found = []
-    for prompt in PROMPTS:
-        with torch.no_grad():
-            scores = model(input_ids=torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
-        found.append(scores.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist())
-    return found
+    with torch.no_grad():
+        return [log_probs(model(input_ids=torch.tensor([prompt])).logits[0], prompt) for prompt in PROMPTS]
 
 
 def scaled_by_the_root(run: Job) -> dict[str, Any]:
@@ -183,7 +169,7 @@ def scaled_by_the_root(run: Job) -> dict[str, Any]:
     model.load_state_dict(run.reference.state_dict())
     run.engine.lora_adapter("rooted", adapter_config(model)).update(adapter_tensors(run.model))
     return {
-        "served": run.log_probs("rooted"),
+        "served": served_log_probs(run.engine, PROMPTS, "rooted"),
         "expected": log_probs_of(model),
         "otherwise": log_probs_of(run.reference),
     }
