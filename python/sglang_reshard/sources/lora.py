@@ -16,9 +16,11 @@ from torch import nn
 
 from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.sources.flat import FlatBuffer, FlatMember
+from sglang_reshard.sources.lora_experts import StackedExperts, stacked_experts, target_modules
 from sglang_reshard.sources.module import named_shards
 
 _OF_ADAPTER = re.compile(r"(?P<matrix>.*\.lora_(?:embedding_)?[AB])\.(?P<adapter>[^.]+)(?P<end>(\.weight)?)$")
+_BASE_LAYERS = re.compile(r"(\.base_layer)+\.")
 # Of PEFT's configuration: what SGLang does not compute, and would serve as if it were not there.
 _NOT_SERVED = {
     "use_dora": "DoRA's magnitudes",
@@ -27,7 +29,6 @@ _NOT_SERVED = {
     "alpha_pattern": "scalings that differ between modules",
     "modules_to_save": "whole modules",
     "trainable_token_indices": "trained tokens",
-    "target_parameters": "adapters of parameters that are no module's weight",
     "alora_invocation_tokens": "adapters that invocation tokens activate",
     "arrow_config": "routed adapters",
     "monteclora_config": "sampled adapters",
@@ -41,9 +42,13 @@ def adapter_tensors(module: nn.Module, adapter: str = "default") -> list[tuple[A
     module   a PEFT model, or a wrapper of it
     adapter  PEFT's name of the adapter
 
-    Raises Mismatch for a module without this adapter, and Unsupported as `named_shards` does.
+    The adapter of stacked experts (`target_parameters`) is passed as one for each expert.
+
+    Raises Mismatch for a module without this adapter, and Unsupported as `named_shards` does, and for experts that
+    SGLang does not serve adapters of.
     """
-    found = list(_renamed(module, adapter))
+    stacked = stacked_experts(module)
+    found = [_split(row, stacked) for row in _renamed(module, adapter)]
     if not found:
         raise Mismatch(
             f"the module has no LoRA adapter {adapter!r}; pass PEFT's model and the name of one of its adapters"
@@ -68,6 +73,24 @@ def _renamed(module: nn.Module, adapter: str | None) -> Iterator[tuple[Any, ...]
             yield name, tensor, meant
 
 
+def _split(row: tuple[Any, ...], stacked: Mapping[str, StackedExperts]) -> tuple[Any, ...]:
+    """Returns an adapter's tensor as it is, or that of stacked experts as a fused tensor."""
+    name, tensor, *rest = row
+    if rest:
+        (buffer,) = rest
+        if flat := next((m.name for m in buffer.members if m.name.rpartition(".lora_")[0] in stacked), ""):
+            raise Unsupported(
+                f"{flat} is of stacked experts in a flat parameter of FSDP1, whose pieces are not rows of an expert's "
+                "matrices; shard the model with FSDP2 (fully_shard)"
+            )
+        return row
+    owner, _, matrix = name.rpartition(".lora_")
+    if owner not in stacked:
+        return row
+    fused, slices = stacked[owner].split(matrix[0], tensor)
+    return name, fused, slices
+
+
 @functools.lru_cache(maxsize=4096)  # the same object means no change
 def _members_of(buffer: FlatBuffer, adapter: str | None) -> FlatBuffer:
     named = ((_checkpoint_name(member.name, adapter), member) for member in buffer.members)
@@ -79,7 +102,7 @@ def _checkpoint_name(name: str, adapter: str | None) -> str:
     """Returns a tensor's name in the adapter's checkpoint, or for None in the model's; empty if it is not there."""
     match = _OF_ADAPTER.fullmatch(name)
     if adapter is None:
-        return "" if match else name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        return "" if match else _BASE_LAYERS.sub(".", name.removeprefix("base_model.model."))
     return f"{match['matrix']}{match['end']}" if match and match["adapter"] == adapter else ""
 
 
@@ -112,7 +135,8 @@ def adapter_config(config: Any, adapter: str = "default") -> str:
             )
     if (bias := options.get("bias", "none")) != "none":
         raise Unsupported(f"bias={bias!r}: SGLang does not serve biases of an adapter; train with bias='none'")
-    modules = options["target_modules"]
+    of_experts = target_modules(options.get("target_parameters") or ())
+    modules = options["target_modules"] or ()
     if isinstance(modules, str) and modules not in ("all", "all-linear"):
         raise Unsupported(
             f"target_modules={modules!r} is a pattern, and SGLang does not serve patterns; list the modules"
@@ -125,6 +149,6 @@ def adapter_config(config: Any, adapter: str = "default") -> str:
             "peft_type": kind,
             "r": rank,
             "lora_alpha": alpha,
-            "target_modules": modules if isinstance(modules, str) else sorted(modules),
+            "target_modules": modules if isinstance(modules, str) else sorted({*modules, *of_experts}),
         }
     )

@@ -1,0 +1,114 @@
+"""PEFT's adapters of stacked experts: of each expert, lora_B @ lora_A is what PEFT adds to its weight."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from sglang_reshard.errors import Unsupported
+from sglang_reshard.sources import FlatBuffer, FlatMember, adapter_config, adapter_tensors, base_tensors, describe, lora
+from test_placements import as_rank
+
+EXPERTS, OUTPUTS, INPUTS, RANK = 3, 10, 4, 2
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+class Experts(nn.Module):
+    is_transposed, is_concatenated = False, True
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, OUTPUTS, INPUTS))
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, INPUTS, OUTPUTS // 2))
+
+
+class Model(nn.Module):
+    def __init__(self, experts=Experts):
+        super().__init__()
+        self.mlp = nn.Module()
+        self.mlp.experts = experts()
+        self.mlp.router = nn.Linear(INPUTS, EXPERTS)
+
+
+def adapted(parameters, experts=Experts, **options):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=RANK, lora_alpha=8, target_parameters=parameters, target_modules=[], init_lora_weights=False, **options
+    )
+    return peft.get_peft_model(Model(experts), config)
+
+
+def wrappers(model):
+    return {part.parameter_name: part for part in model.modules() if hasattr(part, "parameter_name")}
+
+
+@pytest.mark.parametrize("rooted", [False, True])
+def test_each_expert_gets_its_own_matrices(rooted):
+    model = adapted(BOTH, use_rslora=rooted)
+    given = adapter_tensors(model)
+    with as_rank(0, 1):
+        state = describe(given, trainer_rank=0, global_ranks=(0,))
+    shards = {tensor.name: shard for tensor, shard in zip(state.layout.tensors, state.shards, strict=True)}
+    assert len(shards) == 2 * 2 * EXPERTS
+    config = json.loads(adapter_config(model))
+    assert config["target_modules"] == ["down_proj", "gate_up_proj"]
+    for parameter, wrapper in wrappers(model).items():
+        added = wrapper.get_delta_weight("default")
+        for expert in range(EXPERTS):
+            name = f"base_model.model.mlp.experts.{expert}.{parameter}"
+            a, b = (shards[f"{name}.lora_{matrix}.weight"] for matrix in "AB")
+            assert (a.shape[0], b.shape[1]) == (RANK, RANK)
+            torch.testing.assert_close(config["lora_alpha"] / config["r"] * (b @ a), added[expert])
+    memory = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert all(shard.untyped_storage().data_ptr() in memory for shard in shards.values()), "nothing is copied"
+    assert all(a[2] is b[2] for a, b in zip(given, adapter_tensors(model), strict=True)), "nothing has changed"
+
+
+def test_base_weights_keep_their_names_under_several_wrappers():
+    names = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj", "mlp.router.bias", "mlp.router.weight"]
+    assert sorted(name for name, _ in base_tensors(adapted(BOTH))) == names
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        (BOTH[:1], "lacks experts.down_proj: in SGLang 0.5.12"),
+        (["router.weight"], "target_parameters with 'router.weight': of parameters that are no module's weight"),
+    ],
+)
+def test_configurations_that_sglang_would_serve_otherwise_are_refused(parameters, said):
+    options = {"r": 4, "lora_alpha": 8, "target_modules": None, "target_parameters": parameters}
+    with pytest.raises(Unsupported, match=said):
+        adapter_config(options)
+
+
+class Transposed(Experts):
+    is_transposed = True
+
+
+class Unknown(Experts):
+    is_concatenated = None
+
+
+@pytest.mark.parametrize("experts", [Transposed, Unknown])
+def test_experts_in_another_layout_are_refused(experts):
+    with pytest.raises(Unsupported, match=rf"mlp\.experts\.(gate_up|down)_proj: .* and {experts.__name__} does not"):
+        adapter_tensors(adapted(BOTH, experts))
+
+
+def test_other_parameters_are_refused():
+    with pytest.raises(Unsupported, match=r"the adapter of base_model\.model\.mlp\.router\.weight: of parameters"):
+        adapter_tensors(adapted(["router.weight"]))
+
+
+def test_a_flat_parameter_of_experts_is_refused(monkeypatch):
+    name = "base_model.model.mlp.experts.lora_A.default.weight"
+    buffer = FlatBuffer((FlatMember(name, (EXPERTS * RANK, INPUTS), 0),), ((0, 0, EXPERTS * RANK * INPUTS),))
+    piece = torch.zeros(EXPERTS * RANK * INPUTS)
+    monkeypatch.setattr(lora, "named_shards", lambda module: [("flat", piece, buffer)])
+    wrapper = SimpleNamespace(parameter="down_proj")
+    monkeypatch.setattr(lora, "stacked_experts", lambda module: {"base_model.model.mlp.experts": wrapper})
+    with pytest.raises(Unsupported, match=r"mlp\.experts\.lora_A\.weight is of stacked experts in a flat parameter"):
+        adapter_tensors(nn.Module())
