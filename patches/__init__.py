@@ -23,7 +23,8 @@ A request of an update passes:
     engine_start.py             how the engine was started; spares persistent buffers on dummy weights
     expert_location.py          which expert is where, which EPLB changes
     draft_models.py             with the draft models of speculative decoding
-    lora_adapters.py            or a LoRA adapter, which lora_names.py registers: also by a `WeightReceiver`
+    lora_adapters.py            or a LoRA adapter, which lora_names.py registers: also by a `WeightReceiver`;
+                                lora_missing_experts.py clears the experts that it lacks
 
 sglang_versions.py handles the differences between SGLang's versions, supported_engine.py recognises engines that cannot
 be updated, hook_check.py checks that every process has these patches, engine_rank.py numbers an engine's processes,

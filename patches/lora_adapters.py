@@ -23,6 +23,7 @@ from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import ReceivedAdapter
 from sglang_reshard.errors import EngineRefused, Mismatch
 from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.patches import lora_missing_experts
 from sglang_reshard.patches.lora_names import reference
 from sglang_reshard.protocol.messages import LoraAdapter
 
@@ -110,6 +111,7 @@ def _install(manager: LoRAManager, adapter: LoraAdapter, tensors: dict[str, torc
     from sglang.srt.lora.mem_pool import EMPTY_SLOT
 
     config, lora_id, pool = json.loads(adapter.config), adapter.lora_id, manager.memory_pool
+    tensors = tensors | lora_missing_experts.zeros(manager, tensors, config["r"])
     if lora_id in manager.loras:
         vocabulary = manager.base_hf_config.vocab_size
         manager.configs[lora_id] = LoRAConfig.from_dict(config, base_vocab_size=vocabulary)

@@ -74,7 +74,7 @@ def expected(model: PeftModel, rank: int, size: int) -> list[list[Any]]:
 
 
 def two_versions(job: dict[str, Any]) -> dict[str, Any]:
-    """Two updates of an adapter; after each what its slot adds on each engine rank, and what PEFT does."""
+    """Two updates of an adapter, and one without its experts; what its slot adds after each, and what PEFT does."""
     folder, size = Path(job["folder"]), job["tp_size"]
     whole, model = peft_model(), peft_model()
     if dist.get_rank() == 0:
@@ -116,5 +116,9 @@ def two_versions(job: dict[str, Any]) -> dict[str, Any]:
             seen["expected"].append([expected(whole, rank, size) for rank in range(size)])
             seen["added"].append(read_live_digests(engine.engine, folder / "slots", LOADER))
         dist.barrier()
+    policy.update([row for row in adapter_tensors(model) if ".experts." not in row[0]])
+    if dist.get_rank() == 0:
+        seen["without"] = read_live_digests(engine.engine, folder / "slots", LOADER)
+    dist.barrier()
     engine.shutdown()
     return seen

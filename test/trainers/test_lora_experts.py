@@ -28,6 +28,8 @@ def test_slots_hold_the_experts_adapters(sglang: str, tmp_path: Path, record_pro
             for layer, of_peft in zip(of_rank, wanted, strict=True):
                 for one, other in zip(layer, of_peft, strict=True):
                     torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-5, atol=1e-5)
+    for of_rank in seen["without"]:
+        assert not any(torch.tensor(one).any() for layer in of_rank for one in layer)
     first, second = seen["expected"]
     assert first != second
     for report in seen["reports"]:

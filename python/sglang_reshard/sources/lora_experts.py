@@ -102,21 +102,13 @@ def is_of_experts(parameter: str) -> bool:
 def target_modules(target_parameters: Any) -> set[str]:
     """Returns SGLang's names for PEFT's `target_parameters`.
 
-    Raises Unsupported unless they are both parameters of experts: SGLang 0.5.12 does not clear the part of a slot that
-    an adapter lacks, so requests would be computed with another adapter's.
+    Raises Unsupported for parameters that are not of experts.
     """
     given = [target_parameters] if isinstance(target_parameters, str) else list(target_parameters)
     for parameter in given:
         if not is_of_experts(parameter):
             raise Unsupported(_other_parameter(f"target_parameters with {parameter!r}"))
-    found = {parameter.rpartition(".")[2] for parameter in given}
-    if given and (missing := sorted(set(PARAMETERS) - found)):
-        raise Unsupported(
-            f"target_parameters={given!r} lacks experts.{missing[0]}: in SGLang 0.5.12 an adapter of one parameter of "
-            "the experts would be served with another adapter's matrices for the other. Adapt both, or merge the "
-            "adapter into the weights"
-        )
-    return found
+    return {parameter.rpartition(".")[2] for parameter in given}
 
 
 def _other_parameter(where: str) -> str:
