@@ -18,7 +18,7 @@ PREFIX = "base_model.model."  # PEFT's, of names in checkpoints
 
 
 def main(cases: list[dict[str, Any]]) -> None:
-    megatron_bridge_env.use()
+    megatron_bridge_env.use("0.3.1")
     from support.scripts import answer
     from support.world import run_world
 
