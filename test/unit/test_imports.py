@@ -20,7 +20,7 @@ LAYERS = (
     ("verl", "cli"),
     ("extras", "extras.modules", "extras.parameter_stream", "extras.snapshots", "extras.verl_engine"),
     ("api", "patches"),
-    ("extras.asynchronous", "extras.finite", "extras.probe", "extras.realloc", "extras.replicas"),
+    ("extras.asynchronous", "extras.finite", "extras.probe", "extras.realloc", "extras.replicas", "extras.vllm"),
     ("trainer", "engine"),
     ("routes",),
     ("landings",),
