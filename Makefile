@@ -92,6 +92,21 @@ $(VLLM_STAMP): | $(STAMP)
 	VIRTUAL_ENV=$(CURDIR)/$(VENV)/vllm $(BIN)/uv pip install --quiet --no-deps -e .
 	touch $@
 
+# What SGLang's diffusion engine imports, of its extra "diffusion", for the tests of its transformers. `make test-all`
+# runs them.
+DIFFUSION := 0.5.12
+DIFFUSION_STAMP := $(VENV)/diffusion/.$(DIFFUSION)
+
+.PHONY: setup-diffusion
+setup-diffusion: $(DIFFUSION_STAMP)
+
+$(DIFFUSION_STAMP): | $(STAMP)
+	rm -rf $(VENV)/diffusion
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --no-deps --compile-bytecode \
+	  --target $(VENV)/diffusion imageio==2.36.0 diffusers==0.37.0 addict==2.4.0 remote-pdb==2.1.0 cache-dit==1.3.0 \
+	  opencv-python-headless==4.10.0.84 trimesh==5.2.0
+	touch $@
+
 # Megatron-Bridge for the tests of its converters, without the packages for GPUs: the last one for Python 3.11, with the
 # transformers that it wants (137 MB), and the newest, with its Megatron-Core (30 MB). `make test-all` runs them.
 BRIDGE := 0.3.1
@@ -220,7 +235,7 @@ test-verl: setup
 # every engine that the architectures are tried with. It writes benchmark/results/architectures.json and its
 # page in docs/results, and benchmark/results/test-all.json: counts, minutes and the slowest tests, unless PYTEST_ARGS
 # chooses a part. It builds the site of the documents, too.
-test-all: setup setup-bridge setup-torchrl setup-vllm docs
+test-all: setup setup-bridge setup-torchrl setup-vllm setup-diffusion docs
 	SGLANG_RESHARD_SWEEP=1 $(if $(PYTEST_ARGS),,SGLANG_RESHARD_SUMMARY=benchmark/results/test-all.json) \
 	  $(BIN)/python -m pytest $(PYTEST_ARGS)
 	$(if $(PYTEST_ARGS),,$(BIN)/python -m benchmark.pages test-all)

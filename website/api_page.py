@@ -25,6 +25,7 @@ GROUPS = (
     Group("A server", _TOP, ("RemoteEngine", "WeightsInfo")),
     Group("Torch modules", _TOP, ("ModuleSender", "ModuleReceiver", "reshard", "ReshardPlan")),
     Group("vLLM engines", "sglang_reshard.extras.vllm.engine", ("send_to",)),
+    Group("Diffusion transformers", "sglang_reshard.extras.diffusion.receiver", ("TransformerReceiver",)),
     Group("Snapshots", _TOP, ("Snapshots", "SnapshotFollower")),
     Group("Probes and checks", _TOP, ("Probe", "ProbeReport", "first_not_finite")),
     Group("Broadcast parameters", _TOP, ("ParameterStream",)),

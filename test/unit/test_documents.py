@@ -273,6 +273,7 @@ RUN_BY = {
     r"sglang-reshard (--version|COMMAND --help)": "test/unit/test_command_line.py",
     r"sglang-reshard report( .*)?": "test/unit/test_report_page.py",
     r"make test-verl|\.venv/bin/python -m pytest test/verl/.*": "test/verl/test_megatron.py",
+    r"make setup-diffusion": "test/other_engines/test_diffusion.py",
     r"make setup-vllm": "test/other_engines/test_vllm_engine.py",
     r"make setup-torchrl": "test/trainers/test_torchrl.py",
     r"make setup-bridge|.*pytest test/verl/test_megatron_bridge\.py": "test/verl/test_megatron_bridge.py",

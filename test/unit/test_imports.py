@@ -18,7 +18,8 @@ SOURCES = {
 # From the top down. A package may import from those in lower rows, and from those in its own row if there is no circle.
 LAYERS = (
     ("verl", "cli"),
-    ("extras", "extras.modules", "extras.parameter_stream", "extras.snapshots", "extras.verl_engine"),
+    ("extras", "extras.diffusion"),
+    ("extras.modules", "extras.parameter_stream", "extras.snapshots", "extras.verl_engine"),
     ("api", "patches"),
     ("extras.asynchronous", "extras.finite", "extras.probe", "extras.realloc", "extras.replicas", "extras.vllm"),
     ("trainer", "engine"),

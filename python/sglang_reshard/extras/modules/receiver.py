@@ -60,7 +60,7 @@ class ModuleReceiver:
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.version: str | None = None
         self._strict = strict
-        self._model = StateDictModel(model, strict=strict)
+        self._model = self._with_loader(model, strict)
         self._receiver = WeightReceiver(TracedModel(self._model, self._model.goes_by), 0, 1, device)
         self._mailbox: Mailbox | None = None
         self._applying, self._waiting = threading.Lock(), threading.Lock()
@@ -154,6 +154,10 @@ class ModuleReceiver:
             mailbox.close()
         # Else the end of the session would drop it in another thread, which the end of this process could interrupt.
         self._receiver.close()
+
+    def _with_loader(self, model: nn.Module, strict: bool) -> StateDictModel:
+        """Returns the model with the loader that an update traces."""
+        return StateDictModel(model, strict=strict)
 
     def _connected(self) -> Mailbox:
         if self._mailbox is None:

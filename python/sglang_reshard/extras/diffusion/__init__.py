@@ -1,0 +1,1 @@
+"""Updates the transformers of SGLang's diffusion engine, in the processes that hold them."""
