@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oracle.replay import replay
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.block_fp8 import FP8, _Quantizer, quantize_blocks
+from sglang_reshard.trace.block_fp8 import FP8, Blocks, _Quantizer, quantize_blocks
 from sglang_reshard.trace.live_shards import live_shards
 from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.tracer import trace
@@ -55,7 +55,7 @@ def test_chunks_do_not_matter(chunk, monkeypatch):
     monkeypatch.setattr("sglang_reshard.trace.block_fp8._CHUNK", chunk)
     weights = random(3, 13, 10)
     expected = quantize_blocks(weights, BLOCK)
-    quantizer = _Quantizer(weights.clone(), BLOCK)
+    quantizer = _Quantizer(weights.clone(), Blocks(BLOCK))
     quantizer.run()
     assert torch.equal(quantizer.quantized.view(torch.uint8), expected[0].view(torch.uint8))
     assert torch.equal(quantizer.scales, expected[1])

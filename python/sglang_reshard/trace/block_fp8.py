@@ -1,9 +1,9 @@
 """Block-fp8 engines of 16 and 32 bit trainers: weights are quantized where they have arrived.
 
-An engine with `weight_block_size` keeps a weight as float8_e4m3fn, with a float32 scale for each block. A trainer sends
-it under the same name without a scale. The loader is then traced with the two tensors that a checkpoint in block-fp8
-would have; what it does with them is done with those that a rank computes by itself, out of whole blocks of the
-trainer's weight, in bfloat16.
+An engine with `weight_block_size` keeps a weight as float8_e4m3fn, with a scale for each block: in float32, or in MXFP8
+an exponent of one byte. A trainer sends it under the same name without a scale. The loader is then traced with the two
+tensors that a checkpoint in block-fp8 would have. The program makes these out of whole blocks of the trainer's weight,
+in bfloat16, and does with them what the loader does.
 """
 
 from __future__ import annotations
@@ -26,18 +26,42 @@ from sglang_reshard.trace.program import Copy, Program
 FP8 = torch.float8_e4m3fn
 _MAX = torch.finfo(FP8).max
 _SCALE = "_scale_inv"
+MX_COLUMNS = 32  # that share a scale in MXFP8
 _CHUNK = 1 << 20  # elements that a CPU quantizes together: in float32 they fit its cache
 _DEVICE_CHUNK = 1 << 23  # elements that another device, whose kernels take longer to launch, quantizes together
 _STACK_ELEMENTS = 32 << 20  # of stacked matrices that are quantized at a time
 
 
-def block_size(model: torch.nn.Module) -> tuple[int, int] | None:
-    """Returns rows and columns that share a scale, as the quantization methods of SGLang's modules have it."""
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The format of an engine's weights in block-fp8.
+
+    size  rows and columns that share a scale
+    mx    scales are powers of two, kept as exponents (UE8M0)
+    """
+
+    size: tuple[int, int]
+    mx: bool = False
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.uint8 if self.mx else torch.float32
+
+    def quantize(self, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantize_mx(weights) if self.mx else quantize_blocks(weights, self.size)
+
+    def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the scales of matrices of `shape`."""
+        return *shape[:-2], *(-(-n // b) for n, b in zip(shape[-2:], self.size, strict=True))
+
+
+def blocks_of(model: torch.nn.Module) -> Blocks | None:
+    """Returns how a model keeps weights in block-fp8, as SGLang's quantization methods say; None if it does not."""
     for module in model.modules():
         config = getattr(getattr(module, "quant_method", None), "quant_config", None)
         if found := getattr(config, "weight_block_size", None):
             rows, columns = found
-            return int(rows), int(columns)
+            return Blocks((int(rows), int(columns)), bool(getattr(config, "use_mxfp8", False)))
     return None
 
 
@@ -67,16 +91,21 @@ def in_fp8(spec: TensorSpec) -> TensorSpec:
     return replace(spec, dtype=str(FP8).removeprefix("torch."))
 
 
-def as_quantized(specs: Iterable[TensorSpec], names: set[str], block: tuple[int, int]) -> list[TensorSpec]:
+def as_quantized(specs: Iterable[TensorSpec], names: set[str], blocks: Blocks) -> list[TensorSpec]:
     """Returns what a checkpoint in block-fp8 has in place of `specs`, if `names` are quantized in it."""
     found = []
     for spec in specs:
         if spec.name not in names:
             found.append(spec)
             continue
-        scales = tuple(-(-n // b) for n, b in zip(spec.shape[-2:], block, strict=True))
+        if blocks.mx and spec.shape[-1] % MX_COLUMNS:
+            raise Unsupported(
+                f"{spec.name} has {spec.shape[-1]} columns, and MXFP8 has a scale for each {MX_COLUMNS}. Start the "
+                "engine unquantized."
+            )
         found.append(in_fp8(spec))
-        found.append(TensorSpec(spec.name + _SCALE, (*spec.shape[:-2], *scales), "float32"))
+        dtype = str(blocks.scale_dtype).removeprefix("torch.")
+        found.append(TensorSpec(spec.name + _SCALE, blocks.scales_shape(spec.shape), dtype))
     return found
 
 
@@ -103,6 +132,24 @@ def quantize_blocks(weights: torch.Tensor, block: tuple[int, int]) -> tuple[torc
     return quantized, factors.reciprocal().view(n, down, across)
 
 
+def quantize_mx(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns float8_e4m3fn weights, and the exponents of their scales: uint8 [n, rows, columns / 32].
+
+    weights  [n, rows, columns], floating-point
+
+    The arithmetic is that of `downcast_to_mxfp` in triton_kernels, which SGLang quantizes with, to the bit: a scale is
+    the largest absolute value of 32 columns divided by 448, rounded up to a power of two.
+    """
+    wide = weights.to(torch.float32).unflatten(-1, (-1, MX_COLUMNS))
+    largest = wide.abs().amax(dim=-1, keepdim=True)
+    scales = largest / torch.full_like(largest, _MAX)  # a division by a number multiplies by its reciprocal on a GPU
+    exponents = (scales.view(torch.int32) + 0x7FFFFF).bitwise_and_(0x7F800000)
+    rounded = exponents.view(torch.float32)
+    factors = rounded.reciprocal().masked_fill_(rounded == 0, 0.0)
+    quantized = (wide * factors).clamp_(-_MAX, _MAX).to(FP8)
+    return quantized.flatten(-2), (exponents >> 23).to(torch.uint8).squeeze(-1)
+
+
 class _Output(NamedTuple):
     """A part of quantized weights, or of their scales, and where it is copied to.
 
@@ -121,13 +168,12 @@ class BlockWeights:
     """Whole blocks of a checkpoint tensor: in bfloat16 until all have arrived, and then quantized to live memory.
 
     shape    matrices, rows and columns
-    block    rows and columns that share a scale
     outputs  of the quantized weights and their scales
     unit     of the arrivals that outputs are copied to, if they are repacked next
     """
 
     shape: tuple[int, int, int]
-    block: tuple[int, int]
+    blocks: Blocks
     outputs: tuple[_Output, ...]
     unit: str | None = None
 
@@ -137,7 +183,7 @@ class BlockWeights:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        return *self.shape[1:], self.block
+        return *self.shape[1:], self.blocks
 
     @staticmethod
     def finisher(
@@ -149,7 +195,7 @@ class BlockWeights:
         """
         rows, columns = members[0].shape[1:]
         count = sum(member.shape[0] for member in members)
-        quantizer = _Quantizer(memory.view(torch.bfloat16).view(count, rows, columns), members[0].block)
+        quantizer = _Quantizer(memory.view(torch.bfloat16).view(count, rows, columns), members[0].blocks)
         first = 0
         for member in members:
             own = slice(first, first + member.shape[0])
@@ -165,15 +211,15 @@ class _Quantizer:
     """Quantizes matrices in place.
 
     quantized  float8_e4m3fn [n, rows, columns], in the first half of the memory of the unquantized weight
-    scales     float32 [n, blocks of rows, blocks of columns]
+    scales     [n, blocks of rows, blocks of columns]
     """
 
-    def __init__(self, weights: torch.Tensor, block: tuple[int, int]) -> None:
+    def __init__(self, weights: torch.Tensor, blocks: Blocks) -> None:
         """`weights`: bfloat16 [n, rows, columns], contiguous."""
-        self._weights, self._block = weights, block
+        self._weights, self._blocks = weights, blocks
         self.quantized = weights.view(-1).view(FP8)[: weights.numel()].view(weights.shape)
-        scales = tuple(-(-n // b) for n, b in zip(weights.shape[1:], block, strict=True))
-        self.scales = torch.empty((len(weights), *scales), dtype=torch.float32, device=weights.device)
+        scales = blocks.scales_shape(weights.shape)
+        self.scales = torch.empty(scales, dtype=blocks.scale_dtype, device=weights.device)
         self._outputs: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def add_output(self, destination: torch.Tensor, value: torch.Tensor) -> None:
@@ -187,21 +233,19 @@ class _Quantizer:
         count, rows, columns = self._weights.shape
         chunk = _CHUNK if self._weights.device.type == "cpu" else _DEVICE_CHUNK
         together = max(1, chunk // (rows * columns))
-        down = self._block[0]
+        down = self._blocks.size[0]
         high = max(1, chunk // (columns * down)) * down
         for first, top in itertools.product(range(0, count, together), range(0, rows, high)):
             part = slice(first, first + together), slice(top, top + high)
             # Writes half as much of the memory as has been read until now.
-            quantized, scales = quantize_blocks(self._weights[part], self._block)
+            quantized, scales = self._blocks.quantize(self._weights[part])
             self.quantized[part].copy_(quantized)
             self.scales[part[0], top // down : top // down + scales.shape[1]] = scales
         for destinations, values in self._outputs.values():
             torch._foreach_copy_(destinations, values)
 
 
-def quantize_on_arrival(
-    program: Program, specs: Mapping[str, TensorSpec], names: set[str], block: tuple[int, int]
-) -> Program:
+def quantize_on_arrival(program: Program, specs: Mapping[str, TensorSpec], names: set[str], blocks: Blocks) -> Program:
     """Returns a program that takes the tensors `names` as `specs` has them, and quantizes them where they arrive.
 
     program  of a loader that was given `as_quantized` specs
@@ -212,25 +256,25 @@ def quantize_on_arrival(
     for copy in program.copies:
         if copy.source in quantized:
             name, is_scale = quantized[copy.source]
-            _check_dtype(program, copy, name, is_scale)
+            _check_dtype(program, copy, name, blocks.scale_dtype if is_scale else FP8)
             of_tensor.setdefault(name, []).append((copy, is_scale))
         else:
             copies.append(copy)
     arrivals: dict[str, BlockWeights] = {}
     for name, those in of_tensor.items():
-        needed = [_blocks(copy.region, specs[name].shape, block, is_scale) for copy, is_scale in those]
+        needed = [_blocks(copy.region, specs[name].shape, blocks.size, is_scale) for copy, is_scale in those]
         left = list(zip(needed, those, strict=True))
         for whole in _covering(needed):
             inside = [pair for box, pair in left if box.intersect(whole) == box]
             left = [(box, pair) for box, pair in left if box.intersect(whole) != box]
             for box in _cut_stack(whole):
                 *stacked, rows, columns = box.shape
-                outputs = tuple(_outputs(inside, box, block))
+                outputs = tuple(_outputs(inside, box, blocks.size))
                 target = f"{name} to be quantized" + (f", number {len(arrivals)}" if box != whole else "")
                 if target in arrivals:
                     target += f", number {len(arrivals)}"
                 unit = _repacking_unit(program, outputs)
-                arrivals[target] = BlockWeights((math.prod(stacked), rows, columns), block, outputs, unit)
+                arrivals[target] = BlockWeights((math.prod(stacked), rows, columns), blocks, outputs, unit)
                 strides = tuple(math.prod(box.shape[d + 1 :]) for d in range(len(box.shape)))
                 copies.append(Copy(name, Region.of(box), target, 0, strides))
     memory = {
@@ -253,8 +297,8 @@ def _repacking_unit(program: Program, outputs: Sequence[_Output]) -> str | None:
     return units.pop()
 
 
-def _check_dtype(program: Program, copy: Copy, name: str, is_scale: bool) -> None:
-    value, destination = torch.float32 if is_scale else FP8, program.targets[copy.target].dtype
+def _check_dtype(program: Program, copy: Copy, name: str, value: torch.dtype) -> None:
+    destination = program.targets[copy.target].dtype
     if destination != value:
         raise Unsupported(
             f"{copy.source} is {value} where {name} is quantized, but {destination} in {copy.target}: the engine keeps "

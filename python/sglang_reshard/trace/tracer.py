@@ -16,8 +16,9 @@ from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.block_fp8 import (
+    Blocks,
     as_quantized,
-    block_size,
+    blocks_of,
     in_fp8,
     quantize_on_arrival,
     sources_of_fp8,
@@ -82,10 +83,10 @@ def trace(
     began = time.perf_counter()
     _check_names(specs)
     with tracing():
-        block = block_size(model)
+        blocks = blocks_of(model)
         repacked = repacked_modules(model)
         with modules_as_built([(m.module, m.built) for m in repacked]) as parameters:
-            loader = _Loader(model, block, parameters, weightless)
+            loader = _Loader(model, blocks, parameters, weightless)
             found, quantized = loader.run(specs)
             storages = found.recorder.storages
             staying = kept_modules(model, repacked, storages, found.records, may_stay)
@@ -124,9 +125,9 @@ def trace(
         )
         if repacked:
             program = repack_on_arrival(program, repacked, parts.constants)
-        if block is not None and quantized:
+        if blocks is not None and quantized:
             by_name = {spec.name: spec for spec in specs}
-            program = quantize_on_arrival(program, by_name, quantized, block)
+            program = quantize_on_arrival(program, by_name, quantized, blocks)
     return replace(program, seconds=time.perf_counter() - began)
 
 
@@ -149,12 +150,12 @@ class _Traced(NamedTuple):
 class _Loader(NamedTuple):
     """A model's loader, while modules are as they were built.
 
-    block     the block size of a block-fp8 model
+    blocks    of a block-fp8 model; None of another
     as_built  storages of repacked modules' parameters, see `modules_as_built`
     """
 
     model: torch.nn.Module
-    block: tuple[int, int] | None
+    blocks: Blocks | None
     as_built: Collection[int]
     weightless: bool
 
@@ -164,7 +165,7 @@ class _Loader(NamedTuple):
         last  gets the name of the last tensor that the loader received
         """
         last = [] if last is None else last
-        if self.block is None:
+        if self.blocks is None:
             return self._once(specs, last), set()
         candidates, refusal = wider(specs), None
         try:
@@ -183,7 +184,7 @@ class _Loader(NamedTuple):
             names = sources_of_fp8(given.records) & candidates
             if not names:
                 raise refusal
-        return self._once(as_quantized(specs, names, self.block), last), names
+        return self._once(as_quantized(specs, names, self.blocks), last), names
 
     def _once(self, specs: Sequence[TensorSpec], last: list[str]) -> _Traced:
         recorder = Recorder(self.model, self.as_built, weightless=self.weightless)
