@@ -105,15 +105,15 @@ def join(parts: Sequence[tuple[LocalBoxes, LocalView | Computed]], values: Value
 
     Raises Unsupported if their shapes do not fit, or if a copy of them does not have the checkpoint tensor's order.
     """
-    ordered = sorted(parts, key=lambda part: part[1].tensor(values).data_ptr())
-    first, boxes, begin = ordered[0][0], [], 0
-    shapes = {tuple(local.tensor(values).shape)[1:] for _, local in ordered}
-    if len(shapes) > 1 or len({(part.shape, part.dtype) for part, _ in ordered}) > 1:
+    found = [(local.tensor(values), part, local) for part, local in parts]
+    found.sort(key=lambda one: one[0].data_ptr())
+    first, boxes, begin = found[0][1], [], 0
+    if len({(tensor.shape[1:], part.shape, part.dtype) for tensor, part, _ in found}) > 1:
         raise Unsupported(f"parts of one checkpoint tensor of {first.dtype} {first.shape} have other shapes or dtypes")
-    for part, local in ordered:
+    for tensor, part, _ in found:
         boxes += [(box, (begin + start[0], *start[1:])) for box, start in part.boxes]
-        begin += local.tensor(values).shape[0]
-    return LocalBoxes(first.shape, first.dtype, tuple(boxes)), JoinedParts([local for _, local in ordered])
+        begin += tensor.shape[0]
+    return LocalBoxes(first.shape, first.dtype, tuple(boxes)), JoinedParts([local for *_, local in found])
 
 
 def _one_view(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:

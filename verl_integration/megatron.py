@@ -18,7 +18,7 @@ import torch
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.sources import ExplicitSharding
 from sglang_reshard.verl.host_copies import HostCopies
-from sglang_reshard.verl.megatron_experts import Finish, finish_of, stacked_experts, stacking_converter
+from sglang_reshard.verl.megatron_experts import CheckpointShapes, Finish, finish_of, stacked_experts
 from sglang_reshard.verl.shard_exchange import AllGather
 from sglang_reshard.verl.traced_parameters import Conversion, TracedParameters
 
@@ -83,14 +83,13 @@ def _conversions(engine: Any) -> Iterator[Conversion]:
     vocabulary = engine.model_config.hf_config.get_text_config().vocab_size
     tasks = engine.bridge.get_conversion_tasks(engine.module)
     own = [task for task in tasks if task is not None and task.param_weight is not None]
-    stacked = stacked_experts(own)
-    finish = finish_of(engine.bridge)
+    shapes = CheckpointShapes(engine.bridge)
+    stacked, finish = stacked_experts(engine.bridge, shapes, own), finish_of(engine.bridge, shapes)
     for task in tasks:
         if task is None or task.param_weight is None:  # not in the checkpoint, or of another pipeline stage
             yield Conversion("", None, _nothing)
-        elif experts := stacked.get(id(task)):
-            convert = stacking_converter(engine.bridge, task, experts)
-            yield Conversion(task.global_param_name, task.param_weight, convert, part=True)
+        elif stack := stacked.get(id(task)):
+            yield Conversion(task.global_param_name, task.param_weight, stack.converter(task), part=True)
         else:
             # Megatron-Core marks what it keeps equal over pipeline stages, by adding up the gradients.
             tied = getattr(task.param_weight, "shared_embedding", False)

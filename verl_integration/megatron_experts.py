@@ -21,36 +21,45 @@ Finish: TypeAlias = Callable[[Any, Mapping[str, torch.Tensor]], Mapping[str, tor
 _EXPERT_NUMBER = re.compile(r"\bexperts\.\d")
 
 
-def stacked_experts(tasks: Sequence[Any]) -> dict[int, list[Any]]:
-    """Returns, by id of a task of this rank, the tasks of all its experts that go into the same checkpoint tensors."""
-    groups: dict[tuple[str, ...], list[Any]] = {}
+class ExpertStack:
+    """The experts of a layer on this rank, as tasks of the bridge, that a checkpoint stacks in the same tensors."""
+
+    def __init__(self, bridge: Any, shapes: CheckpointShapes) -> None:
+        self._bridge, self._shapes = bridge, shapes
+        self.experts: list[Any] = []
+        self._placeholders: Mapping[str, torch.Tensor] | None = None
+
+    def converter(self, task: Any) -> Callable[[torch.Tensor], Mapping[str, torch.Tensor]]:
+        """Returns the converter of one expert to the tensors that all experts of its layer are in."""
+
+        def convert(shard: torch.Tensor) -> Mapping[str, torch.Tensor]:
+            if self._placeholders is None:  # converted once: each expert is followed among all the others
+                self._placeholders = _converted(self.experts[0], _placeholder(shard))
+            finish, tensors = finish_of(self._bridge, self._shapes), dict[str, torch.Tensor]()
+            for expert in self.experts:
+                tensors |= finish(expert, _converted(expert, shard) if expert is task else self._placeholders)
+            if not tensors:
+                raise Unsupported("the bridge fuses it with parameters that are no experts of its layer")
+            return tensors
+
+        return convert
+
+
+def stacked_experts(bridge: Any, shapes: CheckpointShapes, tasks: Sequence[Any]) -> dict[int, ExpertStack]:
+    """Returns, by id, the stack of each of this rank's tasks whose expert a checkpoint stacks with others."""
+    stacks: dict[tuple[str, ...], ExpertStack] = {}
+    found = {}
     for task in tasks:
         if not getattr(task.mapping, "is_expert", False):
             continue
         names = _checkpoint_names(task.mapping)
         if not any(map(_EXPERT_NUMBER.search, names)):
-            groups.setdefault(names, []).append(task)
-    return {id(task): group for group in groups.values() for task in group}
+            found[id(task)] = stacks.setdefault(names, ExpertStack(bridge, shapes))
+            found[id(task)].experts.append(task)
+    return found
 
 
-def stacking_converter(
-    bridge: Any, task: Any, experts: Sequence[Any]
-) -> Callable[[torch.Tensor], Mapping[str, torch.Tensor]]:
-    """Returns the converter of one expert to the tensors that all experts of its layer are in."""
-
-    def convert(shard: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        finish, tensors = finish_of(bridge), dict[str, torch.Tensor]()
-        for expert in experts:
-            given = shard if expert is task else _placeholder(expert.param_weight.shape, shard)
-            tensors |= finish(expert, _probe(expert).megatron_to_hf(given, expert.megatron_module))
-        if not tensors:
-            raise Unsupported("the bridge fuses it with parameters that are no experts of its layer")
-        return tensors
-
-    return convert
-
-
-def finish_of(bridge: Any) -> Finish:
+def finish_of(bridge: Any, shapes: CheckpointShapes) -> Finish:
     """Returns what the bridge does with the converted tensors of each task of one export."""
     model_bridge: Any = getattr(bridge, "_model_bridge", None)  # another object each time
     modify = getattr(model_bridge, "maybe_modify_converted_hf_weight", None)
@@ -60,11 +69,10 @@ def finish_of(bridge: Any) -> Finish:
     kept: dict[str, dict[int, torch.Tensor]] = {}
 
     def finish(task: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        checkpoint = getattr(getattr(bridge, "hf_pretrained", None), "state", {})
         if getattr(task.mapping, "is_grouped_export", False):  # newer bridges, in place of the function above
-            config, shapes = task.mapping._get_config(task.megatron_module), CheckpointShapes(checkpoint)
+            config = task.mapping._get_config(task.megatron_module)
             return model_bridge._accumulate_grouped_export(task, tensors, config, kept, shapes) or {}
-        return tensors if modify is None else modify(task, tensors, checkpoint)
+        return tensors if modify is None else modify(task, tensors, shapes.checkpoint)
 
     return finish
 
@@ -75,26 +83,29 @@ class CheckpointShapes(Mapping[str, torch.Tensor]):
     checkpoint  the bridge's own, which would read a whole tensor from the disk
     """
 
-    def __init__(self, checkpoint: Any) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, bridge: Any) -> None:
+        self.checkpoint: Any = getattr(getattr(bridge, "hf_pretrained", None), "state", {})
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def __contains__(self, name: object) -> bool:
-        return name in self._checkpoint
+        return name in self.checkpoint
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return torch.empty(self._shape(name), device="meta")
+        if name not in self._shapes:
+            self._shapes[name] = self._read(name)
+        return torch.empty(self._shapes[name], device="meta")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._checkpoint)
+        return iter(self.checkpoint)
 
     def __len__(self) -> int:
-        return len(self._checkpoint)
+        return len(self.checkpoint)
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        source = getattr(self._checkpoint, "source", None)
+    def _read(self, name: str) -> tuple[int, ...]:
+        source = getattr(self.checkpoint, "source", None)
         file = getattr(source, "key_to_filename_map", {}).get(name)
         if file is None:
-            return tuple(self._checkpoint[name].shape)
+            return tuple(self.checkpoint[name].shape)
         from safetensors import safe_open
 
         with safe_open(Path(source.path, file), "pt") as tensors:  # type: ignore[union-attr]
@@ -106,17 +117,18 @@ def _checkpoint_names(mapping: Any) -> tuple[str, ...]:
     return tuple(names.values()) if isinstance(names, Mapping) else (str(names),)
 
 
-def _placeholder(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.full(tuple(shape), float("nan"), dtype=like.dtype, device=like.device)
+def _placeholder(like: torch.Tensor) -> torch.Tensor:
+    return torch.full(tuple(like.shape), float("nan"), dtype=like.dtype, device=like.device)
 
 
-def _probe(task: Any) -> Any:
-    """Returns verl's probe of a task, which has no communication, with as many expert parallel ranks as there are."""
+def _converted(task: Any, shard: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """Converts by verl's probe, which has no communication, with as many expert parallel ranks as there are."""
     from verl.workers.engine.megatron.delta_export import make_probe
 
     probe = make_probe(task.mapping, task.megatron_module)
     _gather_experts(probe)
-    return probe
+    found: Mapping[str, torch.Tensor] = probe.megatron_to_hf(shard, task.megatron_module)
+    return found
 
 
 def _gather_experts(mapping: Any) -> None:
@@ -128,7 +140,7 @@ def _gather_experts(mapping: Any) -> None:
     if size > 1:
 
         def gather(shard: torch.Tensor, module: Any, name: Any) -> dict[str, torch.Tensor]:
-            of_ranks = [_placeholder(shard.shape, shard)] * size
+            of_ranks = [_placeholder(shard)] * size
             of_ranks[rank] = shard
             return {str(name): torch.stack(of_ranks)}
 

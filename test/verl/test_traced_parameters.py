@@ -320,6 +320,7 @@ class ExpertMapping:
         raise AssertionError("a probe must not gather")
 
     def megatron_to_hf(self, shard, module):
+        module.converted = getattr(module, "converted", 0) + 1
         return self.gather_from_ep_ranks(shard, module, self.hf_param)
 
 
@@ -375,6 +376,8 @@ def test_experts_that_the_checkpoint_stacks_are_joined(engine, place):
         own = {task.param_weight.untyped_storage().data_ptr() for task in one.tasks}
         assert (tensor.untyped_storage().data_ptr() in own) == (place is in_one_buffer)
         assert sum(piece.box.numel for piece in held.shard_map.shards_of(rank)) == 12
+        # Traced twice: each time one conversion for each expert, and one of placeholders for all.
+        assert sum(task.megatron_module.converted for task in one.tasks) == 2 * (2 + 1)
 
 
 def taking(message, kind, messages):
