@@ -66,7 +66,7 @@ def enter(place: Place) -> None:
 def clean_up(place: Place) -> None:
     """Frees what processes that are gone have of the GPUs, as a driver does."""
     for file in Path(place.rehearsed, HOST).glob("*.*"):
-        owner, _, opener = file.name.removeprefix("pending.").partition(".open.")
+        owner, _, opener = file.name.removeprefix("pending.").removeprefix("writing.").partition(".open.")
         if _is_gone(int(opener or owner.split(".")[1])):
             file.unlink()  # what others map, they still do
 
