@@ -26,7 +26,7 @@ _FEWER = 128
 _COST_S = 30.0  # after which nothing is measured that is not judged
 
 
-def judge(bench: Bench, launched: int | bool, ratio: float, most: float, what: str) -> None:
+def judge(bench: Bench, launched: int, ratio: float, most: float, what: str) -> None:
     """Compares seconds, as a ratio to those of one copy of the bytes, if kernels were launched."""
     if not launched:
         bench.leave_open("torch works tensor by tensor, as Triton cannot be used: the rate is not judged")

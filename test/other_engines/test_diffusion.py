@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.diffusion_env import FOLDER, needs_diffusion
+from support.rank_scripts import run_ranks
 
 JOB = Path(__file__).with_name("diffusion_job.py")
 ROOT = Path(__file__).parents[2]
@@ -52,21 +52,8 @@ def test_an_update_leaves_what_a_start_on_the_checkpoint_would(tp_size, tmp_path
         [sys.executable, "-c", CHECKPOINTS, tmp_path, *NAMES], env=environment, capture_output=True, text=True
     )
     assert made.returncode == 0, made.stderr
-    arguments = json.dumps({"checkpoints": [[f"{tmp_path}/{name}-{number}" for number in (0, 1)] for name in NAMES]})
-    logs = [tmp_path / f"rank-{rank}.log" for rank in range(tp_size + 1)]
-    processes = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, JOB, str(rank), str(tp_size + 1), tmp_path, arguments]
-        with log.open("w") as file:
-            processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(_LIMIT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0] * len(logs), "\n".join(log.read_text()[-4000:] for log in logs)
-    *engine_ranks, errors = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(len(logs)))
+    arguments = {"checkpoints": [[f"{tmp_path}/{name}-{number}" for number in (0, 1)] for name in NAMES]}
+    *engine_ranks, errors = run_ranks(sys.executable, JOB, tp_size + 1, arguments, tmp_path, environment, _LIMIT_S)
     for of_rank in engine_ranks:
         assert len(of_rank) == len(NAMES)
         for name, found in zip(NAMES, of_rank, strict=True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 
@@ -14,12 +12,6 @@ def published_arguments() -> Any:
     except ImportError:
         from sglang.srt.server_args import get_global_server_args as get_server_args
     return get_server_args()
-
-
-def with_arguments(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Calls a function that takes the published arguments first, or reads them itself."""
-    first = next(iter(inspect.signature(function).parameters))
-    return function(*((published_arguments(),) if first == "server_args" else ()), *given, **named)
 
 
 def place_experts(metadata: Any) -> None:

@@ -50,12 +50,13 @@ def test_blocks_are_quantized_one_by_one(rows, columns, block, seed):
         assert torch.equal(scales[n], of_blocks)
 
 
+@pytest.mark.parametrize(("blocks", "columns"), [(Blocks(BLOCK), 10), (Blocks((1, 32), mx=True), 64)])
 @pytest.mark.parametrize("chunk", [1, 40, 100, 300, 10_000])
-def test_chunks_do_not_matter(chunk, monkeypatch):
+def test_chunks_do_not_matter(chunk, blocks, columns, monkeypatch):
     monkeypatch.setattr("sglang_reshard.trace.block_fp8._CHUNK", chunk)
-    weights = random(3, 13, 10)
-    expected = quantize_blocks(weights, BLOCK)
-    quantizer = _Quantizer(weights.clone(), Blocks(BLOCK))
+    weights = random(3, 13, columns)
+    expected = blocks.quantize(weights)
+    quantizer = _Quantizer(weights.clone(), blocks)
     quantizer.run()
     assert torch.equal(quantizer.quantized.view(torch.uint8), expected[0].view(torch.uint8))
     assert torch.equal(quantizer.scales, expected[1])

@@ -7,7 +7,7 @@ import torch
 
 from oracle.replay import replay
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace.block_fp8 import FP8, Blocks, _Quantizer, quantize_mx
+from sglang_reshard.trace.block_fp8 import FP8, quantize_mx
 from sglang_reshard.trace.tracer import trace
 from support.live_memory import fill_with_garbage
 from toy_loader import Toy, contents, specs_of
@@ -37,16 +37,6 @@ def test_it_quantizes_as_triton_kernels_does(dtype):
     assert torch.equal(ours[0].view(torch.uint8), right.view(torch.uint8))
     assert torch.equal(of_ours[0], scales)
     assert of_ours.dtype == scales.dtype == torch.uint8
-
-
-def test_chunks_do_not_matter(monkeypatch):
-    weights = torch.stack([patterns(13, 64, seed) for seed in range(3)])
-    expected = quantize_mx(weights)
-    monkeypatch.setattr("sglang_reshard.trace.block_fp8._CHUNK", 100)
-    quantizer = _Quantizer(weights.clone(), Blocks((1, 32), mx=True))
-    quantizer.run()
-    assert torch.equal(quantizer.quantized.view(torch.uint8), expected[0].view(torch.uint8))
-    assert torch.equal(quantizer.scales, expected[1])
 
 
 class Linear(torch.nn.Module):

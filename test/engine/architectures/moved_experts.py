@@ -18,14 +18,14 @@ from examination import built, said
 from oracle.digests import digests
 from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
-from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
+from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks, with_known
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.patches.expert_location import placement
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights, write_checkpoint
 from support.live_memory import differing, fill_with_garbage
 from support.scripts import answer
-from support.sglang_state import place_experts, published_arguments, with_arguments
+from support.sglang_state import place_experts, published_arguments
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
 EP, REDUNDANT, DEADLINE_S = 2, 2, 400
@@ -87,7 +87,8 @@ def metadata(seed: int, rank: int) -> Any:
 
     arguments = published_arguments()
     config = ModelConfig.from_server_args(arguments)
-    trivial = with_arguments(ExpertLocationMetadata.init_trivial, config, moe_ep_rank=rank)
+    known = {"server_args": arguments, "model_config": config, "moe_ep_rank": rank}
+    trivial = with_known(ExpertLocationMetadata.init_trivial, **known)
     if not seed:
         return trivial
     generator = torch.Generator().manual_seed(seed)
@@ -97,7 +98,7 @@ def metadata(seed: int, rank: int) -> Any:
         while any(len(part.unique()) < len(part) for part in shuffled.chunk(EP)):
             shuffled = row[torch.randperm(len(row), generator=generator)]
         rows.append(shuffled)
-    return with_arguments(ExpertLocationMetadata.init_by_mapping, config, torch.stack(rows), moe_ep_rank=rank)
+    return with_known(ExpertLocationMetadata.init_by_mapping, physical_to_logical_map=torch.stack(rows), **known)
 
 
 if __name__ == "__main__":

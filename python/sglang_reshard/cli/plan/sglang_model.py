@@ -100,8 +100,8 @@ def build_rank(
         )
     )
     _publish(args, tp_rank, pp_rank)
-    _with_known(initialize_moe_config, server_args=args)
-    _with_known(initialize_fp8_gemm_config, server_args=args)
+    with_known(initialize_moe_config, server_args=args)
+    with_known(initialize_fp8_gemm_config, server_args=args)
     _join_fake_world(
         tp_size=tp_size,
         ep_size=ep_size,
@@ -113,7 +113,7 @@ def build_rank(
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         # As ModelRunner does on a CPU: heads that the ranks do not divide are padded, not repeated.
         config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(load_format="dummy"), tp_size)
-    _with_known(initialize_dp_attention, server_args=args, model_config=config)
+    with_known(initialize_dp_attention, server_args=args, model_config=config)
     device, load = DeviceConfig("cpu", 0), LoadConfig(load_format=args.load_format)
     if weightless:
         build_on_meta(device)
@@ -121,7 +121,7 @@ def build_rank(
         config.model_path = weights
     model = get_model(model_config=config, load_config=load, device_config=device)
     # What ModelRunner does next; it changes the length of a buffer.
-    _with_known(reserve_rope_cache_for_long_sequences, model=model, server_args=args, model_config=config)
+    with_known(reserve_rope_cache_for_long_sequences, model=model, server_args=args, model_config=config)
     return model
 
 
@@ -138,10 +138,10 @@ def _publish(args: Any, tp_rank: int, pp_rank: int) -> None:
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, gpu_id=0))
 
 
-def _with_known(function: Callable[..., Any], **given: Any) -> None:
+def with_known(function: Callable[..., Any], **given: Any) -> Any:
     """Calls a function with those arguments that it has: newer versions read some from the published configuration."""
     parameters = inspect.signature(function).parameters
-    function(**{name: value for name, value in given.items() if name in parameters})
+    return function(**{name: value for name, value in given.items() if name in parameters})
 
 
 def _join_fake_world(*, tp_size: int, ep_size: int, pp_size: int, attention_dp_size: int, rank: int) -> None:
@@ -162,7 +162,7 @@ def _join_fake_world(*, tp_size: int, ep_size: int, pp_size: int, attention_dp_s
     world_size = tp_size * pp_size
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     parallel_state.init_distributed_environment(world_size=world_size, rank=rank, local_rank=0, backend="fake")
-    _with_known(
+    with_known(
         parallel_state.initialize_model_parallel,
         tensor_model_parallel_size=tp_size,
         expert_model_parallel_size=ep_size,
