@@ -1,21 +1,26 @@
 """Processes that are killed, stopped or forked: everyone else hears of it, in time."""
 
 import os
+import queue
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from subprocess import PIPE, Popen
 
+import msgspec
 import pytest
 
-from sglang_reshard.control import ControlClient, ControlServer, WaitTimedOut
+from sglang_reshard.control import Address, ControlClient, ControlServer, WaitTimedOut
 from sglang_reshard.control import client as client_module
 from sglang_reshard.errors import Aborted, ConnectionLost, DeadlineExceeded
 from support.ready import CONTEXT
 
 SOON_S = 60.0
 AT_ONCE_S = 15.0
+WATCHERS = 200
 
 
 @contextmanager
@@ -31,6 +36,17 @@ def process(function, *arguments):
         child.join()
         pipe.close()
         theirs.close()
+
+
+KEEPS_SERVER_UNTIL_CANCELLED = """
+import msgspec, threading
+from sglang_reshard.control import ControlClient, ControlServer
+server = ControlServer.open()
+heard = threading.Event()
+ControlClient(server.address, 60.0).watch("s", lambda reason: heard.set())
+print(msgspec.json.encode(server.address).decode(), flush=True)
+heard.wait()
+"""
 
 
 def said(pipe):
@@ -92,6 +108,20 @@ def test_when_a_member_is_killed_all_others_hear_who_it_was(control_server, wait
             ):
                 w.result(end - time.monotonic())
         assert heard.wait(AT_ONCE_S)
+
+
+def test_all_hear_why_although_the_servers_process_ends_as_soon_as_it_has_heard():
+    script = [sys.executable, "-c", KEEPS_SERVER_UNTIL_CANCELLED]
+    with Popen(script, stdout=PIPE, text=True) as keeper, ExitStack() as clients:
+        clients.callback(keeper.kill)
+        address, reasons = msgspec.json.decode(keeper.stdout.readline(), type=Address), queue.SimpleQueue()
+        for _ in range(WATCHERS):
+            clients.enter_context(ControlClient(address, SOON_S)).watch("s", reasons.put)
+        with process(take_part, address, "nothing") as (member, members_pipe):
+            assert said(members_pipe) == "in"
+            member.kill()
+        for _ in range(WATCHERS):
+            assert reasons.get(timeout=AT_ONCE_S).startswith("engine rank 3 (host h, process 123) disconnected")
 
 
 def test_a_child_that_a_member_forked_does_not_keep_its_connection(control_server):

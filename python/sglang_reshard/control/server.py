@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import hmac
 import logging
@@ -10,6 +11,7 @@ import secrets
 import socket
 import threading
 import time
+from concurrent import futures
 from typing import Any, cast
 
 from sglang_reshard.control import protocol
@@ -156,13 +158,24 @@ class ControlServer:
         """
         server = cls(listen(interface), secrets.token_bytes(32), stored_bytes)
         server._thread.start()
+        atexit.register(server._finish_sending)
         return server
 
     def close(self) -> None:
         """Closes the listener and all connections; every client is notified."""
+        atexit.unregister(self._finish_sending)
         with contextlib.suppress(RuntimeError):  # closed already
             self._loop.call_soon_threadsafe(self._accepting.cancel)
         self._thread.join()
+
+    def _finish_sending(self) -> None:
+        """Waits until the server's thread has sent what it is sending.
+
+        The process may end because one of its own clients has heard why an update was cancelled. The server's thread
+        would stop between two clients, and the second would hear of a lost connection instead.
+        """
+        with contextlib.suppress(RuntimeError, futures.TimeoutError):  # its thread has ended, or does not come to it
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(_FLUSH_S)
 
     def clients(self, session: str) -> int:
         """Returns the number of connections to a session. Safe to call from any thread."""
