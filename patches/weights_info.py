@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from sglang_reshard.digest.whole_model import with_versions
 from sglang_reshard.errors import EngineRefused
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.patches import sglang_versions, stock_weights, torn_weights
@@ -68,14 +69,15 @@ def record(
 ) -> DistributedUpdateWeightsOutput:
     """Records a successful update as the origin of the live weights, before SGLang's weight_version changes.
 
-    Returns the output with the versions of the parameters that the update has left.
+    Returns the output with the versions of the parameters that the update has left, which its digest covers.
     """
     before: dict[str, str] = getattr(manager, _VERSIONS, {})
     now = str(sglang_versions.weight_version(manager) or "")
     left = [*output.kept, *([] if request.draft or not _has_drafts(manager) else [_DRAFTS])]
     versions = {name: before.get(name, now) for name in left}
     by_version = {v: tuple(n for n in versions if versions[n] == v) for v in dict.fromkeys(versions.values())}
-    output = msgspec.structs.replace(output, kept_versions=by_version)
+    digest = with_versions(output.digest, versions)
+    output = msgspec.structs.replace(output, kept_versions=by_version, digest=digest)
     setattr(manager, _VERSIONS, versions)
     setattr(manager, _LIVE, (request, output))
     set_publication(manager, max(request.publication, publication(manager)))

@@ -236,6 +236,23 @@ def test_parameters_that_updates_leave_keep_their_version(manager):
     assert left(manager, "47", ["b"]) == {"46": ("b",)}
 
 
+def test_the_digest_tells_versions_of_kept_parameters_apart(manager):
+    def digest_after(versions, kept):
+        """The digest of an update with the same weights as all others, after updates to `versions`."""
+        weights_info.clear(manager)
+        for version in versions:
+            left(manager, version)
+        request = msgspec.structs.replace(REQUEST, weight_version="9")
+        output = msgspec.structs.replace(OUTPUT, kept=kept, digest="00000000000000ff")
+        output = weights_info.record(manager, request, output)
+        assert weights_info.current(manager).digest == output.digest
+        return output.digest
+
+    assert digest_after(["7"], ()) == digest_after(["8"], ()) == "00000000000000ff"
+    assert digest_after(["7"], ("a", "b")) == digest_after(["6", "7"], ("b", "a"))
+    assert len({digest_after([v], kept) for v in ("7", "8") for kept in (("a",), ("b",), ("a", "b"))}) == 6
+
+
 def test_what_sglang_brings_is_of_its_version(manager):
     left(manager, "43", ["a"])
     asyncio.run(weights_info._around_write(succeeds, manager))

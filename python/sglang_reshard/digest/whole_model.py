@@ -3,14 +3,14 @@
 The sum, modulo 2^64, of the checksums of all that engine ranks keep, with each element counted once and each tensor's
 checksum multiplied by an odd number derived from its name. It depends on names, shapes and the bits of the elements in
 the engine's dtype, and not on the engine's size, the trainer's layout or the order of the tensors. Parameters that an
-update leaves as they are count by their names alone.
+update leaves as they are count by their names and, where an engine knows them, by their versions.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -72,7 +72,22 @@ def with_kept(digest: str, kept: Iterable[str]) -> str:
     """
     if not digest:
         return ""
-    total = int(digest, 16) + sum(_name_coefficient(f"kept {name}") for name in set(kept))
+    return _with_names(digest, {f"kept {name}" for name in kept})
+
+
+def with_versions(digest: str, versions: Mapping[str, str]) -> str:
+    """Returns the digest of weights whose kept parameters have these versions: parameter -> weight_version.
+
+    Two engines whose parameters of one name were brought by different updates have different digests. Without kept
+    parameters the digest stays as it is, and so does an empty one.
+    """
+    if not digest or not versions:
+        return digest
+    return _with_names(digest, {f"version {version} of {name}" for name, version in versions.items()})
+
+
+def _with_names(digest: str, names: Iterable[str]) -> str:
+    total = int(digest, 16) + sum(_name_coefficient(name) for name in names)
     return f"{total % MODULUS:0{2 * _BYTES}x}"
 
 

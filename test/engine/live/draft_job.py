@@ -81,9 +81,11 @@ def updates(job: dict[str, Any]) -> dict[str, Any]:
     sender.update(second, verify="full", staged=True)
     seen["both"] = live("both")
     own = [(f"draft.{name}", tensor) for name, tensor in first]
-    report = sender.update(own, frozen=["*"], weight_version="4")
+    report, again = (sender.update(own, frozen=["*"], weight_version=v, verify="full") for v in ("4", "5"))
     seen["live"] = engine.weights_info().kept_versions  # the next line changes weights by SGLang's own method
     seen["draft alone"] = live("draft alone")
+    after_a_load = sender.update(own, frozen=["*"], weight_version="6", verify="full")
+    seen["digests"] = [report.digest, again.digest, after_a_load.digest]
     seen["left"] = [*left, report.kept_versions]
     seen["kept"] = report.kept
     sender.close()

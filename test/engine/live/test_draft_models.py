@@ -32,4 +32,6 @@ def test_drafts_follow_in_the_same_update_or_stay(tmp_path: Path) -> None:
     assert weights("draft alone") == [first, second]
     assert seen["left"] == [{"default": ["draft.*"]}, {"default": ["draft.*"]}, {}, {"3": seen["kept"]}]
     assert seen["live"] == seen["left"][-1]
+    same, again, after_a_load = seen["digests"]
+    assert same == again != after_a_load, "SGLang's load gave the target another version"
     assert not any(name.startswith("draft") for name in seen["kept"])
