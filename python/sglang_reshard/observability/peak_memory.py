@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from sglang_reshard.gpu.runtime import runtime
+
+_FIELD = re.compile(rb"^(VmRSS|VmHWM|RssShmem|RssFile):\s+(\d+) kB$", re.MULTILINE)
 
 
 class PeakMemory:
@@ -60,11 +64,5 @@ def _mapped_bytes(status: dict[str, int]) -> int:
 
 def _status() -> dict[str, int]:
     """Returns bytes by field of /proc/self/status."""
-    names = ("VmRSS", "VmHWM", "RssShmem", "RssFile")
-    with open("/proc/self/status") as f:
-        found = {}
-        for line in f:
-            if line.startswith(names):
-                name, kilobytes, _ = line.split()
-                found[name.rstrip(":")] = int(kilobytes) * 1024
-        return found
+    with open("/proc/self/status", "rb") as f:
+        return {name.decode(): int(kilobytes) * 1024 for name, kilobytes in _FIELD.findall(f.read())}
