@@ -5,9 +5,11 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from sglang_reshard.api.multi_engine import MultiEngineSender
 from sglang_reshard.control import ControlServer
-from sglang_reshard.errors import EngineRefused, Mismatch
+from sglang_reshard.errors import Aborted, EngineRefused, Mismatch
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.shadow import Shadow
 from sglang_reshard.protocol.messages import DistributedUpdateWeightsOutput, DistributedUpdateWeightsReq, encode
@@ -16,6 +18,7 @@ from sglang_reshard.routes.nixl.engine import NixlEngineEnd
 from sglang_reshard.routes.relay import offers as relay_offers
 from sglang_reshard.routes.relay.engine import RelayEngineEnd
 from sglang_reshard.routes.relay.engine_relay import EngineRelay
+from sglang_reshard.routes.relay.member import RelayMember
 from sglang_reshard.routes.relay.offers import Offer, Relay, RelayOffers
 from sglang_reshard.trace.program import Program
 
@@ -128,6 +131,61 @@ def test_one_that_says_nothing_is_given_up_by_all_alike(address, monkeypatch):
         thread.join()
     assert seen[0] == seen[1] == seen[2]
     assert [offer.error for offer in seen[0][1]] == ["", "it offered nothing within 0.2 s", ""]
+
+
+def test_an_engine_hears_of_one_that_failed_before_its_offer(address):
+    """In the session that the engine is told of, long before it gives up waiting; all later offers are in another."""
+    sender = MultiEngineSender(address, trainer_rank=0, global_ranks=(0,), transport="nixl", relay=True)
+    heard, left = [], []
+
+    def fails(_request):
+        return FAILED
+
+    def waits(request):
+        relay = Relay.of(request.around["relay"])
+        with RelayOffers(request.address, relay, TIMEOUT_S) as offers:
+            offers.make(relay.own, Offer(layout="l"))
+            heard.append([offer.error for offer in offers.all()[1]])
+        if relay.update > 1:
+            earlier = Relay("relay/1", relay.engines, relay.own, 1)
+            with RelayOffers(request.address, earlier, TIMEOUT_S) as offers:
+                left.append(offers.client.num_keys())
+        return FAILED
+
+    sender.set_engines({"a": fails, "b": waits})
+    for _ in range(2):
+        with pytest.raises(EngineRefused):
+            sender.update({"weight": torch.zeros(2)})
+    sender.close()
+    assert heard == [["its update failed", ""]] * 2
+    assert left == [0]
+
+
+def test_an_abort_ends_the_wait_for_offers(address):
+    relay, ended = Relay("relay/1", ("a", "b"), 0, 1), []
+    member = RelayMember(0)
+    reads = SimpleNamespace(timeout_s=TIMEOUT_S, tensor_index=SimpleNamespace(layout=SimpleNamespace(tensors=())))
+    side = SimpleNamespace(reads=reads, live=Program((), {}), read_plans=("",))
+    meeting = SimpleNamespace(session=SimpleNamespace(address=address), gather=lambda _, part: [part])
+
+    def agree():
+        with pytest.raises(Aborted, match="the update was aborted"):
+            member.agree(meeting, side, relay)
+        ended.append(True)
+
+    waits = threading.Thread(target=agree)
+    waits.start()
+    with RelayOffers(address, relay, TIMEOUT_S) as offers:
+        offers.client.wait(["offer/0"], TIMEOUT_S)
+        end_of(member, SimpleNamespace(abort=lambda: None)).abort()
+    waits.join(TIMEOUT_S / 3)  # less than it waits for an offer
+    assert ended
+
+
+def end_of(member, inner):
+    end = RelayEngineEnd.__new__(RelayEngineEnd)
+    end._member, end.inner = member, inner
+    return end
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,8 @@ class MultiEngineSender(InBackground):
         self._options = SenderOptions.of(options, given)
         if relay and self._options.transport != "nixl":
             raise Unsupported(f"relay=True needs transport='nixl', but transport is {self._options.transport!r}")
-        self._address, self._rank, self._global_ranks = address, trainer_rank, global_ranks
-        self._relays = EngineRelay(address, self._options.timeout_s) if relay else None
+        self._address, self._rank, self._global_ranks = address.named(_SESSION), trainer_rank, global_ranks
+        self._relays = EngineRelay(self._address, self._options.timeout_s) if relay else None
         self._engines: dict[str, tuple[int, Send | None]] = {}  # with their numbers in the session
         self._given: dict[str, Send | None] = {}  # as `set_engines` was given them; relayed requests go through others
         self._excluded: dict[str, str] = {}
@@ -107,7 +107,7 @@ class MultiEngineSender(InBackground):
         if self._sender is None:
             if not engines:
                 return
-            session = Session.join(self._address.named(_SESSION), self._options.timeout_s)
+            session = Session.join(self._address, self._options.timeout_s)
             self._sender = UpdateSender(session, self._rank, self._global_ranks, self._options)
         self._sender.set_engines(dict(engines.values()))
 

@@ -53,6 +53,10 @@ class RelayEngineEnd(AroundEnd):
             self._relayed = _Relayed(self._nixl, relays, self._side.bucket_bytes)
         self.nbytes = self.inner.nbytes if self._relayed is None else self._relayed.extra_bytes
 
+    def abort(self) -> None:
+        self._member.abort()
+        super().abort()
+
     @property
     def traffic(self) -> Traffic:
         if self._relayed is not None:

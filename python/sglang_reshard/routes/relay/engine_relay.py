@@ -24,6 +24,7 @@ class EngineRelay:
     """
 
     def __init__(self, address: Address, timeout_s: float) -> None:
+        """`address`: of the session that the requests name."""
         self._address, self._timeout_s = address, timeout_s
         self._engines: tuple[str, ...] = ()
         self._update = self._session = 0

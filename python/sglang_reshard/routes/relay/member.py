@@ -63,6 +63,7 @@ class RelayMember(Kept):
         self._names: tuple[str, ...] = ()
         self._layout: SourceLayout | None = None
         self._unreadable: tuple[str, ...] = ()
+        self._offers: RelayOffers | None = None  # those that are waited for
         self.lost = self.remark = ""
 
     def agree(self, meeting: Meeting, side: EngineSide, relay: Relay) -> Relays | None:
@@ -70,6 +71,8 @@ class RelayMember(Kept):
         self.lost = self.remark = ""
         self._progress.reset()  # an earlier trainer's updates had other numbers
         with RelayOffers(meeting.session.address, relay, side.reads.timeout_s) as offers:
+            offers.enter(f"engine rank {self._rank}")
+            self._offers = offers  # an abort before this ends `gather`
             own = self._part(offers, side)
             parts = meeting.gather("relay", own)
             if self._rank == 0:
@@ -87,6 +90,11 @@ class RelayMember(Kept):
                 return self._relays(relay, of_all, check, offers, side)
         self._progress.stop(relay.update)
         return None
+
+    def abort(self) -> None:
+        """Ends the wait for other engines' offers. Called from another thread."""
+        if (offers := self._offers) is not None:
+            offers.abort()
 
     def failed(self, request: DistributedUpdateWeightsReq) -> None:
         """This rank's weights are not what the update brings: no other engine takes them from here."""

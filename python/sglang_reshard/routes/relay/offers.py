@@ -6,10 +6,12 @@ all engines see the same ones, and plan alike.
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 
 from sglang_reshard.control import Address, ControlClient, WaitTimedOut
-from sglang_reshard.errors import Mismatch
+from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.protocol.blobs import Blobs
 from sglang_reshard.protocol.messages import decode, encode
 from sglang_reshard.protocol.validation.requests import MAX_NAME_LENGTH
@@ -89,7 +91,18 @@ class RelayOffers(Blobs):
 
     def __init__(self, address: Address, relay: Relay, timeout_s: float) -> None:
         super().__init__(ControlClient(address.named(relay.session), timeout_s), timeout_s)
-        self._relay = relay
+        self._relay, self._scope = relay, ""
+
+    def enter(self, who: str) -> None:
+        """From here on `abort` ends the wait for other engines' offers. `who` names this process, in this engine."""
+        scope = f"{self._relay.update}/{self._relay.own}/{who}"
+        self.client.enter(scope, who)
+        self._scope = scope
+
+    def abort(self) -> None:
+        """Lets `all` raise Aborted. Called from another thread."""
+        with contextlib.suppress(ReshardError):  # the wait has ended
+            self.client.cancel(self._scope, "the update was aborted")
 
     def make(self, engine: int, offer: Offer) -> None:
         """Makes an engine's offer, unless it has made one or others have given it up."""
@@ -100,11 +113,11 @@ class RelayOffers(Blobs):
         keys = [_key(engine) for engine in range(len(self._relay.engines))]
         wait_s = min(_OFFER_S, self._timeout_s / 2)
         try:
-            found = self.client.get(keys, wait_s)
+            found = self.client.get(keys, wait_s, self._scope)
         except WaitTimedOut as error:
             for engine in error.missing:
                 self.make(engine, Offer(error=f"it offered nothing within {wait_s:g} s"))
-            found = self.client.get(keys, self._timeout_s)
+            found = self.client.get(keys, self._timeout_s, self._scope)
         return b"".join(found), [decode(data, Offer) for data in found]
 
     def __enter__(self) -> RelayOffers:
