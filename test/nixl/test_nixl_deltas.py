@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from test_relay import place, relaying_sender, sends_of
 
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from support.nixl_env import needs_nixl, use_nixl
+from support.several_engines import place, relaying_sender, sends_of
 from support.toy import ToyRank
 from support.toy_changes import HIDDEN, become, same, sharded
 from support.world import run_world
@@ -59,7 +59,7 @@ def test_engine_ranks_read_what_has_changed() -> None:
 
 def train_several(trainer: Any) -> list[Any]:
     use_nixl()
-    sender, _host = relaying_sender(trainer, relay=True, delta="auto")
+    sender, _host = relaying_sender(trainer, delta="auto")
     sender.set_engines(sends_of(trainer, SIZES))
     return four_versions(sender)
 

@@ -1,19 +1,16 @@
 """Engines of several sizes pass on weights to each other by NIXL, while they read: bit-exact, and read once."""
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from sglang_reshard.api.multi_engine import MultiEngineSender
-from sglang_reshard.control import Address
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.protocol.session import Session
-from sglang_reshard.trainer.collectives import broadcast_message
 from support.nixl_env import needs_nixl, use_nixl
+from support.several_engines import place, relaying_sender, sends_of
 from support.sweep import sweep
 from support.toy import ToyRank, checkpoint
 from support.toy_trainers import State, assert_told_alike
@@ -23,45 +20,9 @@ pytestmark = needs_nixl
 UPDATES = 3
 
 
-def in_turn(sends):
-    """Sends to all ranks of an engine; the first one's output."""
-
-    def send(request):
-        with ThreadPoolExecutor(len(sends)) as threads:
-            return next(iter(list(threads.map(lambda one: one(request), sends))))
-
-    return send
-
-
-def sends_of(trainer, sizes):
-    ends = list(itertools.accumulate(sizes))
-    return {
-        f"replica {n}": in_turn(trainer.send_one[end - size : end]) if trainer.rank == 0 else None
-        for n, (size, end) in enumerate(zip(sizes, ends, strict=True))
-    }
-
-
-def place(rank, sizes):
-    """(engine, rank within it) of a process."""
-    for engine, size in enumerate(sizes):
-        if rank < size:
-            return engine, rank
-        rank -= size
-    raise AssertionError
-
-
-def relaying_sender(trainer, **options):
-    host = Session.host() if trainer.rank == 0 else None
-    address = broadcast_message(host.address if host else None, Address, trainer.group)
-    ranks = tuple(range(trainer.size))
-    return MultiEngineSender(
-        address, trainer_rank=trainer.rank, global_ranks=ranks, transport="nixl", timeout_s=30, **options
-    ), host
-
-
 def train(trainer, sizes, mesh_shape, kind, dtype, _live_dtypes, options):
     use_nixl()
-    sender, _host = relaying_sender(trainer, relay=True, **options)
+    sender, _host = relaying_sender(trainer, **options)
     sender.set_engines(sends_of(trainer, sizes))
     state, told = State(mesh_shape, kind, dtype), []
     for version in range(1, UPDATES + 1):

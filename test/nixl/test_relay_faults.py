@@ -1,7 +1,6 @@
 """Engines that do not pass on what the others wait for: these read it from the trainer, in the same update."""
 
 import torch
-from test_relay import relaying_sender, sends_of  # type: ignore[import-not-found]
 
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
@@ -9,6 +8,7 @@ from sglang_reshard.routes.nixl.reader import NixlReader
 from sglang_reshard.routes.relay import progress as relay
 from sglang_reshard.routes.relay.progress import Progress
 from support.nixl_env import needs_nixl, use_nixl
+from support.several_engines import relaying_sender, sends_of
 from support.toy import ToyRank, checkpoint
 from support.world import run_world
 
@@ -20,7 +20,7 @@ STALLED_S = 4.0  # where an engine is silent: a healthy rank that waits for two 
 
 def train(trainer, on_failure, *_):
     use_nixl()
-    sender, _host = relaying_sender(trainer, relay=True, bucket_bytes=2**18)
+    sender, _host = relaying_sender(trainer, bucket_bytes=2**18)
     sends = sends_of(trainer, SIZES)
     told = []
     for version in range(1, UPDATES + 1):

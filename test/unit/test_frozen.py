@@ -17,8 +17,8 @@ from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.kept import MayStay
 from sglang_reshard.trace.tracer import trace
 from support.toy import ToyRank, checkpoint
+from support.toy_repacking import Repacking, live_tensors, started, weights
 from support.world import run_world
-from toy_repacking import Repacking, live_tensors, started, weights
 
 LEFT_OUT = {"frozen": ["down", "norm"]}, {"only": ["embed", "qkv", "gate*"]}
 DUMMY = {"stock_changes": 1, "stock_loaded": False}

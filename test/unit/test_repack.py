@@ -11,8 +11,18 @@ from sglang_reshard.trace.block_fp8 import quantize_blocks
 from sglang_reshard.trace.built_modules import note_copies
 from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.tracer import trace
+from support.toy_repacking import (
+    COLUMNS,
+    BlockLinear,
+    Linear,
+    Method,
+    Repacking,
+    live_tensors,
+    process,
+    started,
+    weights,
+)
 from toy_loader import Toy, specs_of
-from toy_repacking import COLUMNS, BlockLinear, Linear, Method, Repacking, live_tensors, process, started, weights
 
 LAYERS, ROWS, CPU = 3, 12, torch.device("cpu")
 

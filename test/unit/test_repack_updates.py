@@ -10,8 +10,8 @@ from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
 from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
+from support.toy_repacking import Repacking, live_tensors, started, weights
 from support.world import run_world
-from toy_repacking import Repacking, live_tensors, started, weights
 
 LAYERS, ROWS, TRAINERS, ENGINES = 40, 24, 4, 2
 BUCKET_BYTES = 1024

@@ -5,6 +5,7 @@ If an engine does not pass on its tensors, the rest is read from the trainer, in
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -158,7 +159,7 @@ class _Relayed:
         engine.
         """
         relays, sizes = self._relays, self._nixl.round_bytes
-        missing = np.zeros(len(relays.direct), bool)
+        missing = self._unconverted()
         for route in relays.routes:
             if route.engine == lost.engine or not all(stream.is_done for stream in self._from_engines[route.engine]):
                 missing |= relays.owned_by == route.number
@@ -176,6 +177,18 @@ class _Relayed:
         self._counts = self._own_counts()
         self.traffic = Traffic(received, read, detour=_detour(str(lost)))
         return list(self._direct.values())
+
+    def _unconverted(self) -> np.ndarray:
+        """Returns a mask of the tensors with parts of weights that are not converted yet: these parts lose their
+        memory when the landing is placed again.
+        """
+        landing, plan = self._reads.landing, self._reads.read_plan
+        targets = set(itertools.chain.from_iterable(landing.complete[landing.finished :]))
+        found = np.zeros(len(self._relays.direct), bool)
+        found[[index for index, copy in zip(plan.tensor_ids, plan.copies, strict=True) if copy.target in targets]] = (
+            True
+        )
+        return found
 
     def _streams_of(self, route: RelayRoute, sizes: Mapping[int, int]) -> list[RelayedStream]:
         self._reader.connect({route.peer(rank): memory for rank, memory in route.memory.items()})
