@@ -12,7 +12,7 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from sglang_reshard.errors import Mismatch
+from sglang_reshard.errors import Mismatch, ReshardError
 from sglang_reshard.observability.logs import get_logger
 from sglang_reshard.observability.report import Traffic
 from sglang_reshard.plan import ReadPlan
@@ -47,11 +47,18 @@ class RelayEngineEnd(AroundEnd):
 
     def connect(self, meeting: Meeting) -> None:
         relays = self._member.agree(meeting, self._side, self._relay)
-        if relays is None:
-            self.inner.connect(meeting)
-        else:
+        if relays is not None:
             self._nixl.open(meeting)
-            self._relayed = _Relayed(self._nixl, relays, self._side.bucket_bytes)
+            try:
+                self._relayed = _Relayed(self._nixl, relays, self._side.bucket_bytes)
+            except RelayLost as lost:
+                logger.warning(
+                    "engine rank %d: %s; it reads all weights from the trainer", self._side.engine_rank, lost
+                )
+                self._nixl.reader.close()
+                self._member.passes_nothing_on(self._relay, str(lost))
+        if self._relayed is None:
+            self.inner.connect(meeting)
         self.nbytes = self.inner.nbytes if self._relayed is None else self._relayed.extra_bytes
 
     def abort(self) -> None:
@@ -191,7 +198,13 @@ class _Relayed:
         return found
 
     def _streams_of(self, route: RelayRoute, sizes: Mapping[int, int]) -> list[RelayedStream]:
-        self._reader.connect({route.peer(rank): memory for rank, memory in route.memory.items()})
+        """Raises RelayLost if the engine cannot be reached: its process may have ended since it made its offer."""
+        try:
+            self._reader.connect({route.peer(rank): memory for rank, memory in route.memory.items()})
+        except ReshardError as error:
+            if self._reader.aborted:
+                raise
+            raise RelayLost(route.engine, f"cannot be reached: {error}") from error
         streams = []
         for rank in route.read_plan.traffic():
             peer = route.peer(rank)

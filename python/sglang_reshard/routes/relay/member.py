@@ -91,6 +91,11 @@ class RelayMember(Kept):
         self._progress.stop(relay.update)
         return None
 
+    def passes_nothing_on(self, relay: Relay, lost: str) -> None:
+        """This rank reads all from the trainer in this update, because another engine is `lost`."""
+        self.lost = lost
+        self._progress.stop(relay.update)
+
     def abort(self) -> None:
         """Ends the wait for other engines' offers. Called from another thread."""
         if (offers := self._offers) is not None:
