@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 
 from sglang_reshard.observability.report import Traffic
+from sglang_reshard.protocol.update_channel import EngineScope
 from sglang_reshard.routes.base import Ask, EngineEnd, TrainerEnd
 from sglang_reshard.routes.p2p.ask import Links, get_send_requests, put_send_requests
-from sglang_reshard.routes.p2p.links import build_rounds, engine_links, sent_link
+from sglang_reshard.routes.p2p.links import build_rounds, engine_links, sent_link, targets_by_round
 from sglang_reshard.routes.p2p.messages import round_bytes
 from sglang_reshard.routes.strategy import REQUESTED, Strategy, demanded_bytes
 
@@ -44,23 +45,28 @@ class StoreEngineEnd(EngineEnd):
     def connect(self, meeting):
         reads, self._session = self._side.reads, meeting.session
         sizes = self._links.of_engine_rank(self._side.engine_rank)
-        links = engine_links(reads.tensor_index.layout, reads.read_plan, reads.program, sizes)
-        self._rounds, self.nbytes = build_rounds(links, CPU, pack=False)
+        layout, plan, self._landing = reads.tensor_index.layout, reads.read_plan, reads.landing
+        if reads.program.arrivals:  # what is converted needs memory, and views of it
+            self._landing.place(targets_by_round(engine_links(layout, plan, reads.program, sizes), plan), ())
+        self._rounds, self.nbytes = build_rounds(engine_links(layout, plan, reads.program, sizes), CPU, pack=False)
 
     @property
     def traffic(self):
         return Traffic(self._received)
 
     def move(self, request, taken):
-        self._received = 0
+        self._received, client = 0, self._session.client
+        scope = EngineScope(client, request.update, self._side.engine, "").scope
         for number, (buffers, copies) in enumerate(self._rounds):
             for trainer_rank, buffer in buffers:
                 key = _key(self._side.transfer, trainer_rank, self._side.engine_rank, number)
-                data = self._session.get(key, bytes, f"a message of trainer rank {trainer_rank}", hashed=False)
-                self._session.delete(key)
+                (data,) = client.get([key], self._side.reads.timeout_s, scope)  # ends when a trainer rank fails
+                client.delete_keys([key])
                 self._received += len(data)
                 buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             copies.run()
+            if number < self._landing.turns:
+                self._landing.arrived(number)
 
 
 class StoreTrainerEnd(TrainerEnd):
@@ -77,7 +83,7 @@ class StoreTrainerEnd(TrainerEnd):
             copies.run()
             for engine_rank, buffer in buffers:
                 key = _key(side.transfer, side.trainer_rank, engine_rank, number)
-                side.session.put(buffer.numpy().tobytes(), key, hashed=False)
+                side.session.client.set({key: buffer.numpy().tobytes()})
 
 
 engine_end, trainer_end = StoreEngineEnd, StoreTrainerEnd

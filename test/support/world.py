@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,6 +56,7 @@ def run_world(
     deadline_s: float = 300.0,
     context: BaseContext = CONTEXT,
     engines_apart: bool = False,
+    killed: Collection[str] = (),
 ) -> tuple[list[Any], list[Any]]:
     """Run `train(trainer, *args)` on every trainer rank and `serve(rank, size, requests, *args)` on every engine rank.
 
@@ -64,6 +65,7 @@ def run_world(
 
     context        how processes are started
     engines_apart  engine ranks are left without a default process group: SGLang makes one of its own
+    killed         names of processes that end without a word, "engine rank 1"; their result is None
     """
     pipes = [context.Pipe() for _ in range(engines)]
     near = [a for a, _ in pipes]
@@ -86,7 +88,7 @@ def run_world(
         stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
         for link, i in links.items():
             link.send(stores[0 if i < trainers else 1].port)
-        _collect(links, results, trainers, time.monotonic() + deadline_s)
+        _collect(links, results, trainers, time.monotonic() + deadline_s, killed)
     finally:
         for process in processes:
             process.join(timeout=5 if process.exitcode is None else 0)
@@ -96,7 +98,9 @@ def run_world(
     return results[:trainers], results[trainers:]
 
 
-def _collect(links: dict[Connection, int], results: list[Any], trainers: int, end: float) -> None:
+def _collect(
+    links: dict[Connection, int], results: list[Any], trainers: int, end: float, killed: Collection[str]
+) -> None:
     def name(i: int) -> str:
         return f"trainer rank {i}" if i < trainers else f"engine rank {i - trainers}"
 
@@ -109,8 +113,10 @@ def _collect(links: dict[Connection, int], results: list[Any], trainers: int, en
             i = links.pop(link)  # type: ignore[call-overload]
             try:
                 ok, value = link.recv()  # type: ignore[union-attr]
+                if name(i) in killed:
+                    ok, value = False, f"lived, and was to be killed: {value}"
             except (EOFError, ConnectionResetError):
-                ok, value = False, "ended without a word"
+                ok, value = (True, None) if name(i) in killed else (False, "ended without a word")
             if ok:
                 results[i] = value
                 continue
