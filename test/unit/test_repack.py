@@ -8,7 +8,7 @@ from sglang_reshard.errors import Unsupported
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
 from sglang_reshard.trace.block_fp8 import quantize_blocks
-from sglang_reshard.trace.built_modules import note_copies
+from sglang_reshard.trace.built_modules import note_copies, remember
 from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.tracer import trace
 from support.toy_repacking import (
@@ -131,6 +131,63 @@ def test_what_was_changed_since_is_refused():
     del model.layers[0].scale
     with pytest.raises(Unsupported, match=r"layers\.0\.cached is .* but repacking makes nothing"):
         trace(model, specs_of(weights(2, 1, ROWS)))
+
+
+class Experts(torch.nn.Module):
+    """A scale for two halves of each expert, which the checkpoint has twice; one value for all experts is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.quant_method = ExpertsMethod()
+        self.scale = torch.nn.Parameter(torch.zeros(3, 2), requires_grad=False)
+        remember(self, process, lambda _: False)
+
+    def load(self, name, tensor):
+        _, expert, _ = name.split(".")
+        self.scale.data[int(expert)] = tensor
+
+
+class ExpertsMethod:
+    def process_weights_after_loading(self, layer):
+        layer.largest = torch.nn.Parameter(layer.scale.data.max().expand(3), requires_grad=False)
+        layer.alphas = torch.nn.Parameter(layer.scale.data[:, 0] * 2, requires_grad=False)
+
+
+def experts(version):
+    generator = torch.Generator().manual_seed(version)
+    given = {
+        f"experts.{e}.{half}": torch.rand(shape, generator=generator)
+        for e, shape in ((0, ()), (1, (1,)), (2, ()))
+        for half in ("gate", "up")
+    }
+    toy = Toy(lambda toy, weights: [toy.experts.load(name, tensor) for name, tensor in weights])
+    toy.experts = Experts()
+    toy.load_weights(given.items())
+    process(toy.experts)
+    return toy, given
+
+
+def test_of_a_scale_that_fills_the_same_elements_twice_the_last_is_kept():
+    """NVFP4 experts: the scale of activations of gate_proj is written to the place of up_proj's, too."""
+    model, _ = experts(1)
+    expected, given = experts(2)
+    replay(trace(model, specs_of(given)), given)
+    assert torch.equal(model.experts.scale, expected.experts.scale)
+    assert torch.equal(model.experts.alphas, expected.experts.alphas)
+
+
+def test_one_element_in_several_places_is_written_once():
+    """torch copies nothing to an expanded tensor. SGLang keeps such a scale for NVFP4 experts of flashinfer-trtllm."""
+    model, _ = experts(1)
+    expected, given = experts(2)
+    kept = model.experts.largest
+    replay(trace(model, specs_of(given)), given)
+    assert model.experts.largest is kept
+    assert kept.stride() == (0,)
+    assert torch.equal(kept, expected.experts.largest)
+    model.experts.alphas = torch.nn.Parameter(torch.zeros(()).expand(3), requires_grad=False)
+    with pytest.raises(Unsupported, match=r"experts\.alphas has one element in several places, but repacking makes"):
+        trace(model, specs_of(given))
 
 
 class OnceMethod(Method):

@@ -7,6 +7,7 @@ its results are copied to the live tensors, which keep their addresses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -35,11 +36,16 @@ class _Output(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """`is_kept`: the tensor that the module had as it was built, and no parameter."""
+    """A tensor that the post-processing makes.
+
+    is_kept   it is the tensor that the module had as it was built, and no parameter
+    repeated  dimensions along which it has the same elements again, as `expand` makes them
+    """
 
     shape: torch.Size
     dtype: torch.dtype
     is_kept: bool
+    repeated: frozenset[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +104,12 @@ class RepackedModule:
                     "weights: something has changed it since the engine's start. Start the engine without "
                     "quantization="
                 )
-            key, geometry = storage_key(live), geometry_of(live)
+            if not _repeated(live) <= result.repeated:
+                raise Unsupported(
+                    f"{self.name(path)} has one element in several places, but repacking makes one for each: something "
+                    "has changed it since the engine's start. Start the engine without quantization="
+                )
+            key, geometry = storage_key(live), geometry_of(_elements(live))
             if (key, geometry) not in seen:
                 seen.add((key, geometry))
                 target = storages.setdefault(key, f"{self.name(path)}, repacked")
@@ -126,7 +137,7 @@ class RepackedModule:
             )
         self.numbers = []
         before = dict(self._tensors_as_built())
-        return {path: _Result(t.shape, t.dtype, before.get(path) is t) for path, t in results.items()}
+        return {path: _Result(t.shape, t.dtype, before.get(path) is t, _repeated(t)) for path, t in results.items()}
 
     def _tensors_as_built(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors that a copy of the module has before its post-processing, but for the parameters."""
@@ -220,7 +231,7 @@ class RepackedParameter:
                 _view(flat[name].view(tensors[name].dtype), geometry).fill_(value)
             results = module.run(tensors)
             for live, path in outputs:
-                live.copy_(results[path])
+                live.copy_(results[path][tuple(map(slice, live.shape))])
 
         return finish
 
@@ -273,7 +284,8 @@ def split_records(
             if record.dtype != record.storage.tensor.dtype:
                 raise _not_again(module, name, f"is loaded as {record.dtype}")
             # Shards of a fused layer have one scale, or the same index, of which loaders keep the last.
-            if parameter.dim() <= 1 and last[record.storage, record.index_map.written_view] is not record:
+            shared = parameter.dim() <= 1 or math.prod(record.content.spec.shape) == 1
+            if shared and last[record.storage, record.index_map.written_view] is not record:
                 found.overwritten.append(record)
                 continue
             found.writes.append(record)
@@ -336,6 +348,17 @@ def _first_difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch
         if tensor.numel() and not torch.equal(_bytes(tensor), _bytes(with_other)):
             return path
     return ""
+
+
+def _repeated(tensor: torch.Tensor) -> frozenset[int]:
+    return frozenset(d for d, (n, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if n > 1 > step)
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view with each element of an expanded tensor once: torch copies nothing to one with repetitions."""
+    repeated = _repeated(tensor)
+    size = [1 if d in repeated else n for d, n in enumerate(tensor.shape)]
+    return tensor.as_strided(size, tensor.stride(), tensor.storage_offset())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from oracle.replay import replay
 from sglang_reshard.cli.plan.sglang_model import build_rank
 from sglang_reshard.errors import ReshardError, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.patches import repacking
 from sglang_reshard.trace.live import live_tensors, storage_key
 from sglang_reshard.trace.live_shards import live_shards
 from sglang_reshard.trace.live_signature import live_signature
@@ -29,6 +30,7 @@ from sglang_reshard.trace.stock_load import EngineStart
 from sglang_reshard.trace.tracer import trace
 from support.checkpoints import read_weights
 from support.live_memory import differing, fill_with_garbage
+from support.sglang_state import published_arguments
 
 Weights = dict[str, torch.Tensor]
 Start = Callable[[], EngineStart] | None
@@ -108,6 +110,27 @@ def built(folder: str, gpu: bool, build: dict[str, Any]) -> torch.nn.Module:
         if "attention backend" not in str(error):
             raise
         return build_rank(folder, attention_backend="torch_native", **build)
+
+
+def remember_modules() -> None:
+    """As the plugin does in an engine."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    repacking.apply()
+    HookRegistry.apply_hooks()
+
+
+def started_on(folder: Path) -> torch.nn.Module:
+    """The engine rank that was built last, as SGLang's own loader leaves it when it starts on the checkpoint there."""
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader import get_model
+
+    config = ModelConfig.from_server_args(published_arguments())
+    config.model_path = str(folder)
+    load_config, device = LoadConfig(load_format="auto"), DeviceConfig("cpu", 0)
+    return get_model(model_config=config, load_config=load_config, device_config=device)
 
 
 def _no_gpu() -> None:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from examination import Weights, built, said
+from examination import Weights, built, remember_modules, said, started_on
 from oracle.digests import digests
 from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
@@ -28,10 +28,10 @@ from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_befor
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.patches import repacking
+from support import blackwell
 from support.checkpoints import tiny_checkpoints, write_checkpoint
 from support.checkpoints.tiny_configs import IN_BLOCKS
 from support.scripts import answer
-from support.sglang_state import published_arguments
 
 DEADLINE_S = 1400
 MODELS = {"dense": "Qwen3ForCausalLM", "experts": "Qwen3MoeForCausalLM"}
@@ -46,6 +46,7 @@ class Case:
     half     in float16, which some methods insist on
     options  of SGLang
     amx      on a CPU with AMX, whose packing kernel has a stand-in
+    blackwell  SGLang builds it on Blackwell GPUs only, see `support.blackwell`
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -53,6 +54,7 @@ class Case:
     half: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     amx: bool = False
+    blackwell: bool = False
 
 
 def _compressed(format: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> Case:
@@ -65,6 +67,14 @@ def _compressed(format: str, weights: dict[str, Any], inputs: dict[str, Any] | N
 
 _INT4 = {"bits": 4, "group_size": 64, "desc_act": False, "sym": True}
 _FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+_FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+_MXFP8 = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"}
+_NVFP4 = {
+    "quant_method": "modelopt_fp4",
+    "quant_algo": "NVFP4",
+    "config_groups": {"group_0": {"weights": {"group_size": 16}}},
+    "ignore": [],
+}
 _TRTLLM = {"moe_runner_backend": "flashinfer_trtllm"}
 CASES = {
     "none, AMX": Case(amx=True),
@@ -76,7 +86,13 @@ CASES = {
     "fp8, static": Case({"quant_method": "fp8", "activation_scheme": "static"}),
     "fp8, dynamic": Case({"quant_method": "fp8", "activation_scheme": "dynamic"}),
     "fp8, of 16 bits": Case(method="fp8"),
-    "mxfp8": Case({"quant_method": "mxfp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"}),
+    "mxfp8": Case(_MXFP8, blackwell=True),
+    "mxfp8, flashinfer-cutlass": Case(
+        _MXFP8, options={"fp8_gemm_runner_backend": "flashinfer_cutlass"}, blackwell=True
+    ),
+    "mxfp8, flashinfer-trtllm": Case(
+        _MXFP8, options={"fp8_gemm_runner_backend": "flashinfer_trtllm", **_TRTLLM}, blackwell=True
+    ),
     "blockwise_int8": Case(
         {"quant_method": "blockwise_int8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     ),
@@ -92,13 +108,12 @@ CASES = {
     "moe_wna16": Case({"quant_method": "gptq", **_INT4}, "moe_wna16", half=True),
     "auto-round": Case({"quant_method": "auto-round", **_INT4}, half=True),
     "modelopt_fp8": Case({"quant_method": "modelopt", "quant_algo": "FP8"}),
-    "modelopt_fp4": Case(
-        {
-            "quant_method": "modelopt_fp4",
-            "quant_algo": "NVFP4",
-            "config_groups": {"group_0": {"weights": {"group_size": 16}}},
-            "ignore": [],
-        }
+    "modelopt_fp4": Case(_NVFP4, blackwell=True),
+    "modelopt_fp4, flashinfer-cutlass": Case(
+        _NVFP4, options={"moe_runner_backend": "flashinfer_cutlass"}, blackwell=True
+    ),
+    "modelopt_fp4, flashinfer-trtllm": Case(
+        _NVFP4, options={"fp4_gemm_runner_backend": "flashinfer_trtllm", **_TRTLLM}, blackwell=True
     ),
     "qoq": Case({"quant_method": "qoq", "wbits": 4, "group_size": -1}, half=True),
     "w4afp8": Case({"quant_method": "w4afp8", "weight_block_size": [128, 128]}),
@@ -108,6 +123,12 @@ CASES = {
     ),
     "compressed-tensors, fp8": _compressed(
         "float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, {"num_bits": 8, "type": "float"}
+    ),
+    "compressed-tensors, nvfp4": replace(
+        _compressed("nvfp4-pack-quantized", _FP4, _FP4 | {"dynamic": "local"}), blackwell=True
+    ),
+    "compressed-tensors, nvfp4, flashinfer-trtllm": replace(
+        _compressed("nvfp4-pack-quantized", _FP4, _FP4 | {"dynamic": "local"}), options=_TRTLLM, blackwell=True
     ),
     "compressed-tensors, int4": _compressed(
         "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}, None
@@ -129,7 +150,7 @@ def main() -> None:
     root = Path(sys.argv[1])
     choose_code_paths(1, gpu=True)
     import_before_forks()
-    _remember_modules()
+    remember_modules()
 
     def work(job: tuple[str, str]) -> tuple[str, str]:
         folder = root / "-".join(job).replace(" ", "")
@@ -142,14 +163,6 @@ def main() -> None:
     jobs = [(name, kind) for name in sys.argv[2:] or CASES for kind in MODELS]
     for job, outcome in run_in_forks(work, jobs, processes=2, deadline_seconds=DEADLINE_S):
         answer(json.dumps([*job, *outcome]))
-
-
-def _remember_modules() -> None:
-    """As the plugin does in an engine."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    repacking.apply()
-    HookRegistry.apply_hooks()
 
 
 def _stand_in_for_kernels() -> None:
@@ -167,6 +180,13 @@ def _stand_in_for_kernels() -> None:
     for module in (marlin_utils, quark):
         if "get_device_capability" in vars(module):
             vars(module)["get_device_capability"] = lambda *_: (9, 0)
+
+
+def _leave_dummy_weights() -> None:
+    """SGLang's random weights cannot be written to an expanded tensor; here all are overwritten."""
+    from sglang.srt.model_loader import loader
+
+    vars(loader)["initialize_dummy_weights"] = lambda *_, **__: None
 
 
 def _stand_in_for_amx() -> None:
@@ -189,6 +209,9 @@ def _examined(case: Case, architecture: str, folder: Path) -> tuple[str, str]:
     write_checkpoint(architecture, folder)
     weights = tiny_checkpoints.read_weights(folder)
     options: dict[str, Any] = case.options | ({"quantization": case.method} if case.method else {})
+    if case.blackwell:
+        blackwell.pretend()
+        _leave_dummy_weights()
     if case.amx:
         _stand_in_for_amx()
     config = json.loads((folder / "config.json").read_text())
@@ -214,7 +237,7 @@ def _examined(case: Case, architecture: str, folder: Path) -> tuple[str, str]:
     found = digests(model)
     tiny_checkpoints.write_weights(given, folder)
     try:
-        stock = digests(_started_on(folder))
+        stock = digests(started_on(folder))
     except Exception as error:
         return "not built", said(error, str(folder))
     if refusal:
@@ -223,18 +246,6 @@ def _examined(case: Case, architecture: str, folder: Path) -> tuple[str, str]:
     if wrong:
         return "failed", f"{len(wrong)} live tensors differ, in silence: {', '.join(wrong[:4])}"
     return "exact", ""
-
-
-def _started_on(folder: Path) -> torch.nn.Module:
-    """The engine rank as SGLang's own loader leaves it."""
-    from sglang.srt.configs.device_config import DeviceConfig
-    from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.model_loader import get_model
-
-    config = ModelConfig.from_server_args(published_arguments())
-    load_config, device = LoadConfig(load_format="auto"), DeviceConfig("cpu", 0)
-    return get_model(model_config=config, load_config=load_config, device_config=device)
 
 
 def _checkpoint(weights: Weights, model: torch.nn.Module) -> Weights:

@@ -22,7 +22,10 @@ from support.scripts import run_script
 SAVED = results.FOLDER / "quantization.json"
 PAGE = Path(__file__).parents[3] / "docs" / "results" / "quantization.md"
 REGISTRY = "from sglang.srt.layers.quantization import QUANTIZATION_METHODS as m; print('methods:', *m)"
-FEW = ("fp8, block", "fp8, of 16 bits", "gptq", "none, AMX", "none, flashinfer-trtllm", "w8a8_int8, of 16 bits")
+FEW = (
+    "fp8, block", "fp8, of 16 bits", "gptq", "none, AMX", "none, flashinfer-trtllm", "w8a8_int8, of 16 bits", "mxfp8",
+    "modelopt_fp4", "compressed-tensors, nvfp4, flashinfer-trtllm",
+)  # fmt: skip
 pytestmark = [pytest.mark.engine]
 
 

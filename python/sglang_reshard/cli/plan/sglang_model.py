@@ -78,6 +78,7 @@ def build_rank(
     from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
     from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
     from sglang.srt.model_loader import get_model
     from sglang.srt.server_args import ServerArgs
@@ -102,6 +103,7 @@ def build_rank(
     _publish(args, tp_rank, pp_rank)
     with_known(initialize_moe_config, server_args=args)
     with_known(initialize_fp8_gemm_config, server_args=args)
+    with_known(initialize_fp4_gemm_config, server_args=args)
     _join_fake_world(
         tp_size=tp_size,
         ep_size=ep_size,
