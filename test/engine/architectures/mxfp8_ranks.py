@@ -1,52 +1,69 @@
 """Updates engine ranks in MXFP8 in bfloat16, and answers with a line of JSON for each.
 
-Run as a script by test_mxfp8_ranks.py: SGLang chooses its code paths at import. The reference is a stock load of the
-checkpoint that SGLang's quantizer makes of the same weights.
+Run as a script by test_mxfp8_ranks.py: SGLang chooses its code paths at import. The reference is a rank that stock
+SGLang starts on the checkpoint that its quantizer makes of the same weights. Experts need a Blackwell GPU, see
+`support.blackwell`; each backend keeps their scales in its own order.
 
     mxfp8_ranks.py FOLDER
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from triton_kernels.numerics_details.mxfp import downcast_to_mxfp_torch
 
-from examination import built, said
+from examination import built, remember_modules, said, started_on
 from oracle.digests import digests
 from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
 from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.tracer import trace
-from support.checkpoints import read_weights, write_checkpoint
-from support.live_memory import differing, fill_with_garbage
+from support import blackwell
+from support.checkpoints import read_weights, tiny_checkpoints, write_checkpoint, write_weights
+from support.checkpoints.tiny_configs import IN_BLOCKS
 from support.scripts import answer
 
-ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "Glm4ForCausalLM")
-SIZES, DEADLINE_S = (1, 2), 400
+DENSE = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "Glm4ForCausalLM")
+ENGINES = {name: ((1, 1), (2, 1)) for name in DENSE} | {"Qwen3MoeForCausalLM": ((1, 1), (2, 1), (2, 2))}  # TP and EP
+TRTLLM = {"moe_runner_backend": "flashinfer_trtllm", "fp8_gemm_runner_backend": "flashinfer_trtllm"}
+BACKENDS: dict[str, dict[str, str]] = {"triton": {"moe_runner_backend": "triton"}, "flashinfer_trtllm": TRTLLM}
+DEADLINE_S = 400
 SCALE = "_scale_inv"
 
 
 def main() -> None:
     root = Path(sys.argv[1])
-    choose_code_paths(max(SIZES), gpu=True)
+    choose_code_paths(2, gpu=True)
     torch.set_num_threads(1)
     import_before_forks()
-    for architecture in ARCHITECTURES:
+    remember_modules()
+    tiny_checkpoints.IN_BLOCKS = dataclasses.replace(IN_BLOCKS, wide=1024, narrow=512)  # for two ranks
+    for architecture in ENGINES:
         write(architecture, root / architecture)
 
-    def work(job: tuple[str, int, int]) -> list[str]:
-        architecture, size, rank = job
+    def work(job: tuple[str, str, int, int, int]) -> list[str]:
+        architecture, backend, tp, ep, rank = job
+        blackwell.pretend()
+        build = {"tp_size": tp, "ep_size": ep, "tp_rank": rank, **BACKENDS[backend]}
         try:
-            return updates(root / architecture, size, rank)
+            return updates(root / architecture, root / "-".join(map(str, job)), build)
         except Exception as error:
             return [said(error, str(root))]
 
-    jobs = [(name, size, rank) for name in ARCHITECTURES for size in SIZES for rank in range(size)]
+    jobs = [
+        (name, backend, tp, ep, rank)
+        for name, engines in ENGINES.items()
+        for backend in BACKENDS
+        for tp, ep in engines
+        for rank in range(tp)
+    ]
     for job, complaints in run_in_forks(work, jobs, processes=2, deadline_seconds=DEADLINE_S):
         answer(json.dumps([*job, complaints]))
 
@@ -77,22 +94,23 @@ def quantized(weights: dict[str, torch.Tensor], names: set[str]) -> dict[str, to
     return found
 
 
-def updates(folder: Path, size: int, rank: int) -> list[str]:
-    """Returns what is wrong after two updates in bfloat16."""
+def updates(folder: Path, references: Path, build: dict[str, Any]) -> list[str]:
+    """Returns what is wrong after two updates in bfloat16. Each is compared with a start on a checkpoint of its own."""
     stored = read_weights(folder)
     names = {name for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn}
-    model = built(str(folder), True, {"tp_size": size, "tp_rank": rank})
     complaints = [] if names else ["nothing is quantized"]
+    references.mkdir()
+    (references / "config.json").write_bytes((folder / "config.json").read_bytes())
+    write_weights(quantized(trained(stored, 0), names), references)
+    model = built(str(folder), True, build | {"weights": str(references)})
     for seed in (1, 2):
         weights = trained(stored, seed)
         specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
-        fill_with_garbage(model)
         replay(trace(model, specs), weights)
         found = digests(model)
-        fill_with_garbage(model)
-        with torch.no_grad():
-            model.load_weights(iter(quantized(weights, names).items()))  # type: ignore[operator]
-        complaints += [f"seed {seed}: {name} differs" for name in differing(found, digests(model))[:3]]
+        write_weights(quantized(weights, names), references)
+        stock = digests(started_on(references))
+        complaints += [f"seed {seed}: {name} differs" for name in stock if found.get(name) != stock[name]][:3]
     scales = {str(p.dtype) for n, p in model.named_parameters() if n.endswith(SCALE)}
     return complaints + ([] if scales == {"torch.uint8"} else [f"scales are {scales}"])
 
