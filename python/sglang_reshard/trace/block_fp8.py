@@ -1,9 +1,11 @@
-"""Block-fp8 engines of 16 and 32 bit trainers: weights are quantized where they have arrived.
+"""Block-fp8 and NVFP4 engines of 16 and 32 bit trainers: weights are quantized where they have arrived.
 
 An engine with `weight_block_size` keeps a weight as float8_e4m3fn, with a scale for each block: in float32, or in MXFP8
 an exponent of one byte. A trainer sends it under the same name without a scale. The loader is then traced with the two
 tensors that a checkpoint in block-fp8 would have. The program makes these out of whole blocks of the trainer's weight,
 in bfloat16, and does with them what the loader does.
+
+NVFP4 has two weights in a byte, and one more scale for a whole weight, which the trainer sends, see `nvfp4`.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from sglang_reshard.layout.regions import Box, Region, TensorSpec, split
 from sglang_reshard.trace.casts import torch_dtype
 from sglang_reshard.trace.lazy_storage import CheckpointTensor, VersionedView, leaves
 from sglang_reshard.trace.memory import Record
+from sglang_reshard.trace.nvfp4 import COLUMNS, WHOLE, quantize_nvfp4
 from sglang_reshard.trace.program import Copy, Program
 
 FP8 = torch.float8_e4m3fn
 _MAX = torch.finfo(FP8).max
-_SCALE = "_scale_inv"
 MX_COLUMNS = 32  # that share a scale in MXFP8
 _CHUNK = 1 << 20  # elements that a CPU quantizes together: in float32 they fit its cache
 _DEVICE_CHUNK = 1 << 23  # elements that another device, whose kernels take longer to launch, quantizes together
@@ -44,32 +46,114 @@ class Blocks:
     mx: bool = False
 
     @property
+    def scale(self) -> str:
+        """The suffix that makes the name of its scales out of that of a weight."""
+        return "_scale_inv"
+
+    @property
+    def whole(self) -> str:
+        """The suffix of the scale of a whole weight, which the trainer sends; empty if the format has none."""
+        return ""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return FP8
+
+    @property
     def scale_dtype(self) -> torch.dtype:
         return torch.uint8 if self.mx else torch.float32
 
-    def quantize(self, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def item(self) -> tuple[int, int]:
+        """Rows and columns of a weight that one element of the quantized weight has."""
+        return 1, 1
+
+    @property
+    def columns(self) -> int:
+        """Columns of a weight are a multiple of these."""
+        return self.size[1] if self.mx else 1
+
+    def quantize(self, weights: torch.Tensor, whole: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns quantized weights and scales of `weights` [n, rows, columns]. `whole`: [n] scales, if there are."""
         return quantize_mx(weights) if self.mx else quantize_blocks(weights, self.size)
 
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the scales of matrices of `shape`."""
         return *shape[:-2], *(-(-n // b) for n, b in zip(shape[-2:], self.size, strict=True))
 
+    def items_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the quantized matrices of `shape`."""
+        return *shape[:-2], *(n // own for n, own in zip(shape[-2:], self.item, strict=True))
+
+    def unit(self, is_scale: bool) -> tuple[int, int]:
+        return self.size if is_scale else self.item
+
+
+@dataclass(frozen=True, slots=True)
+class Nvfp4Blocks(Blocks):
+    """The format of an engine's weights in NVFP4, as ModelOpt writes them."""
+
+    size: tuple[int, int] = (1, COLUMNS)
+
+    @property
+    def scale(self) -> str:
+        return "_scale"
+
+    @property
+    def whole(self) -> str:
+        return WHOLE
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return FP8
+
+    @property
+    def item(self) -> tuple[int, int]:
+        return 1, 2
+
+    @property
+    def columns(self) -> int:
+        return COLUMNS
+
+    def quantize(self, weights: torch.Tensor, whole: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert whole is not None
+        return quantize_nvfp4(weights, whole)
+
 
 def blocks_of(model: torch.nn.Module) -> Blocks | None:
-    """Returns how a model keeps weights in block-fp8, as SGLang's quantization methods say; None if it does not."""
+    """Returns how a model keeps weights that are quantized on arrival, as SGLang's quantization methods say; None if it
+    keeps none.
+    """
     for module in model.modules():
         config = getattr(getattr(module, "quant_method", None), "quant_config", None)
         if found := getattr(config, "weight_block_size", None):
             rows, columns = found
             return Blocks((int(rows), int(columns)), bool(getattr(config, "use_mxfp8", False)))
+        if getattr(config, "is_checkpoint_nvfp4_serialized", False) and getattr(config, "group_size", 0) == COLUMNS:
+            return Nvfp4Blocks()
     return None
 
 
-def wider(specs: Sequence[TensorSpec]) -> set[str]:
+def wider(specs: Sequence[TensorSpec], blocks: Blocks) -> set[str]:
     """Returns the names of the checkpoint tensors that could be weights to quantize: those without a scale."""
+    return {spec.name for spec in without_scales(specs, (blocks.scale,))}
+
+
+def without_scales(specs: Sequence[TensorSpec], scales: Sequence[str]) -> list[TensorSpec]:
+    """Returns the matrices in 16 and 32 bits that are sent without any scale of those names."""
     names = {spec.name for spec in specs}
-    matrices = (spec for spec in specs if len(spec.shape) > 1 and spec.name + _SCALE not in names)
-    return {spec.name for spec in matrices if torch_dtype(spec).is_floating_point and spec.item_bytes > 1}
+    matrices = (s for s in specs if len(s.shape) > 1 and not any(s.name + scale in names for scale in scales))
+    return [spec for spec in matrices if torch_dtype(spec).is_floating_point and spec.item_bytes > 1]
+
+
+def with_whole_scale(specs: Sequence[TensorSpec], blocks: Blocks) -> set[str]:
+    """Returns the names of the weights that a trainer sends to be quantized with the scale that it sends, too."""
+    names = {spec.name for spec in specs}
+    return {name for name in wider(specs, blocks) if name + blocks.whole in names}
 
 
 def sources_of_fp8(records: Iterable[Record]) -> set[str]:
@@ -92,20 +176,20 @@ def in_fp8(spec: TensorSpec) -> TensorSpec:
 
 
 def as_quantized(specs: Iterable[TensorSpec], names: set[str], blocks: Blocks) -> list[TensorSpec]:
-    """Returns what a checkpoint in block-fp8 has in place of `specs`, if `names` are quantized in it."""
+    """Returns what a quantized checkpoint has in place of `specs`, if `names` are quantized in it."""
     found = []
     for spec in specs:
         if spec.name not in names:
             found.append(spec)
             continue
-        if blocks.mx and spec.shape[-1] % MX_COLUMNS:
+        if spec.shape[-1] % blocks.columns:
             raise Unsupported(
-                f"{spec.name} has {spec.shape[-1]} columns, and MXFP8 has a scale for each {MX_COLUMNS}. Start the "
-                "engine unquantized."
+                f"{spec.name} has {spec.shape[-1]} columns, and {'NVFP4' if blocks.whole else 'MXFP8'} has a scale for "
+                f"each {blocks.columns}. Start the engine unquantized."
             )
-        found.append(in_fp8(spec))
-        dtype = str(blocks.scale_dtype).removeprefix("torch.")
-        found.append(TensorSpec(spec.name + _SCALE, blocks.scales_shape(spec.shape), dtype))
+        dtype, of_scales = (str(one).removeprefix("torch.") for one in (blocks.dtype, blocks.scale_dtype))
+        found.append(TensorSpec(spec.name, blocks.items_shape(spec.shape), dtype))
+        found.append(TensorSpec(spec.name + blocks.scale, blocks.scales_shape(spec.shape), of_scales))
     return found
 
 
@@ -170,12 +254,14 @@ class BlockWeights:
     shape    matrices, rows and columns
     outputs  of the quantized weights and their scales
     unit     of the arrivals that outputs are copied to, if they are repacked next
+    whole    where the scale of the whole tensor arrives, in the same unit, if the format has one
     """
 
     shape: tuple[int, int, int]
     blocks: Blocks
     outputs: tuple[_Output, ...]
     unit: str | None = None
+    whole: Copy | None = None
 
     @property
     def nbytes(self) -> int:
@@ -199,6 +285,9 @@ class BlockWeights:
         first = 0
         for member in members:
             own = slice(first, first + member.shape[0])
+            if member.whole is not None:
+                scale = member.whole.destination(targets[member.whole.target])
+                quantizer.whole.append(scale.reshape(1).expand(member.shape[0]))
             for output in member.outputs:
                 whole = quantizer.scales if output.is_scale else quantizer.quantized
                 value = whole[own].view(*output.stacked, *whole.shape[1:])[output.slices]
@@ -210,16 +299,19 @@ class BlockWeights:
 class _Quantizer:
     """Quantizes matrices in place.
 
-    quantized  float8_e4m3fn [n, rows, columns], in the first half of the memory of the unquantized weight
+    quantized  [n, rows, columns] in items of the format, at the beginning of the memory of the unquantized weights
     scales     [n, blocks of rows, blocks of columns]
+    whole      scales of whole weights, in order, for formats with them; read when it runs
     """
 
     def __init__(self, weights: torch.Tensor, blocks: Blocks) -> None:
         """`weights`: bfloat16 [n, rows, columns], contiguous."""
         self._weights, self._blocks = weights, blocks
-        self.quantized = weights.view(-1).view(FP8)[: weights.numel()].view(weights.shape)
+        shape = blocks.items_shape(weights.shape)
+        self.quantized = weights.view(-1).view(blocks.dtype)[: math.prod(shape)].view(shape)
         scales = blocks.scales_shape(weights.shape)
         self.scales = torch.empty(scales, dtype=blocks.scale_dtype, device=weights.device)
+        self.whole: list[torch.Tensor] = []
         self._outputs: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def add_output(self, destination: torch.Tensor, value: torch.Tensor) -> None:
@@ -235,10 +327,12 @@ class _Quantizer:
         together = max(1, chunk // (rows * columns))
         down = self._blocks.size[0]
         high = max(1, chunk // (columns * down)) * down
+        whole = torch.cat(self.whole) if self.whole else None
         for first, top in itertools.product(range(0, count, together), range(0, rows, high)):
             part = slice(first, first + together), slice(top, top + high)
-            # Writes half as much of the memory as has been read until now.
-            quantized, scales = self._blocks.quantize(self._weights[part])
+            # Writes half as much of the memory, or less, as has been read until now.
+            of_part = None if whole is None else whole[part[0]]
+            quantized, scales = self._blocks.quantize(self._weights[part], of_part)
             self.quantized[part].copy_(quantized)
             self.scales[part[0], top // down : top // down + scales.shape[1]] = scales
         for destinations, values in self._outputs.values():
@@ -250,31 +344,34 @@ def quantize_on_arrival(program: Program, specs: Mapping[str, TensorSpec], names
 
     program  of a loader that was given `as_quantized` specs
     """
-    quantized = {name: (name, False) for name in names} | {name + _SCALE: (name, True) for name in names}
+    quantized = {name: (name, False) for name in names} | {name + blocks.scale: (name, True) for name in names}
     of_tensor: dict[str, list[tuple[Copy, bool]]] = {}
     copies: list[Copy] = []
     for copy in program.copies:
         if copy.source in quantized:
             name, is_scale = quantized[copy.source]
-            _check_dtype(program, copy, name, blocks.scale_dtype if is_scale else FP8)
+            _check_dtype(program, copy, name, blocks.scale_dtype if is_scale else blocks.dtype)
             of_tensor.setdefault(name, []).append((copy, is_scale))
         else:
             copies.append(copy)
+    whole = {copy.source: copy for copy in copies} if blocks.whole else {}
     arrivals: dict[str, BlockWeights] = {}
     for name, those in of_tensor.items():
-        needed = [_blocks(copy.region, specs[name].shape, blocks.size, is_scale) for copy, is_scale in those]
+        needed = [_blocks(copy.region, specs[name].shape, blocks, is_scale) for copy, is_scale in those]
         left = list(zip(needed, those, strict=True))
-        for whole in _covering(needed):
-            inside = [pair for box, pair in left if box.intersect(whole) == box]
-            left = [(box, pair) for box, pair in left if box.intersect(whole) != box]
-            for box in _cut_stack(whole):
+        for covering in _covering(needed):
+            inside = [pair for box, pair in left if box.intersect(covering) == box]
+            left = [(box, pair) for box, pair in left if box.intersect(covering) != box]
+            for box in _cut_stack(covering):
                 *stacked, rows, columns = box.shape
-                outputs = tuple(_outputs(inside, box, blocks.size))
-                target = f"{name} to be quantized" + (f", number {len(arrivals)}" if box != whole else "")
+                outputs = tuple(_outputs(inside, box, blocks))
+                target = f"{name} to be quantized" + (f", number {len(arrivals)}" if box != covering else "")
                 if target in arrivals:
                     target += f", number {len(arrivals)}"
                 unit = _repacking_unit(program, outputs)
-                arrivals[target] = BlockWeights((math.prod(stacked), rows, columns), blocks, outputs, unit)
+                scale = _whole_scale(program, whole, name + blocks.whole, unit) if blocks.whole else None
+                shape = math.prod(stacked), rows, columns
+                arrivals[target] = BlockWeights(shape, blocks, outputs, unit, scale)
                 strides = tuple(math.prod(box.shape[d + 1 :]) for d in range(len(box.shape)))
                 copies.append(Copy(name, Region.of(box), target, 0, strides))
     memory = {
@@ -297,6 +394,18 @@ def _repacking_unit(program: Program, outputs: Sequence[_Output]) -> str | None:
     return units.pop()
 
 
+def _whole_scale(program: Program, copies: Mapping[str, Copy], name: str, unit: str | None) -> Copy:
+    """Returns the copy of the scale of a whole weight, which must arrive in the unit that the weight is repacked in."""
+    copy = copies.get(name)
+    arrival = program.arrivals.get(copy.target) if copy is not None else None
+    if copy is None or copy.region.numel != 1 or arrival is None or arrival.unit != unit:
+        raise Unsupported(
+            f"{name} is not one value that the engine keeps with its weight, so it cannot quantize the weight. Send "
+            "the weight quantized, or start the engine unquantized."
+        )
+    return copy
+
+
 def _check_dtype(program: Program, copy: Copy, name: str, value: torch.dtype) -> None:
     destination = program.targets[copy.target].dtype
     if destination != value:
@@ -306,14 +415,13 @@ def _check_dtype(program: Program, copy: Copy, name: str, value: torch.dtype) ->
         )
 
 
-def _outputs(copies: Iterable[tuple[Copy, bool]], box: Box, block: tuple[int, int]) -> Iterator[_Output]:
+def _outputs(copies: Iterable[tuple[Copy, bool]], box: Box, blocks: Blocks) -> Iterator[_Output]:
     """Yields the parts of copies of quantized weights, or of scales, that a box of whole blocks makes."""
     for copy, is_scale in copies:
-        of_copy = box
-        if is_scale:
-            first = tuple(a // b for a, b in zip(box.start[-2:], block, strict=True))
-            last = tuple(-(-z // b) for z, b in zip(box.stop[-2:], block, strict=True))
-            of_copy = Box((*box.start[:-2], *first), (*box.stop[:-2], *last))
+        unit = blocks.unit(is_scale)
+        first = tuple(a // n for a, n in zip(box.start[-2:], unit, strict=True))
+        last = tuple(-(-z // n) for z, n in zip(box.stop[-2:], unit, strict=True))
+        of_copy = Box((*box.start[:-2], *first), (*box.stop[:-2], *last))
         if part := copy.within(of_copy):
             yield _Output(part, is_scale, box.shape[:-2], part.region.slices(of_copy.start))
 
@@ -326,12 +434,12 @@ def _cut_stack(box: Box) -> list[Box]:
     return [Box((*part.start, *box.start[-2:]), (*part.stop, *box.stop[-2:])) for part in parts]
 
 
-def _blocks(region: Region, shape: tuple[int, ...], block: tuple[int, int], is_scale: bool) -> Box:
-    """Returns the whole blocks of a weight of `shape` that a region of it, or of its scales, lies in."""
+def _blocks(region: Region, shape: tuple[int, ...], blocks: Blocks, is_scale: bool) -> Box:
+    """Returns the whole blocks of a weight of `shape` that a region of it quantized, or of its scales, lies in."""
     stop = tuple(a + (n - 1) * step + 1 for a, n, step in zip(region.start, region.count, region.step, strict=True))
-    unit = (1, 1) if is_scale else block
-    first = tuple(a // u * b for a, u, b in zip(region.start[-2:], unit, block, strict=True))
-    last = tuple(-(-z // u) * b for z, u, b in zip(stop[-2:], unit, block, strict=True))
+    sizes = list(zip(blocks.unit(is_scale), blocks.size, strict=True))
+    first = tuple(a * n // b * b for a, (n, b) in zip(region.start[-2:], sizes, strict=True))
+    last = tuple(-(-z * n // b) * b for z, (n, b) in zip(stop[-2:], sizes, strict=True))
     end = tuple(map(min, last, shape[-2:]))
     return Box((*region.start[:-2], *first), (*stop[:-2], *end))
 

@@ -9,7 +9,15 @@ import torch
 
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.block_fp8 import blocks_of, checkpoint_tensors, in_fp8, wider
+from sglang_reshard.trace.block_fp8 import (
+    Blocks,
+    as_quantized,
+    blocks_of,
+    checkpoint_tensors,
+    in_fp8,
+    wider,
+    with_whole_scale,
+)
 from sglang_reshard.trace.built_modules import modules_as_built
 from sglang_reshard.trace.recorder import Recorder
 from sglang_reshard.trace.repack import repacked_modules
@@ -31,11 +39,18 @@ def names_read(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> NamesRead
     """Runs `model.load_weights` as a trace does, and returns what it reads. Raises nothing that the loader raises."""
     with tracing(), modules_as_built([(m.module, m.built) for m in repacked_modules(model)]) as parameters:
         found = _names_read(model, specs, parameters)
-        if found.refused and blocks_of(model) is not None:  # its loader may take fp8 only
-            candidates = wider(specs)
-            in_8_bits = [in_fp8(spec) if spec.name in candidates else spec for spec in specs]
-            found = max(found, _names_read(model, in_8_bits, parameters), key=lambda one: len(one.read))
+        blocks = blocks_of(model)
+        if found.refused and blocks is not None:  # its loader may take quantized weights only
+            others = _quantized(specs, blocks)
+            found = max(found, _names_read(model, others, parameters), key=lambda one: len(one.read))
     return found
+
+
+def _quantized(specs: Sequence[TensorSpec], blocks: Blocks) -> list[TensorSpec]:
+    if blocks.whole:
+        return as_quantized(specs, with_whole_scale(specs, blocks), blocks)
+    candidates = wider(specs, blocks)
+    return [in_fp8(spec) if spec.name in candidates else spec for spec in specs]
 
 
 def _names_read(model: torch.nn.Module, specs: Sequence[TensorSpec], as_built: Collection[int]) -> NamesRead:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,10 +19,13 @@ from sglang_reshard.trace.block_fp8 import (
     Blocks,
     as_quantized,
     blocks_of,
+    checkpoint_tensors,
     in_fp8,
     quantize_on_arrival,
     sources_of_fp8,
     wider,
+    with_whole_scale,
+    without_scales,
 )
 from sglang_reshard.trace.built_modules import modules_as_built
 from sglang_reshard.trace.coverage import check_coverage, check_order
@@ -34,6 +37,7 @@ from sglang_reshard.trace.lazy_tensor import LazyTensor, LiveWriteMode
 from sglang_reshard.trace.left_alone import check_buffers, restoring_steps
 from sglang_reshard.trace.lowering import Lowering, drop_overwritten_fills, drop_repeated_writes
 from sglang_reshard.trace.memory import Record
+from sglang_reshard.trace.nvfp4 import WHOLE, nvfp4_layers, refusal
 from sglang_reshard.trace.post_load import DeferredCall, defer_post_load, post_load_steps
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.recorder import Recorder
@@ -83,52 +87,82 @@ def trace(
     began = time.perf_counter()
     _check_names(specs)
     with tracing():
-        blocks = blocks_of(model)
-        repacked = repacked_modules(model)
-        with modules_as_built([(m.module, m.built) for m in repacked]) as parameters:
-            loader = _Loader(model, blocks, parameters, weightless)
-            found, quantized = loader.run(specs)
-            storages = found.recorder.storages
-            staying = kept_modules(model, repacked, storages, found.records, may_stay)
-            repacked = [module for module in repacked if module not in staying]
-            parts = split_records(repacked, storages, found.records)
-            check_order(parts.writes)
-            writes, every = drop_repeated_writes(parts.writes), drop_repeated_writes(parts.all_written)
-
-            def stays(name: str) -> bool:
-                return may_stay(engine_name(model, name))
-
-            stock = _stock_load(loader, repacked, specs, every, start)
-            left, kept = check_coverage(model, storages, every, parameters, stock, stays)
-            all_written = {record.storage for record in every}
-            kept += check_buffers(model, storages, all_written, stock, stays)
-        check_deferred(repacked, found.deferred)
-        lowering = Lowering(found.recorder.device)
-        for record in writes:
-            lowering.add(record)
-        for record in parts.overwritten:
-            lowering.read(record)
-        written = {record.storage.name for record in writes}
-        steps = (
-            *restoring_steps(model, left, stock),
-            *unfold_steps(flags_of(model), found.flags),
-            *lowering.steps,
-            *kv_scale_steps(model, written),
-            *post_load_steps(model, found.deferred),
-        )
-        program = Program(
-            tuple(lowering.copies),
-            lowering.targets,
-            steps,
-            left_alone=tuple(dict.fromkeys(one.name for one in left)),
-            kept=names_kept(model, kept, staying),
-        )
-        if repacked:
-            program = repack_on_arrival(program, repacked, parts.constants)
-        if blocks is not None and quantized:
-            by_name = {spec.name: spec for spec in specs}
-            program = quantize_on_arrival(program, by_name, quantized, blocks)
+        try:
+            program = _traced(model, specs, start, may_stay, weightless)
+        except ReshardError as error:
+            if why := _refusal_of_nvfp4(model, specs):
+                raise Unsupported(why) from error
+            raise
     return replace(program, seconds=time.perf_counter() - began)
+
+
+def _traced(
+    model: torch.nn.Module,
+    specs: Sequence[TensorSpec],
+    start: Callable[[], EngineStart] | None,
+    may_stay: MayStay,
+    weightless: bool,
+) -> Program:
+    blocks = blocks_of(model)
+    repacked = repacked_modules(model)
+    with modules_as_built([(m.module, m.built) for m in repacked]) as parameters:
+        loader = _Loader(model, blocks, parameters, weightless)
+        found, quantized = loader.run(specs)
+        storages = found.recorder.storages
+        staying = kept_modules(model, repacked, storages, found.records, may_stay)
+        repacked = [module for module in repacked if module not in staying]
+        parts = split_records(repacked, storages, found.records)
+        check_order(parts.writes)
+        writes, every = drop_repeated_writes(parts.writes), drop_repeated_writes(parts.all_written)
+
+        def stays(name: str) -> bool:
+            return may_stay(engine_name(model, name))
+
+        stock = _stock_load(loader, repacked, specs, every, start)
+        left, kept = check_coverage(model, storages, every, parameters, stock, stays)
+        all_written = {record.storage for record in every}
+        kept += check_buffers(model, storages, all_written, stock, stays)
+    check_deferred(repacked, found.deferred)
+    lowering = Lowering(found.recorder.device)
+    for record in writes:
+        lowering.add(record)
+    for record in parts.overwritten:
+        lowering.read(record)
+    written = {record.storage.name for record in writes}
+    steps = (
+        *restoring_steps(model, left, stock),
+        *unfold_steps(flags_of(model), found.flags),
+        *lowering.steps,
+        *kv_scale_steps(model, written),
+        *post_load_steps(model, found.deferred),
+    )
+    program = Program(
+        tuple(lowering.copies),
+        lowering.targets,
+        steps,
+        left_alone=tuple(dict.fromkeys(one.name for one in left)),
+        kept=names_kept(model, kept, staying),
+    )
+    if repacked:
+        program = repack_on_arrival(program, repacked, parts.constants)
+    if blocks is not None and quantized:
+        by_name = {spec.name: spec for spec in specs}
+        program = quantize_on_arrival(program, by_name, quantized, blocks)
+    return program
+
+
+def _refusal_of_nvfp4(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> str:
+    """Returns why a trace of an NVFP4 engine has failed; empty unless it is for a weight in 16 or 32 bits."""
+    if not (layers := nvfp4_layers(model)):
+        return ""
+    repacked = repacked_modules(model)
+    with modules_as_built([(m.module, m.built) for m in repacked]) as parameters:
+        recorder = Recorder(model, parameters)
+        with suppress(ReshardError):
+            run_loader(model, specs, recorder)
+    taken = {tensor.spec.name for record in recorder.records for tensor in checkpoint_tensors(record.content)}
+    wide = without_scales(specs, ("_scale", WHOLE))
+    return refusal(layers, [spec for spec in wide if spec.name not in taken])
 
 
 @contextmanager
@@ -150,7 +184,7 @@ class _Traced(NamedTuple):
 class _Loader(NamedTuple):
     """A model's loader, while modules are as they were built.
 
-    blocks    of a block-fp8 model; None of another
+    blocks    of a block-fp8 or NVFP4 model; None of another
     as_built  storages of repacked modules' parameters, see `modules_as_built`
     """
 
@@ -160,14 +194,17 @@ class _Loader(NamedTuple):
     weightless: bool
 
     def run(self, specs: Sequence[TensorSpec], last: list[str] | None = None) -> tuple[_Traced, set[str]]:
-        """Runs it. Also returns the names of tensors that a block-fp8 model got in fp8 although `specs` have more.
+        """Runs it. Also returns the names of tensors that such a model got quantized although `specs` have more.
 
         last  gets the name of the last tensor that the loader received
         """
         last = [] if last is None else last
         if self.blocks is None:
             return self._once(specs, last), set()
-        candidates, refusal = wider(specs), None
+        if self.blocks.whole:
+            names = with_whole_scale(specs, self.blocks)
+            return self._once(as_quantized(specs, names, self.blocks), last), names
+        candidates, refusal = wider(specs, self.blocks), None
         try:
             found = self._once(specs, last)
             names = sources_of_fp8(found.records) & candidates

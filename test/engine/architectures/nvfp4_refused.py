@@ -1,0 +1,71 @@
+"""Sends weights in bfloat16 without scales to engine ranks in NVFP4, and answers with a line of JSON for each.
+
+Run as a script by test_nvfp4_ranks.py: SGLang chooses its code paths at import.
+
+    nvfp4_refused.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from examination import built, remember_modules
+from oracle.digests import digests
+from quantization import CASES, MODELS
+from sglang_reshard.cli.plan.forked_jobs import run_in_forks
+from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
+from sglang_reshard.errors import ReshardError
+from sglang_reshard.layout.regions import TensorSpec
+from sglang_reshard.trace.tracer import trace
+from support import blackwell
+from support.checkpoints import read_weights, tiny_checkpoints, write_checkpoint
+from support.checkpoints.tiny_configs import IN_BLOCKS
+from support.scripts import answer
+
+METHODS = ("modelopt_fp4", "compressed-tensors, nvfp4")
+DEADLINE_S = 300
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    choose_code_paths(2, gpu=True)
+    torch.set_num_threads(1)
+    import_before_forks()
+    remember_modules()
+    tiny_checkpoints.TINY = IN_BLOCKS
+
+    def work(job: tuple[str, str, int]) -> tuple[str, bool]:
+        method, kind, tp = job
+        folder = root / "-".join(map(str, job)).replace(" ", "")
+        write_checkpoint(MODELS[kind], folder)
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": CASES[method].config}))
+        blackwell.pretend()
+        return refused(folder, tp)
+
+    jobs = [(method, kind, tp) for method in METHODS for kind in MODELS for tp in (1, 2)]
+    for job, (error, unchanged) in run_in_forks(work, jobs, processes=2, deadline_seconds=DEADLINE_S):
+        answer(json.dumps([*job, error, unchanged]))
+
+
+def refused(folder: Path, tp: int) -> tuple[str, bool]:
+    """Returns the error, empty if there is none, and whether all live tensors are as they were."""
+    from sglang.srt.model_loader import loader
+
+    vars(loader)["initialize_dummy_weights"] = lambda *_, **__: None
+    model = built(str(folder), True, {"tp_size": tp, "tp_rank": tp - 1})
+    before, weights = digests(model), read_weights(folder)
+    specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
+    try:
+        trace(model, specs)
+    except ReshardError as error:
+        return f"{type(error).__name__}: {error}", digests(model) == before
+    return "", digests(model) == before
+
+
+if __name__ == "__main__":
+    main()
