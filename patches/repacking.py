@@ -49,9 +49,28 @@ def refusal(model: torch.nn.Module) -> str:
     return ""
 
 
-def _process(module: torch.nn.Module) -> None:
-    method: Any = module.quant_method
-    method.process_weights_after_loading(module)
+class _QuietDispatcher:
+    """Stands in for the live dispatcher of experts while a copy of them is post-processed.
+
+    NVFP4's post-processing hands the scale of activations to the dispatcher. The live one has the live tensor since the
+    engine's start, and would get the copy's: until the end of the update, or of random values in a rehearsal.
+    """
+
+    def __init__(self, live: object) -> None:
+        self._live = live
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._live, name)
+
+    def set_quant_config(self, quant_config: object) -> None:
+        """Does nothing."""
+
+
+def _process(copy: torch.nn.Module) -> None:
+    if (dispatcher := vars(copy).get("dispatcher")) is not None:
+        vars(copy)["dispatcher"] = _QuietDispatcher(dispatcher)
+    method: Any = copy.quant_method
+    method.process_weights_after_loading(copy)
 
 
 def _reorders(module: torch.nn.Module) -> bool:

@@ -108,6 +108,33 @@ def test_reordered_weights_are_reordered_again(attributes, says):
     assert [m.path for m in repacked_modules(model)] == ["1"]
 
 
+class DispatchingMethod:
+    """As NVFP4's: the dispatcher of experts gets the scale of activations."""
+
+    def process_weights_after_loading(self, layer):
+        layer.scale = torch.nn.Parameter(layer.weight.data.amax() * layer.dispatcher.ranks, requires_grad=False)
+        layer.dispatcher.set_quant_config({"input_global_scale": layer.scale})
+
+
+class Dispatcher:
+    ranks, quant_config = 2, None
+
+    def set_quant_config(self, quant_config):
+        self.quant_config = quant_config
+
+
+def test_a_live_dispatcher_keeps_the_live_scale():
+    """It got one of the copy that is post-processed, which a rehearsal makes of random values."""
+    model = model_with(quant_method=DispatchingMethod(), dispatcher=Dispatcher())
+    repacking.remember(model)
+    experts = model[1]
+    experts.quant_method.process_weights_after_loading(experts)
+    (module,) = repacked_modules(model)
+    made = module.run({"weight": torch.full((2, 2), 3.0), "bias": torch.zeros(2)})
+    assert made["scale"] == 6
+    assert experts.dispatcher.quant_config["input_global_scale"] is experts.scale
+
+
 # -- answers of a torn server
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -44,6 +45,7 @@ def main() -> None:
     torch.set_num_threads(1)
     import_before_forks()
     remember_modules()
+    dispatch_in_nvfp4()
     tiny_checkpoints.TINY = dataclasses.replace(IN_BLOCKS, wide=256, narrow=128)
     for architecture in ENGINES:
         write(architecture, root / architecture)
@@ -54,6 +56,14 @@ def main() -> None:
 
     backends = {name: BACKENDS[name] for name in sys.argv[2:] or BACKENDS}
     answer_for_ranks(root, ENGINES, backends, sent, lambda _, weights: quantized(weights))
+
+
+def dispatch_in_nvfp4() -> None:
+    """As with FlashInfer's all-to-all: the dispatcher of experts has the scale of activations, too."""
+    from sglang.srt.layers.quantization import modelopt_quant
+
+    os.environ["SGLANG_MOE_NVFP4_DISPATCH"] = "1"  # 0.5.12 has read it
+    vars(modelopt_quant)["MOE_NVFP4_DISPATCH"] = True
 
 
 def write(architecture: str, folder: Path) -> None:

@@ -77,7 +77,18 @@ def _complaints(root: Path, architecture: str, build: dict[str, Any], sent: Call
         found = digests(model)
         stock = digests(started_on(_started_on(root, architecture, seed)))
         complaints += [f"seed {seed}: {name} differs" for name in stock if found.get(name) != stock[name]][:3]
+        complaints += [f"seed {seed}: {path}'s dispatcher has another scale" for path in _misled(model)]
     return complaints
+
+
+def _misled(model: torch.nn.Module) -> list[str]:
+    """Returns the paths of experts in NVFP4 that quantize what they dispatch with another scale than the live one."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if (scale := getattr(module, "w13_input_scale_quant", None)) is not None
+        and module.dispatcher.quant_config["input_global_scale"] is not scale
+    ]
 
 
 def _started_on(root: Path, architecture: str, seed: int) -> Path:
