@@ -395,7 +395,7 @@ def test_nothing_is_left_behind():
 def test_what_is_posted_is_done_in_order_and_not_waited_for(control_server):
     with ControlClient(control_server.address, 10) as a, ControlClient(control_server.address, 10) as b:
         a.post_enter("s", "rank 0")
-        a.set({"in": b"1"})
+        a.post_set({"s/in": b"1"})
         told = SimpleQueue()
         b.watch("s", told.put)
         b.cancel("s", "why")
@@ -408,7 +408,6 @@ def test_what_is_posted_is_done_in_order_and_not_waited_for(control_server):
         assert late.get(timeout=10) == "why"
         a.post_leave("s")
         a.post_delete_scope("s")
-        a.post_delete_prefix("in")
         assert a.num_keys() == 0
         a.enter("s", "rank 0")  # not aborted
 

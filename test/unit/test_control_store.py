@@ -255,6 +255,15 @@ def test_the_end_of_a_scope_is_the_end_of_those_in_it_and_not_the_other_way_roun
     assert ask(table, "g", "enter", "s/0", "g", "") == done("g")
 
 
+def test_a_scopes_keys_are_deleted_with_it_and_no_others(table):
+    ask(table, "a", "enter", "s/1", "a", "")
+    ask(table, "a", "set", {"s/1": b"", "s/1/x": b"1", "s/1/0/y": b"2", "s/10/x": b"3"})
+    ask(table, "a", "delete_scope", "s/1")
+    assert ask(table, "a", "exists", ("s/1", "s/1/x", "s/1/0/y", "s/10/x")) == [
+        ("a", protocol.Result(1, [True, False, False, True]))
+    ]
+
+
 def test_nobody_waits_in_a_scope_that_is_gone(table):
     """A rank that was stopped wakes in an update that the others have deleted since."""
     ended = [("b", protocol.Cancelled(1, "s has ended without this rank; was its process stopped?"))]

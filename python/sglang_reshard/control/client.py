@@ -136,10 +136,6 @@ class ControlClient:
         """Deletes all keys that begin with `prefix`. Returns their number."""
         return self._call("delete_prefix", prefix)
 
-    def post_delete_prefix(self, prefix: str) -> None:
-        """As `delete_prefix`, without waiting for it."""
-        self._post("delete_prefix", prefix)
-
     def num_keys(self) -> int:
         """Returns the number of keys in this session."""
         return self._call("num_keys")
@@ -236,7 +232,9 @@ class ControlClient:
                 self._callbacks.pop(scope, None)
 
     def delete_scope(self, scope: str) -> None:
-        """Lets the server forget that a scope was cancelled, and its all-gathers that timed out."""
+        """Deletes the keys `scope/...`, and lets the server forget that the scope was cancelled, and its all-gathers
+        that timed out.
+        """
         self._call("delete_scope", scope)
 
     def post_delete_scope(self, scope: str) -> None:

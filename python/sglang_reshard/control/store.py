@@ -188,6 +188,8 @@ class SessionStore:
 
     @operation
     def delete_scope(self, call: Call, scope: str) -> None:
+        """Deletes also the keys whose names begin with the scope's and a slash."""
+        self.delete_prefix(call, f"{scope}/")
         self._scopes.delete(scope)
         self._gathers.delete(scope)
 

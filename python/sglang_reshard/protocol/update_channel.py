@@ -102,7 +102,7 @@ class TrainerChannel(_Scope):
         return self
 
     def publish_status(self, trainer_rank: int, status: Outcome[TrainerStatus]) -> None:
-        self._client.set({self._status(trainer_rank): encode(status)})
+        self._client.post_set({self._status(trainer_rank): encode(status)})
 
     def exchange_layouts(self, trainer_rank: int, trainer_ranks: int, timeout_s: float, own: bytes) -> list[bytes]:
         """Returns what each trainer rank passes, in rank order: what it lists, where ranks list different tensors.
@@ -171,7 +171,6 @@ class TrainerChannel(_Scope):
 
     def delete_update(self, update: int) -> None:
         """Deletes the messages of an earlier update that every trainer rank has finished."""
-        self._client.post_delete_prefix(f"{_update(update)}/")
         self._client.post_delete_scope(_update(update))
 
     # -- keys
@@ -204,7 +203,7 @@ class EngineScope(_Scope):
 
     def report_ready(self, trainer_rank: int) -> None:
         """Answers `Prepare`."""
-        self._client.set({self._ready(trainer_rank): b""})
+        self._client.post_set({self._ready(trainer_rank): b""})
 
     def revoke(self, reason: str) -> Standing:
         """Gives up the update of this engine. Returns how far it has come: it comes no further if it has no mark."""
