@@ -67,18 +67,6 @@ def test_a_route_keeps_its_promises(case: Case) -> None:
     relayed = False
     for number, step in enumerate(case.script, start=1):
         reports = {}
-        print(
-            number,
-            [round(told[0][number - 1][n].seconds, 2) for n in case.names],
-            [
-                told[0][number - 1][n].report
-                and (
-                    told[0][number - 1][n].report.message,
-                    {k: round(v, 2) for k, v in told[0][number - 1][n].report.engine_ranks[0].seconds.items()},
-                )
-                for n in case.names
-            ],
-        )
         for engine, name, ranks in of_engines(case):
             heard = [of_rank[number - 1][name] for of_rank in told]
             after = [seen[rank].get(number) for rank in ranks]

@@ -19,7 +19,8 @@ def in_turn(sends: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
 
     def send(request: Any) -> Any:
         with ThreadPoolExecutor(len(sends)) as threads:
-            return next(iter(list(threads.map(lambda one: one(request), sends))))
+            first, *_ = threads.map(lambda one: one(request), sends)
+            return first
 
     return send
 

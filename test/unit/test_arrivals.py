@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.landings.base import Landing, LandingAround
 from sglang_reshard.landings.converting import converting
 from sglang_reshard.layout.regions import Box, Region
@@ -149,6 +150,21 @@ def test_messages_in_order_need_little():
     of_turn = [set(list(program.arrivals)[4 * turn : 4 * turn + 5]) for turn in range(5)]  # some are cut
     landing.place(of_turn, ())
     assert landing.nbytes == 5 * 256, "three of its own turn, and one that it shares with either neighbour"
+
+
+def test_a_route_that_does_not_know_of_conversions_is_refused():
+    toy, weights = model_of([(4, 4), (8, 6)])
+    program = trace(toy, specs_of(weights))
+    landing = converting(Landing(program), CPU, 1)
+    with pytest.raises(Unsupported, match=r"converts 2 weights .* Landing\.place"):
+        landing.begin(None)
+    landing.place([], program.arrivals)
+    landing.begin(None)
+    landing.arrived(0)
+    with pytest.raises(Mismatch, match=r"of 1 of 2 turns"):
+        landing.check(None)
+    landing.arrived(1)
+    assert landing.check(None) == ""
 
 
 def test_a_program_without_arrivals_needs_nothing():

@@ -18,8 +18,8 @@ from sglang_reshard.trace.nvfp4 import quantize_nvfp4
 from sglang_reshard.trace.tracer import trace
 from support import nvfp4
 from support.sweep import examples
+from support.toy_repacking import process
 from toy_loader import Toy, contents, specs_of
-from toy_repacking import process
 
 ROWS, COLUMNS = 12, 128
 

@@ -14,8 +14,8 @@ from sglang_reshard.trace.block_fp8 import FP8
 from sglang_reshard.trace.built_modules import remember
 from support import nvfp4
 from support.sweep import sweep
+from support.toy_repacking import process
 from support.world import run_world
-from toy_repacking import process
 
 ROWS, COLUMNS, LAYERS, TRAINERS, ENGINES = 24, 64, 20, 3, 2
 BUCKET_BYTES = 2048

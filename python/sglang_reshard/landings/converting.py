@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_reshard.errors import Mismatch, Unsupported
 from sglang_reshard.landings.base import Landing, LandingAround, Update
 from sglang_reshard.plan.lifetimes import Lifetime, share_memory
 
@@ -34,8 +35,10 @@ class Converting(LandingAround):
         self._device, self._bucket_bytes = device, bucket_bytes
         self._last: dict[str, int] = {}
         self._finishers: list[list[Callable[[], None]]] = []
+        self._placed = False
 
     def place(self, written: Sequence[Collection[str]], read: Collection[str], ahead: int = 0) -> None:
+        self._placed = True
         known = self.inner.program.arrivals
         first: dict[str, int] = {}
         self._last = {}
@@ -65,8 +68,23 @@ class Converting(LandingAround):
         self._allocate(groups, turns)
 
     def begin(self, update: Update) -> None:
+        """Raises Unsupported if the route has not placed it: what arrived would be written unconverted."""
+        if not self._placed:
+            raise Unsupported(
+                f"the engine converts {len(self.inner.program.arrivals)} weights where they arrive, and the route has "
+                "not called Landing.place: it does not know of them. Choose another transport"
+            )
         self.inner.begin(update)
         self.finished = 0
+
+    def check(self, update: Update) -> str:
+        """Raises Mismatch if the route has not said of all turns that they have arrived."""
+        if self.finished < self.turns:
+            raise Mismatch(
+                f"the route has said of {self.finished} of {self.turns} turns that their weights have arrived: the "
+                "others were not converted. Choose another transport"
+            )
+        return self.inner.check(update)
 
     def turn_of(self, target: str) -> int | None:
         return self._last.get(target)
