@@ -161,7 +161,7 @@ def test_a_route_that_does_not_know_of_conversions_is_refused():
     landing.place([], program.arrivals)
     landing.begin(None)
     landing.arrived(0)
-    with pytest.raises(Mismatch, match=r"of 1 of 2 turns"):
+    with pytest.raises(Mismatch, match="the end of 1 of 2 turns"):
         landing.check(None)
     landing.arrived(1)
     assert landing.check(None) == ""

@@ -78,11 +78,11 @@ class Converting(LandingAround):
         self.finished = 0
 
     def check(self, update: Update) -> str:
-        """Raises Mismatch if the route has not said of all turns that they have arrived."""
+        """Raises Mismatch if the route has not reported the end of every turn."""
         if self.finished < self.turns:
             raise Mismatch(
-                f"the route has said of {self.finished} of {self.turns} turns that their weights have arrived: the "
-                "others were not converted. Choose another transport"
+                f"the route has reported the end of {self.finished} of {self.turns} turns: weights of the others were "
+                "not converted. Choose another transport"
             )
         return self.inner.check(update)
 
