@@ -1,5 +1,7 @@
 """What an engine rank's live memory holds of each checkpoint tensor, read back from its traced program."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from oracle.replay import replay
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.live_shards import live_shards
+from sglang_reshard.trace.live_shards import live_shards, readable_shards
 from sglang_reshard.trace.tracer import trace
 from support.toy import ToyRank, checkpoint, shapes
 
@@ -107,3 +109,17 @@ def test_parts_of_a_tensor_in_several_parameters_are_refused_by_name():
 
     with pytest.raises(Unsupported, match="w cannot be read from the live weights: its parts are in p and q"):
         read_back(Loader(split, p=(3, 4), q=(3, 4)), WEIGHTS)
+
+
+def test_what_is_also_converted_on_arrival_is_not_passed_on():
+    """Another engine that reads it from here would not convert its part."""
+
+    def load(model, loaded):
+        model.a.data.copy_(loaded)
+        model.b.data.copy_(loaded)
+
+    program = trace(Loader(load, a=(6, 4), b=(6, 4)), [TensorSpec("w", (6, 4), "float32")])
+    assert [shard.name for shard in readable_shards(program, {"w": (6, 4)}, 0)[0]] == ["w"]
+    converting = replace(program, arrivals={"b": None})
+    shards, why = readable_shards(converting, {"w": (6, 4)}, 0)
+    assert (shards, list(why)) == ([], ["w"])

@@ -64,6 +64,9 @@ def readable_shards(
     for name, of_tensor in copies.items():
         kept = [copy for copy in of_tensor if copy.target not in changed]
         try:
+            if converted := [copy.target for copy in of_tensor if copy.target in program.arrivals]:
+                # Another engine would read the rest of it, and convert only what its own trainer ranks send.
+                raise Unsupported(f"the engine converts it where it arrives, for {converted[0]}")
             if not kept:
                 raise Unsupported(
                     f"the loader computes {of_tensor[0].target} from it in place, so its own values are not kept"
