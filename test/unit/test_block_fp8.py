@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from oracle.replay import replay
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.block_fp8 import FP8, Blocks, _Quantizer, quantize_blocks
+from sglang_reshard.trace.block_formats import FP8, Blocks, MxBlocks, quantize_blocks
+from sglang_reshard.trace.block_fp8 import _Quantizer
 from sglang_reshard.trace.live_shards import live_shards
 from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.tracer import trace
@@ -50,7 +51,7 @@ def test_blocks_are_quantized_one_by_one(rows, columns, block, seed):
         assert torch.equal(scales[n], of_blocks)
 
 
-@pytest.mark.parametrize(("blocks", "columns"), [(Blocks(BLOCK), 10), (Blocks((1, 32), mx=True), 64)])
+@pytest.mark.parametrize(("blocks", "columns"), [(Blocks(BLOCK), 10), (MxBlocks(), 64)])
 @pytest.mark.parametrize("chunk", [1, 40, 100, 300, 10_000])
 def test_chunks_do_not_matter(chunk, blocks, columns, monkeypatch):
     monkeypatch.setattr("sglang_reshard.trace.block_fp8._CHUNK", chunk)

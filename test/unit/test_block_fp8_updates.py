@@ -13,7 +13,7 @@ from sglang_reshard.cli.plan.loads import arrival_bytes
 from sglang_reshard.cli.plan.rank_model import RankModel
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
-from sglang_reshard.trace.block_fp8 import FP8, quantize_blocks
+from sglang_reshard.trace.block_formats import FP8, quantize_blocks
 from support.nixl_env import needs_nixl, use_nixl
 from support.sweep import sweep
 from support.world import run_world

@@ -7,7 +7,7 @@ import torch
 
 from oracle.replay import replay
 from sglang_reshard.errors import Unsupported
-from sglang_reshard.trace.block_fp8 import FP8, quantize_mx
+from sglang_reshard.trace.block_formats import FP8, quantize_mx
 from sglang_reshard.trace.tracer import trace
 from support.live_memory import fill_with_garbage
 from toy_loader import Toy, contents, specs_of

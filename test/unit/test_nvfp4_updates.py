@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from sglang_reshard.api.weight_sender import WeightSender
 from sglang_reshard.engine.receiver import WeightReceiver
 from sglang_reshard.engine.targets import TracedModel
-from sglang_reshard.trace.block_fp8 import FP8
+from sglang_reshard.trace.block_formats import FP8
 from sglang_reshard.trace.built_modules import remember
 from support import nvfp4
 from support.sweep import sweep

@@ -7,7 +7,7 @@ from oracle.replay import replay
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.landings.base import Landing
 from sglang_reshard.landings.converting import converting
-from sglang_reshard.trace.block_fp8 import quantize_blocks
+from sglang_reshard.trace.block_formats import quantize_blocks
 from sglang_reshard.trace.built_modules import note_copies, remember
 from sglang_reshard.trace.live_signature import live_signature
 from sglang_reshard.trace.tracer import trace

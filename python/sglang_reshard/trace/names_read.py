@@ -9,15 +9,8 @@ import torch
 
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.block_fp8 import (
-    Blocks,
-    as_quantized,
-    blocks_of,
-    checkpoint_tensors,
-    in_fp8,
-    wider,
-    with_whole_scale,
-)
+from sglang_reshard.trace.block_formats import Blocks, blocks_of
+from sglang_reshard.trace.block_specs import as_quantized, checkpoint_tensors, in_fp8, wider, with_whole_scale
 from sglang_reshard.trace.built_modules import modules_as_built
 from sglang_reshard.trace.recorder import Recorder
 from sglang_reshard.trace.repack import repacked_modules

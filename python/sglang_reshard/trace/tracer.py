@@ -15,13 +15,12 @@ import torch
 from sglang_reshard.errors import Mismatch, ReshardError, Unsupported
 from sglang_reshard.garbage import garbage_collector_paused
 from sglang_reshard.layout.regions import TensorSpec
-from sglang_reshard.trace.block_fp8 import (
-    Blocks,
+from sglang_reshard.trace.block_formats import Blocks, blocks_of
+from sglang_reshard.trace.block_fp8 import quantize_on_arrival
+from sglang_reshard.trace.block_specs import (
     as_quantized,
-    blocks_of,
     checkpoint_tensors,
     in_fp8,
-    quantize_on_arrival,
     sources_of_fp8,
     wider,
     with_whole_scale,

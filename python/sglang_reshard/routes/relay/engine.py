@@ -192,9 +192,8 @@ class _Relayed:
         landing, plan = self._reads.landing, self._reads.read_plan
         targets = set(itertools.chain.from_iterable(landing.complete[landing.finished :]))
         found = np.zeros(len(self._relays.direct), bool)
-        found[[index for index, copy in zip(plan.tensor_ids, plan.copies, strict=True) if copy.target in targets]] = (
-            True
-        )
+        copies = zip(plan.tensor_ids, plan.copies, strict=True)
+        found[[index for index, copy in copies if copy.target in targets]] = True
         return found
 
     def _streams_of(self, route: RelayRoute, sizes: Mapping[int, int]) -> list[RelayedStream]:

@@ -1,0 +1,139 @@
+"""The formats of weights that are quantized where they arrive: block-fp8, MXFP8 and NVFP4."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_reshard.trace.nvfp4 import COLUMNS, WHOLE, quantize_nvfp4
+
+FP8 = torch.float8_e4m3fn
+_MAX = torch.finfo(FP8).max
+MX_COLUMNS = 32  # that share a scale in MXFP8
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A format; its defaults are those of block-fp8.
+
+    size         rows and columns that share a scale
+    name         of the format, for errors
+    scale        the suffix that makes the name of the scales out of that of a weight
+    whole        the suffix of the scale of a whole weight, which the trainer sends; empty if the format has none
+    dtype        of quantized weights
+    scale_dtype  of scales
+    item         rows and columns of a weight that one element of the quantized weight has
+    columns      a weight's columns are a multiple of these
+    """
+
+    size: tuple[int, int]
+    name: str = "block-fp8"
+    scale: str = "_scale_inv"
+    whole: str = ""
+    dtype: torch.dtype = FP8
+    scale_dtype: torch.dtype = torch.float32
+    item: tuple[int, int] = (1, 1)
+    columns: int = 1
+
+    def quantize(self, weights: torch.Tensor, whole: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns quantized weights and scales of `weights` [n, rows, columns]. `whole`: [n] scales, if there are."""
+        return quantize_blocks(weights, self.size)
+
+    def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the scales of matrices of `shape`."""
+        return *shape[:-2], *(-(-n // b) for n, b in zip(shape[-2:], self.size, strict=True))
+
+    def items_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the quantized matrices of `shape`."""
+        return *shape[:-2], *(n // own for n, own in zip(shape[-2:], self.item, strict=True))
+
+    def unit(self, is_scale: bool) -> tuple[int, int]:
+        return self.size if is_scale else self.item
+
+
+@dataclass(frozen=True, slots=True)
+class MxBlocks(Blocks):
+    """MXFP8: scales are powers of two, kept as exponents (UE8M0)."""
+
+    size: tuple[int, int] = (1, MX_COLUMNS)
+    name: str = "MXFP8"
+    scale_dtype: torch.dtype = torch.uint8
+    columns: int = MX_COLUMNS
+
+    def quantize(self, weights: torch.Tensor, whole: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantize_mx(weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Nvfp4Blocks(Blocks):
+    """NVFP4, as ModelOpt writes it."""
+
+    size: tuple[int, int] = (1, COLUMNS)
+    name: str = "NVFP4"
+    scale: str = "_scale"
+    whole: str = WHOLE
+    dtype: torch.dtype = torch.uint8
+    scale_dtype: torch.dtype = FP8
+    item: tuple[int, int] = (1, 2)
+    columns: int = COLUMNS
+
+    def quantize(self, weights: torch.Tensor, whole: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert whole is not None
+        return quantize_nvfp4(weights, whole)
+
+
+def blocks_of(model: torch.nn.Module) -> Blocks | None:
+    """Returns how a model keeps weights that are quantized on arrival, as SGLang's quantization methods say; None if it
+    keeps none.
+    """
+    for module in model.modules():
+        config = getattr(getattr(module, "quant_method", None), "quant_config", None)
+        if found := getattr(config, "weight_block_size", None):
+            rows, columns = found
+            return (MxBlocks if getattr(config, "use_mxfp8", False) else Blocks)((int(rows), int(columns)))
+        if getattr(config, "is_checkpoint_nvfp4_serialized", False) and getattr(config, "group_size", 0) == COLUMNS:
+            return Nvfp4Blocks()
+    return None
+
+
+def quantize_blocks(weights: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns float8_e4m3fn weights and float32 scales, [n, rows, columns] and [n, blocks of rows, of columns].
+
+    weights  [n, rows, columns], floating-point. The last blocks of rows and columns may be smaller than `block`
+
+    The arithmetic is that of verl's quantizer in torch (`verl.utils.kernel.fp8_kernel`), to the bit: a block's scale
+    is the reciprocal of 448 divided by its largest absolute value, both in float32; 1 for a block of zeros.
+    """
+    n, rows, columns = weights.shape
+    down, across = (-(-size // b) for size, b in zip((rows, columns), block, strict=True))
+    padding = (0, across * block[1] - columns, 0, down * block[0] - rows)
+    wide = weights.to(torch.float32, copy=True)
+    if any(padding):
+        wide = torch.nn.functional.pad(wide, padding)
+    blocks = wide.view(n, down, block[0], across, block[1])
+    largest = blocks.abs().amax(dim=(2, 4), keepdim=True)
+    factors = torch.full_like(largest, _MAX).div_(largest)  # `_MAX / largest` multiplies by a reciprocal
+    factors.masked_fill_((largest == 0) | (largest == torch.inf), 1.0)
+    scaled = blocks.mul_(factors).clamp_(-_MAX, _MAX).to(FP8)
+    quantized = scaled.view(n, down * block[0], across * block[1])[:, :rows, :columns]
+    return quantized, factors.reciprocal().view(n, down, across)
+
+
+def quantize_mx(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns float8_e4m3fn weights, and the exponents of their scales: uint8 [n, rows, columns / 32].
+
+    weights  [n, rows, columns], floating-point
+
+    The arithmetic is that of `downcast_to_mxfp` in triton_kernels, which SGLang quantizes with, to the bit: a scale is
+    the largest absolute value of 32 columns divided by 448, rounded up to a power of two.
+    """
+    wide = weights.to(torch.float32).unflatten(-1, (-1, MX_COLUMNS))
+    largest = wide.abs().amax(dim=-1, keepdim=True)
+    scales = largest / torch.full_like(largest, _MAX)  # a division by a number multiplies by its reciprocal on a GPU
+    exponents = (scales.view(torch.int32) + 0x7FFFFF).bitwise_and_(0x7F800000)
+    rounded = exponents.view(torch.float32)
+    factors = rounded.reciprocal().masked_fill_(rounded == 0, 0.0)
+    quantized = (wide * factors).clamp_(-_MAX, _MAX).to(FP8)
+    return quantized.flatten(-2), (exponents >> 23).to(torch.uint8).squeeze(-1)
