@@ -15,12 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from architectures import Architecture, generation
-from examination import Finding, examine, said
+from examination import Finding, begin, examine, said
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
-from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from support.checkpoints import has_experts, write_checkpoint
 from support.scripts import answer
 
@@ -192,9 +189,7 @@ def _cases(
 
 def main(paths: str, level: str, folder: str, *only: str) -> None:
     gpu, fast = paths == "gpu", level == "fast"
-    choose_code_paths(4, gpu=gpu)
-    torch.set_num_threads(1)
-    import_before_forks()
+    begin(4, gpu=gpu)
 
     runs = {r.name: r for r in RUNS if r.gpu == gpu and (r.fast or not fast)}
     probe = None if fast else Run("probe", tp_size=2 if gpu else 3, gpu=gpu)

@@ -12,11 +12,8 @@ import json
 import sys
 from pathlib import Path
 
-import torch
-
-from examination import examine
+from examination import begin, examine
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
-from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from support.checkpoints import tiny_checkpoints, write_checkpoint
 from support.checkpoints.tiny_configs import IN_BLOCKS
 from support.scripts import answer
@@ -31,9 +28,7 @@ DEADLINE_S = 1400
 
 def main() -> None:
     root = Path(sys.argv[1])
-    choose_code_paths(4, gpu=True)
-    torch.set_num_threads(1)
-    import_before_forks()
+    begin(4)
     # For four ranks with whole blocks.
     tiny_checkpoints.IN_BLOCKS = dataclasses.replace(IN_BLOCKS, wide=1024, narrow=512)
     for architecture in ARCHITECTURES:

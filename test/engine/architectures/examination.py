@@ -18,7 +18,7 @@ from drafts import sent_with_draft, with_draft
 from layout_kinds import layout_kinds
 from oracle.digests import digests
 from oracle.replay import replay
-from sglang_reshard.cli.plan.sglang_model import build_rank
+from sglang_reshard.cli.plan.sglang_model import build_rank, choose_code_paths, import_before_forks
 from sglang_reshard.errors import ReshardError, Unsupported
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.patches import repacking
@@ -110,6 +110,13 @@ def built(folder: str, gpu: bool, build: dict[str, Any]) -> torch.nn.Module:
         if "attention backend" not in str(error):
             raise
         return build_rank(folder, attention_backend="torch_native", **build)
+
+
+def begin(ranks: int, *, gpu: bool = True) -> None:
+    """Prepares a script that examines engine ranks in forks, by the code paths of a GPU or of a CPU."""
+    choose_code_paths(ranks, gpu=gpu)
+    torch.set_num_threads(1)
+    import_before_forks()
 
 
 def remember_modules() -> None:

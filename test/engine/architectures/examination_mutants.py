@@ -13,11 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import examination
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
-from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from sglang_reshard.errors import Unsupported
 from sglang_reshard.trace.program import Program
 from sglang_reshard.trace.tracer import trace
@@ -62,10 +59,7 @@ MUTANTS = (right, swapped, writing, moving, refusing)
 
 
 def main(folder: str) -> None:
-    choose_code_paths(4, gpu=True)
-    torch.set_num_threads(1)
-    import_before_forks()
-
+    examination.begin(4)
     path = write_checkpoint("Qwen3MoeForCausalLM", Path(folder))
     assert path is not None
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from examination import built, said
+from examination import begin, built, said
 from oracle.digests import digests
 from oracle.replay import replay
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
-from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks, with_known
+from sglang_reshard.cli.plan.sglang_model import with_known
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.patches.expert_location import placement
 from sglang_reshard.trace.tracer import trace
@@ -33,9 +33,7 @@ EP, REDUNDANT, DEADLINE_S = 2, 2, 400
 
 def main() -> None:
     root = Path(sys.argv[1])
-    choose_code_paths(EP, gpu=True)
-    torch.set_num_threads(1)
-    import_before_forks()
+    begin(EP)
     for architecture in ARCHITECTURES:
         write_checkpoint(architecture, root / architecture)
 

@@ -1,6 +1,6 @@
 """Updates engine ranks in MXFP8 in bfloat16, and answers with a line of JSON for each.
 
-Run as a script by test_mxfp8_ranks.py: SGLang chooses its code paths at import. The reference is a rank that stock
+Run as a script by test_quantized_ranks.py: SGLang chooses its code paths at import. The reference is a rank that stock
 SGLang starts on the checkpoint that its quantizer makes of the same weights. Experts need a Blackwell GPU, see
 `support.blackwell`; each backend keeps their scales in its own order.
 
@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 from triton_kernels.numerics_details.mxfp import downcast_to_mxfp_torch
 
-from examination import Weights, remember_modules
-from quantized_ranks import Backends, Engines, answer_for_ranks, randomized
-from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
+from examination import Weights, begin, remember_modules
+from quantized_ranks import Backends, Engines, answer_for_ranks, randomized, set_quantization
 from support.checkpoints import read_weights, tiny_checkpoints, write_checkpoint
 from support.checkpoints.tiny_configs import IN_BLOCKS
 
@@ -40,9 +39,7 @@ SCALE = "_scale_inv"
 
 def main() -> None:
     root = Path(sys.argv[1])
-    choose_code_paths(2, gpu=True)
-    torch.set_num_threads(1)
-    import_before_forks()
+    begin(2)
     remember_modules()
     tiny_checkpoints.IN_BLOCKS = dataclasses.replace(IN_BLOCKS, wide=1024, narrow=512)  # for two ranks
     in_fp8 = {architecture: write(architecture, root / architecture) for architecture in ENGINES}
@@ -64,13 +61,9 @@ def write(architecture: str, folder: Path) -> set[str]:
     Returns the names of the quantized weights.
     """
     write_checkpoint(architecture, folder, fp8=True)
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    left_alone = config["quantization_config"]["modules_to_not_convert"]
-    config["quantization_config"] = {
-        "quant_method": "mxfp8", "activation_scheme": "dynamic", "modules_to_not_convert": left_alone,
-    }  # fmt: skip
-    path.write_text(json.dumps(config))
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    kept = {"modules_to_not_convert": config["modules_to_not_convert"]}
+    set_quantization(folder, {"quant_method": "mxfp8", "activation_scheme": "dynamic"} | kept)
     names = {name for name, tensor in read_weights(folder).items() if tensor.dtype == torch.float8_e4m3fn}
     assert names, f"nothing of {architecture} is quantized"
     return names

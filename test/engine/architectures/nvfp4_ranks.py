@@ -1,8 +1,8 @@
 """Updates engine ranks in NVFP4 in bfloat16, and answers with a line of JSON for each.
 
-Run as a script by test_nvfp4_ranks.py: SGLang chooses its code paths at import. The trainer sends the scale of a whole
-weight and that of its activations. The reference is a rank that stock SGLang starts on the same weights, quantized as
-ModelOpt does. SGLang builds such layers for Blackwell GPUs, see `support.blackwell`.
+Run as a script by test_quantized_ranks.py: SGLang chooses its code paths at import. The trainer sends the scale of a
+whole weight and that of its activations. The reference is a rank that stock SGLang starts on the same weights,
+quantized as ModelOpt does. SGLang builds such layers for Blackwell GPUs, see `support.blackwell`.
 
     nvfp4_ranks.py FOLDER [BACKEND...]
 """
@@ -10,7 +10,6 @@ ModelOpt does. SGLang builds such layers for Blackwell GPUs, see `support.blackw
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import sys
@@ -18,9 +17,8 @@ from pathlib import Path
 
 import torch
 
-from examination import Weights, remember_modules
-from quantized_ranks import Backends, Engines, answer_for_ranks, randomized
-from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
+from examination import Weights, begin, remember_modules
+from quantized_ranks import Backends, Engines, answer_for_ranks, randomized, set_quantization
 from support import nvfp4
 from support.checkpoints import read_weights, tiny_checkpoints, write_checkpoint
 from support.checkpoints.tiny_configs import IN_BLOCKS
@@ -41,9 +39,7 @@ _FUSED = re.compile(r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.")
 
 def main() -> None:
     root = Path(sys.argv[1])
-    choose_code_paths(2, gpu=True)
-    torch.set_num_threads(1)
-    import_before_forks()
+    begin(2)
     remember_modules()
     dispatch_in_nvfp4()
     tiny_checkpoints.TINY = dataclasses.replace(IN_BLOCKS, wide=256, narrow=128)
@@ -68,10 +64,9 @@ def dispatch_in_nvfp4() -> None:
 
 def write(architecture: str, folder: Path) -> None:
     write_checkpoint(architecture, folder)
-    path = folder / "config.json"
     groups = {"group_0": {"weights": {"group_size": nvfp4.GROUP}}}
     config = {"quant_method": "modelopt_fp4", "quant_algo": "NVFP4", "config_groups": groups, "ignore": ["lm_head"]}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    set_quantization(folder, config)
 
 
 def scales(weights: Weights, seed: int) -> Weights:

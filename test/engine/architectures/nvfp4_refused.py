@@ -1,6 +1,6 @@
 """Sends weights in bfloat16 without scales to engine ranks in NVFP4, and answers with a line of JSON for each.
 
-Run as a script by test_nvfp4_ranks.py: SGLang chooses its code paths at import.
+Run as a script by test_quantized_ranks.py: SGLang chooses its code paths at import.
 
     nvfp4_refused.py FOLDER
 """
@@ -11,13 +11,11 @@ import json
 import sys
 from pathlib import Path
 
-import torch
-
-from examination import built, remember_modules
+from examination import begin, built, remember_modules
 from oracle.digests import digests
-from quantization import CASES, MODELS
+from quantization import CASES, MODELS, leave_dummy_weights
+from quantized_ranks import set_quantization
 from sglang_reshard.cli.plan.forked_jobs import run_in_forks
-from sglang_reshard.cli.plan.sglang_model import choose_code_paths, import_before_forks
 from sglang_reshard.errors import ReshardError
 from sglang_reshard.layout.regions import TensorSpec
 from sglang_reshard.trace.tracer import trace
@@ -32,9 +30,7 @@ DEADLINE_S = 300
 
 def main() -> None:
     root = Path(sys.argv[1])
-    choose_code_paths(2, gpu=True)
-    torch.set_num_threads(1)
-    import_before_forks()
+    begin(2)
     remember_modules()
     tiny_checkpoints.TINY = IN_BLOCKS
 
@@ -42,8 +38,7 @@ def main() -> None:
         method, kind, tp = job
         folder = root / "-".join(map(str, job)).replace(" ", "")
         write_checkpoint(MODELS[kind], folder)
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": CASES[method].config}))
+        set_quantization(folder, CASES[method].config)
         blackwell.pretend()
         return refused(folder, tp)
 
@@ -54,9 +49,7 @@ def main() -> None:
 
 def refused(folder: Path, tp: int) -> tuple[str, bool]:
     """Returns the error, empty if there is none, and whether all live tensors are as they were."""
-    from sglang.srt.model_loader import loader
-
-    vars(loader)["initialize_dummy_weights"] = lambda *_, **__: None
+    leave_dummy_weights()
     model = built(str(folder), True, {"tp_size": tp, "tp_rank": tp - 1})
     before, weights = digests(model), read_weights(folder)
     specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]

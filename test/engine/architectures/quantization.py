@@ -182,7 +182,7 @@ def _stand_in_for_kernels() -> None:
             vars(module)["get_device_capability"] = lambda *_: (9, 0)
 
 
-def _leave_dummy_weights() -> None:
+def leave_dummy_weights() -> None:
     """SGLang's random weights cannot be written to an expanded tensor; here all are overwritten."""
     from sglang.srt.model_loader import loader
 
@@ -211,7 +211,7 @@ def _examined(case: Case, architecture: str, folder: Path) -> tuple[str, str]:
     options: dict[str, Any] = case.options | ({"quantization": case.method} if case.method else {})
     if case.blackwell:
         blackwell.pretend()
-        _leave_dummy_weights()
+        leave_dummy_weights()
     if case.amx:
         _stand_in_for_amx()
     config = json.loads((folder / "config.json").read_text())

@@ -66,6 +66,12 @@ def answer_for_ranks(
         answer(json.dumps([*job, complaints]))
 
 
+def set_quantization(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes a quantization_config into the config of a checkpoint."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+
+
 def _complaints(root: Path, architecture: str, build: dict[str, Any], sent: Callable[[str, int], Weights]) -> list[str]:
     first, *later = SEEDS
     start = {"weights": str(_started_on(root, architecture, first))}

@@ -1,4 +1,7 @@
-"""Engine ranks in NVFP4, updated in bfloat16, have what stock SGLang starts with on ModelOpt's checkpoint."""
+"""Engine ranks in MXFP8 and NVFP4, updated in bfloat16, equal ranks that stock SGLang starts on a quantized checkpoint.
+
+The quantizer is SGLang's own for MXFP8, and ModelOpt's for NVFP4.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,18 @@ from support.scripts import run_script
 from support.sweep import sweep
 
 pytestmark = [pytest.mark.engine]
-BACKENDS = {"pinned": ((), 16), "newest": (("flashinfer_trtllm",), 8)}  # all, or those named; and the ranks
+BACKENDS = {"pinned": (), "newest": ("flashinfer_trtllm",)}  # all, or those named
+RANKS = {("mxfp8", "pinned"): 28, ("mxfp8", "newest"): 14, ("nvfp4", "pinned"): 16, ("nvfp4", "newest"): 8}
 
 
 @pytest.mark.parametrize("end", ["pinned", sweep("newest")])
-def test_every_rank_has_what_modelopt_s_quantizer_and_a_start_leave(end: str, tmp_path: Path) -> None:
-    script, (backends, ranks) = Path(__file__).with_name("nvfp4_ranks.py"), BACKENDS[end]
+@pytest.mark.parametrize("quantization", ["mxfp8", "nvfp4"])
+def test_every_rank_has_what_the_quantizer_and_a_start_leave(quantization: str, end: str, tmp_path: Path) -> None:
+    script = Path(__file__).with_name(f"{quantization}_ranks.py")
     with sglangs.chosen(end):
         kind = {zygote.VARIABLE: "gpu" if end == "pinned" else "none"}
-        found = [json.loads(line) for line in run_script(script, str(tmp_path), *backends, environment=kind)]
-    assert len(found) == ranks
+        found = [json.loads(line) for line in run_script(script, str(tmp_path), *BACKENDS[end], environment=kind)]
+    assert len(found) == RANKS[quantization, end]
     assert [of for of in found if of[-1]] == []
 
 
