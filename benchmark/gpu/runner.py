@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import glob
 import math
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from benchmark.gpu.item import Bench, Item, Row, Skip
 from benchmark.gpu.place import Place
 
 _LEAST_S = 5.0  # an item needs as much
+_END_S = 20.0  # for the system to free the memory of killed processes
 
 
 def run(items: Sequence[Item], place: Place, gpus: int, within_s: float = math.inf) -> Iterator[Row]:
@@ -74,9 +77,26 @@ def _run(item: Item, place: Place) -> Row:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its peers are in its process group
-        process.join(20)
+        process.join(_END_S)
+        _wait_for_group(process.pid, _END_S)
         place.clean_up()
     return Row(item.number, item.name, item.expected, verdict, why, round(time.monotonic() - begin, 2), seen)
+
+
+def _wait_for_group(group: int, timeout_s: float) -> None:
+    """Waits until each process of the group has released its memory, so that the next item finds the GPU free."""
+    end = time.monotonic() + timeout_s
+    while any(_of_group(stat, group) for stat in glob.iglob("/proc/[0-9]*/task/*/stat")) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _of_group(stat: str, group: int) -> bool:
+    try:
+        text = Path(stat).read_text()
+    except OSError:  # it has ended
+        return False
+    state, _, its_group = text.rpartition(")")[2].split()[:3]
+    return int(its_group) == group and state not in "ZX"  # zombies have released theirs
 
 
 def _answer(link: Connection, item: Item, place: Place) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import select
 import subprocess
 import sys
 import time
@@ -253,6 +254,15 @@ def test_an_item_that_hangs_ends_at_its_limit_with_all_its_processes(tmp_path):
     assert row.seen == {"one": 1}
     status = Path(f"/proc/{file.read_text()}/status")
     assert not status.exists() or "zombie" in status.read_text()
+
+
+def test_the_next_item_waits_until_the_last_process_of_a_group_has_ended():
+    shell = subprocess.Popen(["sh", "-c", "sleep 0.5 & exit"], start_new_session=True, stdout=subprocess.PIPE)
+    shell.wait()
+    with shell.stdout as pipe:  # the sleeping process holds it
+        assert select.select([pipe], [], [], 0) == ([], [], [])
+        runner._wait_for_group(shell.pid, 20.0)
+        assert select.select([pipe], [], [], 0) == ([pipe], [], [])
 
 
 def test_what_needs_more_gpus_is_skipped_by_name():
